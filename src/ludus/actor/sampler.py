@@ -1,0 +1,257 @@
+"""The environment-driven sampler: steps N environments with one batched forward a step and writes segments in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludus import spaces
+from ludus.errors import EnvironmentFault
+from ludus.game.environment import Environments, Outcome, Seen
+from ludus.memory.memory import Memory
+from ludus.model.policy import Policy
+from ludus.model.pool import PolicySource
+from ludus.tree import Array, Tree, copy_into, leaves, map_tree
+from ludus.types import DEFAULT_MODEL, Floats, Ints, Segments, SegmentSpec
+
+_FINAL_SHARE = 4  # room for final observations: one per row, or one in four steps, whichever is more
+
+
+def segment_spec(policy: Policy, environments: Environments, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
+    """The shape of what this sampler will write."""
+    n = environments.num
+    every = _state_every(steps, policy.config.max_seq_len) if policy.recurrent else 0
+    return SegmentSpec(
+        steps=steps,
+        observation=spaces.array_spec(environments.observation_space),
+        action=action_spec(policy),
+        mask_size=spaces.mask_size(environments.action_space) if environments.masked else 0,
+        state=policy.state_spec(),
+        state_every=every,
+        finals=max(n, steps * n // _FINAL_SHARE) if environments.resets_at_once else 0,
+        model=model,
+    )
+
+
+def action_spec(policy: Policy) -> Tree:
+    """Actions are kept as the policy chose them: continuous ones unscaled, in float32."""
+    return spaces.array_spec(policy.action_space, "action")
+
+
+def _state_every(steps: int, longest: int) -> int:
+    """The longest sequence that divides a segment evenly."""
+    return next(n for n in range(min(steps, longest), 0, -1) if steps % n == 0)
+
+
+@dataclass
+class _Rows:
+    """Per-step tensor views of a block, made once."""
+
+    observation: list[Tree]
+    first: tuple[Tensor, ...]
+    mask: tuple[Tensor, ...] | None
+    action: Tree  # whole tensors, written at the end of a segment
+    log_prob: Tensor
+    value: Tensor
+
+
+def _rows(block: Segments) -> _Rows:
+    if "rows" not in block.cache:
+        steps = block.spec.steps
+        block.cache["rows"] = _Rows(
+            [map_tree(lambda x, t=t: torch.from_numpy(x[t]), block.observation) for t in range(steps + 1)],
+            torch.from_numpy(block.first).unbind(0),
+            torch.from_numpy(block.action_mask).unbind(0) if block.spec.mask_size else None,
+            map_tree(torch.from_numpy, block.action),
+            torch.from_numpy(block.log_prob),
+            torch.from_numpy(block.value),
+        )
+    rows: _Rows = block.cache["rows"]
+    return rows
+
+
+class Sampler:
+    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`."""
+
+    def __init__(
+        self, environments: Environments, source: PolicySource, memory: Memory, seed: int, *, first_row: int = 0
+    ) -> None:
+        self._envs, self._source, self._memory = environments, source, memory
+        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
+        self._origin = np.arange(first_row, first_row + environments.num)
+        self._seen: Seen | None = None
+        self._first = np.ones(environments.num, np.bool_)
+        self._over = np.zeros(environments.num, np.bool_)  # these rows only reset in the next step
+        self._state: tuple[Tensor, ...] = ()
+        self._tally = EpisodeTally(environments.num)
+
+    def step(self) -> bool:
+        """Sample one block; False when the memory has no free one."""
+        block = self._memory.reserve(0)
+        if block is None:
+            return False
+        policy, version = self._source.newest()
+        self.fill(block, policy, version)
+        self._memory.commit(block)
+        return True
+
+    @torch.inference_mode()
+    def fill(self, block: Segments, policy: Policy, version: int) -> None:
+        if self._seen is None:
+            self._begin(policy)
+        seen, rows, steps = self._seen, _rows(block), block.spec.steps
+        assert seen is not None
+        noise = policy.distribution.noise((steps, self._envs.num), self._generator).unbind(0)
+        actions: list[Tree] = []
+        log_probs: list[Tensor] = []
+        values: list[Tensor] = []
+        block.finals = 0
+        for t in range(steps):
+            self._show(block, t, seen)
+            self._keep_state(block, t)
+            mask = rows.mask[t] if rows.mask is not None else None
+            action, log_prob, value, self._state = policy.step(rows.observation[t], self._state, rows.first[t], mask, noise[t])
+            actions.append(action)
+            log_probs.append(log_prob)
+            values.append(value)
+            outcome = self._envs.step(policy.distribution.to_environment(map_tree(Tensor.numpy, action)))
+            self._record(block, t, outcome, policy)
+            seen = outcome.seen
+        self._show(block, steps, seen)
+        values.append(policy.value(rows.observation[steps], self._state, rows.first[steps]))
+        _stack_into(rows.action, actions)
+        torch.stack(log_probs, out=rows.log_prob)
+        torch.stack(values, out=rows.value)
+        block.version[:] = version
+        block.origin[:] = self._origin
+        self._seen = seen
+        check_segments(block, self._envs.name)
+        block.episode_return, block.episode_length = self._tally.take(block)
+
+    def _begin(self, policy: Policy) -> None:
+        self._seen = self._envs.reset(self._seed)
+        self._state = policy.initial_state(self._envs.num)
+
+    def _show(self, block: Segments, t: int, seen: Seen) -> None:
+        try:
+            copy_into(map_tree(lambda x: x[t], block.observation), seen.observation)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(
+                f"{self._envs.name} returned an observation that does not fit its space at step {t} of a segment: {error}."
+            ) from error
+        block.first[t] = self._first
+        if seen.mask is not None:
+            np.logical_or(seen.mask, self._over[:, None], out=block.action_mask[t])
+            if not block.action_mask[t].any(axis=1).all():
+                row = int(np.flatnonzero(~block.action_mask[t].any(axis=1))[0])
+                raise EnvironmentFault(f"Environment {row} of {self._envs.name} forbids every action in its action_mask.")
+
+    def _keep_state(self, block: Segments, t: int) -> None:
+        every = block.spec.state_every
+        if every and t % every == 0:
+            for kept, now in zip(block.state, self._state, strict=True):
+                kept[t // every] = now.numpy()
+
+    def _record(self, block: Segments, t: int, outcome: Outcome, policy: Policy) -> None:
+        block.reward[t] = outcome.reward
+        block.terminated[t] = outcome.terminated
+        block.truncated[t] = outcome.truncated
+        np.logical_not(self._over, out=block.valid[t])
+        done = outcome.terminated | outcome.truncated
+        if self._envs.resets_at_once:
+            self._first = done
+            self._keep_finals(block, t, outcome, policy)
+        else:
+            self._first = self._over
+            self._over = done
+
+    def _keep_finals(self, block: Segments, t: int, outcome: Outcome, policy: Policy) -> None:
+        """Same-step autoreset: keep the final observation of truncated episodes, with its value."""
+        if outcome.final_rows is None or not outcome.final_rows.size:
+            return
+        cut = np.flatnonzero(outcome.truncated[outcome.final_rows] & ~outcome.terminated[outcome.final_rows])
+        room = block.spec.finals - block.finals
+        for row in outcome.final_rows[cut[room:]]:  # no room to bootstrap: the step is left out rather than learned wrongly
+            block.valid[t, row] = False
+        cut = cut[:room]
+        if not cut.size:
+            return
+        rows, at = outcome.final_rows[cut], slice(block.finals, block.finals + cut.size)
+        copy_into(map_tree(lambda x: x[at], block.final_observation), map_tree(lambda x: x[cut], outcome.final_observation))
+        block.final_at[at, 0], block.final_at[at, 1] = t, rows
+        observation = map_tree(lambda x: torch.from_numpy(x[at]), block.final_observation)
+        state = tuple(s[torch.from_numpy(rows)] for s in self._state)
+        block.final_value[at] = policy.value(observation, state).numpy()
+        block.finals += cut.size
+
+    def state(self) -> dict[str, Array]:
+        """What a resumed run needs of the sampler; environments restart."""
+        return {"generator": self._generator.get_state().numpy()}
+
+    def load_state(self, state: dict[str, Array]) -> None:
+        self._generator.set_state(torch.from_numpy(state["generator"].copy()))
+
+    def reseed_environments(self, seed: int) -> None:
+        """After a resume: other starts than those already played."""
+        self._seed, self._seen = seed, None
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def _stack_into(target: Tree, items: list[Tree]) -> None:
+    if isinstance(target, dict):
+        for key, leaf in target.items():
+            _stack_into(leaf, [item[key] for item in items])
+    elif isinstance(target, tuple):
+        for i, leaf in enumerate(target):
+            _stack_into(leaf, [item[i] for item in items])
+    else:
+        torch.stack(items, out=target)
+
+
+class EpisodeTally:
+    """Returns and lengths of finished episodes, for whole blocks at once; open episodes carry over to the next block."""
+
+    def __init__(self, rows: int) -> None:
+        self._return = np.zeros(rows, np.float64)
+        self._length = np.zeros(rows, np.int64)
+
+    def take(self, block: Segments) -> tuple[Floats, Ints]:
+        done = (block.terminated | block.truncated) & block.valid
+        rewards = np.cumsum(np.where(block.valid, block.reward, 0.0), axis=0, dtype=np.float64) + self._return
+        lengths = np.cumsum(block.valid, axis=0) + self._length
+        row, t = np.nonzero(done.T)  # ordered by row, then by time
+        returns_at, lengths_at = rewards[t, row], lengths[t, row]
+        same = np.zeros(len(row), np.bool_)
+        same[1:] = row[1:] == row[:-1]
+        returns, counts = returns_at.copy(), lengths_at.copy()
+        returns[1:] -= np.where(same[1:], returns_at[:-1], 0.0)
+        counts[1:] -= np.where(same[1:], lengths_at[:-1], 0)
+        self._return, self._length = rewards[-1].copy(), lengths[-1].copy()
+        last = np.ones(len(row), np.bool_)
+        last[:-1] = row[1:] != row[:-1]
+        self._return[row[last]] -= returns_at[last]
+        self._length[row[last]] -= lengths_at[last]
+        order = np.argsort(t, kind="stable")
+        return returns[order].astype(np.float32), counts[order]
+
+
+def check_segments(block: Segments, name: str) -> None:
+    """Nothing that is not a finite number may reach a learner. Raises EnvironmentFault with the row, step and key."""
+    for path, leaf in leaves(block.observation):
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            t, row, *rest = np.argwhere(~np.isfinite(leaf))[0].tolist()
+            raise EnvironmentFault(
+                f"Environment {row} of {name} returned {leaf[(t, row, *rest)]} in its observation"
+                f"{f' {path!r}' if path else ''} (index {rest}) at step {t} of a segment."
+            )
+    if not np.isfinite(block.reward).all():
+        t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
+        raise EnvironmentFault(
+            f"Environment {row} of {name} returned the reward {block.reward[t, row]} at step {t} of a segment."
+        )

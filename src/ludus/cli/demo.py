@@ -1,0 +1,49 @@
+"""`ludus demo`: see an agent learn within a minute."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    local_dir: Annotated[Path, typer.Option(help="Where the run goes.")] = Path("runs"),
+    seed: Annotated[int, typer.Option(help="Another seed, another agent.")] = 0,
+) -> None:
+    """Train CartPole to a return of 475, then draw its learning curve and film it."""
+    from ludus.cli.display import Display, say
+
+    say("Training CartPole-v1 with PPO until the mean return of 100 episodes is 475 …")
+    from ludus import config as configs
+    from ludus.experiment import experiment, rollout
+    from ludus.experiment.plot import plot
+    from ludus.game.environment import make_one
+
+    with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole.yaml") as path:
+        ((name, data),) = configs.load_experiments(path).items()
+    configs.override(data, f"config.seed={seed}")
+    with Display() as display:
+        result = experiment.start({"name": name, **data}, local_dir=local_dir, sinks=[display])
+    curve = plot([result.run_dir], result.run_dir / "plots" / "learning-curve.png")
+    env = make_one("CartPole-v1", render_mode="rgb_array")
+    video = result.run_dir / "videos" / "agent.mp4"
+    played = rollout.play(result.agent, env, "CartPole-v1", episodes=1, seed=seed, video=video)
+    env.close()
+    m = result.metrics
+    say(
+        f"\nLearned in {m['time_s']:.1f} s and {int(m['timesteps']):,} steps ({m['fps']:,.0f} steps/s); filmed episode: return {played.returns[0]:.0f}.\n"
+    )
+    for label, what in (("run", result.run_dir), ("learning curve", curve), ("video", video)):
+        say(f"  {label:<16}{what}")
+    say("\nTry next:")
+    for command in (
+        f"ludus rollout {result.run_dir} --episodes 20",
+        "ludus train Acrobot-v1 --stop time_s=60",
+        "ludus train CartPole-v1 --set model.use_lstm=true --stop timesteps=200000",
+        f"tensorboard --logdir {local_dir}",
+        "ludus runs plot",
+    ):
+        say(f"  {command}")

@@ -1,0 +1,99 @@
+"""The live display of a training: one table on a terminal, an occasional line everywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+from ludus.metrics import Numbers
+
+_REDRAW_S = 0.1
+_LINE_EVERY_S = 2.0
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+class Display:
+    """A metrics sink for people. Leaves the last state on the screen."""
+
+    def __init__(self, *, quiet: bool = False, to_stderr: bool = False) -> None:
+        self._quiet, self._stream = quiet, sys.stderr if to_stderr else sys.stdout
+        self._live: Any = None
+        self._drawn = 0.0
+        self._curve: list[float] = []
+        self._last: Numbers = {}
+
+    def __enter__(self) -> Display:
+        if not self._quiet and self._stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            if self._last:
+                self._live.update(self._table(), refresh=True)
+            self._live.stop()
+        elif self._last and not self._quiet:
+            print(self._line(), file=self._stream, flush=True)
+
+    def write(self, numbers: Numbers) -> None:
+        if self._quiet:
+            return
+        self._last = numbers
+        mean = numbers.get("episode_return_mean", math.nan)
+        if not math.isnan(mean):
+            self._curve.append(mean)
+        now = time.monotonic()
+        if self._live is not None:
+            if now - self._drawn > _REDRAW_S:
+                self._drawn = now
+                self._live.update(self._table(), refresh=True)
+        elif now - self._drawn > _LINE_EVERY_S:
+            self._drawn = now
+            print(self._line(), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Sinks are closed with the run; the screen is left by `__exit__`."""
+
+    def _line(self) -> str:
+        n = self._last
+        mean = n.get("episode_return_mean")
+        shown = "–" if mean is None else f"{mean:.1f}"
+        return f"{n['time_s']:7.1f} s  {int(n['timesteps']):>10,} steps  {n['fps']:>8,.0f} steps/s  return {shown}"
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        n = self._last
+        table = Table.grid(padding=(0, 2))
+        mean = n.get("episode_return_mean")
+        table.add_row(
+            "[bold]return[/]", "–" if mean is None else f"[bold green]{mean:.1f}[/]", f"[green]{sparkline(self._curve, 40)}[/]"
+        )
+        table.add_row("steps", f"{int(n['timesteps']):,}", f"{n['fps']:,.0f} steps/s, {int(n['episodes']):,} episodes")
+        share = 100 * n.get("learner_share", 0.0)
+        table.add_row("time", f"{n['time_s']:.1f} s", f"sampling {100 - share:.0f} %, learning {share:.0f} %")
+        if "learner/entropy" in n:
+            losses = f"value loss {n['learner/value_loss']:.3g}, KL {n['learner/kl']:.4f}, explained variance {n['learner/explained_variance']:.2f}"
+            table.add_row("entropy", f"{n['learner/entropy']:.3f}", losses)
+        return table
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The whole history squeezed into `width` characters."""
+    if len(values) < 2:
+        return ""
+    stride = max(1, math.ceil(len(values) / width))
+    points = [values[min(i + stride, len(values)) - 1] for i in range(0, len(values), stride)]
+    low, high = min(points), max(points)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[1 + round((p - low) / span * (len(_BLOCKS) - 2))] for p in points)

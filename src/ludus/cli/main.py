@@ -1,0 +1,72 @@
+"""The `ludus` command. Nothing heavy is imported before a command needs it, so that --help answers at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import ludus
+from ludus.cli import demo, rollout, runs, train
+from ludus.errors import LudusError, Stopped
+
+app = typer.Typer(
+    name="ludus",
+    help="Train game agents, watch them play, and put them into the live game.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("rollout")(rollout.rollout)
+app.add_typer(runs.app, name="runs")
+app.command("demo")(demo.demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"ludus {ludus.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _interrupted(number: int, frame: Any) -> None:
+    raise Stopped(f"Interrupted ({signal.Signals(number).name}).")
+
+
+def main() -> None:
+    """Exit codes: 0 finished, 1 failed, 2 wrong usage or config, 130 interrupted."""
+    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGTERM, _interrupted)
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except LudusError as error:
+        if debug:
+            raise
+        print(f"ludus: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        print(f"ludus: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

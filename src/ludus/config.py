@@ -1,0 +1,281 @@
+"""The one config schema: `<name>: {env, run, stop, …, config: {…}}`, from YAML, keywords or the command line.
+
+Every key is known here (or in the algorithm's own `Config`, which extends `AlgorithmConfig`); an unknown key is an error with
+the nearest known one, before any process starts. Nothing else in the package parses configuration.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ludus.errors import ConfigError
+from ludus.plugins import did_you_mean
+
+
+def _rising(points: Any) -> Any:
+    if isinstance(points, list):
+        times = [time for time, _ in points]
+        if not points or times != sorted(set(times)):
+            raise ValueError("the points of a schedule are [timestep, value] pairs with rising timesteps")
+    return points
+
+
+Schedule = Annotated[float | list[tuple[int, float]], AfterValidator(_rising)]
+"""A number, or [[timestep, value], …] joined by straight lines."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, protected_namespaces=())
+
+
+S = TypeVar("S", bound=_Strict)
+
+
+class ModelConfig(_Strict):
+    """The `model:` section: sizes and kinds of the default networks."""
+
+    fcnet_hiddens: list[int] | None = Field(None, description="Dense layers; null = 64, 64 (512 behind convolutions).")
+    fcnet_activation: str = Field("tanh", description="tanh, relu, elu, silu, gelu or linear.")
+    conv: Literal["nature", "resnet"] = Field("nature", description="Convolutions for images: Nature CNN or a small ResNet.")
+    conv_filters: list[tuple[int, int, int]] | None = Field(
+        None, description="Own convolutions: [[channels, kernel, stride], …]."
+    )
+    entity_dim: int = Field(64, ge=1, description="Width of the encoder for lists of entities.")
+    vf_share_layers: bool | None = Field(
+        None, description="One trunk for policy and value; null = for images and recurrence only."
+    )
+    core: Literal["lstm", "gru"] | None = Field(None, description="A recurrent layer.")
+    use_lstm: bool = Field(False, description="The same as core: lstm.")
+    cell_size: int = Field(128, ge=1, alias="lstm_cell_size", description="Units of the recurrent layer.")
+    max_seq_len: int = Field(16, ge=1, description="Steps through which a recurrent layer is differentiated.")
+    free_log_std: bool = Field(True, description="One learned deviation per continuous action, the same in every state.")
+
+
+class AlgorithmConfig(_Strict):
+    """The keys of `config:` that every algorithm has."""
+
+    seed: int = Field(0, ge=0, description="Of everything random: weights, exploration, environments.")
+    num_workers: int = Field(0, ge=0, description="Processes that sample; 0 = this one.")
+    num_gpus: float = Field(0, ge=0, description="Accelerators for the learner.")
+    num_envs_per_worker: int = Field(64, ge=1, description="Environments stepped together.")
+    rollout_fragment_length: int | None = Field(
+        None, ge=1, description="Steps of a segment; null = train_batch_size / environments."
+    )
+    train_batch_size: int = Field(4096, ge=1, description="Environment steps per update.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
+    observation_filter: Literal["NoFilter", "MeanStdFilter"] = Field(
+        "NoFilter", description="MeanStdFilter keeps running mean and deviation."
+    )
+    env_config: dict[str, Any] = Field(default_factory=dict, description="Keywords for the environment's constructor.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The network.")
+    evaluation_interval: int = Field(0, ge=0, description="Evaluate every so many iterations; 0 = with each checkpoint.")
+    evaluation_duration: int = Field(10, ge=0, description="Episodes of an evaluation; 0 = never evaluate.")
+    metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
+    min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
+    torch_threads: int = Field(
+        0, ge=0, description="Threads of PyTorch in this process; 0 = 1 for vectors, all cores for images."
+    )
+
+    @property
+    def steps(self) -> int:
+        """Length of a segment."""
+        return self.rollout_fragment_length or max(1, self.train_batch_size // self.num_envs_per_worker)
+
+
+class StopConfig(_Strict):
+    """Whichever comes first ends the run."""
+
+    timesteps: int | None = Field(None, ge=1, alias="timesteps_total", description="Environment steps.")
+    episode_return_mean: float | None = Field(None, alias="episode_reward_mean", description="Mean return of recent episodes.")
+    iterations: int | None = Field(None, ge=1, alias="training_iteration", description="Updates.")
+    time_s: float | None = Field(None, gt=0, alias="time_total_s", description="Seconds of training.")
+
+
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+        raise ValueError("an experiment's name is made of letters, digits and _ . + -")
+    return name
+
+
+class ExperimentConfig(_Strict):
+    """One experiment. `config` is checked against the schema of the algorithm named by `run`."""
+
+    name: Annotated[str, AfterValidator(_plain_name)] = Field("default", description="Names the directory of its runs.")
+    env: str = Field(description="A Gymnasium id, or module:function that makes an environment.")
+    run: str = Field("PPO", description="The algorithm, or module:Class.")
+    stop: StopConfig = Field(default_factory=StopConfig)
+    checkpoint_freq: int = Field(0, ge=0, description="Checkpoint every so many iterations; 0 = only at the end.")
+    checkpoint_at_end: bool = Field(True, description="Checkpoint when the run ends.")
+    keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
+    config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(default_factory=dict)
+
+
+ALIASES: Mapping[str, str] = {
+    "num_envs": "num_envs_per_worker",
+    "num_envs_per_env_runner": "num_envs_per_worker",
+    "num_env_runners": "num_workers",
+    "sgd_minibatch_size": "minibatch_size",
+    "num_sgd_iter": "num_epochs",
+    "lr_schedule": "lr",
+    "entropy_coeff_schedule": "entropy_coeff",
+    "evaluation_num_episodes": "evaluation_duration",
+}
+"""Other spellings of keys in `config:`; they mean what they meant."""
+
+
+def experiment(data: Mapping[str, Any]) -> ExperimentConfig:
+    """Check one experiment's mapping (without its algorithm's keys). Raises ConfigError."""
+    return _validated(ExperimentConfig, data, "")
+
+
+def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any]) -> AlgorithmConfig:
+    """Check `config:` against an algorithm's schema, older spellings included. Raises ConfigError."""
+    checked = _validated(schema, _canonical(data, ALIASES, "config"), "config")
+    if checked.rollout_fragment_length is None and checked.train_batch_size < checked.num_envs_per_worker:
+        raise ConfigError(
+            f"config.train_batch_size is {checked.train_batch_size}, less than the {checked.num_envs_per_worker} environments.",
+            "Raise train_batch_size or lower num_envs_per_worker.",
+        )
+    return checked
+
+
+def _canonical(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        name = aliases.get(key, key)
+        if name in out and out[name] != value:
+            raise ConfigError(f"{where} sets {name!r} twice, as {out[name]!r} and (as {key!r}) as {value!r}.", "Keep one.")
+        out[name] = value
+    return out
+
+
+def _validated(schema: type[S], data: Mapping[str, Any], where: str) -> S:
+    try:
+        return schema.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaints(schema, error, where))) from error
+
+
+def _complaints(schema: type[_Strict], error: ValidationError, where: str) -> list[str]:
+    lines: dict[str, str] = {}
+    for item in error.errors():
+        path = [str(p) for p in item["loc"]]
+        shown = ".".join([where, *path] if where else path)
+        if item["type"] == "extra_forbidden":
+            owner = _schema_at(schema, path[:-1])
+            lines[shown] = f"Unknown key {shown!r}. {did_you_mean(path[-1], known_keys(owner))}".strip()
+        elif item["type"] == "missing":
+            lines[shown] = f"{shown!r} is missing."
+        else:
+            found = item["input"]
+            lines.setdefault(shown, f"{shown} is {found!r}: {item['msg'].removeprefix('Value error, ')}.")
+    return list(lines.values())
+
+
+def _schema_at(schema: type[_Strict], path: list[str]) -> type[_Strict]:
+    for name in path:
+        for field_name, field in schema.model_fields.items():
+            if name in (field_name, field.alias) and isinstance(field.annotation, type) and issubclass(field.annotation, _Strict):
+                schema = field.annotation
+    return schema
+
+
+def known_keys(schema: type[_Strict]) -> list[str]:
+    names = [field.alias or name for name, field in schema.model_fields.items()]
+    own = {name for name, field in schema.model_fields.items() if not name.endswith("_")}
+    aliases = [key for key, name in ALIASES.items() if name in own] if issubclass(schema, AlgorithmConfig) else []
+    return sorted({*names, *own, *aliases})
+
+
+# -- YAML and the command line ------------------------------------------------------------------------------------------
+
+_MAX_YAML_BYTES = 1 << 20
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses duplicate keys and aliases (a bomb needs them), and reads 3e-4 as a number."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise ConfigError(
+                f"line {self.peek_event().start_mark.line + 1}: YAML aliases (*name) are not read.", "Write it out."
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not a word.")
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice.", "Keep one.")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}, {error.message}", error.hint) from error
+
+
+def load_experiments(path: Path) -> dict[str, dict[str, Any]]:
+    """The experiments of a YAML file, by name, unchecked. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text.") from error
+    if len(text) > _MAX_YAML_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_YAML_BYTES} bytes; that is no experiment.")
+    data = parse_yaml(text, str(path))
+    if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()) or not data:
+        raise ConfigError(f"{path} does not hold an experiment.", "The layout is  <name>: {env: …, run: …, stop: …, config: …}")
+    return data
+
+
+def override(data: dict[str, Any], assignment: str) -> None:
+    """Apply `path.to.key=VALUE` in place. A path that names no experiment key is meant inside `config`."""
+    path, equals, text = assignment.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {assignment!r} is not of the form path.to.key=VALUE.")
+    if keys[0] not in ExperimentConfig.model_fields:
+        keys.insert(0, "config")
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {assignment!r}: {key!r} is not a section.")
+    data[keys[-1]] = parse_yaml(text, f"--set {path}")
+
+
+def stop_values(pairs: list[str]) -> dict[str, Any]:
+    """`KEY=VALUE` of --stop. Numbers only."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        value = parse_yaml(text, f"--stop {key}")
+        if not equals or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"--stop {pair!r} is not of the form KEY=NUMBER.")
+        out[key.strip()] = value
+    return out
+
+
+def dump_yaml(data: Any) -> str:
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,97 @@
+"""Every exception that Ludus raises on purpose.
+
+    LudusError
+    ├── UsageError                 the caller asked for something that cannot be (exit code 2)
+    │   ├── ConfigError            a key, value or combination in a config is wrong
+    │   ├── UnknownName            no environment, algorithm, backend … of that name
+    │   └── MissingExtra           the feature needs a package that is not installed
+    ├── EnvironmentFault           the user's environment raised, or returned something unusable
+    ├── ModelFault                 a network has the wrong shape, or produced NaN
+    ├── TrainingDiverged           a loss or gradient became NaN or infinite
+    ├── StoreError                 durable bytes could not be read or written
+    │   ├── NotFound
+    │   ├── AlreadyExists
+    │   ├── Damaged                the bytes are there and are not what was written
+    │   └── StoreFull              no space left, or not allowed to write
+    ├── MemoryClosed               the other side of a memory is gone
+    ├── IncompatibleCheckpoint     a checkpoint of another environment, model or version
+    └── Stopped                    somebody asked the run to stop
+
+A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
+"""
+
+from __future__ import annotations
+
+
+class LudusError(Exception):
+    """Base of the tree; `hint` says what to do about it, in one sentence."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+class UsageError(LudusError):
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    pass
+
+
+class UnknownName(UsageError):
+    pass
+
+
+class MissingExtra(UsageError):
+    pass
+
+
+class EnvironmentFault(LudusError):
+    pass
+
+
+class ModelFault(LudusError):
+    pass
+
+
+class TrainingDiverged(LudusError):
+    pass
+
+
+class StoreError(LudusError):
+    pass
+
+
+class NotFound(StoreError):
+    pass
+
+
+class AlreadyExists(StoreError):
+    pass
+
+
+class Damaged(StoreError):
+    pass
+
+
+class StoreFull(StoreError):
+    pass
+
+
+class MemoryClosed(LudusError):
+    pass
+
+
+class IncompatibleCheckpoint(LudusError):
+    exit_code = 2
+
+
+class Stopped(LudusError):
+    exit_code = 130

@@ -1,0 +1,196 @@
+"""Checkpoints: the full state of a trainer, complete or absent, readable without running anybody's code.
+
+checkpoints/000120/   <model>.safetensors            weights, with the statistics that belong to the policy
+                      <model>.optimizer.safetensors  what the algorithm must remember
+                      sampler.safetensors            random state of the sampler
+                      state.json                     counters, configuration, spaces, versions
+                      manifest.json                  sizes and checksums of the above
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ludus
+from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError
+from ludus.model import saved
+from ludus.model.policy import Policy, Weights
+from ludus.store.local import LocalStore
+from ludus.store.store import Store
+from ludus.train.algorithm import Algorithm
+from ludus.tree import Array
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FOLDER = "checkpoints"
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole."""
+
+    name: str
+    state: dict[str, Any]
+    weights: dict[str, Weights]
+    arrays: dict[str, dict[str, Array]]
+    sampler: dict[str, Array]
+
+    def policy(self, model: str) -> Policy:
+        """The policy of one model, ready to act. Raises IncompatibleCheckpoint."""
+        if model not in self.weights:
+            raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")
+        policy = saved.policy_from(self.state["models"][model]["description"])
+        policy.load_weights(self.weights[model])
+        return policy
+
+    def restore(self, model: str, algorithm: Algorithm) -> None:
+        """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
+        mine, theirs = algorithm.policy.description(), self.state["models"][model]["description"]
+        for key in ("observation_space", "action_space", "network", "normalise_observations"):
+            if _normal(mine[key]) != _normal(theirs[key]):
+                raise IncompatibleCheckpoint(
+                    f"Checkpoint {self.name} was made with another {key.replace('_', ' ')}: {theirs[key]}, now it is {mine[key]}.",
+                    "Use the environment and model settings of that run.",
+                )
+        algorithm.policy.load_weights(self.weights[model])
+        algorithm.load_state(self.arrays[model], self.state["models"][model]["algorithm"])
+
+
+def _normal(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def write(
+    store: Store,
+    number: int,
+    algorithms: Mapping[str, Algorithm],
+    versions: Mapping[str, int],
+    sampler: Mapping[str, Array],
+    state: Mapping[str, Any],
+) -> str:
+    """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists."""
+    files: dict[str, bytes] = {"sampler.safetensors": saved.encode_weights(sampler)}
+    models: dict[str, Any] = {}
+    for name, algorithm in algorithms.items():
+        arrays, plain = algorithm.state()
+        files[f"{name}.safetensors"] = saved.encode_weights(
+            algorithm.policy.weights(), {"model": name, "version": str(versions[name])}
+        )
+        files[f"{name}.optimizer.safetensors"] = saved.encode_weights(arrays)
+        models[name] = {"version": versions[name], "description": algorithm.policy.description(), "algorithm": plain}
+    whole = {"format": FORMAT, "ludus": ludus.__version__, "models": models, **state}
+    files["state.json"] = json.dumps(whole, indent=1).encode()
+    for again in range(100):
+        name = f"{number:06d}" if not again else f"{number:06d}-{again}"
+        try:
+            store.put_bundle(f"{FOLDER}/{name}", files)
+        except AlreadyExists:  # a damaged one that was passed over on resume keeps its place
+            continue
+        return name
+    raise AlreadyExists(f"There are too many checkpoints numbered {number}.")
+
+
+def read(store: Store, name: str) -> Checkpoint:
+    """Read and check everything. Raises NotFound, Damaged, IncompatibleCheckpoint."""
+    files = store.get_bundle(f"{FOLDER}/{name}")
+    try:
+        state = json.loads(files["state.json"])
+        if state["format"] != FORMAT:
+            raise IncompatibleCheckpoint(
+                f"Checkpoint {name} has format {state['format']}; this is ludus {ludus.__version__}, format {FORMAT}."
+            )
+        models = list(state["models"])
+        weights = {m: saved.decode_weights(files[f"{m}.safetensors"], f"{name}/{m}")[0] for m in models}
+        arrays = {m: saved.decode_weights(files[f"{m}.optimizer.safetensors"], f"{name}/{m}.optimizer")[0] for m in models}
+        sampler = saved.decode_weights(files["sampler.safetensors"], f"{name}/sampler")[0]
+    except (KeyError, ValueError, TypeError) as error:
+        raise Damaged(f"Checkpoint {name} is damaged: {error!r}.", "Use an older checkpoint.") from error
+    return Checkpoint(name, state, weights, arrays, sampler)
+
+
+def names(store: Store) -> list[str]:
+    """Complete checkpoints, oldest first."""
+    return [name for name in store.list(FOLDER) if name[:6].isdigit()]
+
+
+def newest(store: Store) -> Checkpoint:
+    """The newest checkpoint that can be read; damaged ones are passed over with a warning. Raises NotFound."""
+    for name in reversed(names(store)):
+        try:
+            return read(store, name)
+        except (Damaged, NotFound) as error:
+            log.warning("checkpoint %s cannot be used: %s", name, error)
+    raise NotFound("There is no complete checkpoint.", "Train again, or name another run.")
+
+
+def best_name(store: Store) -> str | None:
+    try:
+        return str(json.loads(store.get(f"{FOLDER}/{BEST}"))["checkpoint"])
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{FOLDER}/{BEST} is damaged: {error}.") from error
+
+
+def mark_best(store: Store, name: str, score: float, by: str) -> None:
+    store.put(f"{FOLDER}/{BEST}", json.dumps({"checkpoint": name, "score": score, "by": by}).encode())
+
+
+def best_score(store: Store) -> float:
+    try:
+        return float(json.loads(store.get(f"{FOLDER}/{BEST}"))["score"])
+    except (NotFound, ValueError, KeyError, TypeError):
+        return float("-inf")
+
+
+def retain(store: Store, keep: int | None) -> list[str]:
+    """Delete all but the newest `keep` and the best; returns the deleted names."""
+    if keep is None:
+        return []
+    best = best_name(store)
+    gone = [name for name in names(store)[:-keep] if name != best]
+    for name in gone:
+        store.delete(f"{FOLDER}/{name}")
+    return gone
+
+
+def locate(where: str | Path) -> tuple[Path, str]:
+    """(run directory, checkpoint name) of a run, `RUN/best`, `RUN/latest`, or a checkpoint directory. Raises NotFound."""
+    path = Path(where).expanduser()
+    word = path.name if path.name in ("best", "latest") and not path.is_dir() else None
+    run = path.parent if word else path
+    if (run / "state.json").exists() and run.parent.name == FOLDER:
+        return run.parent.parent, run.name
+    if run.name == FOLDER:
+        run = run.parent
+    if not run.is_dir():
+        raise NotFound(f"There is no run or checkpoint at {path}.", "`ludus runs list` shows what there is.")
+    store = LocalStore(run)
+    if not (run / FOLDER).is_dir() and not (run / "config.yaml").exists():
+        raise NotFound(f"{run} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is.")
+    if word == "best":
+        name = best_name(store)
+        if name is None:
+            raise NotFound(f"{run} has no best checkpoint yet.", "Leave out /best for the newest one.")
+        return run, name
+    found = names(store)
+    if not found:
+        raise NotFound(f"{run} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
+    return run, found[-1]
+
+
+def open_checkpoint(where: str | Path) -> tuple[Path, Checkpoint]:
+    run, name = locate(where)
+    try:
+        return run, read(LocalStore(run), name)
+    except StoreError as error:
+        others = [n for n in names(LocalStore(run)) if n != name]
+        hint = f"Others in this run: {', '.join(others[-3:])}." if others else error.hint
+        raise type(error)(error.message, hint) from error

@@ -1,0 +1,284 @@
+"""From a config to a running program: the one place where a run's components are chosen and joined."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludus import config as configs
+from ludus.actor.agent import Agent
+from ludus.actor.evaluate import Score, play
+from ludus.actor.sampler import Sampler, segment_spec
+from ludus.config import AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError
+from ludus.experiment import checkpoint
+from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.conductor import Conductor, Schedule
+from ludus.experiment.run import Run, run_directory
+from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
+from ludus.memory.memory import make_memory
+from ludus.metrics import JsonLines, Sink, TensorBoard
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+from ludus.model.pool import LocalPool
+from ludus.runtime.in_process import InProcess
+from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
+from ludus.runtime.program import Program
+from ludus.train.algorithm import Algorithm, algorithm_class
+from ludus.train.trainer import Trainer
+from ludus.types import DEFAULT_MODEL
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMESTEPS = 1_000_000
+_EVALUATION_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A whole experiment, checked: every key has its value."""
+
+    experiment: ExperimentConfig
+    algorithm: type[Algorithm]
+    config: AlgorithmConfig
+
+    def saved(self) -> dict[str, Any]:
+        """As it is written to `config.yaml`."""
+        data = self.experiment.model_dump(mode="json")
+        name = data.pop("name")
+        return {name: data}
+
+
+def resolve(data: Mapping[str, Any]) -> Resolved:
+    """Check everything that can be checked before anything starts. Raises UsageError of some kind."""
+    experiment = configs.experiment(data)
+    check_exists(experiment.env)
+    algorithm = algorithm_class(experiment.run)
+    config = configs.algorithm_config(algorithm.Config, experiment.config)
+    _refuse_what_needs_more(config)
+    stop = experiment.stop
+    if not stop.model_dump(exclude_none=True):
+        stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=reward_threshold(experiment.env))
+    threads = config.torch_threads
+    resolved = config.model_dump(mode="json", by_alias=True) | {"torch_threads": threads}
+    return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config)
+
+
+def _refuse_what_needs_more(config: AlgorithmConfig) -> None:
+    if config.num_workers:
+        raise ConfigError(
+            f"config.num_workers is {config.num_workers}: sampling in other processes is not part of this version.",
+            "Use num_workers: 0 and more num_envs_per_worker.",
+        )
+    if config.num_gpus:
+        raise ConfigError(f"config.num_gpus is {config.num_gpus}: this version trains on the CPU only.", "Use num_gpus: 0.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished (or interrupted) training leaves in your hands."""
+
+    run_dir: Path
+    checkpoint: Path | None
+    stopped_by: str
+    metrics: dict[str, float]
+    agent: Agent
+
+    @property
+    def episode_return_mean(self) -> float:
+        return self.metrics.get("episode_return_mean", math.nan)
+
+    def to_json(self) -> dict[str, Any]:
+        mean = self.episode_return_mean
+        return {
+            "run_dir": str(self.run_dir),
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "stopped_by": self.stopped_by,
+            "timesteps": int(self.metrics.get("timesteps", 0)),
+            "iterations": int(self.metrics.get("iterations", 0)),
+            "episode_return_mean": None if math.isnan(mean) else mean,
+            "time_s": round(self.metrics.get("time_s", 0.0), 3),
+            "fps": round(self.metrics.get("fps", 0.0), 1),
+        }
+
+
+# -- starting, resuming -------------------------------------------------------------------------------------------------
+
+
+def start(
+    data: Mapping[str, Any],
+    *,
+    local_dir: Path = Path("runs"),
+    project: Path | None = None,
+    trial: str | None = None,
+    restore: str | Path | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Result:
+    """Train a new run; with `restore`, from the state of a checkpoint."""
+    resolved = resolve(data)
+    e = resolved.experiment
+    before = checkpoint.open_checkpoint(restore)[1] if restore else None
+    directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
+    run = Run.create(directory, resolved.saved())
+    return _train(resolved, run, before, sinks, environment_seed=resolved.config.seed)
+
+
+def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Sequence[Sink] = ()) -> Result:
+    """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint."""
+    run = Run.open(directory)
+    data = run.config()
+    if stop:
+        data["stop"] = dict(stop)
+    resolved = resolve(data)
+    before = checkpoint.newest(run.store)
+    run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
+    seed = resolved.config.seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))
+    return _train(resolved, run, before, sinks, environment_seed=seed)
+
+
+def _train(resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Sequence[Sink], environment_seed: int) -> Result:
+    run.start_log()
+    status = "failed"
+    try:
+        with stop_on_signals() as stop, assembled(resolved, run, before, sinks, environment_seed) as parts:
+            parts.runtime.run(lambda: parts.conductor.stopped_by is not None or stop())
+            stopped_by = parts.conductor.stopped_by or f"interrupted ({stop.name})"
+            status = "finished" if parts.conductor.stopped_by else "interrupted"
+            if resolved.experiment.checkpoint_at_end or stop():
+                parts.conductor.checkpoint()
+            metrics = dict(parts.trainer.metrics)
+            policy, version = parts.pool.newest(DEFAULT_MODEL)
+        name = parts.conductor.last_checkpoint
+        where = run.directory / checkpoint.FOLDER / name if name else None
+        log.info("%s: %s after %s timesteps", status, stopped_by, metrics.get("timesteps"))
+        return Result(run.directory, where, stopped_by, metrics, Agent(policy, resolved.config.seed, version))
+    except LudusError as error:
+        log.error("%s", error)
+        raise
+    finally:
+        with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
+            run.write_meta({"status": status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        run.stop_log()
+
+
+# -- the program --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    runtime: InProcess
+    sampler: Sampler
+    trainer: Trainer
+    conductor: Conductor
+    pool: LocalPool
+
+
+@contextlib.contextmanager
+def assembled(
+    resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Sequence[Sink], environment_seed: int
+) -> Iterator[Parts]:
+    """Build the program of a run in this process, its state restored from `before`; close everything at the end."""
+    config = resolved.config
+    keep_freed_memory()
+    environments = make_environments(resolved.experiment.env, config.num_envs_per_worker, config.env_config)
+    environments.reset(environment_seed)  # an environment shows whether it masks actions only when it is reset
+    policy = make_policy(environments, config)
+    torch.set_num_threads(config.torch_threads or _threads(policy))
+    algorithm = resolved.algorithm(policy, config, config.seed)
+
+    program = Program()
+    pool = program.add("pool", LocalPool, run.store)
+    memory = program.add("memory", make_memory, "local", segment_spec(policy, environments, config.steps), environments.num, 1)
+    source = program.add("source", _open_model, pool, policy, before)
+    sampler = program.add("sampler", Sampler, environments, source, memory, environment_seed)
+    trainer = program.add(
+        "trainer", Trainer, {DEFAULT_MODEL: algorithm}, memory, pool, smoothing=config.metrics_num_episodes_for_smoothing
+    )
+    program.add("restored", _restore, before, resolved, algorithm, trainer, sampler)
+    conductor = program.add("conductor", _conductor, trainer, sampler, pool, run, resolved, policy, sinks)
+    with InProcess(program) as runtime:
+        parts = [runtime[handle] for handle in (sampler, trainer, conductor, pool)]
+        yield Parts(runtime, *parts)
+
+
+def make_policy(environments: Environments, config: AlgorithmConfig) -> Policy:
+    """A fresh policy for these spaces; the same seed gives the same weights."""
+    section = config.model
+    network = NetworkConfig(
+        fcnet_hiddens=None if section.fcnet_hiddens is None else tuple(section.fcnet_hiddens),
+        fcnet_activation=section.fcnet_activation,
+        conv=section.conv,
+        conv_filters=None if section.conv_filters is None else tuple(section.conv_filters),
+        entity_dim=section.entity_dim,
+        vf_share_layers=section.vf_share_layers,
+        core=section.core or ("lstm" if section.use_lstm else None),
+        cell_size=section.cell_size,
+        max_seq_len=section.max_seq_len,
+        free_log_std=section.free_log_std,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return Policy(
+            environments.observation_space, environments.action_space, network, config.observation_filter == "MeanStdFilter"
+        )
+
+
+def _threads(policy: Policy) -> int:
+    """Convolutions fill all cores; a small dense network is faster on one."""
+    return usable_cores() if len(policy.network.trunk.images) else 1
+
+
+def _open_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Any:
+    pool.add(DEFAULT_MODEL, policy, above=before.state["models"][DEFAULT_MODEL]["version"] if before else 0)
+    return pool.source(DEFAULT_MODEL)
+
+
+def _restore(before: Checkpoint | None, resolved: Resolved, algorithm: Algorithm, trainer: Trainer, sampler: Sampler) -> None:
+    if before is None:
+        return
+    made_with = before.state["config"]
+    if made_with["env"] != resolved.experiment.env:
+        raise IncompatibleCheckpoint(
+            f"Checkpoint {before.name} was trained on {made_with['env']}, not on {resolved.experiment.env}.",
+            "Name the same environment.",
+        )
+    before.restore(DEFAULT_MODEL, algorithm)
+    trainer.progress.load_json(before.state["progress"])
+    sampler.load_state(before.sampler)
+
+
+def _conductor(
+    trainer: Trainer, sampler: Sampler, pool: LocalPool, run: Run, resolved: Resolved, policy: Policy, sinks: Sequence[Sink]
+) -> Conductor:
+    e, config = resolved.experiment, resolved.config
+    schedule = Schedule(
+        e.stop, e.checkpoint_freq, e.keep_checkpoints_num, config.evaluation_interval, config.min_time_s_per_iteration
+    )
+    incarnation = pool.incarnation(DEFAULT_MODEL)
+    written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
+    evaluate = _Evaluation(e.env, config, policy) if config.evaluation_duration else None
+    return Conductor(trainer, sampler, pool, run.store, schedule, written, e, evaluate)
+
+
+class _Evaluation:
+    """Own environments, own seeds: training does not notice it."""
+
+    def __init__(self, env: str, config: AlgorithmConfig, policy: Policy) -> None:
+        self._env, self._config, self._policy = env, config, policy
+        self._environments: Environments | None = None
+
+    def __call__(self, iteration: int) -> Score:
+        if self._environments is None:
+            rows = min(self._config.evaluation_duration, _EVALUATION_ROWS)
+            self._environments = make_environments(self._env, rows, self._config.env_config)
+        seed = (self._config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
+        return play(self._policy, self._environments, self._config.evaluation_duration, seed)

@@ -1,0 +1,149 @@
+"""A run: one execution of an experiment, with a directory that holds everything it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ludus
+from ludus.config import dump_yaml
+from ludus.errors import ConfigError, NotFound, UsageError
+from ludus.store.local import LocalStore
+
+CONFIG, META, METRICS = "config.yaml", "meta.json", "metrics.jsonl"
+LOG_FILE = "logs/learner/train.log"
+
+
+class Run:
+    """The directory and its metadata; `Run.create` makes a new one, `Run.open` takes up an old one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.store = LocalStore(directory)
+        self._handler: logging.Handler | None = None
+
+    @classmethod
+    def create(cls, directory: Path, config: Mapping[str, Any]) -> Run:
+        """Raises UsageError when the directory already holds a run; StoreFull when it cannot be written."""
+        if (directory / CONFIG).exists():
+            raise UsageError(
+                f"{directory} already holds a run.", f"Continue it with --resume {directory}, or choose another name."
+            )
+        run = cls(directory)
+        run.store.put(CONFIG, dump_yaml(dict(config)).encode())
+        run.write_meta({"status": "running", **_provenance(), "seed": config_seed(config)})
+        return run
+
+    @classmethod
+    def open(cls, directory: Path) -> Run:
+        """Raises NotFound when there is no run."""
+        if not (directory / CONFIG).exists():
+            raise NotFound(
+                f"{directory} is not the directory of a run (it has no {CONFIG}).", "`ludus runs list` shows what there is."
+            )
+        run = cls(directory)
+        run.store.sweep("checkpoints")
+        return run
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.directory / METRICS
+
+    def config(self) -> dict[str, Any]:
+        from ludus.config import load_experiments
+
+        loaded = load_experiments(self.directory / CONFIG)
+        ((name, data),) = loaded.items()
+        return {"name": name, **data}
+
+    def meta(self) -> dict[str, Any]:
+        try:
+            data = json.loads(self.store.get(META))
+        except (NotFound, ValueError):
+            return {}
+        return data if isinstance(data, dict) else {}
+
+    def write_meta(self, changes: Mapping[str, Any]) -> None:
+        self.store.put(META, json.dumps(self.meta() | dict(changes), indent=1).encode())
+
+    def start_log(self) -> None:
+        """Write the package's log into the run, bounded, beside whatever else the process does with logging."""
+        path = self.directory / LOG_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.handlers.RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3, encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._handler.setLevel(logging.INFO)
+        logging.getLogger("ludus").addHandler(self._handler)
+
+    def stop_log(self) -> None:
+        if self._handler is not None:
+            logging.getLogger("ludus").removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None
+
+
+def config_seed(config: Mapping[str, Any]) -> Any:
+    inner = next(iter(config.values())) if len(config) == 1 else config
+    return inner.get("config", {}).get("seed") if isinstance(inner, Mapping) else None
+
+
+def run_directory(name: str, algorithm: str, env: str, local_dir: Path, project: Path | None, trial: str | None) -> Path:
+    """`<local-dir>/<experiment>/<RUN>_<env>_<time>-<id>`, or `<project>/<trial>` when given."""
+    if (project is None) != (trial is None):
+        raise ConfigError("--project and --trial go together.")
+    if project is not None and trial is not None:
+        if not re.fullmatch(r"[\w.+-]+", trial) or trial.startswith("."):
+            raise ConfigError(f"--trial {trial!r} is not a plain name.")
+        return project.expanduser() / trial
+    safe = re.sub(r"[^\w.+-]+", "-", env)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    return local_dir.expanduser() / name / f"{re.sub(r'[^A-Za-z0-9]+', '-', algorithm)}_{safe}_{stamp}-{uuid.uuid4().hex[:5]}"
+
+
+def find_runs(directory: Path, depth: int = 3) -> list[Path]:
+    """All runs at or below a directory, oldest first."""
+    if (directory / CONFIG).exists():
+        return [directory]
+    if depth == 0 or not directory.is_dir():
+        return []
+    found = [run for child in sorted(directory.iterdir()) if child.is_dir() for run in find_runs(child, depth - 1)]
+    return sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime)
+
+
+def _provenance() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"ludus": ludus.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "gymnasium"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return {
+        "versions": versions,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "git_commit": _git_commit(),
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=True)  # noqa: S607
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip() or None

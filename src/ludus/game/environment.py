@@ -1,0 +1,334 @@
+"""Environments that we call: many copies of one environment, stepped together.
+
+`make_environments` takes the environment's own vector implementation when it has one, otherwise it steps copies in a loop.
+Either way the caller sees `Environments`: arrays in, arrays out, with the action mask already taken out of the observation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from ludus import spaces
+from ludus.errors import EnvironmentFault, MissingExtra, UnknownName
+from ludus.plugins import did_you_mean, import_object
+from ludus.spaces import ACTION_MASK
+from ludus.tree import Array, Tree, copy_into, leaves, map_tree
+from ludus.types import Bools, Floats, Ints
+
+
+@dataclass
+class Seen:
+    """What all rows observe now."""
+
+    observation: Tree  # [N, …]
+    mask: Bools | None  # [N, M]
+
+
+@dataclass
+class Outcome:
+    """What one step of all rows brought."""
+
+    seen: Seen
+    reward: Floats
+    terminated: Bools
+    truncated: Bools
+    final_rows: Ints | None = None
+    """Rows whose `seen` already belongs to the next episode (same-step autoreset); None when that never happens."""
+    final_observation: Tree = None
+
+
+class Environments(Protocol):
+    """N copies of an environment. After an episode ends, either the next call of `step` only resets that row (the reset row:
+    its action is ignored, its reward 0), or the row was reset at once and its final observation is in the outcome."""
+
+    name: str
+    num: int
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    masked: bool
+    resets_at_once: bool
+
+    def reset(self, seed: int | None) -> Seen: ...
+    def step(self, action: Tree) -> Outcome: ...
+    def close(self) -> None: ...
+
+
+# -- finding and making -------------------------------------------------------------------------------------------------
+
+_GYM_ID = re.compile(r"^(?:[\w:.-]+:)?(?:[\w:.-]+/)?[\w:.-]+-v\d+$")
+_EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": "pettingzoo"}
+_PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
+
+
+def make_environments(name: str, num: int, env_config: Mapping[str, Any] | None = None) -> Environments:
+    """`name` is a Gymnasium id, or `module:function` called with `env_config`. Raises UnknownName, MissingExtra."""
+    config = dict(env_config or {})
+    factory = _own_factory(name)
+    if factory is not None:
+        return LoopEnvironments(name, [_made(name, lambda: factory(**config)) for _ in range(num)])
+    spec = _spec(name)
+    if spec.vector_entry_point is not None:
+        native = _made(name, lambda: gym.make_vec(name, num, vectorization_mode="vector_entry_point", **config))
+        return VectorEnvironments(name, native)
+    return LoopEnvironments(name, [_made(name, lambda: gym.make(name, **config)) for _ in range(num)])
+
+
+def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> gym.Env[Any, Any]:
+    """A single environment, as it is watched and recorded."""
+    config = dict(env_config or {})
+    if render_mode is not None:
+        config["render_mode"] = render_mode
+    factory = _own_factory(name)
+    if factory is not None:
+        return _made(name, lambda: factory(**config))  # type: ignore[no-any-return]
+    if _spec(name).namespace == "ALE":
+        from ludus.game.atari import make_single
+
+        return _made(name, lambda: make_single(name, config))  # type: ignore[no-any-return]
+    return _made(name, lambda: gym.make(name, **config))  # type: ignore[no-any-return]
+
+
+def reward_threshold(name: str) -> float | None:
+    """The return at which Gymnasium counts an environment as solved, if it says so."""
+    return None if _own_factory(name) is not None else _spec(name).reward_threshold
+
+
+def check_exists(name: str) -> None:
+    """Raise UnknownName or MissingExtra now, rather than after other parts have started."""
+    if _own_factory(name) is None:
+        _spec(name)
+
+
+def _own_factory(name: str) -> Callable[..., Any] | None:
+    if ":" not in name or _GYM_ID.match(name):
+        return None
+    found: Callable[..., Any] = import_object(name)
+    return found
+
+
+def _spec(name: str) -> gym.envs.registration.EnvSpec:
+    for prefix, module in _PLUGIN_MODULES.items():
+        if name.startswith(prefix):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(module)  # registers its environments
+    try:
+        return gym.spec(name)
+    except gym.error.Error as error:
+        known = [i for i in gym.registry if not i.startswith(("phys2d", "tabular", "GymV"))]
+        extra = _EXTRAS.get(name.split("/")[0]) or ("doom" if name.startswith("Vizdoom") else None)
+        if extra and not any(i.startswith(name.split("/")[0]) for i in known):
+            raise MissingExtra(f"{name!r} is not installed.", f"pip install 'ludus[{extra}]'") from error
+        raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, known)) from error
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        family = "mujoco" if "mujoco" in str(error).lower() else "box2d" if "box2d" in str(error).lower() else "all"
+        raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
+    except TypeError as error:
+        raise EnvironmentFault(f"{name} could not be made: {error}.", "Check config.env_config.") from error
+    except gym.error.Error as error:
+        raise EnvironmentFault(f"{name} could not be made: {error}.") from error
+    except Exception as error:
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}.") from error
+
+
+# -- an environment's own vector implementation -------------------------------------------------------------------------
+
+
+class VectorEnvironments:
+    """A Gymnasium vector environment, in next-step or same-step autoreset mode."""
+
+    def __init__(self, name: str, env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
+        self.name, self.num, self._env = name, env.num_envs, env
+        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        mode = AutoresetMode(mode)
+        if mode is AutoresetMode.DISABLED:
+            raise EnvironmentFault(f"{name} does not reset by itself.", "Make it with autoreset_mode NEXT_STEP or SAME_STEP.")
+        self.resets_at_once = mode is AutoresetMode.SAME_STEP
+        self.action_space = env.single_action_space
+        self.observation_space, mask_space = spaces.split_mask(env.single_observation_space)
+        self._mask_inside = mask_space is not None
+        self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
+        self.masked = self._mask_inside
+        self._steps = 0
+
+    def reset(self, seed: int | None) -> Seen:
+        with _translated(self.name, "reset", 0):
+            observation, infos = self._env.reset(seed=seed)
+        self.masked = self._mask_inside or ACTION_MASK in infos
+        return self._seen(observation, infos)
+
+    def step(self, action: Tree) -> Outcome:
+        self._steps += 1
+        with _translated(self.name, "step", self._steps):
+            observation, reward, terminated, truncated, infos = self._env.step(action)
+        seen = self._seen(observation, infos)
+        if not self.resets_at_once:
+            return Outcome(seen, reward, terminated, truncated)
+        rows = np.flatnonzero(terminated | truncated)
+        return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows))
+
+    def _finals(self, infos: Mapping[str, Any], rows: Ints) -> Tree:
+        if not rows.size:
+            return None
+        finals = infos.get("final_obs", infos.get("final_observation"))
+        if finals is None:
+            raise EnvironmentFault(f"{self.name} resets at once but gives no 'final_obs' in its infos.")
+        if isinstance(finals, np.ndarray) and finals.dtype == object:
+            picked = map_tree(lambda *items: np.stack(items), *(_plain(finals[i]) for i in rows))
+        else:
+            picked = map_tree(lambda x: np.asarray(x)[rows], finals)
+        return spaces.without_mask(picked, self._unwrap) if self._mask_inside else picked
+
+    def _seen(self, observation: Tree, infos: Mapping[str, Any]) -> Seen:
+        if self._mask_inside:
+            mask = spaces.flat_mask(observation[ACTION_MASK], self.action_space, self.num)
+            return Seen(spaces.without_mask(observation, self._unwrap), mask)
+        if self.masked:
+            return Seen(observation, spaces.flat_mask(infos[ACTION_MASK], self.action_space, self.num))
+        return Seen(observation, None)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _plain(value: Any) -> Tree:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return tuple(_plain(item) for item in value) if isinstance(value, tuple) else np.asarray(value)
+
+
+@contextlib.contextmanager
+def _translated(name: str, call: str, step: int, row: int | None = None) -> Any:
+    """The user's exception, once, as an EnvironmentFault that says where."""
+    try:
+        yield
+    except Exception as error:
+        who = name if row is None else f"environment {row} of {name}"
+        raise EnvironmentFault(f"{who} raised {type(error).__name__} in {call} (step {step}): {error}.") from error
+
+
+# -- copies in a loop ---------------------------------------------------------------------------------------------------
+
+
+class LoopEnvironments:
+    """Copies of a single environment, stepped one after the other into preallocated arrays; next-step autoreset."""
+
+    resets_at_once = False
+
+    def __init__(self, name: str, envs: list[gym.Env[Any, Any]]) -> None:
+        self.name, self.num, self._envs = name, len(envs), envs
+        env = envs[0]
+        if not isinstance(env, gym.Env):
+            raise EnvironmentFault(f"{name} made a {type(env).__name__}, not a gymnasium.Env.")
+        self.action_space = env.action_space
+        self.observation_space, mask_space = spaces.split_mask(env.observation_space)
+        self._mask_inside = mask_space is not None
+        self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
+        self.masked = self._mask_inside
+        self._spec = spaces.array_spec(self.observation_space)
+        self._observation = map_tree(lambda s: s.zeros(self.num), self._spec)
+        self._rows = [
+            map_tree(
+                lambda x, i=i: x[i],
+                self._observation,
+            )
+            for i in range(self.num)
+        ]
+        self._scalars = any(spec.shape == () for _, spec in leaves(self._spec))
+        self._mask = np.ones((self.num, spaces.mask_size(self.action_space)), np.bool_)
+        self._reward = np.zeros(self.num, np.float32)
+        self._terminated = np.zeros(self.num, np.bool_)
+        self._truncated = np.zeros(self.num, np.bool_)
+        self._over = np.zeros(self.num, np.bool_)
+        self._steps = 0
+
+    def reset(self, seed: int | None) -> Seen:
+        for i in range(self.num):
+            self._reset(i, None if seed is None else seed + i)
+        self._over[:] = False
+        return self._seen()
+
+    def step(self, action: Tree) -> Outcome:
+        self._steps += 1
+        plain = action if isinstance(action, np.ndarray) else None
+        for i, env in enumerate(self._envs):
+            if self._over[i]:
+                self._reset(i, None)
+                self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
+                continue
+            one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
+            with _translated(self.name, "step", self._steps, i):
+                observation, reward, terminated, truncated, info = env.step(one)
+            self._store(i, observation, info)
+            self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+        np.logical_or(self._terminated, self._truncated, out=self._over)
+        return Outcome(self._seen(), self._reward, self._terminated, self._truncated)
+
+    def _reset(self, i: int, seed: int | None) -> None:
+        with _translated(self.name, "reset", self._steps, i):
+            observation, info = self._envs[i].reset(seed=seed)
+        if ACTION_MASK in info:
+            self.masked = True
+        self._store(i, observation, info)
+
+    def _store(self, i: int, observation: Any, info: Mapping[str, Any]) -> None:
+        mask = observation[ACTION_MASK] if self._mask_inside else info.get(ACTION_MASK) if self.masked else None
+        if mask is not None:
+            self._mask[i] = spaces.flat_mask(mask, self.action_space)
+        seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
+        try:
+            if self._scalars:
+                _set_row(self._observation, i, seen)
+            else:
+                copy_into(self._rows[i], seen)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise EnvironmentFault(self._misfit(i, seen)) from error
+
+    def _misfit(self, i: int, seen: Any) -> str:
+        where = f"environment {i} of {self.name} at step {self._steps}"
+        try:
+            given = dict(leaves(_plain(seen)))
+        except Exception:  # whatever it is, it is not a tree of arrays
+            return f"{where} returned a {type(seen).__name__} that does not fit its observation space."
+        for path, spec in leaves(self._spec):
+            if path not in given:
+                return f"{where} returned an observation without {path or 'a value'!r}."
+            got = given[path]
+            if got.shape != spec.shape or not np.can_cast(got.dtype, spec.dtype, "same_kind"):
+                key = f" for {path!r}" if path else ""
+                return f"{where} returned {got.dtype}{list(got.shape)}{key}; its space says {spec.dtype}{list(spec.shape)}."
+        return f"{where} returned an observation that does not fit its space."
+
+    def _seen(self) -> Seen:
+        return Seen(self._observation, self._mask if self.masked else None)
+
+    def close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+
+def _set_row(target: Tree, i: int, source: Any) -> None:
+    if isinstance(target, dict):
+        for key, leaf in target.items():
+            _set_row(leaf, i, source[key])
+    elif isinstance(target, tuple):
+        for leaf, item in zip(target, source, strict=True):
+            _set_row(leaf, i, item)
+    else:
+        value: Array = np.asarray(source)
+        if value.shape != target.shape[1:] or not np.can_cast(value.dtype, target.dtype, "same_kind"):
+            raise ValueError(value.shape)
+        target[i] = value

@@ -1,0 +1,153 @@
+"""A policy: everything that turns a raw observation into an action, in one versioned object.
+
+Sampler, session, server and exporter run this very object; algorithms train it through `evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ludus import spaces
+from ludus.errors import IncompatibleCheckpoint
+from ludus.model.distributions import Distribution, make_distribution
+from ludus.model.networks import Network, NetworkConfig
+from ludus.spaces import ArraySpec
+from ludus.tree import Array, Tree, map_tree
+
+Weights = dict[str, Array]
+
+
+class Policy(nn.Module):
+    """A network with the distribution of its action space.
+
+    Methods take tensors with a leading batch dimension [N, …], or [T, B, …] with `first` for a recurrent sequence.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        config: NetworkConfig | None = None,
+        normalise_observations: bool = False,
+    ) -> None:
+        super().__init__()
+        self.observation_space, self.action_space = observation_space, action_space
+        self.config = config or NetworkConfig()
+        self.normalise_observations = normalise_observations
+        self.distribution: Distribution = make_distribution(action_space)
+        self.network = Network(observation_space, self.distribution.num_outputs, self.config, self.distribution.free_outputs)
+        if normalise_observations:
+            self.network.normalise_observations()
+
+    # -- acting
+
+    @property
+    def recurrent(self) -> bool:
+        return self.network.core is not None
+
+    def initial_state(self, rows: int) -> tuple[Tensor, ...]:
+        return self.network.initial_state(rows)
+
+    def state_spec(self) -> Tree:
+        return tuple(ArraySpec(tuple(s.shape[1:]), np.dtype(np.float32)) for s in self.initial_state(1))
+
+    def step(
+        self,
+        observation: Tree,
+        state: tuple[Tensor, ...] = (),
+        first: Tensor | None = None,
+        mask: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tree, Tensor, Tensor, tuple[Tensor, ...]]:
+        """One decision for N rows: (action, log-probability, value, next state). Without noise: the most probable action."""
+        outputs, value, state = self._outputs(observation, state, first)
+        action, log_prob = self.distribution.sample(outputs, mask, noise)
+        return action, log_prob, value, state
+
+    def value(self, observation: Tree, state: tuple[Tensor, ...] = (), first: Tensor | None = None) -> Tensor:
+        return self._outputs(observation, state, first)[1]
+
+    def _outputs(
+        self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        if not self.recurrent:
+            outputs, value, _ = self.network(observation, (), None)
+            return outputs, value, ()
+        rows = state[0].shape[0]
+        first = torch.zeros(rows, dtype=torch.bool) if first is None else first
+        sequence = map_tree(lambda x: x.unsqueeze(0), observation)
+        outputs, value, state = self.network(sequence, state, first.unsqueeze(0))
+        return outputs.squeeze(0), value.squeeze(0), state
+
+    # -- learning
+
+    def evaluate(
+        self,
+        observation: Tree,
+        action: Tree,
+        mask: Tensor | None = None,
+        state: tuple[Tensor, ...] = (),
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probability, entropy, value) of recorded actions; a recurrent policy takes [T, B, …] and unrolls."""
+        outputs, value, _ = self.network(observation, state, first)
+        log_prob, entropy = self.distribution.evaluate(outputs, action, mask)
+        return log_prob, entropy, value
+
+    @torch.no_grad()
+    def update_normaliser(self, observation: Tree) -> None:
+        """Learner only: merge a batch [N, …] of observations into the running statistics."""
+        if self.network.norm is not None:
+            vector = self.network.vector(observation)
+            self.network.norm.update(vector.reshape(-1, vector.shape[-1]))
+
+    # -- weights
+
+    def weights(self) -> Weights:
+        """A copy of all parameters and buffers."""
+        return {name: value.detach().numpy().copy() for name, value in self.state_dict().items()}
+
+    def load_weights(self, weights: Mapping[str, Array]) -> None:
+        """Copy in place, so that whoever shares these tensors sees the new values. Raises IncompatibleCheckpoint."""
+        own = self.state_dict()
+        missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+        if missing or extra:
+            raise IncompatibleCheckpoint(f"The weights do not fit this model: missing {missing[:3]}, unexpected {extra[:3]}.")
+        for name, value in own.items():
+            given = weights[name]
+            if tuple(given.shape) != tuple(value.shape):
+                raise IncompatibleCheckpoint(f"{name} has shape {tuple(given.shape)}, this model has {tuple(value.shape)}.")
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(torch.from_numpy(np.array(weights[name])))
+
+    def description(self) -> dict[str, Any]:
+        """What `model.json` says: the class, and constructor arguments as plain values."""
+        return {
+            "class": "ludus.model.policy:Policy",
+            "observation_space": spaces.to_json(self.observation_space),
+            "action_space": spaces.to_json(self.action_space),
+            "network": asdict(self.config),
+            "normalise_observations": self.normalise_observations,
+        }
+
+    @classmethod
+    def from_description(cls, data: Mapping[str, Any]) -> Policy:
+        network = {k: _tupled(v) for k, v in data["network"].items()}
+        return cls(
+            spaces.from_json(data["observation_space"]),
+            spaces.from_json(data["action_space"]),
+            NetworkConfig(**network),
+            bool(data["normalise_observations"]),
+        )
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value

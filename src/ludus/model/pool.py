@@ -1,0 +1,133 @@
+"""The pool: where the numbered versions of models live, and how everyone who acts finds the newest.
+
+Versions count per model name and never go backwards, across restarts too: numbers are reserved durably in blocks, so that
+after a crash counting goes on above everything that may ever have been seen. Every opening has an incarnation number.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ludus.errors import Damaged, NotFound
+from ludus.model import saved
+from ludus.model.policy import Policy, Weights
+from ludus.store.store import Store
+
+RESERVED_BLOCK = 1000
+
+
+class PolicySource(Protocol):
+    """Where a sampler, session or server gets its policy from."""
+
+    def newest(self) -> tuple[Policy, int]:
+        """The policy with the newest weights this process has, and their version. Does not block."""
+        ...
+
+
+@dataclass
+class _Entry:
+    policy: Policy
+    version: int
+    reserved: int
+    incarnation: int
+    kept: list[int] = field(default_factory=list)
+
+
+class LocalPool:
+    """Models whose learner lives in this process: acting shares the learner's own tensors, publishing copies nothing."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._entries: dict[str, _Entry] = {}
+
+    def add(self, name: str, policy: Policy, above: int = 0) -> None:
+        """Create or re-open a model; its next version is above every earlier one, and above `above`."""
+        key = _counter_key(name)
+        try:
+            record = json.loads(self._store.get(key))
+            last, incarnation = int(record["reserved"]), int(record["incarnation"]) + 1
+        except NotFound:
+            last, incarnation = 0, 1
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{key} is damaged: {error}.") from error
+        last = max(last, above)
+        self._entries[name] = _Entry(policy, last, last, incarnation)
+        self._store.put(f"models/{name}/model.json", json.dumps(policy.description(), indent=1).encode())
+        self._reserve(name, last + RESERVED_BLOCK)
+        self.publish(name)
+
+    def publish(self, name: str) -> int:
+        """The weights as they are now become the next version."""
+        entry = self._entries[name]
+        if entry.version >= entry.reserved:
+            self._reserve(name, entry.reserved + RESERVED_BLOCK)
+        entry.version += 1
+        return entry.version
+
+    def newest(self, name: str) -> tuple[Policy, int]:
+        entry = self._entries[name]
+        return entry.policy, entry.version
+
+    def source(self, name: str) -> PolicySource:
+        return _Source(self, name)
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def incarnation(self, name: str) -> int:
+        return self._entries[name].incarnation
+
+    def keep(self, name: str) -> int:
+        """Store the newest version durably, so that it can be served or played against later."""
+        entry = self._entries[name]
+        if entry.version not in entry.kept:
+            weights = saved.encode_weights(entry.policy.weights(), {"model": name, "version": str(entry.version)})
+            self._store.put(_version_key(name, entry.version), weights)
+            entry.kept.append(entry.version)
+        return entry.version
+
+    def forget(self, name: str, version: int) -> None:
+        self._store.delete(_version_key(name, version))
+
+    def close(self) -> None:
+        """Give back the numbers that were reserved and not used."""
+        for name, entry in self._entries.items():
+            self._reserve(name, entry.version)
+
+    def _reserve(self, name: str, upto: int) -> None:
+        entry = self._entries[name]
+        record = {"reserved": upto, "incarnation": entry.incarnation}
+        self._store.put(_counter_key(name), json.dumps(record).encode())
+        entry.reserved = upto
+
+
+@dataclass(frozen=True)
+class _Source:
+    pool: LocalPool
+    name: str
+
+    def newest(self) -> tuple[Policy, int]:
+        return self.pool.newest(self.name)
+
+
+def load_version(store: Store, name: str, version: int) -> tuple[Policy, dict[str, Any]]:
+    """A stored version as a policy of its own."""
+    policy = saved.policy_from(store.get(f"models/{name}/model.json"))
+    weights: Weights
+    weights, meta = saved.decode_weights(store.get(_version_key(name, version)), _version_key(name, version))
+    policy.load_weights(weights)
+    return policy, meta
+
+
+def stored_versions(store: Store, name: str) -> list[int]:
+    return sorted(int(f.split(".")[0]) for f in store.list(f"models/{name}") if f.split(".")[0].isdigit())
+
+
+def _version_key(name: str, version: int) -> str:
+    return f"models/{name}/{version:06d}.safetensors"
+
+
+def _counter_key(name: str) -> str:
+    return f"models/{name}/versions.json"

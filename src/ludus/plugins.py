@@ -1,0 +1,64 @@
+"""From a name to an object: `"local"`, or `"package.module:Name"`, imported only when asked for.
+
+One table per kind of plugin stands next to the protocol it serves; this module only resolves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ludus.errors import MissingExtra, UnknownName, UsageError
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest known names, or with all of them when none is near."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    lowered = {n.lower(): n for n in names}
+    if name.lower() in lowered:
+        close = [lowered[name.lower()]]
+    if close:
+        return f"Did you mean {' or '.join(repr(c) for c in close)}?"
+    if not names:
+        return ""
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f"Known: {shown}."
+
+
+def import_object(path: str) -> Any:
+    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"{path!r} is not of the form 'module:Name'.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {error.name}") from error
+        raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise UnknownName(f"{module_name!r} has no {part!r}.", did_you_mean(part, vars(target)))
+        target = getattr(target, part)
+    return target
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """Look `name` up in `table` (name → "module:Class"), or import it when it is a path itself."""
+    if name in table:
+        return import_object(table[name])
+    if ":" in name and "://" not in name:
+        return import_object(name)
+    raise UnknownName(f"Unknown {kind} {name!r}.", did_you_mean(name, table))
+
+
+def require(module: str, extra: str, what: str) -> Any:
+    """Import an optional dependency, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{what} needs the package {module!r}.", f"pip install 'ludus[{extra}]'") from error

@@ -1,0 +1,66 @@
+"""What this process asks of the machine: memory allocator, threads, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed blocks instead of returning them to the kernel.
+
+    By default every temporary tensor above 128 KB is a fresh mapping whose pages are faulted in one by one; in a training
+    step of 4,096 samples that was 2,700 faults and 45 % of the time. True when it was done.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    return all(
+        mallopt(key, value) for key, value in ((_M_MMAP_THRESHOLD, 1 << 28), (_M_TRIM_THRESHOLD, 1 << 29), (_M_TOP_PAD, 1 << 24))
+    )
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, by its affinity where the system tells."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+class StopSignal:
+    """Set by Ctrl-C or SIGTERM. The second one raises KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def __call__(self) -> bool:
+        return self.name is not None
+
+    def set(self, number: int) -> None:
+        if self.name is not None:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopSignal]:
+    """Handlers for SIGINT and SIGTERM inside the block, the former ones afterwards. Outside the main thread: none."""
+    stop = StopSignal()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, lambda n, _: stop.set(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

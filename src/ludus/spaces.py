@@ -1,0 +1,172 @@
+"""Gymnasium spaces as data: array specifications, JSON, comparison, and the action mask that hides in an observation.
+
+Everything that must know the shape of an observation or an action asks here, so that a space is taken apart in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from ludus.errors import ConfigError
+from ludus.tree import Array, Tree, leaves
+
+ACTION_MASK = "action_mask"
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def zeros(self, *leading: int) -> Array:
+        return np.zeros((*leading, *self.shape), dtype=self.dtype)
+
+
+def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
+    """The tree of ArraySpecs in which values of `space` are stored: float64 becomes float32, discrete ones int64."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: array_spec(item, f"{where}.{key}") for key, item in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(array_spec(item, f"{where}.{i}") for i, item in enumerate(space.spaces))
+    if isinstance(space, gym.spaces.Box):
+        dtype = np.dtype(np.float32) if np.issubdtype(space.dtype, np.floating) else np.dtype(space.dtype)
+        return ArraySpec(space.shape, dtype)
+    if isinstance(space, gym.spaces.Discrete):
+        return ArraySpec((), np.dtype(np.int64))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return ArraySpec(space.nvec.shape, np.dtype(np.int64))
+    if isinstance(space, gym.spaces.MultiBinary):
+        return ArraySpec(_binary_shape(space), np.dtype(np.int8))
+    raise ConfigError(
+        f"{where} is a {type(space).__name__} space, which has no fixed array shape.",
+        "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (wrap the environment).",
+    )
+
+
+def _binary_shape(space: gym.spaces.MultiBinary) -> tuple[int, ...]:
+    return tuple(int(n) for n in np.atleast_1d(np.asarray(space.shape)))
+
+
+def split_mask(space: gym.Space[Any]) -> tuple[gym.Space[Any], gym.Space[Any] | None]:
+    """Take the `action_mask` entry out of a Dict observation: (what the network sees, the mask's space or None)."""
+    if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
+        return space, None
+    rest = {key: item for key, item in space.spaces.items() if key != ACTION_MASK}
+    if not rest:
+        raise ConfigError(f"The observation holds nothing but {ACTION_MASK!r}.", "Add what the agent sees.")
+    seen: gym.Space[Any] = rest["observation"] if set(rest) == {"observation"} else gym.spaces.Dict(rest)
+    return seen, space.spaces[ACTION_MASK]
+
+
+def without_mask(observation: Tree, unwrap: bool) -> Tree:
+    """The part of a masked observation that the network sees; `unwrap` when only `observation` is left beside the mask."""
+    if unwrap:
+        return observation["observation"]
+    return {key: item for key, item in observation.items() if key != ACTION_MASK}
+
+
+def action_leaves(space: gym.Space[Any], where: str = "action") -> list[tuple[str, gym.Space[Any]]]:
+    """The elementary spaces of a (possibly hybrid) action, with their paths, in the order of `tree.leaves`."""
+    if isinstance(space, gym.spaces.Dict):
+        return [pair for key in sorted(space.spaces) for pair in action_leaves(space.spaces[key], f"{where}.{key}")]
+    if isinstance(space, gym.spaces.Tuple):
+        return [pair for i, item in enumerate(space.spaces) for pair in action_leaves(item, f"{where}.{i}")]
+    return [(where, space)]
+
+
+def mask_size(space: gym.Space[Any]) -> int:
+    """How many options a flat action mask of this action space has: one per discrete choice, one per bit, none for Box."""
+    total = 0
+    for _, leaf in action_leaves(space):
+        if isinstance(leaf, gym.spaces.Discrete):
+            total += int(leaf.n)
+        elif isinstance(leaf, gym.spaces.MultiDiscrete):
+            total += int(leaf.nvec.sum())
+        elif isinstance(leaf, gym.spaces.MultiBinary):
+            total += math.prod(_binary_shape(leaf))
+    return total
+
+
+def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
+    """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks)."""
+    lead = () if batch is None else (batch,)
+    parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))]
+    flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    if flat.shape[-1] != mask_size(space):
+        raise ConfigError(f"The action mask has {flat.shape[-1]} entries, the actions have {mask_size(space)} options.")
+    return flat.astype(np.bool_, copy=False)
+
+
+def _as_tree(mask: Any) -> Tree:
+    if isinstance(mask, Mapping):
+        return {key: _as_tree(item) for key, item in mask.items() if item is not None}
+    if isinstance(mask, (tuple, list)) and mask and not np.isscalar(mask[0]):
+        return tuple(_as_tree(item) for item in mask if item is not None)
+    return np.asarray(mask)
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------------
+
+
+def to_json(space: gym.Space[Any]) -> dict[str, Any]:
+    """A plain description from which `from_json` builds an equal space; bounds that are all equal become one number."""
+    if isinstance(space, gym.spaces.Dict):
+        return {"type": "Dict", "spaces": {key: to_json(item) for key, item in space.spaces.items()}}
+    if isinstance(space, gym.spaces.Tuple):
+        return {"type": "Tuple", "spaces": [to_json(item) for item in space.spaces]}
+    if isinstance(space, gym.spaces.Box):
+        bounds = {"low": _bound(space.low), "high": _bound(space.high)}
+        return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
+    if isinstance(space, gym.spaces.Discrete):
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": np.asarray(space.start).tolist()}
+    if isinstance(space, gym.spaces.MultiBinary):
+        return {"type": "MultiBinary", "shape": list(_binary_shape(space))}
+    raise ConfigError(f"A {type(space).__name__} space cannot be written as JSON.")
+
+
+def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
+    """The space that `to_json` described. Raises ConfigError on anything else."""
+    try:
+        space: gym.Space[Any] = _BUILDERS[data["type"]](data)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"This is not the description of a space: {data!r} ({error}).") from error
+    return space
+
+
+def _bound(values: Array) -> Any:
+    plain = [_number(v) for v in values.reshape(-1).tolist()]
+    return plain[0] if plain and all(v == plain[0] for v in plain) else plain
+
+
+def _number(value: float) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    flat = [float(v) if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])]
+    return np.broadcast_to(np.asarray(flat, dtype=dtype).reshape(shape if len(flat) > 1 else ()), shape)
+
+
+def _box(data: Mapping[str, Any]) -> gym.Space[Any]:
+    shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
+    low, high = _array(data["low"], shape, dtype), _array(data["high"], shape, dtype)
+    return gym.spaces.Box(low, high, shape, dtype.type)
+
+
+_BUILDERS: dict[str, Any] = {
+    "Dict": lambda d: gym.spaces.Dict({key: from_json(item) for key, item in d["spaces"].items()}),
+    "Tuple": lambda d: gym.spaces.Tuple([from_json(item) for item in d["spaces"]]),
+    "Box": _box,
+    "Discrete": lambda d: gym.spaces.Discrete(int(d["n"]), start=int(d.get("start", 0))),
+    "MultiDiscrete": lambda d: gym.spaces.MultiDiscrete(np.asarray(d["nvec"]), start=np.asarray(d["start"])),
+    "MultiBinary": lambda d: gym.spaces.MultiBinary(d["shape"] if len(d["shape"]) > 1 else int(d["shape"][0])),
+}

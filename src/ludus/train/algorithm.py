@@ -1,0 +1,45 @@
+"""What an algorithm is to the trainer: segments and a model in, a better model and numbers out.
+
+An algorithm knows no environment, no file, no process. It owns its optimizer and whatever it must remember between updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from ludus import plugins
+from ludus.config import AlgorithmConfig
+from ludus.model.policy import Policy
+from ludus.train.optimizer import Optimizer
+from ludus.tree import Array
+from ludus.types import Segments
+
+ALGORITHMS: Mapping[str, str] = {"PPO": "ludus.train.algorithms.ppo:PPO"}
+"""Name → class; a user's own is given as "module:Class"."""
+
+
+class Algorithm(Protocol):
+    Config: ClassVar[type[AlgorithmConfig]]
+    on_policy: ClassVar[bool]
+    """Segments are learned from once, and only while the policy that made them is the newest."""
+
+    policy: Policy
+    optimizer: Optimizer
+
+    def __init__(self, policy: Policy, config: Any, seed: int) -> None: ...
+
+    def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
+        """One update from a block of segments; `timestep` drives the schedules. Raises TrainingDiverged."""
+        ...
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Everything besides the weights that a resumed run needs: (arrays, plain values)."""
+        ...
+
+    def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None: ...
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    found: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS)
+    return found

@@ -1,0 +1,120 @@
+"""The trainer: takes segments from the memory, lets the algorithm of their model learn, publishes the new version."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ludus.memory.memory import Memory
+from ludus.model.policy import Policy
+from ludus.train.algorithm import Algorithm
+from ludus.types import Segments
+
+
+class Publisher(Protocol):
+    def publish(self, name: str) -> int: ...
+    def newest(self, name: str) -> tuple[Policy, int]: ...
+
+
+@dataclass
+class Progress:
+    """How far a run has come. All of it goes into a checkpoint."""
+
+    timesteps: int = 0
+    iterations: int = 0
+    episodes: int = 0
+    time_s: float = 0.0
+    recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
+
+    @property
+    def episode_return_mean(self) -> float:
+        """Of the last episodes; NaN until as many have ended as the window holds."""
+        full = len(self.recent_returns) == self.recent_returns.maxlen
+        return float(np.mean(self.recent_returns)) if full else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {"timesteps": self.timesteps, "iterations": self.iterations, "episodes": self.episodes, "time_s": self.time_s}
+        return plain | {"recent_returns": list(self.recent_returns), "recent_lengths": list(self.recent_lengths)}
+
+    def load_json(self, data: Mapping[str, Any]) -> None:
+        self.timesteps, self.iterations = int(data["timesteps"]), int(data["iterations"])
+        self.episodes, self.time_s = int(data["episodes"]), float(data["time_s"])
+        self.recent_returns.extend(map(float, data["recent_returns"]))
+        self.recent_lengths.extend(map(int, data["recent_lengths"]))
+
+
+class Trainer:
+    """One `step()` is one update from one block of segments. Several models may train side by side."""
+
+    def __init__(
+        self,
+        algorithms: Mapping[str, Algorithm],
+        memory: Memory,
+        pool: Publisher,
+        *,
+        smoothing: int = 100,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.algorithms = dict(algorithms)
+        self._memory, self._pool, self._clock = memory, pool, clock
+        self.progress = Progress(recent_returns=deque(maxlen=smoothing), recent_lengths=deque(maxlen=smoothing))
+        self.metrics: dict[str, float] = {}
+        self._began: float | None = None
+        self._time_before = 0.0
+        self._learn_s = 0.0
+
+    def step(self) -> bool:
+        """Learn from the oldest waiting block; False when there is none."""
+        if self._began is None:
+            self._began, self._time_before = self._clock(), self.progress.time_s
+        segments = self._memory.take(0)
+        if segments is None:
+            return False
+        started = self._clock()
+        algorithm = self.algorithms[segments.model]
+        _, newest = self._pool.newest(segments.model)
+        numbers = algorithm.learn(segments, self.progress.timesteps)
+        self._count(segments)
+        lag = float(newest - segments.version[segments.valid].mean()) if segments.steps else 0.0
+        self._memory.release(segments)
+        version = self._pool.publish(segments.model)
+        now = self._clock()
+        self._learn_s += now - started
+        self.progress.time_s = self._time_before + now - self._began
+        self.metrics = self._report(segments.model, numbers | {"lag": lag, "version": float(version)}, now)
+        return True
+
+    def _count(self, segments: Segments) -> None:
+        p = self.progress
+        p.timesteps += segments.steps
+        p.iterations += 1
+        p.episodes += len(segments.episode_return)
+        p.recent_returns.extend(segments.episode_return.tolist())
+        p.recent_lengths.extend(segments.episode_length.tolist())
+
+    def _report(self, model: str, numbers: dict[str, float], now: float) -> dict[str, float]:
+        p = self.progress
+        assert self._began is not None
+        report: dict[str, float] = {
+            "timesteps": p.timesteps,
+            "iterations": p.iterations,
+            "episodes": p.episodes,
+            "time_s": p.time_s,
+        }
+        if p.recent_returns:
+            recent = np.fromiter(p.recent_returns, float)
+            report |= {"episode_return_mean": float(recent.mean()), "episode_return_min": float(recent.min())}
+            report |= {"episode_return_max": float(recent.max()), "episode_length_mean": float(np.mean(p.recent_lengths))}
+        elapsed = now - self._began
+        report |= {
+            "fps": p.timesteps / p.time_s if p.time_s else 0.0,
+            "learner_share": self._learn_s / elapsed if elapsed else 0.0,
+        }
+        prefix = "" if len(self.algorithms) == 1 else f"{model}/"
+        return report | {f"{prefix}learner/{name}": value for name, value in numbers.items()}

@@ -1,0 +1,148 @@
+"""Nested arrays: dicts and tuples whose leaves are NumPy arrays (or tensors), and their safe wire format.
+
+A tree is a leaf, a dict with string keys, or a tuple. The wire format is a msgpack header followed by the raw buffers of
+the leaves: nothing in it can run code, every length is checked before it is believed, and decoding aliases the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from ludus.errors import Damaged
+
+Array = npt.NDArray[Any]
+Tree = Any  # a leaf | dict[str, Tree] | tuple[Tree, ...]
+
+_MAGIC = b"LDS1"
+_ALIGN = 64  # raw buffers start on cache lines, so that decoded arrays are aligned for any dtype
+_WIRE_DTYPES = frozenset("?bBhHiIlLqQefd")
+
+
+def map_tree(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `function` to corresponding leaves; the result has the structure of the first tree."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, tree[key], *(r[key] for r in rest)) for key in tree}
+    if isinstance(tree, tuple):
+        return tuple(map_tree(function, item, *(r[i] for r in rest)) for i, item in enumerate(tree))
+    return function(tree, *rest)
+
+
+def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) pairs in a fixed order; a lone leaf has the path ""."""
+    if isinstance(tree, Mapping):
+        for key in sorted(tree):
+            yield from (_join(key, pair) for pair in leaves(tree[key]))
+    elif isinstance(tree, tuple):
+        for index, item in enumerate(tree):
+            yield from (_join(str(index), pair) for pair in leaves(item))
+    else:
+        yield "", tree
+
+
+def _join(head: str, pair: tuple[str, Any]) -> tuple[str, Any]:
+    path, leaf = pair
+    return (f"{head}.{path}" if path else head), leaf
+
+
+def copy_into(target: Tree, source: Tree) -> None:
+    """Copy every leaf of `source` into the preallocated leaf of `target`; shapes and kinds of dtype must agree."""
+    if isinstance(target, dict):
+        for key, leaf in target.items():
+            copy_into(leaf, source[key])
+    elif isinstance(target, tuple):
+        for leaf, item in zip(target, source, strict=True):
+            copy_into(leaf, item)
+    else:
+        np.copyto(target, source, casting="same_kind")
+
+
+def stack(trees: list[Tree]) -> Tree:
+    """Stack trees of one structure along a new first axis."""
+    return map_tree(lambda *items: np.stack(items), trees[0], *trees[1:])
+
+
+def concatenate(trees: list[Tree], axis: int = 0) -> Tree:
+    return map_tree(lambda *items: np.concatenate(items, axis=axis), trees[0], *trees[1:])
+
+
+# -- the wire format ----------------------------------------------------------------------------------------------------
+
+
+def encode(tree: Tree, meta: Mapping[str, Any] | None = None) -> bytes:
+    """Header (structure, dtypes, shapes, `meta`) + raw buffers. `meta` holds plain values that msgpack knows."""
+    arrays = [(path, np.ascontiguousarray(leaf)) for path, leaf in leaves(tree)]
+    if len({path for path, _ in arrays}) < len(arrays):
+        raise TypeError("Two leaves have the same dotted path; rename a key that contains a dot.")
+    offset = 0
+    table: list[tuple[str, str, list[int], int]] = []
+    for path, array in arrays:
+        if array.dtype.char not in _WIRE_DTYPES:
+            raise TypeError(f"{path or 'array'} has dtype {array.dtype}, which cannot cross a process.")
+        table.append((path, array.dtype.str, list(array.shape), offset))
+        offset += math.ceil(array.nbytes / _ALIGN) * _ALIGN
+    header: bytes = msgpack.packb({"skeleton": _skeleton(tree), "leaves": table, "meta": dict(meta or {})})
+    start = math.ceil((len(_MAGIC) + 8 + len(header)) / _ALIGN) * _ALIGN
+    out = bytearray(start + offset)
+    out[:4] = _MAGIC
+    out[4:12] = len(header).to_bytes(8, "little")
+    out[12 : 12 + len(header)] = header
+    for (_, array), (_, _, _, at) in zip(arrays, table, strict=True):
+        out[start + at : start + at + array.nbytes] = array.reshape(-1).view(np.uint8).data
+    return bytes(out)
+
+
+def decode(data: bytes | memoryview) -> tuple[Tree, dict[str, Any]]:
+    """The tree and the meta of `encode`. Leaves are read-only views of `data`. Raises Damaged on anything malformed."""
+    view = memoryview(data)
+    if len(view) < 12 or bytes(view[:4]) != _MAGIC:
+        raise Damaged("These bytes are not an encoded tree of arrays.")
+    length = int.from_bytes(view[4:12], "little")
+    if length > len(view) - 12:
+        raise Damaged(f"The header claims {length} bytes, {len(view) - 12} are there.")
+    try:
+        header = msgpack.unpackb(view[12 : 12 + length], max_buffer_size=length + 1)
+        table = {str(path): (np.dtype(dtype), tuple(map(int, shape)), int(at)) for path, dtype, shape, at in header["leaves"]}
+        skeleton, meta = header["skeleton"], dict(header["meta"])
+    except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+        raise Damaged(f"The header of an encoded tree is malformed: {error}.") from error
+    start = math.ceil((12 + length) / _ALIGN) * _ALIGN
+    arrays = {path: _leaf(view, path, start, *entry) for path, entry in table.items()}
+    return _rebuild(skeleton, arrays), meta
+
+
+def _leaf(view: memoryview, path: str, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], at: int) -> Array:
+    if dtype.char not in _WIRE_DTYPES or min(shape, default=0) < 0 or at < 0:
+        raise Damaged(f"Leaf {path!r} has dtype {dtype} and shape {shape}.")
+    size = math.prod(shape) * dtype.itemsize
+    if start + at + size > len(view):
+        raise Damaged(f"Leaf {path!r} claims {size} bytes beyond the end of the message.")
+    array = np.frombuffer(view[start + at : start + at + size], dtype=dtype).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+def _skeleton(tree: Tree, prefix: str = "") -> Any:
+    here = prefix + "." if prefix else ""
+    if isinstance(tree, Mapping):
+        return {"d": {str(key): _skeleton(tree[key], f"{here}{key}") for key in sorted(tree)}}
+    if isinstance(tree, tuple):
+        return {"t": [_skeleton(item, f"{here}{i}") for i, item in enumerate(tree)]}
+    return prefix
+
+
+def _rebuild(skeleton: Any, arrays: Mapping[str, Array]) -> Tree:
+    if isinstance(skeleton, str):
+        if skeleton not in arrays:
+            raise Damaged(f"The structure names a leaf {skeleton!r} that is not there.")
+        return arrays[skeleton]
+    if isinstance(skeleton, dict) and isinstance(skeleton.get("d"), dict):
+        return {key: _rebuild(item, arrays) for key, item in skeleton["d"].items()}
+    if isinstance(skeleton, dict) and isinstance(skeleton.get("t"), list):
+        return tuple(_rebuild(item, arrays) for item in skeleton["t"])
+    raise Damaged("The structure of an encoded tree is malformed.")
