@@ -24,6 +24,8 @@ def _rising(points: Any) -> Any:
         times = [time for time, _ in points]
         if not points or times != sorted(set(times)):
             raise ValueError("the points of a schedule are [timestep, value] pairs with rising timesteps")
+    if not all(0 <= value < math.inf for value in ([v for _, v in points] if isinstance(points, list) else [points])):
+        raise ValueError("a scheduled value is a finite number from 0 upwards")
     return points
 
 
@@ -36,15 +38,16 @@ class _Strict(BaseModel):
 
 
 S = TypeVar("S", bound=_Strict)
+_Size = Annotated[int, Field(ge=1)]
 
 
 class ModelConfig(_Strict):
     """The `model:` section: sizes and kinds of the default networks."""
 
-    fcnet_hiddens: list[int] | None = Field(None, description="Dense layers; null = 64, 64 (512 behind convolutions).")
+    fcnet_hiddens: list[_Size] | None = Field(None, description="Dense layers; null = 64, 64 (512 behind convolutions).")
     fcnet_activation: str = Field("tanh", description="tanh, relu, elu, silu, gelu or linear.")
     conv: Literal["nature", "resnet"] = Field("nature", description="Convolutions for images: Nature CNN or a small ResNet.")
-    conv_filters: list[tuple[int, int, int]] | None = Field(
+    conv_filters: list[tuple[_Size, _Size, _Size]] | None = Field(
         None, description="Own convolutions: [[channels, kernel, stride], …]."
     )
     entity_dim: int = Field(64, ge=1, description="Width of the encoder for lists of entities.")
@@ -79,6 +82,9 @@ class AlgorithmConfig(_Strict):
     evaluation_duration: int = Field(10, ge=0, description="Episodes of an evaluation; 0 = never evaluate.")
     metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
     min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
+    learner_threads: int = Field(
+        0, ge=0, description="Threads that share the gradient of a minibatch; 0 = 1 for vectors, all cores for images."
+    )
     torch_threads: int = Field(
         0, ge=0, description="Threads of PyTorch in this process; 0 = 1 for vectors, all cores for images."
     )
@@ -170,6 +176,10 @@ def _complaints(schema: type[_Strict], error: ValidationError, where: str) -> li
         shown = ".".join([where, *path] if where else path)
         if item["type"] == "extra_forbidden":
             owner = _schema_at(schema, path[:-1])
+            if path[-1] in owner.model_fields:
+                other = owner.model_fields[path[-1]].alias
+                lines[shown] = f"{shown!r} stands beside {other!r}, which means the same. Keep one."
+                continue
             lines[shown] = f"Unknown key {shown!r}. {did_you_mean(path[-1], known_keys(owner))}".strip()
         elif item["type"] == "missing":
             lines[shown] = f"{shown!r} is missing."
@@ -228,7 +238,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML lets the last four out for a date that is none, !!bool maybe, !!timestamp soon, and [[[[…
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{source}, {error.message}", error.hint) from error
@@ -259,7 +270,9 @@ def override(data: dict[str, Any], assignment: str) -> None:
     if keys[0] not in ExperimentConfig.model_fields:
         keys.insert(0, "config")
     for key in keys[:-1]:
-        data = data.setdefault(key, {})
+        if data.get(key) is None:  # absent, or a section left empty in the YAML
+            data[key] = {}
+        data = data[key]
         if not isinstance(data, dict):
             raise ConfigError(f"--set {assignment!r}: {key!r} is not a section.")
     data[keys[-1]] = parse_yaml(text, f"--set {path}")
@@ -271,7 +284,7 @@ def stop_values(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         value = parse_yaml(text, f"--stop {key}")
-        if not equals or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not equals or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
             raise ConfigError(f"--stop {pair!r} is not of the form KEY=NUMBER.")
         out[key.strip()] = value
     return out

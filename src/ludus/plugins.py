@@ -31,18 +31,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def import_object(path: str) -> Any:
     """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing."""
     module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
+    if not module_name or not attribute or module_name.startswith("."):
         raise UsageError(f"{path!r} is not of the form 'module:Name'.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {error.name}") from error
         raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise UnknownName(f"{module_name!r} has no {part!r}.", did_you_mean(part, vars(target)))
+            raise UnknownName(
+                f"{module_name!r} has no {part!r}.", did_you_mean(part, [n for n in dir(target) if not n.startswith("_")])
+            )
         target = getattr(target, part)
     return target
 

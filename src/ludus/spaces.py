@@ -97,7 +97,7 @@ def mask_size(space: gym.Space[Any]) -> int:
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
     """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks)."""
     lead = () if batch is None else (batch,)
-    parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))]
+    parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))] or [np.zeros((*lead, 0))]
     flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     if flat.shape[-1] != mask_size(space):
         raise ConfigError(f"The action mask has {flat.shape[-1]} entries, the actions have {mask_size(space)} options.")
@@ -125,9 +125,10 @@ def to_json(space: gym.Space[Any]) -> dict[str, Any]:
         bounds = {"low": _bound(space.low), "high": _bound(space.high)}
         return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
     if isinstance(space, gym.spaces.Discrete):
-        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start), **_dtype(space)}
     if isinstance(space, gym.spaces.MultiDiscrete):
-        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": np.asarray(space.start).tolist()}
+        starts = np.asarray(space.start).tolist()
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": starts, **_dtype(space)}
     if isinstance(space, gym.spaces.MultiBinary):
         return {"type": "MultiBinary", "shape": list(_binary_shape(space))}
     raise ConfigError(f"A {type(space).__name__} space cannot be written as JSON.")
@@ -137,7 +138,7 @@ def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
     """The space that `to_json` described. Raises ConfigError on anything else."""
     try:
         space: gym.Space[Any] = _BUILDERS[data["type"]](data)
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
         raise ConfigError(f"This is not the description of a space: {data!r} ({error}).") from error
     return space
 
@@ -147,13 +148,21 @@ def _bound(values: Array) -> Any:
     return plain[0] if plain and all(v == plain[0] for v in plain) else plain
 
 
+def _dtype(space: gym.Space[Any]) -> dict[str, str]:
+    return {} if space.dtype == np.int64 else {"dtype": str(space.dtype)}
+
+
+def _integers(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"dtype": np.dtype(data["dtype"]).type} if "dtype" in data else {}
+
+
 def _number(value: float) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     flat = [float(v) if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])]
-    return np.broadcast_to(np.asarray(flat, dtype=dtype).reshape(shape if len(flat) > 1 else ()), shape)
+    return np.broadcast_to(np.asarray(flat, dtype=dtype).reshape(shape if len(flat) != 1 else ()), shape)
 
 
 def _box(data: Mapping[str, Any]) -> gym.Space[Any]:
@@ -166,7 +175,7 @@ _BUILDERS: dict[str, Any] = {
     "Dict": lambda d: gym.spaces.Dict({key: from_json(item) for key, item in d["spaces"].items()}),
     "Tuple": lambda d: gym.spaces.Tuple([from_json(item) for item in d["spaces"]]),
     "Box": _box,
-    "Discrete": lambda d: gym.spaces.Discrete(int(d["n"]), start=int(d.get("start", 0))),
-    "MultiDiscrete": lambda d: gym.spaces.MultiDiscrete(np.asarray(d["nvec"]), start=np.asarray(d["start"])),
+    "Discrete": lambda d: gym.spaces.Discrete(int(d["n"]), start=int(d.get("start", 0)), **_integers(d)),
+    "MultiDiscrete": lambda d: gym.spaces.MultiDiscrete(np.asarray(d["nvec"]), start=np.asarray(d["start"]), **_integers(d)),
     "MultiBinary": lambda d: gym.spaces.MultiBinary(d["shape"] if len(d["shape"]) > 1 else int(d["shape"][0])),
 }

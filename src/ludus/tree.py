@@ -22,6 +22,11 @@ Tree = Any  # a leaf | dict[str, Tree] | tuple[Tree, ...]
 _MAGIC = b"LDS1"
 _ALIGN = 64  # raw buffers start on cache lines, so that decoded arrays are aligned for any dtype
 _WIRE_DTYPES = frozenset("?bBhHiIlLqQefd")
+_MALFORMED = (
+    msgpack.exceptions.UnpackException,
+    *(ValueError, TypeError, KeyError, OverflowError),
+    *(SyntaxError, RecursionError),  # np.dtype of nonsense; a structure nested too deeply
+)
 
 
 def map_tree(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -33,21 +38,17 @@ def map_tree(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return function(tree, *rest)
 
 
-def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(path, leaf) pairs in a fixed order; a lone leaf has the path ""."""
+    here = prefix + "." if prefix else ""
     if isinstance(tree, Mapping):
         for key in sorted(tree):
-            yield from (_join(key, pair) for pair in leaves(tree[key]))
+            yield from leaves(tree[key], f"{here}{key}")
     elif isinstance(tree, tuple):
         for index, item in enumerate(tree):
-            yield from (_join(str(index), pair) for pair in leaves(item))
+            yield from leaves(item, f"{here}{index}")
     else:
-        yield "", tree
-
-
-def _join(head: str, pair: tuple[str, Any]) -> tuple[str, Any]:
-    path, leaf = pair
-    return (f"{head}.{path}" if path else head), leaf
+        yield prefix, tree
 
 
 def copy_into(target: Tree, source: Tree) -> None:
@@ -59,6 +60,8 @@ def copy_into(target: Tree, source: Tree) -> None:
         for leaf, item in zip(target, source, strict=True):
             copy_into(leaf, item)
     else:
+        if np.shape(source) != target.shape:  # copyto would broadcast
+            raise ValueError(f"a value of shape {list(np.shape(source))} where {list(target.shape)} is expected")
         np.copyto(target, source, casting="same_kind")
 
 
@@ -76,19 +79,20 @@ def concatenate(trees: list[Tree], axis: int = 0) -> Tree:
 
 def encode(tree: Tree, meta: Mapping[str, Any] | None = None) -> bytes:
     """Header (structure, dtypes, shapes, `meta`) + raw buffers. `meta` holds plain values that msgpack knows."""
-    arrays = [(path, np.ascontiguousarray(leaf)) for path, leaf in leaves(tree)]
+    arrays = [(path, np.asarray(leaf, order="C")) for path, leaf in leaves(tree)]
     if len({path for path, _ in arrays}) < len(arrays):
         raise TypeError("Two leaves have the same dotted path; rename a key that contains a dot.")
-    offset = 0
+    offset = end = 0
     table: list[tuple[str, str, list[int], int]] = []
     for path, array in arrays:
         if array.dtype.char not in _WIRE_DTYPES:
             raise TypeError(f"{path or 'array'} has dtype {array.dtype}, which cannot cross a process.")
         table.append((path, array.dtype.str, list(array.shape), offset))
-        offset += math.ceil(array.nbytes / _ALIGN) * _ALIGN
+        end = offset + array.nbytes
+        offset = math.ceil(end / _ALIGN) * _ALIGN
     header: bytes = msgpack.packb({"skeleton": _skeleton(tree), "leaves": table, "meta": dict(meta or {})})
     start = math.ceil((len(_MAGIC) + 8 + len(header)) / _ALIGN) * _ALIGN
-    out = bytearray(start + offset)
+    out = bytearray(start + end)  # ends with the last leaf, so that any truncation is noticed
     out[:4] = _MAGIC
     out[4:12] = len(header).to_bytes(8, "little")
     out[12 : 12 + len(header)] = header
@@ -103,17 +107,16 @@ def decode(data: bytes | memoryview) -> tuple[Tree, dict[str, Any]]:
     if len(view) < 12 or bytes(view[:4]) != _MAGIC:
         raise Damaged("These bytes are not an encoded tree of arrays.")
     length = int.from_bytes(view[4:12], "little")
-    if length > len(view) - 12:
+    start = math.ceil((12 + length) / _ALIGN) * _ALIGN
+    if start > len(view):
         raise Damaged(f"The header claims {length} bytes, {len(view) - 12} are there.")
     try:
-        header = msgpack.unpackb(view[12 : 12 + length], max_buffer_size=length + 1)
+        header = msgpack.unpackb(view[12 : 12 + length])
         table = {str(path): (np.dtype(dtype), tuple(map(int, shape)), int(at)) for path, dtype, shape, at in header["leaves"]}
-        skeleton, meta = header["skeleton"], dict(header["meta"])
-    except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+        arrays = {path: _leaf(view, path, start, *entry) for path, entry in table.items()}
+        return _rebuild(header["skeleton"], arrays), dict(header["meta"])
+    except _MALFORMED as error:
         raise Damaged(f"The header of an encoded tree is malformed: {error}.") from error
-    start = math.ceil((12 + length) / _ALIGN) * _ALIGN
-    arrays = {path: _leaf(view, path, start, *entry) for path, entry in table.items()}
-    return _rebuild(skeleton, arrays), meta
 
 
 def _leaf(view: memoryview, path: str, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], at: int) -> Array:

@@ -95,12 +95,13 @@ class Sampler:
         if block is None:
             return False
         policy, version = self._source.newest()
-        self.fill(block, policy, version)
+        with policy.acting():
+            self.fill(block, policy, version)
         self._memory.commit(block)
         return True
 
-    @torch.inference_mode()
     def fill(self, block: Segments, policy: Policy, version: int) -> None:
+        """One segment of every row, with one policy throughout; inside `policy.acting()`."""
         if self._seen is None:
             self._begin(policy)
         seen, rows, steps = self._seen, _rows(block), block.spec.steps
@@ -148,7 +149,9 @@ class Sampler:
             np.logical_or(seen.mask, self._over[:, None], out=block.action_mask[t])
             if not block.action_mask[t].any(axis=1).all():
                 row = int(np.flatnonzero(~block.action_mask[t].any(axis=1))[0])
-                raise EnvironmentFault(f"Environment {row} of {self._envs.name} forbids every action in its action_mask.")
+                raise EnvironmentFault(
+                    f"Environment {row} of {self._envs.name} forbids every action in its action_mask at step {t} of a segment."
+                )
 
     def _keep_state(self, block: Segments, t: int) -> None:
         every = block.spec.state_every

@@ -22,7 +22,7 @@ from ludus.model import saved
 from ludus.model.policy import Policy, Weights
 from ludus.store.local import LocalStore
 from ludus.store.store import Store
-from ludus.train.algorithm import Algorithm
+from ludus.training.algorithm import Algorithm
 from ludus.tree import Array
 
 log = logging.getLogger(__name__)

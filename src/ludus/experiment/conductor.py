@@ -15,7 +15,7 @@ from ludus.experiment import checkpoint
 from ludus.metrics import Sink
 from ludus.model.pool import LocalPool
 from ludus.store.store import Store
-from ludus.train.trainer import Progress, Trainer
+from ludus.training.trainer import Progress, Trainer
 
 log = logging.getLogger(__name__)
 

@@ -32,14 +32,15 @@ from ludus.model.pool import LocalPool
 from ludus.runtime.in_process import InProcess
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Program
-from ludus.train.algorithm import Algorithm, algorithm_class
-from ludus.train.trainer import Trainer
+from ludus.training.algorithm import Algorithm, algorithm_class
+from ludus.training.trainer import Trainer
 from ludus.types import DEFAULT_MODEL
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMESTEPS = 1_000_000
 _EVALUATION_ROWS = 16
+_MANY_PIXELS = 32 * 32
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
     stop = experiment.stop
     if not stop.model_dump(exclude_none=True):
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=reward_threshold(experiment.env))
-    threads = config.torch_threads
-    resolved = config.model_dump(mode="json", by_alias=True) | {"torch_threads": threads}
+    resolved = config.model_dump(mode="json", by_alias=True)
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config)
 
 
@@ -192,8 +192,10 @@ def assembled(
     environments = make_environments(resolved.experiment.env, config.num_envs_per_worker, config.env_config)
     environments.reset(environment_seed)  # an environment shows whether it masks actions only when it is reset
     policy = make_policy(environments, config)
-    torch.set_num_threads(config.torch_threads or _threads(policy))
-    algorithm = resolved.algorithm(policy, config, config.seed)
+    torch_threads, learner_threads = config.torch_threads or _threads(policy), config.learner_threads or _threads(policy)
+    torch.set_num_threads(torch_threads)
+    run.write_meta({"torch_threads": torch_threads, "learner_threads": learner_threads})
+    algorithm = resolved.algorithm(policy, config.model_copy(update={"learner_threads": learner_threads}), config.seed)
 
     program = Program()
     pool = program.add("pool", LocalPool, run.store)
@@ -233,8 +235,9 @@ def make_policy(environments: Environments, config: AlgorithmConfig) -> Policy:
 
 
 def _threads(policy: Policy) -> int:
-    """Convolutions fill all cores; a small dense network is faster on one."""
-    return usable_cores() if len(policy.network.trunk.images) else 1
+    """Convolutions over real pictures fill all cores; a small network is faster on one."""
+    pixels = sum(encoder.pixels for encoder in policy.network.trunk.image_encoders)
+    return usable_cores() if pixels >= _MANY_PIXELS else 1
 
 
 def _open_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Any:

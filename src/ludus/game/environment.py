@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from ludus import spaces
-from ludus.errors import EnvironmentFault, MissingExtra, UnknownName
+from ludus.errors import ConfigError, EnvironmentFault, MissingExtra, UnknownName
 from ludus.plugins import did_you_mean, import_object
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, Tree, copy_into, leaves, map_tree
@@ -70,9 +71,14 @@ _PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
 
 
 def make_environments(name: str, num: int, env_config: Mapping[str, Any] | None = None) -> Environments:
-    """`name` is a Gymnasium id, or `module:function` called with `env_config`. Raises UnknownName, MissingExtra."""
+    """`name` is a Gymnasium id, or `module:function` called with `env_config`. Raises UnknownName, MissingExtra.
+
+    A function that takes `num_envs` makes a whole vector environment; any other makes one environment.
+    """
     config = dict(env_config or {})
     factory = _own_factory(name)
+    if factory is not None and "num_envs" in inspect.signature(factory).parameters:
+        return VectorEnvironments(name, _made(name, lambda: factory(num_envs=num, **config)))
     if factory is not None:
         return LoopEnvironments(name, [_made(name, lambda: factory(**config)) for _ in range(num)])
     spec = _spec(name)
@@ -273,7 +279,12 @@ class LoopEnvironments:
             with _translated(self.name, "step", self._steps, i):
                 observation, reward, terminated, truncated, info = env.step(one)
             self._store(i, observation, info)
-            self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+            try:
+                self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+            except (TypeError, ValueError) as error:
+                raise EnvironmentFault(
+                    f"{self._where(i)} returned the reward {reward}, terminated {terminated}, truncated {truncated}."
+                ) from error
         np.logical_or(self._terminated, self._truncated, out=self._over)
         return Outcome(self._seen(), self._reward, self._terminated, self._truncated)
 
@@ -285,10 +296,13 @@ class LoopEnvironments:
         self._store(i, observation, info)
 
     def _store(self, i: int, observation: Any, info: Mapping[str, Any]) -> None:
-        mask = observation[ACTION_MASK] if self._mask_inside else info.get(ACTION_MASK) if self.masked else None
-        if mask is not None:
-            self._mask[i] = spaces.flat_mask(mask, self.action_space)
-        seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
+        try:
+            mask = observation[ACTION_MASK] if self._mask_inside else info.get(ACTION_MASK) if self.masked else None
+            if mask is not None:
+                self._mask[i] = spaces.flat_mask(mask, self.action_space)
+            seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
+        except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
+            raise EnvironmentFault(f"{self._where(i)} returned no usable {ACTION_MASK} or observation: {error}.") from error
         try:
             if self._scalars:
                 _set_row(self._observation, i, seen)
@@ -297,8 +311,11 @@ class LoopEnvironments:
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise EnvironmentFault(self._misfit(i, seen)) from error
 
+    def _where(self, i: int) -> str:
+        return f"environment {i} of {self.name} at step {self._steps}"
+
     def _misfit(self, i: int, seen: Any) -> str:
-        where = f"environment {i} of {self.name} at step {self._steps}"
+        where = self._where(i)
         try:
             given = dict(leaves(_plain(seen)))
         except Exception:  # whatever it is, it is not a tree of arrays

@@ -21,6 +21,7 @@ from ludus.tree import Tree
 
 _MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
 _LOG_STD_RANGE = (-20.0, 2.0)
+_INT64 = np.dtype(np.int64)
 
 
 class Distribution(Protocol):
@@ -51,7 +52,7 @@ class Distribution(Protocol):
 
 def make_distribution(space: gym.Space[Any], where: str = "action") -> Distribution:
     if isinstance(space, gym.spaces.Discrete):
-        return Categorical(int(space.n), int(space.start))
+        return Categorical(int(space.n), int(space.start), np.dtype(space.dtype))
     if isinstance(space, gym.spaces.MultiDiscrete):
         return MultiCategorical(space.nvec, np.asarray(space.start))
     if isinstance(space, gym.spaces.MultiBinary):
@@ -85,10 +86,10 @@ def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Categorical:
-    def __init__(self, n: int, start: int = 0) -> None:
+    def __init__(self, n: int, start: int = 0, dtype: np.dtype[Any] = _INT64) -> None:
         self.num_outputs = self.noise_size = self.mask_size = n
         self.free_outputs: list[int] = []
-        self._start = start
+        self._start, self._dtype = start, dtype
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return _gumbel((*lead, self.noise_size), generator)
@@ -102,7 +103,7 @@ class Categorical:
         return log_prob, -(log_p.exp() * log_p).sum(dim=-1)
 
     def to_environment(self, action: Tree) -> Tree:
-        return action + self._start if self._start else action
+        return (action + self._start if self._start else action).astype(self._dtype, copy=False)
 
 
 class MultiCategorical:
@@ -134,7 +135,7 @@ class MultiCategorical:
         return torch.stack(log_probs, dim=-1).sum(dim=-1), torch.stack(entropies, dim=-1).sum(dim=-1)
 
     def to_environment(self, action: Tree) -> Tree:
-        return action + self._start if self._start.any() else action
+        return (action + self._start if self._start.any() else action).astype(self._start.dtype, copy=False)
 
 
 class Bernoulli:
@@ -179,6 +180,8 @@ class Gaussian:
         self._n = math.prod(space.shape)
         self._low, self._high, self._dtype = space.low, space.high, space.dtype
         self._bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+        if self._bounded:
+            self._middle, self._half = 0.5 * space.high + 0.5 * space.low, 0.5 * space.high - 0.5 * space.low
         self.num_outputs, self.noise_size, self.mask_size = 2 * self._n, self._n, 0
         self.free_outputs = list(range(self._n, 2 * self._n))
 
@@ -188,12 +191,12 @@ class Gaussian:
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
         mean, log_std = self._split(outputs)
         action = mean if noise is None else mean + log_std.exp() * noise
-        return action.unflatten(-1, self._shape), self._log_prob(mean, log_std, action)
+        return action.reshape(*action.shape[:-1], *self._shape), self._log_prob(mean, log_std, action)
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         mean, log_std = self._split(outputs)
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
-        return self._log_prob(mean, log_std, action.flatten(-len(self._shape))), entropy
+        return self._log_prob(mean, log_std, action.reshape(mean.shape)), entropy
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = outputs.split(self._n, dim=-1)
@@ -206,10 +209,8 @@ class Gaussian:
 
     def to_environment(self, action: Tree) -> Tree:
         if self._bounded:
-            action = self._low + (np.clip(action, -1.0, 1.0) + 1.0) * (0.5 * (self._high - self._low))
-        else:
-            action = np.clip(action, self._low, self._high)
-        return action.astype(self._dtype, copy=False)
+            action = self._middle + np.clip(action, -1.0, 1.0) * self._half
+        return np.clip(action, self._low, self._high).astype(self._dtype, copy=False)  # rounding may leave the bounds
 
 
 class Composite:

@@ -47,9 +47,9 @@ class LocalStore:
     def put_bundle(self, key: str, files: Mapping[str, Bytes]) -> None:
         target = self._path(key)
         manifest = make_manifest(files)
-        if target.exists():
-            raise AlreadyExists(f"{target} exists already.")
         with _translated(target):
+            if target.exists():
+                raise AlreadyExists(f"{target} exists already.")
             target.parent.mkdir(parents=True, exist_ok=True)
             aside = self._aside(target)
             try:

@@ -84,8 +84,10 @@ def make_manifest(files: Mapping[str, Bytes]) -> bytes:
 def read_manifest(key: str, data: bytes) -> dict[str, tuple[int, int]]:
     try:
         entries = json.loads(data)["files"]
+        if not entries:
+            raise ValueError("it names no files")
         return {check_key(name): (int(e["bytes"]), int(e["crc32"])) for name, e in entries.items()}
-    except (ValueError, KeyError, TypeError, UsageError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError) as error:
         raise Damaged(f"The manifest of {key} is damaged: {error}.") from error
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from ludus.config import AlgorithmConfig, Schedule
 from ludus.errors import TrainingDiverged
 from ludus.model.policy import Policy
-from ludus.train.normalise import RewardScale
-from ludus.train.optimizer import Optimizer
-from ludus.train.returns import explained_variance, gae, successor_values
-from ludus.train.schedule import value_at
+from ludus.training.normalise import RewardScale
+from ludus.training.optimizer import Optimizer
+from ludus.training.returns import explained_variance, gae, successor_values
+from ludus.training.schedule import value_at
 from ludus.tree import Array, Tree, map_tree
 from ludus.types import Bools, Floats, Segments
 
@@ -78,6 +78,17 @@ class Batch:
             state=tuple(s.index_select(0, index) for s in self.state),
         )
 
+    @property
+    def samples(self) -> int:
+        return self.advantage.shape[0] if self.valid is None else int(self.valid.sum())
+
+    def split(self, parts: int) -> list[Batch]:
+        """Shards of nearly equal size, none of them empty; sequences stay whole."""
+        total = self.advantage.shape[-1]
+        if parts == 1 or total < 2 * parts:
+            return [self]
+        return [self.select(index) for index in torch.arange(total).tensor_split(parts)]
+
 
 class PPO:
     Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
@@ -85,7 +96,13 @@ class PPO:
 
     def __init__(self, policy: Policy, config: PPOConfig, seed: int) -> None:
         self.policy, self.config = policy, config
-        self.optimizer = Optimizer(policy, value_at(config.lr, 0), eps=config.adam_epsilon, grad_clip=config.grad_clip)
+        self.optimizer = Optimizer(
+            policy,
+            value_at(config.lr, 0),
+            eps=config.adam_epsilon,
+            grad_clip=config.grad_clip,
+            threads=config.learner_threads,
+        )
         self.generator = torch.Generator().manual_seed(seed)
         self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
 
@@ -98,9 +115,8 @@ class PPO:
         for epoch in range(self.config.num_epochs):
             last = epoch == self.config.num_epochs - 1
             for minibatch in self._minibatches(batch):
-                loss, numbers = self.loss(minibatch, entropy_coeff, diagnose=last or self.config.kl_target is not None)
-                self._step(loss, minibatch)
-                diagnostics.append(numbers)
+                diagnose = last or self.config.kl_target is not None
+                diagnostics.append(self._step(minibatch, entropy_coeff, diagnose))
             epochs += 1
             if self.config.kl_target is not None and float(diagnostics[-1]["kl"]) > 1.5 * self.config.kl_target:
                 break
@@ -181,8 +197,11 @@ class PPO:
 
     # -- the loss
 
-    def loss(self, batch: Batch, entropy_coeff: float, diagnose: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        log_prob, entropy, value = self.policy.evaluate(batch.observation, batch.action, batch.mask, batch.state, batch.first)
+    def loss(
+        self, policy: Policy, batch: Batch, entropy_coeff: float, diagnose: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate (eq. 7), value error and entropy bonus (eq. 9), averaged over the valid samples."""
+        log_prob, entropy, value = policy.evaluate(batch.observation, batch.action, batch.mask, batch.state, batch.first)
         log_ratio = log_prob - batch.log_prob
         ratio = log_ratio.exp()
         clip = self.config.clip_param
@@ -211,12 +230,17 @@ class PPO:
             }
         return loss, numbers
 
-    def _step(self, loss: Tensor, batch: Batch) -> None:
+    def _step(self, batch: Batch, entropy_coeff: float, diagnose: bool) -> dict[str, Tensor]:
+        def loss(policy: Policy, shard: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.loss(policy, shard, entropy_coeff, diagnose)
+
+        shards = batch.split(self.optimizer.threads)
+        samples = [shard.samples for shard in shards]
         try:
-            self.optimizer.step(loss)
+            return self.optimizer.step(loss, shards, [n / sum(samples) for n in samples])
         except TrainingDiverged as error:
             raise TrainingDiverged(
-                f"{error.message} The loss was {float(loss.detach())}. {_describe(batch)}",
+                f"{error.message} {_describe(batch)}",
                 "Lower lr, set grad_clip, or look for extreme observations and rewards; the last checkpoint is intact.",
             ) from error
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ludus.memory.memory import Memory
 from ludus.model.policy import Policy
-from ludus.train.algorithm import Algorithm
+from ludus.training.algorithm import Algorithm
 from ludus.types import Segments
 
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Protocol
 from ludus import plugins
 from ludus.config import AlgorithmConfig
 from ludus.model.policy import Policy
-from ludus.train.optimizer import Optimizer
+from ludus.training.optimizer import Optimizer
 from ludus.tree import Array
 from ludus.types import Segments
 
-ALGORITHMS: Mapping[str, str] = {"PPO": "ludus.train.algorithms.ppo:PPO"}
+ALGORITHMS: Mapping[str, str] = {"PPO": "ludus.training.algorithms.ppo:PPO"}
 """Name → class; a user's own is given as "module:Class"."""
 
 
