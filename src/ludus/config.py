@@ -215,9 +215,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
-            raise ConfigError(
-                f"line {self.peek_event().start_mark.line + 1}: YAML aliases (*name) are not read.", "Write it out."
-            )
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise ConfigError(f"line {line}: YAML aliases (*name) are not read.", "Write it out.")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

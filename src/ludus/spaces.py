@@ -94,6 +94,24 @@ def mask_size(space: gym.Space[Any]) -> int:
     return total
 
 
+def choices(space: gym.Space[Any]) -> list[slice]:
+    """The part of a flat action mask that each categorical choice owns; at least one option of each must be allowed."""
+    parts: list[slice] = []
+    at = 0
+    for _, leaf in action_leaves(space):
+        sizes: list[int] = []
+        if isinstance(leaf, gym.spaces.Discrete):
+            sizes = [int(leaf.n)]
+        elif isinstance(leaf, gym.spaces.MultiDiscrete):
+            sizes = [int(n) for n in leaf.nvec.reshape(-1)]
+        for size in sizes:
+            parts.append(slice(at, at + size))
+            at += size
+        if isinstance(leaf, gym.spaces.MultiBinary):
+            at += math.prod(_binary_shape(leaf))
+    return parts
+
+
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
     """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks)."""
     lead = () if batch is None else (batch,)

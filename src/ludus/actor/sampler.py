@@ -15,7 +15,7 @@ from ludus.memory.memory import Memory
 from ludus.model.policy import Policy
 from ludus.model.pool import PolicySource
 from ludus.tree import Array, Tree, copy_into, leaves, map_tree
-from ludus.types import DEFAULT_MODEL, Floats, Ints, Segments, SegmentSpec
+from ludus.types import DEFAULT_MODEL, Bools, Floats, Ints, Segments, SegmentSpec
 
 _FINAL_SHARE = 4  # room for final observations: one per row, or one in four steps, whichever is more
 
@@ -88,6 +88,7 @@ class Sampler:
         self._over = np.zeros(environments.num, np.bool_)  # these rows only reset in the next step
         self._state: tuple[Tensor, ...] = ()
         self._tally = EpisodeTally(environments.num)
+        self._choices = spaces.choices(environments.action_space)
 
     def step(self) -> bool:
         """Sample one block; False when the memory has no free one."""
@@ -147,10 +148,16 @@ class Sampler:
         block.first[t] = self._first
         if seen.mask is not None:
             np.logical_or(seen.mask, self._over[:, None], out=block.action_mask[t])
-            if not block.action_mask[t].any(axis=1).all():
-                row = int(np.flatnonzero(~block.action_mask[t].any(axis=1))[0])
+            self._check_choices(block.action_mask[t])
+
+    def _check_choices(self, mask: Bools) -> None:
+        for part in self._choices:
+            possible = mask[:, part].any(axis=1)
+            if not possible.all():
                 raise EnvironmentFault(
-                    f"Environment {row} of {self._envs.name} forbids every action in its action_mask at step {t} of a segment."
+                    f"Environment {int(np.argmin(possible))} of {self._envs.name} forbids every action in its action_mask "
+                    f"(options {part.start} to {part.stop - 1}).",
+                    "Leave at least one option of every choice allowed.",
                 )
 
     def _keep_state(self, block: Segments, t: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,15 +45,13 @@ class Checkpoint:
 
     def policy(self, model: str) -> Policy:
         """The policy of one model, ready to act. Raises IncompatibleCheckpoint."""
-        if model not in self.weights:
-            raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")
-        policy = saved.policy_from(self.state["models"][model]["description"])
+        policy = saved.policy_from(self._description(model))
         policy.load_weights(self.weights[model])
         return policy
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
-        mine, theirs = algorithm.policy.description(), self.state["models"][model]["description"]
+        mine, theirs = algorithm.policy.description(), self._description(model)
         for key in ("observation_space", "action_space", "network", "normalise_observations"):
             if _normal(mine[key]) != _normal(theirs[key]):
                 raise IncompatibleCheckpoint(
@@ -61,6 +60,12 @@ class Checkpoint:
                 )
         algorithm.policy.load_weights(self.weights[model])
         algorithm.load_state(self.arrays[model], self.state["models"][model]["algorithm"])
+
+    def _description(self, model: str) -> dict[str, Any]:
+        if model not in self.weights:
+            raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")
+        described: dict[str, Any] = self.state["models"][model]["description"]
+        return described
 
 
 def _normal(value: Any) -> Any:
@@ -117,7 +122,8 @@ def read(store: Store, name: str) -> Checkpoint:
 
 def names(store: Store) -> list[str]:
     """Complete checkpoints, oldest first."""
-    return [name for name in store.list(FOLDER) if name[:6].isdigit()]
+    found = [(match, name) for name in store.list(FOLDER) if (match := re.fullmatch(r"(\d{6,})(?:-(\d+))?", name))]
+    return [name for match, name in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)))]
 
 
 def newest(store: Store) -> Checkpoint:

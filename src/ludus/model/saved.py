@@ -16,7 +16,7 @@ from ludus.tree import Array
 
 
 def encode_weights(weights: Mapping[str, Array], meta: Mapping[str, str] | None = None) -> bytes:
-    return save({name: np.ascontiguousarray(array) for name, array in weights.items()}, dict(meta or {}))
+    return save({name: np.asarray(array, order="C") for name, array in weights.items()}, dict(meta or {}))
 
 
 def decode_weights(data: bytes, where: str) -> tuple[Weights, dict[str, Any]]:

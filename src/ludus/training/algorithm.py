@@ -25,7 +25,7 @@ class Algorithm(Protocol):
     """Segments are learned from once, and only while the policy that made them is the newest."""
 
     policy: Policy
-    optimizer: Optimizer
+    optimizer: Optimizer[Policy]
 
     def __init__(self, policy: Policy, config: Any, seed: int) -> None: ...
 

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -67,7 +68,7 @@ class Optimizer(Generic[M]):
             results = [_gradient(loss, *part) for part in work]
         else:
             with one_thread_each():
-                waiting: list[Future[Numbers]] = [self._pool.submit(_gradient, loss, *part) for part in work[1:]]
+                waiting: list[Future[Numbers]] = [self._pool.submit(partial(_gradient, loss, *part)) for part in work[1:]]
                 results = [_gradient(loss, *work[0]), *(future.result() for future in waiting)]
             for _, grad, _, _ in work[1:]:
                 self.grad.add_(grad)
@@ -105,9 +106,7 @@ class Optimizer(Generic[M]):
             self._pool.shutdown()
 
 
-def _gradient(
-    loss: Callable[[M, Shard], tuple[Tensor, Numbers]], model: M, grad: Tensor, shard: Shard, weight: float
-) -> Numbers:
+def _gradient(loss: Callable[[M, Shard], tuple[Tensor, Numbers]], model: M, grad: Tensor, shard: Shard, weight: float) -> Numbers:
     torch.set_num_threads(torch.get_num_threads())  # a fresh thread would take all cores for each operation
     grad.zero_()
     value, numbers = loss(model, shard)

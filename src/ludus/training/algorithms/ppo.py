@@ -197,9 +197,7 @@ class PPO:
 
     # -- the loss
 
-    def loss(
-        self, policy: Policy, batch: Batch, entropy_coeff: float, diagnose: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: Policy, batch: Batch, entropy_coeff: float, diagnose: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate (eq. 7), value error and entropy bonus (eq. 9), averaged over the valid samples."""
         log_prob, entropy, value = policy.evaluate(batch.observation, batch.action, batch.mask, batch.state, batch.first)
         log_ratio = log_prob - batch.log_prob
