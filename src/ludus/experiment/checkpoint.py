@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 FOLDER = "checkpoints"
 BEST = "best.json"
+_NAME = re.compile(r"(\d{6,})(?:-(\d+))?")  # the iteration; a second one of the same iteration has a suffix
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def read(store: Store, name: str) -> Checkpoint:
 
 def names(store: Store) -> list[str]:
     """Complete checkpoints, oldest first."""
-    found = [(match, name) for name in store.list(FOLDER) if (match := re.fullmatch(r"(\d{6,})(?:-(\d+))?", name))]
+    found = [(match, name) for name in store.list(FOLDER) if (match := _NAME.fullmatch(name))]
     return [name for match, name in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)))]
 
 
@@ -156,23 +157,36 @@ def best_score(store: Store) -> float:
         return float("-inf")
 
 
-def retain(store: Store, keep: int | None) -> list[str]:
-    """Delete all but the newest `keep` and the best; returns the deleted names."""
+def retain(store: Store, keep: int | None, fresh: str | None = None) -> dict[str, dict[str, int]]:
+    """Delete all but the newest `keep`, the best and the `fresh` one; returns the deleted names with their versions by model.
+
+    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it.
+    """
     if keep is None:
-        return []
+        return {}
     best = best_name(store)
-    gone = [name for name in names(store)[:-keep] if name != best]
+    gone = {name: _versions(store, name) for name in names(store)[:-keep] if name not in (best, fresh)}
     for name in gone:
         store.delete(f"{FOLDER}/{name}")
     return gone
 
 
+def _versions(store: Store, name: str) -> dict[str, int]:
+    try:
+        models = json.loads(store.get(f"{FOLDER}/{name}/state.json"))["models"]
+        return {model: int(entry["version"]) for model, entry in models.items()}
+    except (NotFound, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def locate(where: str | Path) -> tuple[Path, str]:
     """(run directory, checkpoint name) of a run, `RUN/best`, `RUN/latest`, or a checkpoint directory. Raises NotFound."""
     path = Path(where).expanduser()
+    if path.name in ("", ".."):
+        path = path.resolve()
     word = path.name if path.name in ("best", "latest") and not path.is_dir() else None
     run = path.parent if word else path
-    if (run / "state.json").exists() and run.parent.name == FOLDER:
+    if run.parent.name == FOLDER and run.is_dir() and (_NAME.fullmatch(run.name) or (run / "state.json").exists()):
         return run.parent.parent, run.name
     if run.name == FOLDER:
         run = run.parent

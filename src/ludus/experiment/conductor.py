@@ -75,16 +75,18 @@ class Conductor:
         if progress.iterations == self._seen:
             return False
         self._seen = progress.iterations
-        every = self._schedule.evaluation_interval
-        if every and progress.iterations % every == 0:
-            self._score()
-        if self._schedule.checkpoint_freq and progress.iterations % self._schedule.checkpoint_freq == 0:
-            self.checkpoint()
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
+        at_end = self.stopped_by is not None and self._config.checkpoint_at_end
+        freq, every = self._schedule.checkpoint_freq, self._schedule.evaluation_interval
+        due = at_end or bool(freq and progress.iterations % freq == 0)
+        if progress.iterations % every == 0 if every else due:
+            self._score()
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
             self._reported_at = progress.time_s
             for sink in self._sinks:
                 sink.write(self._trainer.metrics)
+        if due:  # after the report: whatever a checkpoint holds has been reported, even if we are killed in between
+            self.checkpoint()
         return True
 
     def checkpoint(self) -> str:
@@ -102,7 +104,9 @@ class Conductor:
         )
         self.last_checkpoint, self._checkpointed = name, progress.iterations
         self._judge(name, score)
-        checkpoint.retain(self._store, self._schedule.keep)
+        for gone in checkpoint.retain(self._store, self._schedule.keep, name).values():
+            for model, version in gone.items():
+                self._pool.forget(model, version)
         log.info("checkpoint %s at %d timesteps", name, progress.timesteps)
         return name
 

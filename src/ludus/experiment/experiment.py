@@ -21,7 +21,7 @@ from ludus.config import AlgorithmConfig, ExperimentConfig, StopConfig
 from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError
 from ludus.experiment import checkpoint
 from ludus.experiment.checkpoint import Checkpoint
-from ludus.experiment.conductor import Conductor, Schedule
+from ludus.experiment.conductor import Conductor, Evaluate, Schedule
 from ludus.experiment.run import Run, run_directory
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.memory.memory import make_memory
@@ -139,14 +139,17 @@ def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Seq
         data["stop"] = dict(stop)
     resolved = resolve(data)
     before = checkpoint.newest(run.store)
+    run.sweep()
     run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
-    seed = resolved.config.seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))
+    seed = (resolved.config.seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
     return _train(resolved, run, before, sinks, environment_seed=seed)
 
 
 def _train(resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Sequence[Sink], environment_seed: int) -> Result:
     run.start_log()
+    if before is not None:
+        log.info("continuing from checkpoint %s; environments start anew", before.name)
     status = "failed"
     try:
         with stop_on_signals() as stop, assembled(resolved, run, before, sinks, environment_seed) as parts:
@@ -206,7 +209,8 @@ def assembled(
         "trainer", Trainer, {DEFAULT_MODEL: algorithm}, memory, pool, smoothing=config.metrics_num_episodes_for_smoothing
     )
     program.add("restored", _restore, before, resolved, algorithm, trainer, sampler)
-    conductor = program.add("conductor", _conductor, trainer, sampler, pool, run, resolved, policy, sinks)
+    evaluation = program.add("evaluation", _evaluation, resolved, policy)
+    conductor = program.add("conductor", _conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     with InProcess(program) as runtime:
         parts = [runtime[handle] for handle in (sampler, trainer, conductor, pool)]
         yield Parts(runtime, *parts)
@@ -260,7 +264,13 @@ def _restore(before: Checkpoint | None, resolved: Resolved, algorithm: Algorithm
 
 
 def _conductor(
-    trainer: Trainer, sampler: Sampler, pool: LocalPool, run: Run, resolved: Resolved, policy: Policy, sinks: Sequence[Sink]
+    trainer: Trainer,
+    sampler: Sampler,
+    pool: LocalPool,
+    run: Run,
+    resolved: Resolved,
+    evaluate: Evaluate | None,
+    sinks: Sequence[Sink],
 ) -> Conductor:
     e, config = resolved.experiment, resolved.config
     schedule = Schedule(
@@ -268,8 +278,12 @@ def _conductor(
     )
     incarnation = pool.incarnation(DEFAULT_MODEL)
     written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
-    evaluate = _Evaluation(e.env, config, policy) if config.evaluation_duration else None
     return Conductor(trainer, sampler, pool, run.store, schedule, written, e, evaluate)
+
+
+def _evaluation(resolved: Resolved, policy: Policy) -> _Evaluation | None:
+    config = resolved.config
+    return _Evaluation(resolved.experiment.env, config, policy) if config.evaluation_duration else None
 
 
 class _Evaluation:
@@ -285,3 +299,7 @@ class _Evaluation:
             self._environments = make_environments(self._env, rows, self._config.env_config)
         seed = (self._config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
         return play(self._policy, self._environments, self._config.evaluation_duration, seed)
+
+    def close(self) -> None:
+        if self._environments is not None:
+            self._environments.close()

@@ -32,6 +32,7 @@ class Run:
         self.directory = directory
         self.store = LocalStore(directory)
         self._handler: logging.Handler | None = None
+        self._level_before = logging.NOTSET
 
     @classmethod
     def create(cls, directory: Path, config: Mapping[str, Any]) -> Run:
@@ -52,9 +53,12 @@ class Run:
             raise NotFound(
                 f"{directory} is not the directory of a run (it has no {CONFIG}).", "`ludus runs list` shows what there is."
             )
-        run = cls(directory)
-        run.store.sweep("checkpoints")
-        return run
+        return cls(directory)
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half written. Only for the one that takes the run over."""
+        for prefix in ("", "checkpoints", *(f"models/{name}" for name in self.store.list("models"))):
+            self.store.sweep(prefix)
 
     @property
     def metrics_path(self) -> Path:
@@ -84,11 +88,16 @@ class Run:
         self._handler = logging.handlers.RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handler.setLevel(logging.INFO)
-        logging.getLogger("ludus").addHandler(self._handler)
+        ours = logging.getLogger("ludus")
+        ours.addHandler(self._handler)
+        self._level_before = ours.level
+        if ours.getEffectiveLevel() > logging.INFO:
+            ours.setLevel(logging.INFO)
 
     def stop_log(self) -> None:
         if self._handler is not None:
             logging.getLogger("ludus").removeHandler(self._handler)
+            logging.getLogger("ludus").setLevel(self._level_before)
             self._handler.close()
             self._handler = None
 

@@ -34,7 +34,8 @@ class RewardScale:
         carry = np.array([self._carry.get(int(o), 0.0) for o in segments.origin], np.float64)
         out = np.zeros_like(segments.reward)
         for t in range(segments.spec.steps):
-            carry = np.where(segments.first[t], 0.0, carry) * self._gamma + segments.reward[t] * segments.valid[t]
+            gained = np.where(segments.first[t], 0.0, carry) * self._gamma + segments.reward[t]
+            carry = np.where(segments.valid[t], gained, carry)
             out[t] = carry
         self._carry.update(zip(segments.origin.tolist(), carry.tolist(), strict=True))
         return out[segments.valid]

@@ -28,7 +28,7 @@ from ludus.types import Bools, Floats, Segments
 class PPOConfig(AlgorithmConfig):
     """Hyper-parameters of PPO; names as RLlib users know them."""
 
-    lr: Schedule = Field(3e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
+    lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     lambda_: float = Field(0.95, alias="lambda", ge=0, le=1, description="GAE: 0 trusts the value, 1 the return.")
     clip_param: float = Field(0.2, gt=0, description="How far the probability ratio may leave 1.")
     vf_clip_param: float | None = Field(None, gt=0, description="How far a value may move in one update; null = freely.")
