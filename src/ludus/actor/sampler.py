@@ -51,6 +51,7 @@ class _Rows:
     """Per-step tensor views of a block, made once."""
 
     observation: list[Tree]
+    shown: list[Tree]  # the same rows as arrays
     first: tuple[Tensor, ...]
     mask: tuple[Tensor, ...] | None
     action: Tree  # whole tensors, written at the end of a segment
@@ -63,6 +64,7 @@ def _rows(block: Segments) -> _Rows:
         steps = block.spec.steps
         block.cache["rows"] = _Rows(
             [map_tree(lambda x, t=t: torch.from_numpy(x[t]), block.observation) for t in range(steps + 1)],
+            [map_tree(lambda x, t=t: x[t], block.observation) for t in range(steps + 1)],
             torch.from_numpy(block.first).unbind(0),
             torch.from_numpy(block.action_mask).unbind(0) if block.spec.mask_size else None,
             map_tree(torch.from_numpy, block.action),
@@ -140,7 +142,7 @@ class Sampler:
 
     def _show(self, block: Segments, t: int, seen: Seen) -> None:
         try:
-            copy_into(map_tree(lambda x: x[t], block.observation), seen.observation)
+            copy_into(_rows(block).shown[t], seen.observation)
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(
                 f"{self._envs.name} returned an observation that does not fit its space at step {t} of a segment: {error}."

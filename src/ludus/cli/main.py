@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
 
 import ludus
 from ludus.cli import demo, rollout, runs, train
-from ludus.errors import LudusError, Stopped
+from ludus.errors import LudusError
 
 app = typer.Typer(
     name="ludus",
@@ -41,7 +43,9 @@ def _root(
 
 
 def _interrupted(number: int, frame: Any) -> None:
-    raise Stopped(f"Interrupted ({signal.Signals(number).name}).")
+    """Before and after a training, which has its own way to stop. No LudusError: an import in progress may swallow that."""
+    os.write(2, f"ludus: Interrupted ({signal.Signals(number).name}).\n".encode())
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -53,7 +57,7 @@ def main() -> None:
         app()
     except LudusError as error:
         if debug:
-            raise
+            traceback.print_exc()
         print(f"ludus: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
