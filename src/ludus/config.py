@@ -169,10 +169,14 @@ def _validated(schema: type[S], data: Mapping[str, Any], where: str) -> S:
         raise ConfigError("\n".join(_complaints(schema, error, where))) from error
 
 
+_TYPE_NAME = re.compile(r"^(float|int|bool|str|none|(list|tuple|dict|function|constrained|literal)\b.*)$")
+"""What pydantic appends to a path to say which branch of a union it tried."""
+
+
 def _complaints(schema: type[_Strict], error: ValidationError, where: str) -> list[str]:
     lines: dict[str, str] = {}
     for item in error.errors():
-        path = [str(p) for p in item["loc"]]
+        path = [str(p) for p in item["loc"] if not _TYPE_NAME.match(str(p))]
         shown = ".".join([where, *path] if where else path)
         if item["type"] == "extra_forbidden":
             owner = _schema_at(schema, path[:-1])

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import traceback
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated
 
 import typer
 
@@ -42,9 +43,14 @@ def _root(
     pass
 
 
-def _interrupted(number: int, frame: Any) -> None:
-    """Before and after a training, which has its own way to stop. No LudusError: an import in progress may swallow that."""
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Before and after a training, which has its own way to stop."""
     os.write(2, f"ludus: Interrupted ({signal.Signals(number).name}).\n".encode())
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            # NumPy and PyTorch swallow what is raised while they are imported, and go on half made; nothing has begun yet.
+            os._exit(130)
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 

@@ -145,7 +145,9 @@ class ImageEncoder(nn.Module):
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
-    return shape[-1] <= 16 and shape[-1] < shape[0]
+    """Whether a picture is [H, W, C]. A few planes of equal sides are [C, H, W]."""
+    planes_first = shape[0] <= 16 and shape[1] == shape[2]
+    return shape[-1] <= 16 and shape[-1] < shape[0] and not planes_first
 
 
 def _chw(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -193,7 +195,8 @@ class EntityEncoder(nn.Module):
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
         self.embed = mlp(features, [dim, dim], "relu")
-        self.query, self.key, self.value = Dense(dim, dim), Dense(dim, dim), Dense(dim, dim)
+        self.query, self.value = Dense(dim, dim), Dense(dim, dim)
+        self.key = nn.Linear(dim, dim, bias=False)  # the softmax would not notice one
         self.size = 2 * dim
 
     def forward(self, entities: Tensor, present: Tensor) -> Tensor:

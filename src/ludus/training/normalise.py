@@ -28,7 +28,8 @@ class RewardScale:
             self._mean += delta * n / total
             self._count = total
         deviation = np.sqrt(self._m2 / self._count) if self._count else 1.0
-        return (segments.reward / max(deviation, 1e-8)).astype(np.float32)
+        floor = 0.1 * abs(self._mean)  # returns that hardly differ must not blow rewards up
+        return (segments.reward / max(deviation, floor, 1e-8)).astype(np.float32)
 
     def _returns(self, segments: Segments) -> Floats:
         carry = np.array([self._carry.get(int(o), 0.0) for o in segments.origin], np.float64)

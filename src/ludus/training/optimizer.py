@@ -63,6 +63,7 @@ class Optimizer(Generic[M]):
         Returns the weighted sum of the numbers that come with the losses. Raises TrainingDiverged before anything is
         changed by a NaN.
         """
+        assert len(shards) <= self.threads
         work = list(zip(self._models, self._grads, shards, weights, strict=False))
         if self._pool is None or len(work) == 1:
             results = [_gradient(loss, *part) for part in work]

@@ -36,7 +36,7 @@ def gae(
     δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t);   A_t = δ_t + γλ·A_{t+1} while the episode goes on.
     `value` is [T, B] for the observed rows, `following` the value of each step's true successor.
     """
-    delta = reward + gamma * following * ~terminated - value
+    delta = np.where(valid, reward + gamma * following * ~terminated - value, np.float32(0))
     goes_on = gamma * lambda_ * ~(terminated | truncated)
     advantage = np.zeros_like(delta)
     carry = np.zeros(delta.shape[1], np.float32)

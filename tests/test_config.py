@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ludus import config
+from ludus.config import ALIASES, AlgorithmConfig, StopConfig
+from ludus.errors import ConfigError
+from ludus.training.algorithms.ppo import PPOConfig
+
+
+def ppo(**keys: Any) -> PPOConfig:
+    checked = config.algorithm_config(PPOConfig, keys)
+    assert isinstance(checked, PPOConfig)
+    return checked
+
+
+def complaint(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ppo(**keys)
+    return caught.value.message
+
+
+# -- unknown keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "shown", "nearest"),
+    [
+        ({"envs": "x"}, "envs", "env"),
+        ({"checkpoint_frequency": 3}, "checkpoint_frequency", "checkpoint_freq"),
+        ({"stop": {"timestep_total": 3}}, "stop.timestep_total", "timesteps_total"),
+        ({"stop": {"Iterations": 3}}, "stop.Iterations", "iterations"),
+    ],
+)
+def test_an_unknown_key_of_an_experiment_names_the_nearest(data: dict[str, Any], shown: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Unknown key '{re.escape(shown)}'\. Did you mean '{nearest}'"):
+        config.experiment({"env": "CartPole-v1", **data})
+
+
+@pytest.mark.parametrize(
+    ("data", "shown", "nearest"),
+    [
+        ({"gama": 0.9}, "config.gama", "gamma"),
+        ({"learning_rate_lr": 1}, "config.learning_rate_lr", None),
+        ({"clip_parm": 0.1}, "config.clip_parm", "clip_param"),
+        ({"num_sgd_iters": 3}, "config.num_sgd_iters", "num_sgd_iter"),
+        ({"model": {"fcnet_hidden": [3]}}, "config.model.fcnet_hidden", "fcnet_hiddens"),
+        ({"model": {"lstm_cell_sise": 3}}, "config.model.lstm_cell_sise", "lstm_cell_size"),
+    ],
+)
+def test_an_unknown_key_of_an_algorithm_names_the_nearest(data: dict[str, Any], shown: str, nearest: str | None) -> None:
+    message = complaint(**data)
+    assert message.startswith(f"Unknown key {shown!r}.")
+    assert (f"Did you mean {nearest!r}" if nearest else "Known: ") in message
+
+
+def test_the_environments_own_keywords_are_not_checked() -> None:
+    assert ppo(env_config={"anything": {"goes": 1}}).env_config == {"anything": {"goes": 1}}
+
+
+# -- values -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gamma", 1.01),
+        ("gamma", -0.1),
+        ("gamma", float("nan")),
+        ("gamma", "high"),
+        ("lambda", 2),
+        ("clip_param", 0),
+        ("minibatch_size", 0),
+        ("minibatch_size", 1.5),
+        ("minibatch_size", None),
+        ("num_epochs", "four"),
+        ("num_workers", -1),
+        ("seed", -1),
+        ("train_batch_size", 0),
+        ("observation_filter", "Median"),
+        ("env_config", 5),
+        ("model", [64, 64]),
+        ("lr", "fast"),
+        ("lr", -1e-3),
+        ("lr", float("inf")),
+        ("lr", float("nan")),
+        ("lr", None),
+    ],
+)
+def test_a_wrong_value_is_shown_with_its_key(key: str, value: Any) -> None:
+    message = complaint(**{key: value})
+    assert message.startswith(f"config.{key}")
+    assert f"is {value!r}: " in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("fcnet_hiddens", [64, -3], "config.model.fcnet_hiddens.1 is -3"),
+        ("fcnet_hiddens", 64, "config.model.fcnet_hiddens is 64"),
+        ("conv_filters", [[16, 3]], "config.model.conv_filters.0"),
+        ("conv_filters", [[16, 0, 1]], "config.model.conv_filters.0.1 is 0"),
+        ("core", "transformer", "config.model.core is 'transformer'"),
+        ("lstm_cell_size", 0, "config.model.lstm_cell_size is 0"),
+        ("max_seq_len", 0, "config.model.max_seq_len is 0"),
+    ],
+)
+def test_a_wrong_value_of_the_model_is_shown_with_its_path(key: str, value: Any, shown: str) -> None:
+    assert shown in complaint(model={key: value})
+
+
+@pytest.mark.parametrize("data", [{"timesteps": 0}, {"time_s": 0}, {"iterations": "soon"}, {"timesteps_total": 1.5}])
+def test_a_stop_that_never_comes_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"stop\.{next(iter(data))} is "):
+        config.experiment({"env": "x", "stop": data})
+
+
+def test_an_experiment_needs_an_environment() -> None:
+    with pytest.raises(ConfigError, match="'env' is missing"):
+        config.experiment({"run": "PPO"})
+
+
+def test_all_complaints_are_reported_at_once() -> None:
+    message = complaint(gama=1, clip_param=-1, model={"fcnet_hidens": [3], "core": "x"}, seed=-4)
+    assert len(message.splitlines()) == 5
+    for part in (
+        "'config.gama'",
+        "config.clip_param is -1",
+        "'config.model.fcnet_hidens'",
+        "config.model.core is 'x'",
+        "seed is -4",
+    ):
+        assert part in message
+
+
+def test_a_batch_smaller_than_its_environments_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size is 32, less than the 64 environments"):
+        ppo(train_batch_size=32, num_envs_per_worker=64)
+    assert ppo(train_batch_size=32, num_envs_per_worker=64, rollout_fragment_length=7).steps == 7
+    assert ppo(train_batch_size=256, num_envs_per_worker=64).steps == 4
+
+
+@pytest.mark.parametrize(
+    "points", [[], [[0, 1.0], [0, 2.0]], [[5, 1.0], [3, 2.0]], [[0, 1.0], [10, -1.0]], [[0, 1.0], [10, "x"]], [[0]]]
+)
+def test_the_points_of_a_schedule_rise_and_are_numbers(points: list[Any]) -> None:
+    assert "config.lr" in complaint(lr=points)
+
+
+def test_a_schedule_is_kept_as_its_points() -> None:
+    assert ppo(lr=[[0, 1e-3], [1000, 0]]).lr == [(0, 1e-3), (1000, 0.0)]
+    assert ppo(lr=1).lr == 1.0
+
+
+@pytest.mark.parametrize("name", ["a", "cart-pole_2.1+b", "9lives", "Süd"])
+def test_a_plain_name_may_name_an_experiment(name: str) -> None:
+    assert config.experiment({"env": "x", "name": name}).name == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "a\\b", "-f", "a b", "a\n", "a\0b", ".hidden"])
+def test_a_name_that_would_be_a_path_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="an experiment's name is made of letters"):
+        config.experiment({"env": "x", "name": name})
+
+
+# -- aliases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
+def test_an_older_spelling_means_the_same(alias: str, name: str) -> None:
+    value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else 8
+    assert ppo(**{alias: value}) == ppo(**{name: value})
+    assert ppo(**{alias: value}) != ppo()
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("timesteps_total", "timesteps"), ("episode_reward_mean", "episode_return_mean"), ("training_iteration", "iterations")],
+)
+def test_an_older_spelling_of_a_stop_means_the_same(alias: str, name: str) -> None:
+    stops = [config.experiment({"env": "x", "stop": {key: 7}}).stop for key in (alias, name)]
+    assert stops[0] == stops[1] != StopConfig()
+
+
+def test_the_model_and_lambda_go_by_either_name() -> None:
+    assert ppo(model={"lstm_cell_size": 9}) == ppo(model={"cell_size": 9}) != ppo()
+    assert ppo(**{"lambda": 0.5}) == ppo(lambda_=0.5) != ppo()
+
+
+def test_two_spellings_that_disagree_are_refused_and_both_shown() -> None:
+    message = complaint(num_sgd_iter=3, num_epochs=4)
+    assert message == "config sets 'num_epochs' twice, as 3 and (as 'num_epochs') as 4."
+    assert ppo(num_sgd_iter=3, num_epochs=3).num_epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "first", "second"),
+    [
+        ({"lambda": 0.5, "lambda_": 0.6}, "config.lambda_", "lambda"),
+        ({"model": {"cell_size": 1, "lstm_cell_size": 2}}, "config.model.cell_size", "lstm_cell_size"),
+    ],
+)
+def test_a_key_beside_its_other_spelling_is_refused_and_not_called_unknown(data: dict[str, Any], first: str, second: str) -> None:
+    assert complaint(**data) == f"'{first}' stands beside '{second}', which means the same. Keep one."
+
+
+def test_known_keys_hold_every_spelling_and_nothing_of_other_schemas() -> None:
+    keys = config.known_keys(PPOConfig)
+    assert {"lambda", "num_sgd_iter", "num_epochs", "gamma", "num_envs"} <= set(keys)
+    assert not {"lambda_", "timesteps", "cell_size"} & set(keys)
+    assert "num_sgd_iter" not in config.known_keys(AlgorithmConfig)
+
+
+# -- YAML ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "number"), [("3e-4", 3e-4), ("1E5", 1e5), ("-2.5e3", -2500.0), ("+1e2", 100.0), ("1_0e3", 1e4)])
+def test_scientific_notation_is_a_number(text: str, number: float) -> None:
+    assert config.parse_yaml(f"lr: {text}", "x") == {"lr": number}
+
+
+def test_words_that_look_like_numbers_stay_words() -> None:
+    assert config.parse_yaml("[e5, 1e, v1e5, '3e-4']", "x") == ["e5", "1e", "v1e5", "3e-4"]
+
+
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2", r"file, line 2: the key 'a' stands twice"),
+        ("x:\n  b: 1\n  c: 2\n  b: 1", r"line 4: the key 'b' stands twice"),
+        ("x: {b: 1, b: 2}", r"the key 'b' stands twice"),
+        (BOMB, r"line 2: YAML aliases"),
+        ("a: &a {b: 1}\nc:\n  <<: *a", r"YAML aliases"),
+        ("1: x", r"line 1: the key 1 is not a word"),
+        ("on: x", r"the key True is not a word"),
+        ("a:\n  null: x", r"line 2: the key None is not a word"),
+        ("? [a, b]\n: x", r"the key \['a', 'b'\] is not a word"),
+        ("a: !!python/object/apply:os.system [ls]", r"not valid YAML"),
+        ("a: [1, 2", r"not valid YAML"),
+        ("a: 1\n---\nb: 2", r"not valid YAML"),
+        ("a: \x01", r"not valid YAML"),
+        ("a: 2024-13-45", r"not valid YAML: month"),
+        ("a: " + "1" * 5000, r"not valid YAML"),
+        ("a: !!bool perhaps", r"not valid YAML"),
+        ("a: !!timestamp soon", r"not valid YAML"),
+        ("[" * 5000, r"not valid YAML"),
+        ("a: " + "{b: " * 5000, r"not valid YAML"),
+    ],
+    ids=lambda text: text[:25],
+)
+def test_yaml_that_is_unsafe_or_ambiguous_is_a_config_error_with_its_source(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.parse_yaml(text, "the file")
+    assert caught.value.message.startswith("the file")
+
+
+def test_a_file_of_experiments_is_read_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("one: {env: CartPole-v1, config: {lr: 3e-4}}\nzwölf:\n  env: X\n  config:\n", encoding="utf-8")
+    assert config.load_experiments(file) == {
+        "one": {"env": "CartPole-v1", "config": {"lr": 3e-4}},
+        "zwölf": {"env": "X", "config": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: \xff\xfe", "is not UTF-8 text"),
+        (b"", "does not hold an experiment"),
+        (b"- env: x", "does not hold an experiment"),
+        (b"env: CartPole-v1", "does not hold an experiment"),
+        (b"{}", "does not hold an experiment"),
+        (b"# " + b"x" * (1 << 20), "more than 1048576 bytes"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_file_that_holds_no_experiment_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.load_experiments(file)
+    assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["absent.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Cannot read {re.escape(str(tmp_path / name))}"):
+        config.load_experiments(tmp_path / name)
+
+
+def test_what_is_dumped_is_read_back() -> None:
+    data = {"zwölf": {"env": "x", "config": {"lr": 3e-4, "seed": 1, "model": {"fcnet_hiddens": [64]}, "grad_clip": None}}}
+    text = config.dump_yaml(data)
+    assert config.parse_yaml(text, "x") == yaml.safe_load(text) == data
+    assert "zwölf" in text
+
+
+# -- the command line ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("lr=3e-4", {"config": {"gamma": 0.5, "lr": 3e-4}}),
+        ("gamma=0.9", {"config": {"gamma": 0.9}}),
+        ("config.gamma=0.9", {"config": {"gamma": 0.9}}),
+        ("model.fcnet_hiddens=[32, 32]", {"config": {"gamma": 0.5, "model": {"fcnet_hiddens": [32, 32]}}}),
+        ("env_config.map=large", {"config": {"gamma": 0.5, "env_config": {"map": "large"}}}),
+        ("stop.timesteps=1000", {"config": {"gamma": 0.5}, "stop": {"timesteps": 1000}}),
+        ("env=CartPole-v1", {"config": {"gamma": 0.5}, "env": "CartPole-v1"}),
+        (" run =a=b", {"config": {"gamma": 0.5}, "run": "a=b"}),
+        ("grad_clip=null", {"config": {"gamma": 0.5, "grad_clip": None}}),
+    ],
+)
+def test_an_override_finds_its_section(assignment: str, expected: dict[str, Any]) -> None:
+    data: dict[str, Any] = {"config": {"gamma": 0.5}}
+    config.override(data, assignment)
+    assert data == expected
+
+
+@pytest.mark.parametrize("empty", [{}, {"config": None}, {"config": {"model": None}}])
+def test_an_override_fills_an_empty_section(empty: dict[str, Any]) -> None:
+    config.override(empty, "model.core=gru")
+    assert empty == {"config": {"model": {"core": "gru"}}}
+
+
+@pytest.mark.parametrize("assignment", ["", "lr", "=3", "a..b=3", ".a=3", "lr=[1", "lr=*x", "gamma.deeper=3", "env.x=3"])
+def test_an_override_that_cannot_be_is_shown(assignment: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        config.override({"env": "x", "config": {"gamma": 0.5}}, assignment)
+
+
+def test_stops_of_the_command_line_are_numbers() -> None:
+    assert config.stop_values(["timesteps=1e6", " episode_reward_mean=-12.5", "iterations=3"]) == {
+        "timesteps": 1_000_000,
+        "episode_reward_mean": -12.5,
+        "iterations": 3,
+    }
+    assert config.experiment({"env": "x", "stop": config.stop_values(["timesteps=1e6"])}).stop.timesteps == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "pair", ["timesteps", "timesteps=", "timesteps=soon", "timesteps=true", "timesteps=.inf", "t=.nan", "t=[1]", "t=[1"]
+)
+def test_a_stop_that_is_no_number_is_shown(pair: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--stop {pair.partition('=')[0]}") + f"|{re.escape(pair)}"):
+        config.stop_values([pair])

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces as gs
+
+from ludus import spaces
+from ludus.errors import ConfigError
+from ludus.spaces import ArraySpec
+from ludus.tree import Tree
+
+Space = gym.Space[Any]
+
+ELEMENTARY: list[Space] = [
+    gs.Box(-1.0, 1.0, (3,)),
+    gs.Box(-np.inf, np.inf, (2, 2)),
+    gs.Box(0.1, np.inf, ()),
+    gs.Box(np.array([0.0, -np.inf, -1 / 3]), np.array([np.inf, 1.0, 1 / 3]), dtype=np.float64),
+    gs.Box(np.array([0.1, 0.2], np.float32), np.array([0.3, 0.7], np.float32)),
+    gs.Box(0, 255, (4, 84, 84), np.uint8),
+    gs.Box(-(2**63), 2**63 - 1, (2,), np.int64),
+    gs.Box(0, 1, (0,)),
+    gs.Discrete(1),
+    gs.Discrete(5, start=-3),
+    gs.Discrete(5, dtype=np.int32),
+    gs.MultiDiscrete([2, 3, 4]),
+    gs.MultiDiscrete(np.array([[2, 3], [4, 5]]), start=np.array([[0, 1], [-2, 3]])),
+    gs.MultiDiscrete([2, 3], dtype=np.int32),
+    gs.MultiBinary(4),
+    gs.MultiBinary((2, 3)),
+]
+NESTED: list[Space] = [
+    gs.Dict({"b": gs.Discrete(2), "a": gs.Box(-np.inf, 1.0, (2,))}),
+    gs.Tuple([gs.MultiBinary(2), gs.Dict({"x": gs.Tuple([gs.Discrete(3, start=1)])})]),
+    gs.Dict({"deep": gs.Dict({"deeper": gs.Tuple([gs.MultiDiscrete(np.array([[2, 3]])), gs.Box(0, 255, (5, 5, 3), np.uint8)])})}),
+    gs.Dict([("z", gs.Discrete(2)), ("y", gs.Discrete(3))]),
+    gs.Dict({}),
+    gs.Tuple([]),
+]
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", ELEMENTARY + NESTED, ids=repr)
+def test_a_space_written_as_json_is_read_as_an_equal_space(space: Space) -> None:
+    text = json.dumps(spaces.to_json(space), allow_nan=False)
+    assert spaces.from_json(json.loads(text)) == space
+
+
+def test_bounds_that_are_all_equal_are_written_once() -> None:
+    data = spaces.to_json(gs.Box(0, 255, (3, 84, 84), np.uint8))
+    assert (data["low"], data["high"]) == (0, 255)
+
+
+@pytest.mark.parametrize("space", [gs.Text(3), gs.Graph(gs.Discrete(2), None), gs.Sequence(gs.Discrete(2))], ids=repr)
+def test_a_space_without_a_fixed_shape_is_refused_with_its_name(space: Space) -> None:
+    name = type(space).__name__
+    with pytest.raises(ConfigError, match=f"A {name} space"):
+        spaces.to_json(gs.Dict({"x": space}))
+    with pytest.raises(ConfigError, match=rf"observation\.x\.0 is a {name} space"):
+        spaces.array_spec(gs.Dict({"x": gs.Tuple([space])}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {},
+        {"type": "Sphere"},
+        {"type": ["Box"]},
+        {"type": "Discrete"},
+        {"type": "Discrete", "n": -1},
+        {"type": "Discrete", "n": "many"},
+        {"type": "Discrete", "n": float("inf")},
+        {"type": "MultiDiscrete", "nvec": [0], "start": [0]},
+        {"type": "MultiDiscrete", "nvec": [2], "start": [0, 0]},
+        {"type": "MultiBinary", "shape": []},
+        {"type": "MultiBinary", "shape": [0]},
+        {"type": "Dict", "spaces": []},
+        {"type": "Dict", "spaces": {"a": 5}},
+        {"type": "Tuple", "spaces": 5},
+        {"type": "Box", "shape": [2], "dtype": "object", "low": 0, "high": 1},
+        {"type": "Box", "shape": [2], "dtype": "float99", "low": 0, "high": 1},
+        {"type": "Box", "shape": [-1], "dtype": "float32", "low": 0, "high": 1},
+        {"type": "Box", "shape": [2], "dtype": "float32", "low": [0, 0, 0], "high": 1},
+        {"type": "Box", "shape": [2], "dtype": "float32", "low": "nan", "high": 1},
+    ],
+    ids=repr,
+)
+def test_what_describes_no_space_is_a_config_error(data: Any) -> None:
+    with pytest.raises(ConfigError):
+        spaces.from_json(data)
+
+
+# -- array specifications -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "dtype"),
+    [
+        (gs.Box(-1, 1, (3, 2), np.float64), (3, 2), np.float32),
+        (gs.Box(-1, 1, (), np.float16), (), np.float32),
+        (gs.Box(0, 255, (8, 8, 3), np.uint8), (8, 8, 3), np.uint8),
+        (gs.Box(-5, 5, (2,), np.int32), (2,), np.int32),
+        (gs.Discrete(4, start=2, dtype=np.int32), (), np.int64),
+        (gs.MultiDiscrete(np.array([[2, 3], [4, 5]])), (2, 2), np.int64),
+        (gs.MultiBinary(3), (3,), np.int8),
+        (gs.MultiBinary((2, 3)), (2, 3), np.int8),
+    ],
+    ids=repr,
+)
+def test_an_elementary_space_is_stored_in_one_array(space: Space, shape: tuple[int, ...], dtype: type) -> None:
+    spec = spaces.array_spec(space)
+    assert spec == ArraySpec(shape, np.dtype(dtype))
+    assert (spec.zeros(5, 2).shape, spec.zeros(5, 2).dtype) == ((5, 2, *shape), np.dtype(dtype))
+
+
+def test_a_nested_space_is_stored_in_a_tree_of_its_form() -> None:
+    spec = spaces.array_spec(gs.Dict({"a": gs.Tuple([gs.Discrete(2), gs.MultiBinary(3)]), "b": gs.Box(0, 1, (2,))}))
+    assert spec == {
+        "a": (ArraySpec((), np.dtype(np.int64)), ArraySpec((3,), np.dtype(np.int8))),
+        "b": ArraySpec((2,), np.dtype(np.float32)),
+    }
+
+
+# -- masks --------------------------------------------------------------------------------------------------------------
+
+MASK = gs.MultiBinary(2)
+
+
+def test_without_a_mask_the_observation_stays_as_it_is() -> None:
+    for space in (gs.Discrete(3), gs.Dict({"observation": gs.Discrete(3)}), gs.Tuple([MASK])):
+        assert spaces.split_mask(space) == (space, None)
+
+
+def test_a_lone_observation_beside_its_mask_is_unwrapped() -> None:
+    board = gs.Box(0, 1, (9,))
+    assert spaces.split_mask(gs.Dict({"observation": board, "action_mask": MASK})) == (board, MASK)
+    assert spaces.without_mask({"observation": 7, "action_mask": 8}, unwrap=True) == 7
+
+
+def test_several_observations_beside_the_mask_stay_a_dict() -> None:
+    inner: dict[str, Space] = {"observation": gs.Discrete(3), "speed": gs.Box(0, 1, (2,))}
+    assert spaces.split_mask(gs.Dict({**inner, "action_mask": MASK})) == (gs.Dict(inner), MASK)
+    assert spaces.without_mask({"observation": 7, "speed": 8, "action_mask": 9}, unwrap=False) == {"observation": 7, "speed": 8}
+
+
+def test_an_observation_of_nothing_but_a_mask_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing but 'action_mask'"):
+        spaces.split_mask(gs.Dict({"action_mask": MASK}))
+
+
+HYBRID = gs.Dict(  # pairs keep their order, a dict would be sorted
+    [
+        ("move", gs.Discrete(3)),
+        ("aim", gs.Box(-1, 1, (2,))),
+        ("keys", gs.Tuple([gs.MultiBinary(2), gs.MultiDiscrete(np.array([[2], [3]]))])),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("space", "size"),
+    [
+        (gs.Discrete(4, start=9), 4),
+        (gs.MultiDiscrete(np.array([[2, 3], [4, 5]])), 14),
+        (gs.MultiBinary((2, 3)), 6),
+        (gs.Box(-1, 1, (7,)), 0),
+        (HYBRID, 10),
+    ],
+    ids=repr,
+)
+def test_a_mask_has_one_entry_per_option(space: Space, size: int) -> None:
+    assert spaces.mask_size(space) == size
+
+
+def test_elementary_actions_come_in_the_order_of_their_masks() -> None:
+    assert [path for path, _ in spaces.action_leaves(HYBRID)] == ["action.aim", "action.keys.0", "action.keys.1", "action.move"]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.array([1, 0, 1, 0, 0, 1, 1, 0, 0, 1], np.int8),
+        [1, 0, 1, 0, 0, 1, 1, 0, 0, 1],
+        {"move": [0, 0, 1], "keys": ([1, 0], [[1, 0], [0, 1, 1]])},
+        {"move": np.array([False, False, True]), "keys": [np.array([1, 0]), np.array([1, 0, 0, 1, 1])], "aim": None},
+    ],
+    ids=["flat", "list", "nested lists", "nested arrays"],
+)
+def test_masks_of_every_form_become_one_boolean_vector(mask: Tree) -> None:
+    flat = spaces.flat_mask(mask, HYBRID)
+    assert flat.dtype == np.bool_
+    expected = [1, 0, 1, 0, 0, 1, 1, 0, 0, 1]
+    assert flat.astype(int).tolist() == expected
+
+
+def test_masks_of_a_batch_keep_their_rows() -> None:
+    space = gs.Tuple([gs.Discrete(2), gs.MultiBinary((1, 2))])
+    mask = (np.array([[1, 0], [1, 1], [0, 1]]), np.array([[[1, 1]], [[0, 1]], [[0, 0]]]))
+    flat = spaces.flat_mask(mask, space, batch=3)
+    assert flat.astype(int).tolist() == [[1, 0, 1, 1], [1, 1, 0, 1], [0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("mask", [np.ones(9), np.ones(11), {"move": np.ones(3)}, {}, [], (np.ones(3), np.ones(3))], ids=repr)
+def test_a_mask_of_another_size_names_both_sizes(mask: Tree) -> None:
+    with pytest.raises(ConfigError, match=r"mask has \d+ entries, the actions have 10 options"):
+        spaces.flat_mask(mask, HYBRID)
