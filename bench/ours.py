@@ -5,6 +5,7 @@ Run as `python -m bench.ours --task cartpole --mode tuned --seed 1 …`; prints 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -58,6 +59,7 @@ def tuned() -> dict[str, Any]:
 
 
 def main(args: Args) -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the `ludus` command does
     chosen = tuned() if args.mode == "tuned" else equal(args.task)
     run = Run("ludus", args, describe(settings.CARTPOLE, **chosen) if args.mode == "equal" else chosen)
     from ludus.experiment import experiment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+from ludus.errors import StoreFull
 
 Numbers = Mapping[str, float]
 
@@ -25,18 +28,32 @@ class JsonLines:
 
     def __init__(self, path: Path, incarnation: int = 1) -> None:
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._incarnation = incarnation
+        with _written(path):
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._path, self._incarnation = path, incarnation
         if torn:  # a killed process left half a line
             self._file.write("\n")
 
     def write(self, numbers: Numbers) -> None:
         plain = {name: _plain(value) for name, value in numbers.items()}
-        self._file.write(json.dumps(plain | {"incarnation": self._incarnation}) + "\n")
-        self._file.flush()
+        with _written(self._path):
+            self._file.write(json.dumps(plain | {"incarnation": self._incarnation}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with _written(self._path):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """A full disk, once, as the error that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreFull(
+            f"Cannot write {path}: {error.strerror}.", "Free some room; everything written before is intact."
+        ) from error
 
 
 def _plain(value: float) -> float | int | None:
@@ -50,7 +67,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     lines: dict[Any, dict[str, Any]] = {}
     if not path.exists():
         return []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(text)
         except ValueError:
@@ -77,12 +94,14 @@ class TensorBoard:
     def write(self, numbers: Numbers) -> None:
         self._waiting.append((time.time(), dict(numbers)))
         if time.monotonic() - self._flushed > self._flush_s:
-            self._flush()
+            with _written(self._directory):
+                self._flush()
 
     def close(self) -> None:
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
+        with _written(self._directory):
+            self._flush()
+            if self._writer is not None:
+                self._writer.close()
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()

@@ -150,15 +150,15 @@ class Sampler:
         block.first[t] = self._first
         if seen.mask is not None:
             np.logical_or(seen.mask, self._over[:, None], out=block.action_mask[t])
-            self._check_choices(block.action_mask[t])
+            self._check_choices(block.action_mask[t], t)
 
-    def _check_choices(self, mask: Bools) -> None:
+    def _check_choices(self, mask: Bools, t: int) -> None:
         for part in self._choices:
             possible = mask[:, part].any(axis=1)
             if not possible.all():
                 raise EnvironmentFault(
                     f"Environment {int(np.argmin(possible))} of {self._envs.name} forbids every action in its action_mask "
-                    f"(options {part.start} to {part.stop - 1}).",
+                    f"(options {part.start} to {part.stop - 1}) at step {t} of a segment.",
                     "Leave at least one option of every choice allowed.",
                 )
 

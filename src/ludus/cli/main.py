@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import os
 import signal
 import sys
 import traceback
@@ -56,6 +57,8 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Exit codes: 0 finished, 1 failed, 2 wrong usage or config, 130 interrupted."""
+    # Idle OpenMP threads would spin on a core that environments and gradient threads need; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _interrupted)
     debug = "--debug" in sys.argv

@@ -97,8 +97,8 @@ def _check_spaces(agent: Any, environment: Any, name: str, trained_on: str) -> N
     from ludus.errors import IncompatibleCheckpoint
 
     seen, _ = spaces.split_mask(environment.observation_space)
-    theirs = (spaces.array_spec(seen), spaces.array_spec(environment.action_space, "action"))
-    ours = (spaces.array_spec(agent.observation_space), spaces.array_spec(agent.action_space, "action"))
+    theirs = (spaces.array_spec(seen), spaces.to_json(environment.action_space))
+    ours = (spaces.array_spec(agent.observation_space), spaces.to_json(agent.action_space))
     if ours != theirs:
         raise IncompatibleCheckpoint(
             f"The agent was trained on {trained_on}; the spaces of {name} are others ({environment.observation_space})."

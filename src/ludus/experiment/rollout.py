@@ -16,6 +16,7 @@ from ludus import spaces
 from ludus.actor.agent import Agent
 from ludus.errors import EnvironmentFault, StoreFull
 from ludus.experiment.video import VideoWriter, check_renders, check_rgb, frame_rate
+from ludus.game.environment import translated
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Tree, leaves
 
@@ -129,7 +130,8 @@ def play(
     with contextlib.ExitStack() as stack:
         writer: VideoWriter | None = None
         for episode in range(episodes):
-            observation, info = env.reset(seed=seed + episode)
+            with translated(name, "reset", total):
+                observation, info = env.reset(seed=seed + episode)
             state, gained, length, over = None, 0.0, 0, False
             while not over and (max_steps is None or total < max_steps):
                 if video is not None and episode < VIDEO_EPISODES:
@@ -138,7 +140,8 @@ def play(
                     writer.add(frame)
                 action, state = agent.act(observation, state, info.get(ACTION_MASK), deterministic=deterministic)
                 before = observation
-                observation, reward, terminated, truncated, info = env.step(action)
+                with translated(name, "step", total + 1):
+                    observation, reward, terminated, truncated, info = env.step(action)
                 if log is not None:
                     log.add(episode, length, _seen(before, env), action, float(reward), terminated, truncated, info)
                 gained, length, total = gained + float(reward), length + 1, total + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -85,7 +86,7 @@ class Run:
         """Write the package's log into the run, bounded, beside whatever else the process does with logging."""
         path = self.directory / LOG_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = logging.handlers.RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3, encoding="utf-8")
+        self._handler = _RunLog(path, maxBytes=5_000_000, backupCount=3, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handler.setLevel(logging.INFO)
         ours = logging.getLogger("ludus")
@@ -98,8 +99,14 @@ class Run:
         if self._handler is not None:
             logging.getLogger("ludus").removeHandler(self._handler)
             logging.getLogger("ludus").setLevel(self._level_before)
-            self._handler.close()
+            with contextlib.suppress(OSError):  # what did not fit on a full disk
+                self._handler.close()
             self._handler = None
+
+
+class _RunLog(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
+        """A full disk is said once, by what could not be stored; not again by every line of the log."""
 
 
 def config_seed(config: Mapping[str, Any]) -> Any:

@@ -91,16 +91,24 @@ def make_environments(name: str, num: int, env_config: Mapping[str, Any] | None 
 def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> gym.Env[Any, Any]:
     """A single environment, as it is watched and recorded."""
     config = dict(env_config or {})
-    if render_mode is not None:
-        config["render_mode"] = render_mode
     factory = _own_factory(name)
+    if render_mode is not None and (factory is None or _takes(factory, "render_mode")):
+        config["render_mode"] = render_mode
     if factory is not None:
-        return _made(name, lambda: factory(**config))  # type: ignore[no-any-return]
+        own = _made(name, lambda: factory(**config))
+        if not isinstance(own, gym.Env):
+            raise EnvironmentFault(f"{name} made a {type(own).__name__}, not a gymnasium.Env.")
+        return own
     if _spec(name).namespace == "ALE":
         from ludus.game.atari import make_single
 
         return _made(name, lambda: make_single(name, config))  # type: ignore[no-any-return]
     return _made(name, lambda: gym.make(name, **config))  # type: ignore[no-any-return]
+
+
+def _takes(factory: Callable[..., Any], keyword: str) -> bool:
+    parameters = inspect.signature(factory).parameters
+    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def reward_threshold(name: str) -> float | None:
@@ -171,14 +179,14 @@ class VectorEnvironments:
         self._steps = 0
 
     def reset(self, seed: int | None) -> Seen:
-        with _translated(self.name, "reset", 0):
+        with translated(self.name, "reset", 0):
             observation, infos = self._env.reset(seed=seed)
         self.masked = self._mask_inside or ACTION_MASK in infos
         return self._seen(observation, infos)
 
     def step(self, action: Tree) -> Outcome:
         self._steps += 1
-        with _translated(self.name, "step", self._steps):
+        with translated(self.name, "step", self._steps):
             observation, reward, terminated, truncated, infos = self._env.step(action)
         seen = self._seen(observation, infos)
         if not self.resets_at_once:
@@ -199,12 +207,15 @@ class VectorEnvironments:
         return spaces.without_mask(picked, self._unwrap) if self._mask_inside else picked
 
     def _seen(self, observation: Tree, infos: Mapping[str, Any]) -> Seen:
-        if self._mask_inside:
-            mask = spaces.flat_mask(observation[ACTION_MASK], self.action_space, self.num)
-            return Seen(spaces.without_mask(observation, self._unwrap), mask)
-        if self.masked:
-            return Seen(observation, spaces.flat_mask(infos[ACTION_MASK], self.action_space, self.num))
-        return Seen(observation, None)
+        if not self.masked:
+            return Seen(observation, None)
+        try:
+            given = observation[ACTION_MASK] if self._mask_inside else infos[ACTION_MASK]
+            mask = spaces.flat_mask(given, self.action_space, self.num)
+        except (TypeError, ValueError, KeyError, ConfigError) as error:
+            where = f"{self.name} at step {self._steps}"
+            raise EnvironmentFault(f"{where} returned no usable {ACTION_MASK}: {error}.") from error
+        return Seen(spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation, mask)
 
     def close(self) -> None:
         self._env.close()
@@ -217,7 +228,7 @@ def _plain(value: Any) -> Tree:
 
 
 @contextlib.contextmanager
-def _translated(name: str, call: str, step: int, row: int | None = None) -> Any:
+def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
     """The user's exception, once, as an EnvironmentFault that says where."""
     try:
         yield
@@ -276,7 +287,7 @@ class LoopEnvironments:
                 self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
                 continue
             one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
-            with _translated(self.name, "step", self._steps, i):
+            with translated(self.name, "step", self._steps, i):
                 observation, reward, terminated, truncated, info = env.step(one)
             self._store(i, observation, info)
             try:
@@ -289,7 +300,7 @@ class LoopEnvironments:
         return Outcome(self._seen(), self._reward, self._terminated, self._truncated)
 
     def _reset(self, i: int, seed: int | None) -> None:
-        with _translated(self.name, "reset", self._steps, i):
+        with translated(self.name, "reset", self._steps, i):
             observation, info = self._envs[i].reset(seed=seed)
         if ACTION_MASK in info:
             self.masked = True
