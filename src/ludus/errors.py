@@ -6,12 +6,12 @@
     │   ├── UnknownName            no environment, algorithm, backend … of that name
     │   └── MissingExtra           the feature needs a package that is not installed
     ├── EnvironmentFault           the user's environment raised, or returned something unusable
-    ├── ModelFault                 a network has the wrong shape, or produced NaN
     ├── TrainingDiverged           a loss or gradient became NaN or infinite
     ├── StoreError                 durable bytes could not be read or written
     │   ├── NotFound
     │   ├── AlreadyExists
     │   ├── Damaged                the bytes are there and are not what was written
+    │   ├── Fenced                 another process has taken this run over
     │   └── StoreFull              no space left, or not allowed to write
     ├── MemoryClosed               the other side of a memory is gone
     ├── IncompatibleCheckpoint     a checkpoint of another environment, model or version
@@ -57,10 +57,6 @@ class EnvironmentFault(LudusError):
     pass
 
 
-class ModelFault(LudusError):
-    pass
-
-
 class TrainingDiverged(LudusError):
     pass
 
@@ -78,6 +74,10 @@ class AlreadyExists(StoreError):
 
 
 class Damaged(StoreError):
+    pass
+
+
+class Fenced(StoreError):
     pass
 
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludus.errors import Damaged, NotFound
+from ludus.errors import Damaged, Fenced, NotFound
 from ludus.model import saved
 from ludus.model.policy import Policy, Weights
 from ludus.store.store import Store
@@ -44,18 +44,11 @@ class LocalPool:
 
     def add(self, name: str, policy: Policy, above: int = 0) -> None:
         """Create or re-open a model; its next version is above every earlier one, and above `above`."""
-        key = _counter_key(name)
-        try:
-            record = json.loads(self._store.get(key))
-            last, incarnation = int(record["reserved"]), int(record["incarnation"]) + 1
-        except NotFound:
-            last, incarnation = 0, 1
-        except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{key} is damaged: {error}.") from error
+        last, incarnation = self._counter(name)
         last = max(last, above)
-        self._entries[name] = _Entry(policy, last, last, incarnation)
+        self._entries[name] = _Entry(policy, last, last, incarnation + 1)
         self._store.put(f"models/{name}/model.json", json.dumps(policy.description(), indent=1).encode())
-        self._reserve(name, last + RESERVED_BLOCK)
+        self._write_counter(name, last + RESERVED_BLOCK)
         self.publish(name)
 
     def publish(self, name: str) -> int:
@@ -82,6 +75,7 @@ class LocalPool:
     def keep(self, name: str) -> int:
         """Store the newest version durably, so that it can be served or played against later."""
         entry = self._entries[name]
+        self._check_owner(name)
         if entry.version not in entry.kept:
             weights = saved.encode_weights(entry.policy.weights(), {"model": name, "version": str(entry.version)})
             self._store.put(_version_key(name, entry.version), weights)
@@ -97,9 +91,33 @@ class LocalPool:
             self._reserve(name, entry.version)
 
     def _reserve(self, name: str, upto: int) -> None:
+        self._check_owner(name)
+        self._write_counter(name, upto)
+
+    def _check_owner(self, name: str) -> None:
+        """Whoever opened the model last owns it; an older owner that was thought dead must not write any more."""
+        _, newest = self._counter(name)
+        mine = self._entries[name].incarnation
+        if newest != mine:
+            raise Fenced(
+                f"Another process has taken over the model {name!r} (incarnation {newest}, this is {mine}).",
+                "One run has one trainer: stop the other, or leave this one stopped.",
+            )
+
+    def _counter(self, name: str) -> tuple[int, int]:
+        """(highest version that may have been published, incarnation) as stored."""
+        key = _counter_key(name)
+        try:
+            record = json.loads(self._store.get(key))
+            return int(record["reserved"]), int(record["incarnation"])
+        except NotFound:
+            return 0, 0
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{key} is damaged: {error}.") from error
+
+    def _write_counter(self, name: str, upto: int) -> None:
         entry = self._entries[name]
-        record = {"reserved": upto, "incarnation": entry.incarnation}
-        self._store.put(_counter_key(name), json.dumps(record).encode())
+        self._store.put(_counter_key(name), json.dumps({"reserved": upto, "incarnation": entry.incarnation}).encode())
         entry.reserved = upto
 
 
