@@ -1,0 +1,281 @@
+"""The conductor: when it reports, evaluates, checkpoints and stops, played through with a made-up trainer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ludus import config as configs
+from ludus.actor.evaluate import Score
+from ludus.actor.sampler import Sampler
+from ludus.config import StopConfig
+from ludus.experiment import checkpoint
+from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
+from ludus.metrics import Numbers
+from ludus.model.pool import LocalPool, stored_versions
+from ludus.store.local import LocalStore
+from ludus.training.trainer import Progress, Trainer
+from tests.experiment.small import make_ppo, make_segments, same
+
+# -- when a run is over -------------------------------------------------------------------------------------------------
+
+
+def progress(returns: Iterable[float] = (), window: int = 3, **counts: Any) -> Progress:
+    return Progress(recent_returns=deque(returns, maxlen=window), recent_lengths=deque(maxlen=window), **counts)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "before", "at"),
+    [
+        ("timesteps", 100, {"timesteps": 99}, {"timesteps": 100}),
+        ("iterations", 7, {"iterations": 6}, {"iterations": 7}),
+        ("time_s", 1.5, {"time_s": 1.49}, {"time_s": 1.5}),
+        ("episode_return_mean", 2.0, {"returns": [1, 2, 2.9]}, {"returns": [1, 2, 3]}),
+        ("timesteps_total", 100, {"timesteps": 99}, {"timesteps": 100}),
+        ("training_iteration", 7, {"iterations": 6}, {"iterations": 7}),
+        ("time_total_s", 1.5, {"time_s": 1.49}, {"time_s": 1.5}),
+        ("episode_reward_mean", 2.0, {"returns": [1, 2, 2.9]}, {"returns": [1, 2, 3]}),
+    ],
+)
+def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float, before: Any, at: Any) -> None:
+    stop = StopConfig.model_validate({key: value})
+    canonical = {
+        "timesteps_total": "timesteps",
+        "training_iteration": "iterations",
+        "time_total_s": "time_s",
+        "episode_reward_mean": "episode_return_mean",
+    }
+    assert reached(stop, progress(**before)) is None
+    assert reached(stop, progress(**at)) == canonical.get(key, key)
+
+
+def test_a_lucky_first_episode_does_not_stop_a_run() -> None:
+    stop = StopConfig(episode_return_mean=2.0)
+    assert reached(stop, progress([100.0, 100.0], window=3)) is None
+    assert reached(stop, progress([100.0, 100.0, 100.0], window=3)) == "episode_return_mean"
+
+
+def test_whichever_comes_first_stops() -> None:
+    stop = StopConfig(timesteps=100, iterations=5)
+    assert reached(stop, progress(timesteps=100, iterations=1)) == "timesteps"
+    assert reached(stop, progress(timesteps=1, iterations=5)) == "iterations"
+    assert reached(StopConfig(), progress(timesteps=10**9, iterations=10**9, time_s=1e9, returns=[1e9] * 3)) is None
+
+
+# -- a run played through -----------------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    """Learns in no time; its returns are told."""
+
+    def __init__(self) -> None:
+        self.algorithms = {"model": make_ppo()}
+        self.progress = progress(window=1)
+        self.metrics: dict[str, float] = {}
+
+    def advance(self, gained: float | None = None, seconds: float = 1.0) -> None:
+        p = self.progress
+        p.iterations, p.timesteps, p.time_s = p.iterations + 1, p.timesteps + 32, p.time_s + seconds
+        if gained is not None:
+            p.recent_returns.append(gained)
+        self.algorithms["model"].learn(make_segments(p.iterations), p.timesteps)
+        self.metrics = {"iterations": p.iterations, "timesteps": p.timesteps}
+
+
+class _Sampler:
+    def state(self) -> dict[str, Any]:
+        return {"generator": np.zeros(4, np.uint8)}
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.written: list[dict[str, float]] = []
+        self.closed = False
+
+    def write(self, numbers: Numbers) -> None:
+        self.written.append(dict(numbers))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Evaluation:
+    """Scores that are told in advance, by iteration."""
+
+    def __init__(self, scores: dict[int, float]) -> None:
+        self._scores = scores
+        self.asked: list[int] = []
+
+    def __call__(self, iteration: int) -> Score:
+        self.asked.append(iteration)
+        score = self._scores.get(iteration)
+        return Score((), ()) if score is None else Score((score - 1, score + 1), (10, 20))
+
+
+class _Stage:
+    """A conductor with everything around it."""
+
+    def __init__(self, root: Path, *, evaluate: Evaluate | None = None, keep: int | None = None, **schedule: Any) -> None:
+        self.store, self.trainer, self.sink = LocalStore(root), _Trainer(), _Sink()
+        self.pool = LocalPool(self.store)
+        self.pool.add("model", self.trainer.algorithms["model"].policy)
+        settings: dict[str, Any] = {"stop": StopConfig(), "checkpoint_freq": 0, "evaluation_interval": 0} | schedule
+        self.conductor = Conductor(
+            cast(Trainer, self.trainer),
+            cast(Sampler, _Sampler()),
+            self.pool,
+            self.store,
+            Schedule(keep=keep, **settings),
+            [self.sink],
+            configs.experiment({"env": "CartPole-v1"}),
+            evaluate,
+        )
+
+    def play(self, *returns: float | None) -> None:
+        for gained in returns:
+            self.trainer.advance(gained)
+            self.pool.publish("model")
+            assert self.conductor.step()
+
+    @property
+    def names(self) -> list[str]:
+        return checkpoint.names(self.store)
+
+
+def test_without_a_new_iteration_there_is_nothing_to_do(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=1)
+    assert not stage.conductor.step()
+    stage.play(None)
+    assert not stage.conductor.step()
+    assert stage.names == ["000001"]
+    assert len(stage.sink.written) == 1
+
+
+def test_checkpoints_come_at_their_frequency(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=3)
+    stage.play(*[None] * 7)
+    assert stage.names == ["000003", "000006"]
+    assert stage.conductor.last_checkpoint == "000006"
+    state = checkpoint.read(stage.store, "000006").state
+    assert (state["progress"]["iterations"], state["config"]["env"]) == (6, "CartPole-v1")
+
+
+def test_a_checkpoint_holds_the_weights_of_its_moment_and_its_version_is_kept(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=2)
+    stage.play(None, None)
+    then = stage.trainer.algorithms["model"].policy.weights()
+    stage.play(None)
+    found = checkpoint.read(stage.store, "000002")
+    assert same(found.weights["model"], then)
+    assert stored_versions(stage.store, "model") == [found.state["models"]["model"]["version"]] == [3]
+
+
+def test_one_iteration_is_checkpointed_once(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=2)
+    stage.play(None, None)
+    assert stage.conductor.checkpoint() == "000002"
+    assert stage.names == ["000002"]
+    stage.play(None)
+    assert stage.conductor.checkpoint() == "000003"
+
+
+def test_every_report_has_the_numbers_of_its_iteration(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path)
+    stage.play(None, None, None)
+    assert [numbers["iterations"] for numbers in stage.sink.written] == [1, 2, 3]
+    assert not stage.sink.closed
+    stage.conductor.close()
+    assert stage.sink.closed
+
+
+def test_reports_can_be_spaced_and_the_last_one_always_comes(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, report_every_s=2.5, stop=StopConfig(iterations=8))
+    stage.play(*[None] * 8)  # one second each
+    assert [numbers["iterations"] for numbers in stage.sink.written] == [1, 4, 7, 8]
+    assert stage.conductor.stopped_by == "iterations"
+
+
+def test_the_stop_is_decided_after_the_update_that_reaches_it(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, stop=StopConfig(timesteps=64))
+    stage.play(None)
+    assert stage.conductor.stopped_by is None
+    stage.play(None)
+    assert stage.conductor.stopped_by == "timesteps"
+
+
+def test_evaluations_come_at_their_interval_and_are_reported(tmp_path: Path) -> None:
+    evaluate = _Evaluation({2: 5.0, 4: 7.0})
+    stage = _Stage(tmp_path, evaluate=evaluate, evaluation_interval=2, checkpoint_freq=4)
+    stage.play(*[None] * 5)
+    assert evaluate.asked == [2, 4], "a checkpoint must not evaluate again"
+    shown = {n["iterations"]: n.get("evaluation/return_mean") for n in stage.sink.written}
+    assert shown == {1: None, 2: 5.0, 3: None, 4: 7.0, 5: None}
+    last = stage.sink.written[3]
+    assert (last["evaluation/return_min"], last["evaluation/return_max"]) == (6.0, 8.0)
+    assert (last["evaluation/length_mean"], last["evaluation/episodes"]) == (15.0, 2)
+
+
+def test_without_an_interval_every_checkpoint_is_evaluated(tmp_path: Path) -> None:
+    evaluate = _Evaluation({2: 5.0, 4: 7.0})
+    stage = _Stage(tmp_path, evaluate=evaluate, checkpoint_freq=2)
+    stage.play(*[None] * 5)
+    assert evaluate.asked == [2, 4]
+    assert checkpoint.read(stage.store, "000004").state["evaluation"] == 7.0
+
+
+def test_the_best_is_the_one_with_the_best_evaluation_not_the_newest(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=_Evaluation({1: -5.0, 2: 9.0, 3: 4.0}), checkpoint_freq=1)
+    stage.play(100, 0, 200)  # the returns of training do not matter
+    assert checkpoint.best_name(stage.store) == "000002"
+    assert checkpoint.best_score(stage.store) == 9.0
+
+
+def test_of_two_equally_good_the_newer_is_the_best(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=_Evaluation({1: 9.0, 2: 9.0}), checkpoint_freq=1)
+    stage.play(None, None)
+    assert checkpoint.best_name(stage.store) == "000002"
+
+
+def test_without_evaluation_the_returns_of_training_judge(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=1)
+    stage.play(None)
+    assert checkpoint.best_name(stage.store) is None, "before an episode has ended nothing is known"
+    stage.play(3.0, 8.0, 5.0)
+    assert checkpoint.best_name(stage.store) == "000003"
+
+
+def test_an_evaluation_in_which_nothing_ended_judges_nothing(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=_Evaluation({2: 1.0}), checkpoint_freq=1)
+    stage.play(50.0, 50.0, 50.0)
+    assert checkpoint.best_name(stage.store) == "000002"
+    assert checkpoint.read(stage.store, "000003").state["evaluation"] is None
+    assert not any(math.isnan(value) for numbers in stage.sink.written for value in numbers.values())
+
+
+def test_retention_keeps_the_newest_and_never_deletes_the_best(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=_Evaluation({2: 9.0} | dict.fromkeys((1, 3, 4, 5, 6), 1.0)), checkpoint_freq=1, keep=2)
+    stage.play(*[None] * 6)
+    assert stage.names == ["000002", "000005", "000006"]
+    assert checkpoint.read(stage.store, "000002").state["evaluation"] == 9.0
+
+
+def test_retention_bounds_the_kept_versions_too(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=_Evaluation({2: 9.0}), checkpoint_freq=1, keep=2)
+    stage.play(*[None] * 6)
+    kept = [checkpoint.read(stage.store, name).state["models"]["model"]["version"] for name in stage.names]
+    assert stored_versions(stage.store, "model") == kept
+
+
+def test_a_damaged_checkpoint_above_does_not_cost_the_fresh_one(tmp_path: Path) -> None:
+    """A resumed run counts again through the numbers of checkpoints that could not be read."""
+    stage = _Stage(tmp_path, checkpoint_freq=1, keep=1)
+    stage.store.put_bundle("checkpoints/000009", {"state.json": b"damaged"})
+    stage.play(5.0, 1.0, 1.0)
+    assert stage.conductor.last_checkpoint == "000003"
+    assert stage.names == ["000001", "000003", "000009"]  # the best, the fresh one, the one that is not ours to judge

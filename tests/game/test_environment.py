@@ -1,0 +1,469 @@
+"""Environments that we call: how they are found, stepped together, and what happens when they misbehave."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from ludus.actor.sampler import Sampler, segment_spec
+from ludus.errors import EnvironmentFault, MissingExtra, UnknownName, UsageError
+from ludus.game.environment import (
+    Environments,
+    LoopEnvironments,
+    VectorEnvironments,
+    check_exists,
+    make_environments,
+    make_one,
+    reward_threshold,
+)
+from ludus.memory.local import LocalMemory
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+from ludus.types import Segments
+from tests import environments as tiny
+
+
+class _Fixed:
+    """One policy for ever."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def newest(self) -> tuple[Policy, int]:
+        return self._policy, 1
+
+
+def sample(environments: Environments, steps: int = 6) -> Segments:
+    """One block of segments, as training takes it."""
+    environments.reset(0)
+    torch.manual_seed(0)
+    policy = Policy(environments.observation_space, environments.action_space, NetworkConfig(fcnet_hiddens=(8,)))
+    memory = LocalMemory(segment_spec(policy, environments, steps), environments.num, 1)
+    sampler = Sampler(environments, _Fixed(policy), memory, seed=0)
+    assert sampler.step()
+    block = memory.take(0)
+    assert block is not None
+    return block
+
+
+def loop(*envs: gym.Env[Any, Any]) -> LoopEnvironments:
+    return LoopEnvironments("tiny", list(envs))
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "offered"), [("CartPol-v1", "CartPole-v1"), ("cartpole-v1", "CartPole-v1"), ("Acrobat-v1", "Acrobot-v1")]
+)
+def test_an_unknown_environment_is_refused_with_the_nearest_names(asked: str, offered: str) -> None:
+    with pytest.raises(UnknownName, match=f"Unknown environment '{asked}'.*Did you mean.*'{offered}'"):
+        check_exists(asked)
+    with pytest.raises(UnknownName, match=offered):
+        make_environments(asked, 2)
+
+
+@pytest.mark.parametrize("asked", ["Xyzzy-v0", "Xyzzy", "CartPole-v99", "", "no/such/Thing-v0"])
+def test_whatever_the_name_the_error_is_ours(asked: str) -> None:
+    with pytest.raises(UsageError):
+        check_exists(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ("tests.environments:make_cuont", "has no 'make_cuont'.*make_count"),
+        ("tests.no_such_module:make", "no module 'tests.no_such_module'"),
+        ("tests.environments:", "not of the form"),
+    ],
+)
+def test_an_own_environment_that_cannot_be_imported_is_refused(asked: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        check_exists(asked)
+
+
+@pytest.mark.parametrize(
+    ("env", "package", "extra"),
+    [("HalfCheetah-v5", "mujoco", "mujoco"), ("LunarLander-v3", "Box2D", "box2d"), ("VizdoomBasic-v1", "vizdoom", "doom")],
+)
+def test_a_missing_extra_is_named_with_its_pip_line(env: str, package: str, extra: str) -> None:
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(MissingExtra, match=rf"{env}.*pip install 'ludus\[{extra}\]'"):
+        make_environments(env, 1)
+
+
+def test_an_own_environment_that_lacks_a_package_is_told_from_one_that_is_broken() -> None:
+    with pytest.raises(MissingExtra, match="a_package_that_nobody_has"):
+        make_environments("tests.environments:make_needs_package", 1)
+    with pytest.raises(EnvironmentFault, match=r"make_crash raised OSError while it was made: port 5005 is taken"):
+        make_environments("tests.environments:make_crash", 1)
+
+
+def test_wrong_settings_of_an_environment_are_said() -> None:
+    with pytest.raises(EnvironmentFault, match=r"could not be made.*lenght.*Check config\.env_config"):
+        make_environments("tests.environments:make_count", 1, {"lenght": 3})
+    with pytest.raises(EnvironmentFault, match=r"CartPole-v1 could not be made.*gravity"):
+        make_environments("CartPole-v1", 1, {"gravity": 3})
+
+
+def test_something_else_than_an_environment_is_refused() -> None:
+    with pytest.raises(EnvironmentFault, match=r"make_nothing made a str, not a gymnasium\.Env"):
+        make_environments("tests.environments:make_nothing", 1)
+
+
+def test_an_environment_with_its_own_vector_implementation_uses_it() -> None:
+    made = make_environments("CartPole-v1", 5)
+    assert isinstance(made, VectorEnvironments)
+    assert (made.num, made.resets_at_once) == (5, False)
+    made.close()
+
+
+def test_an_environment_without_one_is_stepped_in_a_loop() -> None:
+    made = make_environments("Acrobot-v1", 3)
+    assert isinstance(made, LoopEnvironments)
+    assert made.reset(0).observation.shape == (3, 6)
+    made.close()
+    own = make_environments("tests.environments:make_count", 2, {"length": 7})
+    assert isinstance(own, LoopEnvironments)
+    assert own.observation_space == tiny.Count().observation_space
+
+
+def test_a_single_environment_is_made_for_watching() -> None:
+    assert make_one("CartPole-v1", {}, "rgb_array").render_mode == "rgb_array"
+    own = make_one("tests.environments:make_count", {"length": 3})
+    assert isinstance(own, tiny.Count)
+    assert own.length == 3
+    with pytest.raises(EnvironmentFault, match=r"SameStep made a SameStep, not a gymnasium\.Env"):
+        make_one("tests.environments:SameStep")
+
+
+def test_the_solved_return_comes_from_gymnasium() -> None:
+    assert reward_threshold("CartPole-v1") == 475.0
+    assert reward_threshold("tests.environments:make_count") is None
+
+
+# -- stepping -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_copy_has_its_own_seed_and_gets_its_own_action() -> None:
+    envs = [tiny.Count(length=50) for _ in range(3)]
+    made = loop(*envs)
+    made.reset(10)
+    made.step(np.array([0, 1, 0]))
+    made.step(np.array([1, 1, 0]))
+    assert [env.seeds for env in envs] == [[10], [11], [12]]
+    assert [[int(a) for a in env.actions] for env in envs] == [[0, 1], [1, 1], [0, 0]]
+
+
+def test_actions_with_parts_reach_each_copy_in_their_structure() -> None:
+    envs = [tiny.make_hybrid(), tiny.make_hybrid()]
+    made = loop(*envs)
+    made.reset(0)
+    action = {"direction": np.array([[2, 1], [0, 0]]), "strength": np.array([[0.5], [-1.5]], np.float32)}
+    made.step(action)
+    assert envs[0].actions[0]["direction"].tolist() == [2, 1]
+    assert envs[1].actions[0]["strength"].tolist() == [-1.5]
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_the_step_after_an_episode_only_resets(truncates: bool) -> None:
+    env = tiny.Count(length=2, truncates=truncates)
+    made = loop(env, tiny.Count(length=100))
+    made.reset(0)
+    rows = []
+    for _ in range(4):
+        outcome = made.step(np.zeros(2, np.int64))
+        ended = bool(outcome.truncated[0] if truncates else outcome.terminated[0])
+        rows.append((outcome.seen.observation[0].tolist(), float(outcome.reward[0]), ended))
+        assert not (outcome.terminated if truncates else outcome.truncated).any()
+        assert outcome.final_rows is None
+    assert rows == [([1, 1], 1.0, False), ([1, 2], 1.0, True), ([2, 0], 0.0, False), ([2, 1], 1.0, False)]
+    assert len(env.actions) == 3, "the action of a reset row must not be played"
+
+
+def test_a_reset_row_is_in_the_segment_and_is_not_valid() -> None:
+    block = sample(loop(tiny.Count(length=2), tiny.Count(length=100)), steps=6)
+    assert block.valid[:, 0].tolist() == [True, True, False, True, True, False]
+    assert block.valid[:, 1].all()
+    assert block.first[:, 0].tolist() == [True, False, False, True, False, False, True]
+    assert block.observation[:, 0].tolist() == [[2, 0], [2, 1], [2, 2], [3, 0], [3, 1], [3, 2], [4, 0]]
+    assert block.terminated[:, 0].tolist() == [False, True, False, False, True, False]
+    assert block.episode_return.tolist() == [2, 2]
+    assert block.episode_length.tolist() == [2, 2]
+
+
+def test_native_cartpole_resets_in_the_next_step_as_well() -> None:
+    made = make_environments("CartPole-v1", 8)
+    made.reset(3)
+    over = np.zeros(8, bool)
+    resets = 0
+    for _ in range(60):
+        outcome = made.step(np.zeros(8, np.int64))
+        assert (outcome.reward[over] == 0).all()
+        assert not (outcome.terminated | outcome.truncated)[over].any()
+        assert (np.abs(outcome.seen.observation[over]) <= 0.05).all(), "the row after an episode shows the next start"
+        resets += int(over.sum())
+        over = outcome.terminated | outcome.truncated
+    assert resets > 8
+    made.close()
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_rows_that_reset_at_once_bring_their_final_observations(stacked: bool) -> None:
+    made = VectorEnvironments("same-step", tiny.SameStep(3, stacked=stacked))
+    assert made.resets_at_once
+    made.reset(0)
+    first = made.step(np.zeros(3, np.int64))
+    assert first.final_rows is not None
+    assert first.final_rows.size == 0
+    second = made.step(np.zeros(3, np.int64))
+    assert second.final_rows is not None
+    assert second.final_rows.tolist() == [0]
+    assert np.asarray(second.final_observation).tolist() == [[1, 2]]
+    assert second.seen.observation.tolist() == [[2, 0], [1, 2], [1, 2]]
+    for _ in range(2):
+        fourth = made.step(np.zeros(3, np.int64))
+    assert fourth.final_rows is not None
+    assert fourth.final_rows.tolist() == [0, 2]
+    assert np.asarray(fourth.final_observation).tolist() == [[2, 2], [1, 4]]
+
+
+def test_the_final_observation_of_a_cut_episode_is_kept_to_bootstrap_from() -> None:
+    block = sample(VectorEnvironments("same-step", tiny.SameStep(3)), steps=6)
+    assert block.valid.all()
+    cut = [(t, 1) for t in range(6) if block.truncated[t, 1]]
+    assert len(cut) == 2
+    assert [tuple(at) for at in block.final_at[: block.finals].tolist()] == cut
+    assert block.final_observation[: block.finals, 1].tolist() == [3, 3], "the step count at which row 1 was cut"
+    assert np.isfinite(block.final_value[: block.finals]).all()
+    assert block.final_value[: block.finals].any()
+
+
+def test_a_vector_that_resets_at_once_without_saying_what_came_before_is_refused() -> None:
+    made = VectorEnvironments("same-step", tiny.SameStep(2, tells=False))
+    made.reset(0)
+    made.step(np.zeros(2, np.int64))
+    with pytest.raises(EnvironmentFault, match="same-step resets at once but gives no 'final_obs'"):
+        made.step(np.zeros(2, np.int64))
+
+
+def test_a_vector_that_never_resets_by_itself_is_refused() -> None:
+    env = tiny.SameStep(2)
+    env.metadata = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
+    with pytest.raises(EnvironmentFault, match=r"does not reset by itself.*NEXT_STEP or SAME_STEP"):
+        VectorEnvironments("never", env)
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    name = "LudusSameStep-v0"
+    gym.register(name, entry_point="tests.environments:Count", vector_entry_point="tests.environments:SameStep")
+    yield name
+    gym.registry.pop(name)
+
+
+def test_a_registered_vector_implementation_is_used(registered: str) -> None:
+    made = make_environments(registered, 4)
+    assert isinstance(made, VectorEnvironments)
+    assert made.resets_at_once
+    assert made.num == 4
+
+
+def test_an_own_function_that_takes_num_envs_makes_the_whole_vector() -> None:
+    made = make_environments("tests.environments:SameStep", 4, {"stacked": False})
+    assert isinstance(made, VectorEnvironments)
+    assert made.reset(0).observation.shape == (4, 2)
+
+
+def test_closing_closes_every_copy() -> None:
+    envs = [tiny.Count(), tiny.Count()]
+    loop(*envs).close()
+    assert [env.closed for env in envs] == [True, True]
+
+
+# -- masks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["observation", "infos"])
+def test_a_mask_is_found_in_the_observation_or_the_infos(where: str) -> None:
+    made = loop(tiny.Masked(where), tiny.Masked(where))
+    seen = made.reset(0)
+    assert made.masked
+    assert made.observation_space == tiny.Count().observation_space, "the network does not see the mask"
+    assert seen.mask is not None
+    assert seen.mask.tolist() == [[True, False, False]] * 2
+    assert seen.observation.tolist() == [[1, 0]] * 2
+    outcome = made.step(np.array([0, 0]))
+    assert outcome.seen.mask is not None
+    assert outcome.seen.mask.tolist() == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("where", ["observation", "infos"])
+def test_a_forbidden_action_is_never_played(where: str) -> None:
+    block = sample(loop(*(tiny.Masked(where) for _ in range(4))), steps=40)  # a Masked refuses a forbidden action
+    assert block.steps > 100
+    played = block.action[block.valid]
+    allowed = block.action_mask[:-1][block.valid]
+    assert allowed[np.arange(len(played)), played].all()
+    assert (allowed.sum(axis=1) == 1).all()
+
+
+def test_a_vector_may_bring_its_mask_in_the_infos() -> None:
+    made = VectorEnvironments("vector", tiny.SameStep(2, masks="always"))
+    first = made.reset(0)
+    assert made.masked
+    assert first.mask is not None
+    assert first.mask.tolist() == [[True, False]] * 2
+    second = made.step(np.zeros(2, np.int64)).seen
+    assert second.mask is not None
+    assert second.mask.tolist() == [[False, True]] * 2
+
+
+@pytest.mark.parametrize("masks", ["at reset", "too long"])
+def test_a_vector_whose_mask_is_lost_or_too_long_is_refused(masks: str) -> None:
+    made = VectorEnvironments("vector", tiny.SameStep(2, masks=masks))
+    made.reset(0)
+    with pytest.raises(EnvironmentFault, match=r"vector at step 1 returned no usable action_mask"):
+        made.step(np.zeros(2, np.int64))
+
+
+def test_without_a_mask_there_is_none() -> None:
+    made = loop(tiny.Count())
+    assert made.reset(0).mask is None
+    assert not made.masked
+    assert sample(loop(tiny.Count())).spec.mask_size == 0
+
+
+# -- environments that misbehave ----------------------------------------------------------------------------------------
+
+
+def test_an_environment_that_raises_in_reset_is_named() -> None:
+    with pytest.raises(EnvironmentFault, match=r"environment 2 of tiny raised RuntimeError in reset .*: no game server"):
+        loop(tiny.Count(), tiny.Count(), tiny.Faulty("raises in reset")).reset(0)
+
+
+def test_an_environment_that_raises_in_step_is_named_with_the_step() -> None:
+    with pytest.raises(EnvironmentFault, match=r"environment 1 of tiny raised RuntimeError in step \(step 3\): the game crashed"):
+        sample(loop(tiny.Count(), tiny.Faulty("raises in step", at=3)))
+
+
+def test_an_environment_that_raises_in_a_later_reset_is_named_with_the_step() -> None:
+    env = tiny.Faulty(length=2, at=100)
+    made = loop(tiny.Count(), env)
+    made.reset(0)
+    env.fault = "raises in reset"
+    for _ in range(2):
+        made.step(np.zeros(2, np.int64))
+    with pytest.raises(EnvironmentFault, match=r"environment 1 of tiny raised RuntimeError in reset \(step 3\)"):
+        made.step(np.zeros(2, np.int64))
+
+
+def test_what_the_environment_raised_can_still_be_seen() -> None:
+    with pytest.raises(EnvironmentFault) as caught:
+        loop(tiny.Faulty("raises in reset")).reset(0)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_the_interface_of_the_old_gym_is_refused_with_the_place() -> None:
+    with pytest.raises(EnvironmentFault, match=r"environment 0 of tiny .*step 3.*unpack"):
+        sample(loop(tiny.Faulty("old interface")))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("too long", r"float32\[3\]; its space says float32\[2\]"),
+        ("too short", r"float32\[1\]; its space says float32\[2\]"),
+        ("a scalar", r"float32\[\]; its space says float32\[2\]"),
+        ("one dimension more", r"float32\[1, 2\]; its space says float32\[2\]"),
+        ("complex", r"complex64\[2\]; its space says float32\[2\]"),
+        ("words", r"<U1\[2\]; its space says float32\[2\]"),
+        ("nothing", r"object\[\]; its space says float32\[2\]"),
+        ("a dict", "without"),
+    ],
+)
+def test_an_observation_that_does_not_fit_is_named_with_environment_and_step(fault: str, said: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"environment 1 of tiny at step 3 returned .*{said}"):
+        sample(loop(tiny.Count(), tiny.Faulty(fault)))
+
+
+@pytest.mark.parametrize(("fault", "value"), [("nan", "nan"), ("infinite", "inf")])
+def test_an_observation_that_is_not_finite_is_named_with_environment_and_step(fault: str, value: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"nvironment 1 of tiny returned {value} in its observation.*at step 3"):
+        sample(loop(tiny.Count(), tiny.Faulty(fault)))
+
+
+@pytest.mark.parametrize(("fault", "value"), [("reward nan", "nan"), ("reward infinite", "inf")])
+def test_a_reward_that_is_not_finite_is_named_with_environment_and_step(fault: str, value: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"nvironment 1 of tiny returned the reward {value} at step 2 of a segment"):
+        sample(loop(tiny.Count(), tiny.Faulty(fault)))
+
+
+def test_a_reward_that_is_no_number_is_named_with_environment_and_step() -> None:
+    with pytest.raises(EnvironmentFault, match=r"environment 1 of tiny at step 3 returned the reward \[1\. 1\.\]"):
+        sample(loop(tiny.Count(), tiny.Faulty("reward vector")))
+    with pytest.raises(EnvironmentFault, match=r"nvironment 1 of tiny returned the reward nan at step 2 of a segment"):
+        sample(loop(tiny.Count(), tiny.Faulty("reward none")))
+
+
+@pytest.mark.parametrize("key", ["vector", "place.map", "place.room"])
+def test_a_missing_part_of_an_observation_is_named(key: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"environment 1 of tiny at step 3 returned an observation without '{key}'"):
+        sample(loop(tiny.Rooms(), tiny.Rooms(lacks=key)))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("place.map", r"float32\[3, 3, 1\] for 'place.map'; its space says uint8\[3, 3, 1\]"),
+        ("place.room", r"float64\[\] for 'place.room'; its space says int64\[\]"),
+    ],
+)
+def test_a_part_of_the_wrong_type_is_named(key: str, said: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"environment 1 of tiny at step 3 returned {said}"):
+        sample(loop(tiny.Rooms(), tiny.Rooms(wrong=key)))
+
+
+def test_a_part_that_is_not_finite_is_named_with_its_index() -> None:
+    with pytest.raises(EnvironmentFault, match=r"nvironment 1 of tiny returned nan in its observation 'vector' \(index \[1\]\)"):
+        sample(loop(tiny.Rooms(), tiny.Rooms(wrong="vector")))
+
+
+@pytest.mark.parametrize("where", ["observation", "infos"])
+def test_a_mask_that_forbids_everything_is_named_with_environment_and_step(where: str) -> None:
+    with pytest.raises(EnvironmentFault, match=r"nvironment 1 of tiny forbids every action in its action_mask.*step 2"):
+        sample(loop(tiny.Masked(where, length=50), tiny.Masked(where, closed_at=2, length=50)))
+
+
+def test_a_mask_that_forbids_everything_after_the_end_is_no_fault() -> None:
+    block = sample(loop(tiny.Masked(closed_at=5, length=5)), steps=12)
+    assert block.episode_length.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize(("where", "fault"), [("observation", "missing"), ("observation", "size"), ("infos", "size")])
+def test_a_mask_that_is_missing_or_too_long_is_a_fault_of_that_environment(where: str, fault: str) -> None:
+    with pytest.raises(EnvironmentFault, match=r"environment 1 of tiny at step 1 .*action_?\s?mask"):
+        sample(loop(tiny.Masked(where, length=50), tiny.Masked(where, fault=fault, length=50)))
+
+
+def test_a_vector_whose_observation_does_not_fit_is_refused() -> None:
+    env = tiny.SameStep(2)
+    env.reset = lambda **_: (np.zeros((2, 1), np.float32), {})  # type: ignore[method-assign]
+    with pytest.raises(EnvironmentFault, match="wrong returned an observation that does not fit its space"):
+        sample(VectorEnvironments("wrong", env))
+
+
+def test_a_vector_that_raises_is_named_with_the_step() -> None:
+    env = tiny.SameStep(2)
+    made = VectorEnvironments("wrong", env)
+    made.reset(0)
+    made.step(np.zeros(2, np.int64))
+    with pytest.raises(EnvironmentFault, match=r"wrong raised AssertionError in step \(step 2\): .*7.* is not an action"):
+        made.step(np.array([0, 7]))
