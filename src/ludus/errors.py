@@ -14,8 +14,7 @@
     │   ├── Fenced                 another process has taken this run over
     │   └── StoreFull              no space left, or not allowed to write
     ├── MemoryClosed               the other side of a memory is gone
-    ├── IncompatibleCheckpoint     a checkpoint of another environment, model or version
-    └── Stopped                    somebody asked the run to stop
+    └── IncompatibleCheckpoint     a checkpoint of another environment, model or version
 
 A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
 """
@@ -91,7 +90,3 @@ class MemoryClosed(LudusError):
 
 class IncompatibleCheckpoint(LudusError):
     exit_code = 2
-
-
-class Stopped(LudusError):
-    exit_code = 130

@@ -468,3 +468,17 @@ def _wait_for(condition: Any, process: subprocess.Popen[bytes], at_most_s: float
         assert process.poll() is None, "the training ended by itself"
         assert time.monotonic() < end, "the training does not get on"
         time.sleep(0.02)
+
+
+def test_a_run_that_has_reached_its_stop_is_not_trained_any_further_by_a_resume(run: Path) -> None:
+    before = checkpoint.names(LocalStore(run))
+    with pytest.raises(UsageError, match=r"already reached its stop \(iterations\).*--stop"):
+        experiment.resume(run)
+    assert checkpoint.names(LocalStore(run)) == before
+    assert experiment.resume(run, stop={"iterations": 5}).metrics["iterations"] == 5
+
+
+def test_a_checkpoint_of_another_environment_costs_no_directory(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleCheckpoint, match="was trained on CartPole-v1, not on Acrobot-v1"):
+        experiment.start(small.data(1, env="Acrobot-v1"), project=tmp_path / "other", trial="run", restore=run)
+    assert not (tmp_path / "other").exists()

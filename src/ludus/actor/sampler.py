@@ -207,10 +207,6 @@ class Sampler:
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(state["generator"].copy()))
 
-    def reseed_environments(self, seed: int) -> None:
-        """After a resume: other starts than those already played."""
-        self._seed, self._seen = seed, None
-
     def close(self) -> None:
         self._envs.close()
 

@@ -18,10 +18,10 @@ from ludus.actor.agent import Agent
 from ludus.actor.evaluate import Score, play
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.config import AlgorithmConfig, ExperimentConfig, StopConfig
-from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError
+from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UsageError
 from ludus.experiment import checkpoint
 from ludus.experiment.checkpoint import Checkpoint
-from ludus.experiment.conductor import Conductor, Evaluate, Schedule
+from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
 from ludus.experiment.run import Run, run_directory
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.memory.memory import make_memory
@@ -33,7 +33,7 @@ from ludus.runtime.in_process import InProcess
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Program
 from ludus.training.algorithm import Algorithm, algorithm_class
-from ludus.training.trainer import Trainer
+from ludus.training.trainer import Progress, Trainer
 from ludus.types import DEFAULT_MODEL
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ def start(
     resolved = resolve(data)
     e = resolved.experiment
     before = checkpoint.open_checkpoint(restore)[1] if restore else None
+    _check_same_environment(before, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
     run = Run.create(directory, resolved.saved())
     return _train(resolved, run, before, sinks, environment_seed=resolved.config.seed)
@@ -139,11 +140,32 @@ def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Seq
         data["stop"] = dict(stop)
     resolved = resolve(data)
     before = checkpoint.newest(run.store)
+    _check_not_over(before, resolved)
     run.sweep()
     run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
     seed = (resolved.config.seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
     return _train(resolved, run, before, sinks, environment_seed=seed)
+
+
+def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> None:
+    made_with = before.state["config"]["env"] if before else resolved.experiment.env
+    if before and made_with != resolved.experiment.env:
+        raise IncompatibleCheckpoint(
+            f"Checkpoint {before.name} was trained on {made_with}, not on {resolved.experiment.env}.",
+            "Name the same environment.",
+        )
+
+
+def _check_not_over(before: Checkpoint, resolved: Resolved) -> None:
+    progress = Progress.with_window(resolved.config.metrics_num_episodes_for_smoothing)
+    progress.load_json(before.state["progress"])
+    over = reached(resolved.experiment.stop, progress)
+    if over:
+        raise UsageError(
+            f"This run has already reached its stop ({over}) at {progress.timesteps:,} timesteps.",
+            "Give it another one: --resume DIR --stop timesteps=…",
+        )
 
 
 def _train(resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Sequence[Sink], environment_seed: int) -> Result:
@@ -252,12 +274,6 @@ def _open_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> A
 def _restore(before: Checkpoint | None, resolved: Resolved, algorithm: Algorithm, trainer: Trainer, sampler: Sampler) -> None:
     if before is None:
         return
-    made_with = before.state["config"]
-    if made_with["env"] != resolved.experiment.env:
-        raise IncompatibleCheckpoint(
-            f"Checkpoint {before.name} was trained on {made_with['env']}, not on {resolved.experiment.env}.",
-            "Name the same environment.",
-        )
     before.restore(DEFAULT_MODEL, algorithm)
     trainer.progress.load_json(before.state["progress"])
     sampler.load_state(before.sampler)

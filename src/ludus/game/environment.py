@@ -289,7 +289,7 @@ class LoopEnvironments:
             one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
             with translated(self.name, "step", self._steps, i):
                 observation, reward, terminated, truncated, info = env.step(one)
-            self._store(i, observation, info)
+            self._store(i, observation, info, ended=bool(terminated or truncated))
             try:
                 self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
             except (TypeError, ValueError) as error:
@@ -306,11 +306,12 @@ class LoopEnvironments:
             self.masked = True
         self._store(i, observation, info)
 
-    def _store(self, i: int, observation: Any, info: Mapping[str, Any]) -> None:
+    def _store(self, i: int, observation: Any, info: Mapping[str, Any], ended: bool = False) -> None:
         try:
-            mask = observation[ACTION_MASK] if self._mask_inside else info.get(ACTION_MASK) if self.masked else None
-            if mask is not None:
-                self._mask[i] = spaces.flat_mask(mask, self.action_space)
+            if self._mask_inside:
+                self._mask[i] = spaces.flat_mask(observation[ACTION_MASK], self.action_space)
+            elif self.masked and not (ended and ACTION_MASK not in info):  # after the end there is nothing to forbid
+                self._mask[i] = spaces.flat_mask(info[ACTION_MASK], self.action_space)
             seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
         except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
             raise EnvironmentFault(f"{self._where(i)} returned no usable {ACTION_MASK} or observation: {error}.") from error

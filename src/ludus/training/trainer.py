@@ -32,6 +32,10 @@ class Progress:
     recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
 
+    @classmethod
+    def with_window(cls, episodes: int) -> Progress:
+        return cls(recent_returns=deque(maxlen=episodes), recent_lengths=deque(maxlen=episodes))
+
     @property
     def episode_return_mean(self) -> float:
         """Of the last episodes; NaN until as many have ended as the window holds."""
@@ -63,16 +67,16 @@ class Trainer:
     ) -> None:
         self.algorithms = dict(algorithms)
         self._memory, self._pool, self._clock = memory, pool, clock
-        self.progress = Progress(recent_returns=deque(maxlen=smoothing), recent_lengths=deque(maxlen=smoothing))
+        self.progress = Progress.with_window(smoothing)
         self.metrics: dict[str, float] = {}
-        self._began: float | None = None
-        self._time_before = 0.0
+        self._began = clock()
+        self._time_before: float | None = None  # of earlier parts of a resumed run, known once they are loaded
         self._learn_s = 0.0
 
     def step(self) -> bool:
         """Learn from the oldest waiting block; False when there is none."""
-        if self._began is None:
-            self._began, self._time_before = self._clock(), self.progress.time_s
+        if self._time_before is None:
+            self._time_before = self.progress.time_s
         segments = self._memory.take(0)
         if segments is None:
             return False
@@ -100,7 +104,6 @@ class Trainer:
 
     def _report(self, model: str, numbers: dict[str, float], now: float) -> dict[str, float]:
         p = self.progress
-        assert self._began is not None
         report: dict[str, float] = {
             "timesteps": p.timesteps,
             "iterations": p.iterations,
