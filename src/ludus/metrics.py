@@ -27,11 +27,11 @@ class JsonLines:
     """`metrics.jsonl`: one line per report; a number that is not finite is written as null."""
 
     def __init__(self, path: Path, incarnation: int = 1) -> None:
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = _torn(path)
         with _written(path):
             self._file: IO[str] = path.open("a", encoding="utf-8")
         self._path, self._incarnation = path, incarnation
-        if torn:  # a killed process left half a line
+        if torn:
             self._file.write("\n")
 
     def write(self, numbers: Numbers) -> None:
@@ -64,22 +64,33 @@ def _plain(value: float) -> float | int | None:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Reports in order of their iteration. After a resume, the lines of the later incarnation stand."""
-    lines: dict[Any, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    newest = 0
     if not path.exists():
-        return []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(text)
-        except ValueError:
-            continue  # the torn last line of a killed process
-        if isinstance(record, dict) and "iterations" in record:
-            later = [i for i in lines if i >= record["iterations"]]
-            for i in (
-                later if lines and record.get("incarnation", 1) > max(r.get("incarnation", 1) for r in lines.values()) else []
-            ):
-                del lines[i]
-            lines[record["iterations"]] = record
-    return [lines[i] for i in sorted(lines)]
+        return rows
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                record = json.loads(text)
+            except ValueError:
+                continue  # the torn last line of a killed process
+            if not isinstance(record, dict) or "iterations" not in record:
+                continue
+            incarnation = record.get("incarnation", 1)
+            if incarnation > newest:  # what the killed process reported beyond its last checkpoint is learned again
+                rows = [row for row in rows if row["iterations"] < record["iterations"]]
+                newest = incarnation
+            rows.append(record)
+    return rows
+
+
+def _torn(path: Path) -> bool:
+    """Whether a killed process left half a line at the end."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class TensorBoard:

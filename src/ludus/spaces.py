@@ -112,6 +112,23 @@ def choices(space: gym.Space[Any]) -> list[slice]:
     return parts
 
 
+def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+    """Path → (lowest value, first value beyond) of the parts of an observation that are categories."""
+    found: dict[str, tuple[Array, Array]] = {}
+    for path, leaf in leaves(_space_tree(space)):
+        if isinstance(leaf, gym.spaces.Discrete):
+            found[path] = np.asarray(leaf.start), np.asarray(leaf.start + leaf.n)
+        elif isinstance(leaf, gym.spaces.MultiDiscrete):
+            found[path] = np.asarray(leaf.start), np.asarray(leaf.start) + leaf.nvec
+    return found
+
+
+def _space_tree(space: gym.Space[Any]) -> Tree:
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _space_tree(item) for key, item in space.spaces.items()}
+    return tuple(map(_space_tree, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
+
+
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
     """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks)."""
     lead = () if batch is None else (batch,)

@@ -78,8 +78,10 @@ def padded(block: Segments, extra: int) -> Segments:
     out = Segments.empty(spec, block.rows)
     rng = np.random.default_rng(9)
     t = block.spec.steps
-    out.observation[:] = rng.normal(size=out.observation.shape) * 100
-    out.reward[:], out.value[:] = 1e3, 1e3
+    rubbish = np.array([np.nan, np.inf, -np.inf, 1e30], np.float32)
+    out.observation[:] = rng.choice(rubbish, out.observation.shape)
+    out.reward[:], out.value[:], out.log_prob[:] = np.nan, np.inf, -np.inf
+    out.action_mask[:] = False
     for name in ("action", "reward", "terminated", "truncated", "valid", "log_prob"):
         getattr(out, name)[:t] = getattr(block, name)
     out.observation[: t + 1], out.value[: t + 1] = block.observation, block.value
@@ -90,12 +92,13 @@ def padded(block: Segments, extra: int) -> Segments:
 
 
 @pytest.mark.parametrize("core", [None, "lstm", "gru"])
-def test_padding_changes_nothing(core: str | None) -> None:
+@pytest.mark.parametrize("extra", [8, 5])
+def test_padding_changes_nothing(core: str | None, extra: int) -> None:
     results = []
-    for extra in (0, 8):
+    for more in (0, extra):
         policy = policy_for(core)
         block = segments(policy, 12, 6)
-        ppo(policy, minibatch_size=10_000, num_epochs=3).learn(padded(block, extra) if extra else block, 0)
+        ppo(policy, minibatch_size=10_000, num_epochs=3).learn(padded(block, more) if more else block, 0)
         results.append(policy.weights())
     for name, value in results[0].items():
         assert results[1][name] == pytest.approx(value, abs=1e-6), name
@@ -117,7 +120,6 @@ def test_loss_is_the_papers_clipped_surrogate_sample_by_sample() -> None:
     algorithm = ppo(policy, clip_param=0.1, vf_loss_coeff=0.7, vf_clip_param=0.3, normalize_advantage=False)
     batch, _ = algorithm.prepare(segments(policy, 10, 4, masked=True))
     batch.log_prob += torch.linspace(-0.5, 0.5, batch.log_prob.shape[0])  # as if the policy had moved
-    batch.value += torch.linspace(-1, 1, batch.value.shape[0])
     loss, numbers = algorithm.loss(policy, batch, 0.05, diagnose=True)
     total = 0.0
     with torch.no_grad():
@@ -128,13 +130,22 @@ def test_loss_is_the_papers_clipped_surrogate_sample_by_sample() -> None:
             ratio = math.exp(float(d.log_prob(batch.action[i])) - float(batch.log_prob[i]))
             a = float(batch.advantage[i])
             gain = min(ratio * a, min(max(ratio, 0.9), 1.1) * a)
-            v, old, target = float(value[i]), float(batch.value[i]), float(batch.target[i])
-            near = old + min(max(v - old, -0.3), 0.3)
+            v, target = float(value[i]), float(batch.target[i])
             probabilities = d.probs[batch.mask[i]]
             entropy = -float((probabilities * probabilities.log()).sum())
-            total += -gain + 0.7 * 0.5 * max((v - target) ** 2, (near - target) ** 2) - 0.05 * entropy
+            total += -gain + 0.7 * min((v - target) ** 2, 0.3) - 0.05 * entropy
     assert float(loss.detach()) == pytest.approx(total / len(value), rel=1e-5)
     assert float(numbers["kl"]) > 0
+
+
+@pytest.mark.parametrize("core", [None, "lstm"])
+def test_a_block_without_a_valid_step_teaches_nothing(core: str | None) -> None:
+    policy = policy_for(core)
+    block = segments(policy, 8, 3)
+    block.valid[:] = False
+    before = policy.weights()
+    assert ppo(policy).learn(block, 0) == {"epochs": 0.0}
+    assert all((before[name] == value).all() for name, value in policy.weights().items())
 
 
 def test_first_pass_over_fresh_data_has_a_ratio_of_one() -> None:

@@ -42,18 +42,25 @@ class Agent:
         self, observation: Any, state: State | None = None, mask: Any = None, *, deterministic: bool = True
     ) -> tuple[Any, State]:
         """An action as the environment takes it, and the state for the next call. Raises UsageError on a misfit."""
-        if mask is None and isinstance(observation, dict) and ACTION_MASK in observation:
-            mask = observation[ACTION_MASK]
+        if isinstance(observation, dict) and ACTION_MASK in observation:
+            mask = observation[ACTION_MASK] if mask is None else mask
             unwrap = not isinstance(self.observation_space, gym.spaces.Dict)
             observation = spaces.without_mask(observation, unwrap)
         row = self._tensors(observation)
-        flat = None if mask is None else torch.from_numpy(spaces.flat_mask(mask, self.action_space)).unsqueeze(0)
+        flat = None if mask is None else self._mask(mask)
         with torch.inference_mode():
             noise = None if deterministic else self.policy.distribution.noise((1,), self._generator)
             before = self.policy.initial_state(1) if state is None else state
             action, _, _, after = self.policy.step(row, before, None, flat, noise)
         chosen = self.policy.distribution.to_environment(map_tree(Tensor.numpy, action))
         return map_tree(_unbatch, chosen), after
+
+    def _mask(self, mask: Any) -> Tensor:
+        flat = spaces.flat_mask(mask, self.action_space)
+        for part in spaces.choices(self.action_space):
+            if not flat[part].any():
+                raise UsageError(f"The mask forbids every action (options {part.start} to {part.stop - 1}).")
+        return torch.from_numpy(flat).unsqueeze(0)
 
     def _tensors(self, observation: Any) -> Tree:
         try:
@@ -67,6 +74,8 @@ def _row(spec: spaces.ArraySpec, x: Any) -> Tensor:
     array = np.asarray(x)
     if array.shape != spec.shape:
         raise ValueError(f"a value of shape {list(array.shape)} where {list(spec.shape)} is expected")
+    if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+        raise ValueError(f"values of {array.dtype} where {spec.dtype} is expected")
     return torch.from_numpy(np.array(array, dtype=spec.dtype)[None])
 
 

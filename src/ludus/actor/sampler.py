@@ -23,7 +23,7 @@ _FINAL_SHARE = 4  # room for final observations: one per row, or one in four ste
 def segment_spec(policy: Policy, environments: Environments, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
     """The shape of what this sampler will write."""
     n = environments.num
-    every = _state_every(steps, policy.config.max_seq_len) if policy.recurrent else 0
+    every = min(steps, policy.config.max_seq_len) if policy.recurrent else 0
     return SegmentSpec(
         steps=steps,
         observation=spaces.array_spec(environments.observation_space),
@@ -39,11 +39,6 @@ def segment_spec(policy: Policy, environments: Environments, steps: int, model: 
 def action_spec(policy: Policy) -> Tree:
     """Actions are kept as the policy chose them: continuous ones unscaled, in float32."""
     return spaces.array_spec(policy.action_space, "action")
-
-
-def _state_every(steps: int, longest: int) -> int:
-    """The longest sequence that divides a segment evenly."""
-    return next(n for n in range(min(steps, longest), 0, -1) if steps % n == 0)
 
 
 @dataclass
@@ -91,6 +86,8 @@ class Sampler:
         self._state: tuple[Tensor, ...] = ()
         self._tally = EpisodeTally(environments.num)
         self._choices = spaces.choices(environments.action_space)
+        self._categories = spaces.categories(environments.observation_space)
+        self._made = 0  # steps of earlier segments
 
     def step(self) -> bool:
         """Sample one block; False when the memory has no free one."""
@@ -98,8 +95,12 @@ class Sampler:
         if block is None:
             return False
         policy, version = self._source.newest()
-        with policy.acting():
-            self.fill(block, policy, version)
+        try:
+            with policy.acting():
+                self.fill(block, policy, version)
+        except BaseException:
+            self._memory.abandon(block)
+            raise
         self._memory.commit(block)
         return True
 
@@ -133,7 +134,8 @@ class Sampler:
         block.version[:] = version
         block.origin[:] = self._origin
         self._seen = seen
-        check_segments(block, self._envs.name)
+        self._check_rewards(block)
+        self._made += steps
         block.episode_return, block.episode_length = self._tally.take(block)
 
     def _begin(self, policy: Policy) -> None:
@@ -145,12 +147,38 @@ class Sampler:
             copy_into(_rows(block).shown[t], seen.observation)
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(
-                f"{self._envs.name} returned an observation that does not fit its space at step {t} of a segment: {error}."
+                f"{self._envs.name} returned an observation that does not fit its space at step {self._made + t}: {error}."
             ) from error
+        self._check_seen(_rows(block).shown[t], t)
         block.first[t] = self._first
         if seen.mask is not None:
             np.logical_or(seen.mask, self._over[:, None], out=block.action_mask[t])
             self._check_choices(block.action_mask[t], t)
+
+    def _check_seen(self, observation: Tree, t: int) -> None:
+        """Nothing that is not a finite number, or not of its category, may reach a network."""
+        for path, leaf in leaves(observation):
+            if leaf.dtype.kind == "f":
+                bad = None if np.isfinite(leaf).all() else ~np.isfinite(leaf)
+            elif path in self._categories:
+                low, high = self._categories[path]
+                bad = (leaf < low) | (leaf >= high)
+            else:
+                continue
+            if bad is not None and bad.any():
+                row, *rest = np.argwhere(bad)[0].tolist()
+                key = f" {path!r}" if path else ""
+                raise EnvironmentFault(
+                    f"Environment {row} of {self._envs.name} returned {leaf[(row, *rest)]} in its observation{key}"
+                    f"{f' (index {rest})' if rest else ''} at step {self._made + t}."
+                )
+
+    def _check_rewards(self, block: Segments) -> None:
+        if not np.isfinite(block.reward).all():
+            t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
+            raise EnvironmentFault(
+                f"Environment {row} of {self._envs.name} returned the reward {block.reward[t, row]} at step {self._made + t}."
+            )
 
     def _check_choices(self, mask: Bools, t: int) -> None:
         for part in self._choices:
@@ -158,7 +186,7 @@ class Sampler:
             if not possible.all():
                 raise EnvironmentFault(
                     f"Environment {int(np.argmin(possible))} of {self._envs.name} forbids every action in its action_mask "
-                    f"(options {part.start} to {part.stop - 1}) at step {t} of a segment.",
+                    f"(options {part.start} to {part.stop - 1}) at step {self._made + t}.",
                     "Leave at least one option of every choice allowed.",
                 )
 
@@ -230,9 +258,10 @@ class EpisodeTally:
         self._length = np.zeros(rows, np.int64)
 
     def take(self, block: Segments) -> tuple[Floats, Ints]:
-        done = (block.terminated | block.truncated) & block.valid
-        rewards = np.cumsum(np.where(block.valid, block.reward, 0.0), axis=0, dtype=np.float64) + self._return
-        lengths = np.cumsum(block.valid, axis=0) + self._length
+        done = block.terminated | block.truncated
+        made = block.valid | done  # a last step may have been left out of learning; it was made all the same
+        rewards = np.cumsum(np.where(made, block.reward, 0.0), axis=0, dtype=np.float64) + self._return
+        lengths = np.cumsum(made, axis=0) + self._length
         row, t = np.nonzero(done.T)  # ordered by row, then by time
         returns_at, lengths_at = rewards[t, row], lengths[t, row]
         same = np.zeros(len(row), np.bool_)
@@ -247,19 +276,3 @@ class EpisodeTally:
         self._length[row[last]] -= lengths_at[last]
         order = np.argsort(t, kind="stable")
         return returns[order].astype(np.float32), counts[order]
-
-
-def check_segments(block: Segments, name: str) -> None:
-    """Nothing that is not a finite number may reach a learner. Raises EnvironmentFault with the row, step and key."""
-    for path, leaf in leaves(block.observation):
-        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-            t, row, *rest = np.argwhere(~np.isfinite(leaf))[0].tolist()
-            raise EnvironmentFault(
-                f"Environment {row} of {name} returned {leaf[(t, row, *rest)]} in its observation"
-                f"{f' {path!r}' if path else ''} (index {rest}) at step {t} of a segment."
-            )
-    if not np.isfinite(block.reward).all():
-        t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
-        raise EnvironmentFault(
-            f"Environment {row} of {name} returned the reward {block.reward[t, row]} at step {t} of a segment."
-        )

@@ -60,7 +60,9 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _interrupted)
-    debug = "--debug" in sys.argv
+    debug = "--debug" in sys.argv or bool(os.environ.get("LUDUS_DEBUG"))
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # `module:function` is looked for here too, as with `python -m`
     try:
         app()
     except LudusError as error:
@@ -76,7 +78,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        print(f"ludus: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        print(f"ludus: unexpected {type(error).__name__}: {error} (set LUDUS_DEBUG=1 for the traceback)", file=sys.stderr)
         sys.exit(1)
 
 

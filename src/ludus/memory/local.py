@@ -41,6 +41,12 @@ class LocalMemory:
             self._committed += 1
             self._changed.notify_all()
 
+    def abandon(self, segments: Segments) -> None:
+        with self._changed:
+            self._give_back(self._writing, segments, "abandoned without having been reserved")
+            self._free.appendleft(segments)
+            self._changed.notify_all()
+
     def take(self, timeout_s: float) -> Segments | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)

@@ -39,6 +39,10 @@ class Memory(Protocol):
         """The block is complete; readers may take it."""
         ...
 
+    def abandon(self, segments: Segments) -> None:
+        """Give a reserved block back unwritten: whoever was to fill it failed."""
+        ...
+
     def take(self, timeout_s: float) -> Segments | None:
         """The oldest committed block, or None. Raises MemoryClosed once closed and empty."""
         ...

@@ -55,7 +55,7 @@ class InProcess:
             if hasattr(made, "close"):
                 try:
                     made.close()
-                except LudusError:
+                except Exception:  # the user's environment among them; the others must be closed all the same
                     log.exception("closing %s failed", name)
 
     def _resolved(self, value: Any) -> Any:

@@ -31,8 +31,8 @@ class PPOConfig(AlgorithmConfig):
     lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     lambda_: float = Field(0.95, alias="lambda", ge=0, le=1, description="GAE: 0 trusts the value, 1 the return.")
     clip_param: float = Field(0.2, gt=0, description="How far the probability ratio may leave 1.")
-    vf_clip_param: float | None = Field(None, gt=0, description="How far a value may move in one update; null = freely.")
-    vf_loss_coeff: float = Field(0.5, ge=0, description="Weight of the value loss.")
+    vf_clip_param: float | None = Field(None, gt=0, description="Largest squared value error of a sample; null = unlimited.")
+    vf_loss_coeff: float = Field(0.5, ge=0, description="Weight of the mean squared value error.")
     entropy_coeff: Schedule = Field(0.0, description="Weight of the entropy bonus: a number or a schedule.")
     kl_target: float | None = Field(None, gt=0, description="Stop the epochs once the KL divergence exceeds 1.5 × this.")
     num_epochs: int = Field(4, ge=1, description="Passes over each batch.")
@@ -109,6 +109,8 @@ class PPO:
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)
+        if not segments.valid.any():
+            return {"epochs": 0.0}
         batch, metrics = self.prepare(segments)
         diagnostics: list[dict[str, Tensor]] = []
         epochs = 0
@@ -165,10 +167,14 @@ class PPO:
         """Segments cut into sequences of `state_every` steps, each with the recurrent state it began in."""
         length, count, b = segments.spec.state_every, segments.spec.states, segments.rows
 
+        t, missing = segments.spec.steps, length * count - segments.spec.steps
+
         def cut(x: Array) -> Tensor:
-            tensor = torch.from_numpy(x[: length * count])
-            sequences: Tensor = tensor.unflatten(0, (count, length)).transpose(0, 1)
-            return sequences.flatten(1, 2)  # [L, count·B, …]
+            seen = np.where(segments.valid.reshape(t, b, *[1] * (x.ndim - 2)), x[:t], np.zeros((), x.dtype))
+            if missing:  # the last sequence is shorter than the others
+                seen = np.concatenate([seen, np.zeros((missing, *seen.shape[1:]), seen.dtype)])
+            sequences: Tensor = torch.from_numpy(seen).unflatten(0, (count, length)).transpose(0, 1)
+            return sequences.flatten(1, 2)  # [L, count·B, …]; what is not valid is 0
 
         batch = Batch(
             observation=map_tree(cut, segments.observation),
@@ -201,16 +207,17 @@ class PPO:
         """The clipped surrogate (eq. 7), value error and entropy bonus (eq. 9), averaged over the valid samples."""
         log_prob, entropy, value = policy.evaluate(batch.observation, batch.action, batch.mask, batch.state, batch.first)
         log_ratio = log_prob - batch.log_prob
+        if batch.valid is not None:
+            log_ratio = torch.where(batch.valid, log_ratio, 0.0)  # padding may hold anything
         ratio = log_ratio.exp()
         clip = self.config.clip_param
         gain = torch.min(ratio * batch.advantage, ratio.clamp(1 - clip, 1 + clip) * batch.advantage)
         error = (value - batch.target).square()
         if self.config.vf_clip_param is not None:
-            near = batch.value + (value - batch.value).clamp(-self.config.vf_clip_param, self.config.vf_clip_param)
-            error = torch.max(error, (near - batch.target).square())
+            error = error.clamp(max=self.config.vf_clip_param)
 
         mean = _mean_over(batch.valid)
-        policy_loss, value_loss = -mean(gain), 0.5 * mean(error)
+        policy_loss, value_loss = -mean(gain), mean(error)
         loss = policy_loss + self.config.vf_loss_coeff * value_loss
         entropy_mean = mean(entropy) if entropy_coeff or diagnose else None
         if entropy_coeff and entropy_mean is not None:
@@ -239,7 +246,7 @@ class PPO:
         except TrainingDiverged as error:
             raise TrainingDiverged(
                 f"{error.message} {_describe(batch)}",
-                "Lower lr, set grad_clip, or look for extreme observations and rewards; the last checkpoint is intact.",
+                "Lower lr, set grad_clip, or look for extreme observations and rewards.",
             ) from error
 
     def _seen(self, segments: Segments) -> Tree:
@@ -265,8 +272,8 @@ class PPO:
 def _mean_over(valid: Tensor | None) -> Any:
     if valid is None:
         return torch.mean
-    weight = valid.float() / valid.sum().clamp(min=1)
-    return lambda x: (x * weight).sum()
+    count = valid.sum().clamp(min=1)
+    return lambda x: torch.where(valid, x, 0.0).sum() / count
 
 
 def _describe(batch: Batch) -> str:
