@@ -40,7 +40,7 @@ def main() -> None:
     resolved = experiment.resolve({"env": "CartPole-v1", "stop": {"iterations": 1 << 40}, "config": equal("cartpole")})
     with tempfile.TemporaryDirectory() as directory:
         run = Run.create(Path(directory) / "run", resolved.saved())
-        with experiment.assembled(resolved, run, None, [], 0) as parts:
+        with experiment.assembled(resolved, lambda: run, None, [], 0) as parts:
             by_hand(parts)
             pairs = [(timed(through_program, parts), timed(by_hand, parts)) for _ in range(ROUNDS)]
     ratios = sorted(program / bare for program, bare in pairs)

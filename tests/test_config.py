@@ -139,10 +139,19 @@ def test_all_complaints_are_reported_at_once() -> None:
 
 
 def test_a_batch_smaller_than_its_environments_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size is 32, less than the 64 environments"):
+    with pytest.raises(ConfigError, match=r"train_batch_size is 32, which is not a multiple of 64 environments"):
         ppo(train_batch_size=32, num_envs_per_worker=64)
-    assert ppo(train_batch_size=32, num_envs_per_worker=64, rollout_fragment_length=7).steps == 7
     assert ppo(train_batch_size=256, num_envs_per_worker=64).steps == 4
+
+
+def test_batch_environments_and_steps_agree_or_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size is 32, but 64 environments × 7 steps .* are 448"):
+        ppo(train_batch_size=32, num_envs_per_worker=64, rollout_fragment_length=7)
+    only_steps = ppo(num_envs_per_worker=8, rollout_fragment_length=128)
+    assert (only_steps.steps, only_steps.train_batch_size) == (128, 1024)
+    neither = ppo(num_envs_per_worker=61)
+    assert (neither.steps, neither.train_batch_size) == (67, 67 * 61)
+    assert ppo(train_batch_size=448, num_envs_per_worker=64, rollout_fragment_length=7).steps == 7
 
 
 @pytest.mark.parametrize(

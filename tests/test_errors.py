@@ -53,7 +53,7 @@ def test_the_tree_drawn_in_the_module_is_the_tree() -> None:
         (errors.EnvironmentFault, 1),
         (errors.TrainingDiverged, 1),
         (errors.Damaged, 1),
-        (errors.Stopped, 130),
+        (errors.Fenced, 1),
     ],
 )
 def test_exit_codes_tell_misuse_from_failure_and_from_being_stopped(cls: type[LudusError], code: int) -> None:

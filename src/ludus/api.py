@@ -23,6 +23,7 @@ def train(
     trial: str | None = None,
     restore: str | Path | None = None,
     checkpoint_freq: int = 0,
+    checkpoint_at_end: bool = True,
     keep_checkpoints_num: int | None = None,
     **settings: Any,
 ) -> Result:
@@ -32,7 +33,11 @@ def train(
     Raises UsageError for anything wrong with the arguments, before anything starts.
     """
     data: dict[str, Any] = {"name": name, "env": env, "run": run, "stop": dict(stop or {}), "config": settings}
-    data |= {"checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num}
+    data |= {
+        "checkpoint_freq": checkpoint_freq,
+        "checkpoint_at_end": checkpoint_at_end,
+        "keep_checkpoints_num": keep_checkpoints_num,
+    }
     return experiment.start(
         data, local_dir=Path(local_dir), project=Path(project) if project is not None else None, trial=trial, restore=restore
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ludus.errors import ConfigError
 from ludus.plugins import did_you_mean
@@ -45,7 +45,9 @@ class ModelConfig(_Strict):
     """The `model:` section: sizes and kinds of the default networks."""
 
     fcnet_hiddens: list[_Size] | None = Field(None, description="Dense layers; null = 64, 64 (512 behind convolutions).")
-    fcnet_activation: str = Field("tanh", description="tanh, relu, elu, silu, gelu or linear.")
+    fcnet_activation: Literal["tanh", "relu", "elu", "silu", "swish", "gelu", "linear"] = Field(
+        "tanh", description="tanh, relu, elu, silu, gelu or linear."
+    )
     conv: Literal["nature", "resnet"] = Field("nature", description="Convolutions for images: Nature CNN or a small ResNet.")
     conv_filters: list[tuple[_Size, _Size, _Size]] | None = Field(
         None, description="Own convolutions: [[channels, kernel, stride], …]."
@@ -60,11 +62,17 @@ class ModelConfig(_Strict):
     max_seq_len: int = Field(16, ge=1, description="Steps through which a recurrent layer is differentiated.")
     free_log_std: bool = Field(True, description="One learned deviation per continuous action, the same in every state.")
 
+    @model_validator(mode="after")
+    def _recurrence_is_shared(self) -> ModelConfig:
+        if self.vf_share_layers is False and (self.core or self.use_lstm):
+            raise ValueError("a recurrent model shares its layers; leave out vf_share_layers: false")
+        return self
+
 
 class AlgorithmConfig(_Strict):
     """The keys of `config:` that every algorithm has."""
 
-    seed: int = Field(0, ge=0, description="Of everything random: weights, exploration, environments.")
+    seed: int = Field(0, ge=0, lt=1 << 30, description="Of everything random: weights, exploration, environments.")
     num_workers: int = Field(0, ge=0, description="Processes that sample; 0 = this one.")
     num_gpus: float = Field(0, ge=0, description="Accelerators for the learner.")
     num_envs_per_worker: int = Field(64, ge=1, description="Environments stepped together.")
@@ -118,6 +126,7 @@ class ExperimentConfig(_Strict):
     run: str = Field("PPO", description="The algorithm, or module:Class.")
     stop: StopConfig = Field(default_factory=StopConfig)
     checkpoint_freq: int = Field(0, ge=0, description="Checkpoint every so many iterations; 0 = only at the end.")
+    checkpoint_time_s: float = Field(300.0, ge=0, description="Also checkpoint every so many seconds; 0 = not by time.")
     checkpoint_at_end: bool = Field(True, description="Checkpoint when the run ends.")
     keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
     config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(default_factory=dict)
@@ -144,18 +153,39 @@ def experiment(data: Mapping[str, Any]) -> ExperimentConfig:
 def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any]) -> AlgorithmConfig:
     """Check `config:` against an algorithm's schema, older spellings included. Raises ConfigError."""
     checked = _validated(schema, _canonical(data, ALIASES, "config"), "config")
-    if checked.rollout_fragment_length is None and checked.train_batch_size < checked.num_envs_per_worker:
-        raise ConfigError(
-            f"config.train_batch_size is {checked.train_batch_size}, less than the {checked.num_envs_per_worker} environments.",
-            "Raise train_batch_size or lower num_envs_per_worker.",
-        )
-    return checked
+    steps = _segment_steps(checked)
+    batch = steps * checked.num_envs_per_worker
+    return checked.model_copy(update={"rollout_fragment_length": steps, "train_batch_size": batch})
+
+
+def _segment_steps(config: AlgorithmConfig) -> int:
+    """An update learns from one segment of every environment: batch = environments × steps, or the config is wrong."""
+    envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
+    if "train_batch_size" not in config.model_fields_set:
+        return steps or max(1, round(batch / envs))
+    if steps is None and batch % envs == 0:
+        return batch // envs
+    if steps is not None and steps * envs == batch:
+        return steps
+    shown = f"{envs} environments" + (f" × {steps} steps (rollout_fragment_length)" if steps else "")
+    near = max(1, round(batch / envs)) * envs if steps is None else steps * envs
+    raise ConfigError(
+        f"config.train_batch_size is {batch}, which is not a multiple of {shown}."
+        if steps is None
+        else f"config.train_batch_size is {batch}, but {shown} are {near}.",
+        f"Set train_batch_size to {near}, or leave one of them out.",
+    )
 
 
 def _canonical(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
+    schedules = {aliases[key] for key in data if key.endswith("_schedule") and key in aliases and data[key] is not None}
     for key, value in data.items():
         name = aliases.get(key, key)
+        if key.endswith("_schedule") and name != key and value is None:
+            continue
+        if name == key and name in schedules:
+            continue  # a schedule overrides the constant beside it, as it did in RLlib
         if name in out and out[name] != value:
             raise ConfigError(f"{where} sets {name!r} twice, as {out[name]!r} and (as {key!r}) as {value!r}.", "Keep one.")
         out[name] = value
@@ -278,6 +308,10 @@ def override(data: dict[str, Any], assignment: str) -> None:
         data = data[key]
         if not isinstance(data, dict):
             raise ConfigError(f"--set {assignment!r}: {key!r} is not a section.")
+    if len(keys) == 2 and keys[0] == "config":  # another spelling of the same key gives way
+        name = ALIASES.get(keys[1], keys[1])
+        for other in [key for key in data if ALIASES.get(key, key) == name]:
+            del data[other]
     data[keys[-1]] = parse_yaml(text, f"--set {path}")
 
 

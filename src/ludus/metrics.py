@@ -80,7 +80,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if incarnation > newest:  # what the killed process reported beyond its last checkpoint is learned again
                 rows = [row for row in rows if row["iterations"] < record["iterations"]]
                 newest = incarnation
-            rows.append(record)
+            if rows and rows[-1]["iterations"] == record["iterations"]:
+                rows[-1] |= record  # an evaluation is reported after its iteration
+            else:
+                rows.append(record)
     return rows
 
 

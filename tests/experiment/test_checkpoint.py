@@ -371,6 +371,9 @@ class _Queue:
     def commit(self, segments: Segments) -> None:
         self._ready.append(segments)
 
+    def abandon(self, segments: Segments) -> None:
+        raise AssertionError("nobody reserves here")
+
     def take(self, timeout_s: float) -> Segments | None:
         return self._ready.popleft() if self._ready else None
 

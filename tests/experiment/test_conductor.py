@@ -214,9 +214,9 @@ def test_evaluations_come_at_their_interval_and_are_reported(tmp_path: Path) -> 
     stage = _Stage(tmp_path, evaluate=evaluate, evaluation_interval=2, checkpoint_freq=4)
     stage.play(*[None] * 5)
     assert evaluate.asked == [2, 4], "a checkpoint must not evaluate again"
-    shown = {n["iterations"]: n.get("evaluation/return_mean") for n in stage.sink.written}
-    assert shown == {1: None, 2: 5.0, 3: None, 4: 7.0, 5: None}
-    last = stage.sink.written[3]
+    shown = {n["iterations"]: n["evaluation/return_mean"] for n in stage.sink.written if "evaluation/return_mean" in n}
+    assert shown == {2: 5.0, 4: 7.0}
+    last = stage.sink.written[5]
     assert (last["evaluation/return_min"], last["evaluation/return_max"]) == (6.0, 8.0)
     assert (last["evaluation/length_mean"], last["evaluation/episodes"]) == (15.0, 2)
 
@@ -226,7 +226,7 @@ def test_without_an_interval_every_checkpoint_is_evaluated(tmp_path: Path) -> No
     stage = _Stage(tmp_path, evaluate=evaluate, checkpoint_freq=2)
     stage.play(*[None] * 5)
     assert evaluate.asked == [2, 4]
-    assert checkpoint.read(stage.store, "000004").state["evaluation"] == 7.0
+    assert checkpoint.best_score(stage.store) == 7.0
 
 
 def test_the_best_is_the_one_with_the_best_evaluation_not_the_newest(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_evaluation_in_which_nothing_ended_judges_nothing(tmp_path: Path) -> 
     stage = _Stage(tmp_path, evaluate=_Evaluation({2: 1.0}), checkpoint_freq=1)
     stage.play(50.0, 50.0, 50.0)
     assert checkpoint.best_name(stage.store) == "000002"
-    assert checkpoint.read(stage.store, "000003").state["evaluation"] is None
+    assert checkpoint.best_score(stage.store) == 1.0
     assert not any(math.isnan(value) for numbers in stage.sink.written for value in numbers.values())
 
 
@@ -262,7 +262,32 @@ def test_retention_keeps_the_newest_and_never_deletes_the_best(tmp_path: Path) -
     stage = _Stage(tmp_path, evaluate=_Evaluation({2: 9.0} | dict.fromkeys((1, 3, 4, 5, 6), 1.0)), checkpoint_freq=1, keep=2)
     stage.play(*[None] * 6)
     assert stage.names == ["000002", "000005", "000006"]
-    assert checkpoint.read(stage.store, "000002").state["evaluation"] == 9.0
+    assert checkpoint.best_score(stage.store) == 9.0
+
+
+def test_the_best_is_kept_even_where_no_checkpoint_was_due(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=_Evaluation({1: 3.0, 2: 9.0, 3: 1.0}), checkpoint_freq=0, evaluation_interval=1)
+    stage.play(None, None, None)
+    assert stage.names == ["000001", "000002"]
+    assert checkpoint.best_name(stage.store) == "000002"
+
+
+def test_the_checkpoint_is_there_before_the_evaluation_begins(tmp_path: Path) -> None:
+    class Endless:
+        def __call__(self, iteration: int) -> Score:
+            assert stage.names == ["000001"], "an evaluation may last for ever, or be killed"
+            assert [n["iterations"] for n in stage.sink.written] == [1]
+            return Score((), (), complete=False)
+
+    stage = _Stage(tmp_path, evaluate=Endless(), checkpoint_freq=1)
+    stage.play(None)
+    assert checkpoint.best_name(stage.store) is None
+
+
+def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=0, checkpoint_time_s=1e-9)
+    stage.play(None, None)
+    assert stage.names == ["000001", "000002"]
 
 
 def test_retention_bounds_the_kept_versions_too(tmp_path: Path) -> None:

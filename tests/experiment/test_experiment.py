@@ -41,8 +41,8 @@ FILTER: dict[str, Any] = {"observation_filter": "MeanStdFilter", "normalize_rewa
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl as it was written, without what a clock measured."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The reports of a run, without what a clock measured."""
+    rows = read_jsonl(run / "metrics.jsonl")
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
@@ -191,7 +191,7 @@ def run(stopped: Path, tmp_path: Path) -> Path:
 def parts_after_restore(run: Path) -> tuple[experiment.Parts, PPO]:
     opened = Run.open(run)
     resolved = experiment.resolve(opened.config())
-    with assembled(resolved, opened, checkpoint.newest(opened.store), [], 5) as parts:
+    with assembled(resolved, lambda: opened, checkpoint.newest(opened.store), [], 5, counting_on=True) as parts:
         algorithm = parts.trainer.algorithms["model"]
         assert isinstance(algorithm, PPO)
         return parts, algorithm
@@ -311,13 +311,13 @@ def test_what_a_killed_process_left_half_written_is_removed(run: Path) -> None:
     assert not list(run.rglob(".aside*"))
 
 
-def test_a_run_without_a_whole_checkpoint_cannot_be_resumed_and_says_so(run: Path) -> None:
-    for name in ("000002", "000004"):
-        (run / "checkpoints" / name / "state.json").unlink()
-    metrics = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(NotFound, match="no complete checkpoint"):
-        experiment.resume(run)
-    assert (run / "metrics.jsonl").read_bytes() == metrics
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = numbers(run)
+    shutil.rmtree(run / "checkpoints")
+    experiment.resume(run, stop={"iterations": len(before)})
+    assert "has no checkpoint yet; it starts again" in caplog.text
+    learned = [{k: v for k, v in row.items() if k not in ("incarnation", "learner/version")} for row in numbers(run)]
+    assert learned == [{k: v for k, v in row.items() if k not in ("incarnation", "learner/version")} for row in before]
 
 
 def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_sinks_of_the_caller_get_every_report_and_are_closed(tmp_path: Path) -> 
 
     sink = Sink()
     small.train(tmp_path / "run", 3, sinks=[sink])
-    assert (sink.seen, sink.closed) == ([1, 2, 3], 1)
+    assert (sink.seen, sink.closed) == ([1, 2, 3, 3], 1), "the evaluation of the last iteration is a report of its own"
 
 
 def test_the_last_evaluation_is_among_the_metrics(tmp_path: Path) -> None:

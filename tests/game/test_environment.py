@@ -402,14 +402,14 @@ def test_an_observation_that_is_not_finite_is_named_with_environment_and_step(fa
 
 @pytest.mark.parametrize(("fault", "value"), [("reward nan", "nan"), ("reward infinite", "inf")])
 def test_a_reward_that_is_not_finite_is_named_with_environment_and_step(fault: str, value: str) -> None:
-    with pytest.raises(EnvironmentFault, match=rf"nvironment 1 of tiny returned the reward {value} at step 2 of a segment"):
+    with pytest.raises(EnvironmentFault, match=rf"nvironment 1 of tiny returned the reward {value} at step 2"):
         sample(loop(tiny.Count(), tiny.Faulty(fault)))
 
 
 def test_a_reward_that_is_no_number_is_named_with_environment_and_step() -> None:
     with pytest.raises(EnvironmentFault, match=r"environment 1 of tiny at step 3 returned the reward \[1\. 1\.\]"):
         sample(loop(tiny.Count(), tiny.Faulty("reward vector")))
-    with pytest.raises(EnvironmentFault, match=r"nvironment 1 of tiny returned the reward nan at step 2 of a segment"):
+    with pytest.raises(EnvironmentFault, match=r"nvironment 1 of tiny returned the reward nan at step 2"):
         sample(loop(tiny.Count(), tiny.Faulty("reward none")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from ludus.tree import Array, map_tree
 class Score:
     returns: tuple[float, ...]
     lengths: tuple[int, ...]
+    complete: bool = True
+    """All episodes that were asked for have ended."""
 
     @property
     def mean(self) -> float:
@@ -31,11 +34,13 @@ def play(
     seed: int,
     *,
     deterministic: bool = True,
-    max_steps: int = 1_000_000,
+    max_steps: int = 100_000,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Score:
     """`episodes` episodes, each row playing its equal share, so that short episodes are not over-counted.
 
-    Rows play ⌈episodes / rows⌉ or one fewer; `max_steps` bounds an environment that never ends (what is open then is left out).
+    Rows play ⌈episodes / rows⌉ or one fewer; `max_steps` bounds an environment that never ends; what is open then, or when
+    `interrupted` says so, is left out. Inside `policy.acting()`.
     """
     n = environments.num
     quota = np.full(n, episodes // n)
@@ -47,7 +52,7 @@ def play(
     returns: list[float] = []
     lengths: list[int] = []
     for _ in range(max_steps):
-        if not quota.any():
+        if not quota.any() or interrupted():
             break
         observation = map_tree(torch.from_numpy, map_tree(_stored, seen.observation))
         mask = None if seen.mask is None else torch.from_numpy(seen.mask | over[:, None])
@@ -65,7 +70,7 @@ def play(
         first = done if environments.resets_at_once else over
         over = np.zeros(n, np.bool_) if environments.resets_at_once else done
         seen = outcome.seen
-    return Score(tuple(returns), tuple(lengths))
+    return Score(tuple(returns), tuple(lengths), complete=not quota.any())
 
 
 def _stored(x: Array) -> Array:

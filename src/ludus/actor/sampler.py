@@ -235,9 +235,6 @@ class Sampler:
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(state["generator"].copy()))
 
-    def close(self) -> None:
-        self._envs.close()
-
 
 def _stack_into(target: Tree, items: list[Tree]) -> None:
     if isinstance(target, dict):

@@ -27,6 +27,9 @@ def demo(
     configs.override(data, f"config.seed={seed}")
     with Display() as display:
         result = experiment.start({"name": name, **data}, local_dir=local_dir, sinks=[display])
+    if result.stopped_by.startswith("interrupted"):
+        say(f"interrupted; ludus train --resume {result.run_dir} goes on")
+        raise typer.Exit(130)
     curve = plot([result.run_dir], result.run_dir / "plots" / "learning-curve.png")
     env = make_one("CartPole-v1", render_mode="rgb_array")
     video = result.run_dir / "videos" / "agent.mp4"

@@ -48,7 +48,7 @@ class Display:
     def write(self, numbers: Numbers) -> None:
         if self._quiet:
             return
-        self._last = numbers
+        self._last = {**self._last, **numbers}
         mean = numbers.get("episode_return_mean", math.nan)
         if not math.isnan(mean):
             self._curve.append(mean)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ludus.errors import NotFound
+from ludus.errors import LudusError, NotFound
 
 app = typer.Typer(help="List, inspect, compare and plot runs.", no_args_is_help=True)
 
@@ -63,10 +64,21 @@ def _found(directories: list[Path] | None) -> list[Path]:
     from ludus.experiment.run import find_runs
 
     asked = directories or [Path("runs")]
-    runs = [run for directory in asked for run in find_runs(directory)]
+    runs = [run for directory in asked for run in find_runs(directory) if _readable(run)]
     if not runs:
         raise NotFound(f"No runs in {', '.join(map(str, asked))}.", "`ludus train CartPole-v1` makes one.")
     return runs
+
+
+def _readable(run: Path) -> bool:
+    from ludus.experiment.run import Run
+
+    try:
+        Run(run).config()
+    except LudusError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _summary(run: Path) -> dict[str, Any]:

@@ -67,7 +67,12 @@ def train(
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     stops = configs.stop_values(stop or [])
     if resume is not None:
-        fixed = {"ENV": env or env_option, "-f": file, "--run": run, "--restore": restore, "--set": set_, "--seed": seed}
+        fixed = {
+            "ENV": env or env_option, "-f": file, "--run": run, "--restore": restore, "--set": set_, "--seed": seed,
+            "--num-envs": num_envs, "--num-workers": num_workers, "--num-cpus": num_cpus, "--num-gpus": num_gpus,
+            "--project": project, "--trial": trial, "--checkpoint-freq": checkpoint_freq,
+            "--checkpoint-at-end": checkpoint_at_end, "--keep-checkpoints-num": keep_checkpoints_num,
+        }  # fmt: skip
         given = [name for name, value in fixed.items() if value is not None]
         if given:
             raise UsageError(
@@ -76,7 +81,7 @@ def train(
             )
     data = {} if resume is not None else experiment_from(
         file, env or env_option, run, set_ or [], stops,
-        {"num_envs_per_worker": num_envs, "num_workers": 0 if local_mode else num_workers, "torch_threads": num_cpus, "num_gpus": num_gpus, "seed": seed},
+        {"num_envs_per_worker": num_envs, "num_workers": 0 if local_mode else num_workers, "torch_threads": num_cpus, "learner_threads": num_cpus, "num_gpus": num_gpus, "seed": seed},
         {"checkpoint_freq": checkpoint_freq, "checkpoint_at_end": checkpoint_at_end, "keep_checkpoints_num": keep_checkpoints_num},
     )  # fmt: skip
     if not quiet:

@@ -11,8 +11,9 @@ from typing import Any
 from ludus.actor.evaluate import Score
 from ludus.actor.sampler import Sampler
 from ludus.config import ExperimentConfig, StopConfig
+from ludus.errors import LudusError
 from ludus.experiment import checkpoint
-from ludus.metrics import Sink
+from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
 from ludus.store.store import Store
 from ludus.training.trainer import Progress, Trainer
@@ -32,6 +33,7 @@ class Schedule:
     keep: int | None
     evaluation_interval: int
     report_every_s: float = 0.0
+    checkpoint_time_s: float = 0.0
 
 
 def reached(stop: StopConfig, progress: Progress) -> str | None:
@@ -65,75 +67,90 @@ class Conductor:
         self._config = config
         self._seen = trainer.progress.iterations
         self._reported_at = -math.inf
-        self._evaluated: tuple[int, float] | None = None  # (iteration, score)
+        self._checkpointed = -1
+        self._checkpointed_at = trainer.progress.time_s
         self.stopped_by: str | None = None
         self.last_checkpoint: str | None = None
-        self._checkpointed = -1
 
     def step(self) -> bool:
+        """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
         progress = self._trainer.progress
         if progress.iterations == self._seen:
             return False
         self._seen = progress.iterations
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
-        at_end = self.stopped_by is not None and self._config.checkpoint_at_end
-        freq, every = self._schedule.checkpoint_freq, self._schedule.evaluation_interval
-        due = at_end or bool(freq and progress.iterations % freq == 0)
-        if progress.iterations % every == 0 if every else due:
-            self._score()
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
             self._reported_at = progress.time_s
-            for sink in self._sinks:
-                sink.write(self._trainer.metrics)
-        if due:  # after the report: whatever a checkpoint holds has been reported, even if we are killed in between
+            self._report(self._trainer.metrics)
+        due = self._checkpoint_is_due(progress)
+        if due:
             self.checkpoint()
+        every = self._schedule.evaluation_interval
+        if due or (every and progress.iterations % every == 0):
+            self._score()
         return True
 
+    def _checkpoint_is_due(self, progress: Progress) -> bool:
+        if self.stopped_by is not None:
+            return self._config.checkpoint_at_end
+        freq, seconds = self._schedule.checkpoint_freq, self._schedule.checkpoint_time_s
+        by_time = bool(seconds) and progress.time_s - self._checkpointed_at >= seconds
+        return by_time or bool(freq and progress.iterations % freq == 0)
+
+    def _report(self, numbers: Numbers) -> None:
+        for sink in self._sinks:
+            sink.write(numbers)
+
     def checkpoint(self) -> str:
-        """Evaluate if that belongs to it, store everything, keep the best, drop what is too old."""
+        """Store everything as it is now (once per iteration), and drop what is too old."""
         progress = self._trainer.progress
         if self._checkpointed == progress.iterations and self.last_checkpoint:
             return self.last_checkpoint
-        if self._schedule.evaluation_interval == 0:
-            self._score()
         versions = {name: self._pool.keep(name) for name in self._trainer.algorithms}
-        score = self._evaluated[1] if self._evaluated and self._evaluated[0] == progress.iterations else None
-        state = {"progress": progress.to_json(), "config": _plain(self._config), "evaluation": score}
+        state = {"progress": progress.to_json(), "config": _plain(self._config)}
         name = checkpoint.write(
             self._store, progress.iterations, self._trainer.algorithms, versions, self._sampler.state(), state
         )
         self.last_checkpoint, self._checkpointed = name, progress.iterations
-        self._judge(name, score)
+        self._checkpointed_at = progress.time_s
+        if self._evaluate is None:
+            self._judge(progress.episode_return_mean, "training")
         for gone in checkpoint.retain(self._store, self._schedule.keep, name).values():
             for model, version in gone.items():
                 self._pool.forget(model, version)
         log.info("checkpoint %s at %d timesteps", name, progress.timesteps)
         return name
 
-    def _judge(self, name: str, evaluated: float | None) -> None:
-        score, by = evaluated, "evaluation"
-        if self._evaluate is None:
-            score, by = self._trainer.progress.episode_return_mean, "training"
-        if score is not None and not math.isnan(score) and score >= checkpoint.best_score(self._store):
-            checkpoint.mark_best(self._store, name, score, by)
+    def _judge(self, score: float, by: str) -> None:
+        """The best so far is kept, whether a checkpoint was due or not."""
+        if not math.isnan(score) and score >= checkpoint.best_score(self._store):
+            checkpoint.mark_best(self._store, self.checkpoint(), score, by)
 
     def _score(self) -> None:
-        if self._evaluate is None or (self._evaluated and self._evaluated[0] == self._trainer.progress.iterations):
+        if self._evaluate is None:
             return
-        score = self._evaluate(self._trainer.progress.iterations)
-        if score.returns:
-            self._evaluated = (self._trainer.progress.iterations, score.mean)
-            self._trainer.metrics |= {
-                "evaluation/return_mean": score.mean,
-                "evaluation/return_min": min(score.returns),
-                "evaluation/return_max": max(score.returns),
-                "evaluation/length_mean": sum(score.lengths) / len(score.lengths),
-                "evaluation/episodes": len(score.returns),
-            }
+        progress = self._trainer.progress
+        score = self._evaluate(progress.iterations)
+        if not score.complete or not score.returns:
+            log.warning("an evaluation was not finished: %d episodes ended", len(score.returns))
+            return
+        numbers = {
+            "evaluation/return_mean": score.mean,
+            "evaluation/return_min": min(score.returns),
+            "evaluation/return_max": max(score.returns),
+            "evaluation/length_mean": sum(score.lengths) / len(score.lengths),
+            "evaluation/episodes": len(score.returns),
+        }
+        self._trainer.metrics |= numbers
+        self._report({"timesteps": progress.timesteps, "iterations": progress.iterations, **numbers})
+        self._judge(score.mean, "evaluation")
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except LudusError:  # a full disk; the other sinks are closed all the same
+                log.exception("closing %s failed", type(sink).__name__)
 
 
 def _plain(config: ExperimentConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ludus.actor.agent import Agent
 from ludus.actor.evaluate import Score, play
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.config import AlgorithmConfig, ExperimentConfig, StopConfig
-from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UsageError
+from ludus.errors import ConfigError, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
 from ludus.experiment import checkpoint
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
@@ -122,30 +122,44 @@ def start(
     restore: str | Path | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Result:
-    """Train a new run; with `restore`, from the state of a checkpoint."""
+    """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0."""
     resolved = resolve(data)
     e = resolved.experiment
     before = checkpoint.open_checkpoint(restore)[1] if restore else None
     _check_same_environment(before, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
-    run = Run.create(directory, resolved.saved())
-    return _train(resolved, run, before, sinks, environment_seed=resolved.config.seed)
+    Run.check_free(directory)
+    return _train(resolved, lambda: Run.create(directory, resolved.saved()), before, sinks, resolved.config.seed)
 
 
 def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Sequence[Sink] = ()) -> Result:
-    """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint."""
+    """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint.
+
+    A run that was killed before its first checkpoint starts again.
+    """
     run = Run.open(directory)
     data = run.config()
     if stop:
         data["stop"] = dict(stop)
     resolved = resolve(data)
-    before = checkpoint.newest(run.store)
-    _check_not_over(before, resolved)
-    run.sweep()
-    run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-    log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
-    seed = (resolved.config.seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
-    return _train(resolved, run, before, sinks, environment_seed=seed)
+    try:
+        before = checkpoint.newest(run.store)
+    except NotFound:
+        before = None
+        log.warning("%s has no checkpoint yet; it starts again", directory)
+    seed = resolved.config.seed
+    if before is not None:
+        _check_not_over(before, resolved)
+        log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
+        seed = (seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
+
+    def take_up() -> Run:
+        run.sweep()
+        run.write_config(resolved.saved())
+        run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        return run
+
+    return _train(resolved, take_up, before, sinks, seed, counting_on=True)
 
 
 def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> None:
@@ -168,31 +182,35 @@ def _check_not_over(before: Checkpoint, resolved: Resolved) -> None:
         )
 
 
-def _train(resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Sequence[Sink], environment_seed: int) -> Result:
-    run.start_log()
-    if before is not None:
-        log.info("continuing from checkpoint %s; environments start anew", before.name)
-    status = "failed"
-    try:
-        with stop_on_signals() as stop, assembled(resolved, run, before, sinks, environment_seed) as parts:
+def _train(
+    resolved: Resolved,
+    open_run: Callable[[], Run],
+    before: Checkpoint | None,
+    sinks: Sequence[Sink],
+    environment_seed: int,
+    counting_on: bool = False,
+) -> Result:
+    with (
+        stop_on_signals() as stop,
+        assembled(resolved, open_run, before, sinks, environment_seed, counting_on, stop) as parts,
+    ):
+        if before is not None:
+            log.info("continuing from checkpoint %s; environments start anew", before.name)
+        try:
             parts.runtime.run(lambda: parts.conductor.stopped_by is not None or stop())
-            stopped_by = parts.conductor.stopped_by or f"interrupted ({stop.name})"
-            status = "finished" if parts.conductor.stopped_by else "interrupted"
-            if resolved.experiment.checkpoint_at_end or stop():
+        except EnvironmentFault:
+            with contextlib.suppress(LudusError):  # what was learned before is whole, and worth keeping
                 parts.conductor.checkpoint()
-            metrics = dict(parts.trainer.metrics)
-            policy, version = parts.pool.newest(DEFAULT_MODEL)
-        name = parts.conductor.last_checkpoint
-        where = run.directory / checkpoint.FOLDER / name if name else None
-        log.info("%s: %s after %s timesteps", status, stopped_by, metrics.get("timesteps"))
-        return Result(run.directory, where, stopped_by, metrics, Agent(policy, resolved.config.seed, version))
-    except LudusError as error:
-        log.error("%s", error)
-        raise
-    finally:
-        with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
-            run.write_meta({"status": status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        run.stop_log()
+            raise
+        stopped_by = parts.conductor.stopped_by or f"interrupted ({stop.name})"
+        if not parts.conductor.stopped_by:
+            parts.conductor.checkpoint()
+        parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
+        metrics, name = dict(parts.trainer.metrics), parts.conductor.last_checkpoint
+        policy, version = parts.pool.newest(DEFAULT_MODEL)
+        where = parts.run.directory / checkpoint.FOLDER / name if name else None
+        log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
+        return Result(parts.run.directory, where, stopped_by, metrics, Agent(policy, resolved.config.seed, version))
 
 
 # -- the program --------------------------------------------------------------------------------------------------------
@@ -200,6 +218,7 @@ def _train(resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Seque
 
 @dataclass(frozen=True)
 class Parts:
+    run: Run
     runtime: InProcess
     sampler: Sampler
     trainer: Trainer
@@ -209,33 +228,57 @@ class Parts:
 
 @contextlib.contextmanager
 def assembled(
-    resolved: Resolved, run: Run, before: Checkpoint | None, sinks: Sequence[Sink], environment_seed: int
+    resolved: Resolved,
+    open_run: Callable[[], Run],
+    before: Checkpoint | None = None,
+    sinks: Sequence[Sink] = (),
+    environment_seed: int = 0,
+    counting_on: bool = False,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Parts]:
-    """Build the program of a run in this process, its state restored from `before`; close everything at the end."""
+    """Build the program of a run in this process, restored from `before`; close everything at the end.
+
+    The run's directory is made last, once environments, networks and checkpoint are known to fit together.
+    """
     config = resolved.config
     keep_freed_memory()
-    environments = make_environments(resolved.experiment.env, config.num_envs_per_worker, config.env_config)
-    environments.reset(environment_seed)  # an environment shows whether it masks actions only when it is reset
-    policy = make_policy(environments, config)
-    torch_threads, learner_threads = config.torch_threads or _threads(policy), config.learner_threads or _threads(policy)
-    torch.set_num_threads(torch_threads)
-    run.write_meta({"torch_threads": torch_threads, "learner_threads": learner_threads})
-    algorithm = resolved.algorithm(policy, config.model_copy(update={"learner_threads": learner_threads}), config.seed)
+    with contextlib.ExitStack() as stack:
+        environments = make_environments(resolved.experiment.env, config.num_envs_per_worker, config.env_config)
+        stack.callback(_closed, environments)
+        environments.reset(environment_seed)  # an environment shows whether it masks actions only when it is reset
+        policy = make_policy(environments, config)
+        threads = {
+            "torch_threads": config.torch_threads or _threads(policy),
+            "learner_threads": config.learner_threads or _threads(policy),
+        }
+        torch.set_num_threads(threads["torch_threads"])
+        algorithm = resolved.algorithm(policy, config.model_copy(update=threads), config.seed)
+        if before is not None:
+            before.restore(DEFAULT_MODEL, algorithm)
+        spec = segment_spec(policy, environments, config.steps)
 
-    program = Program()
-    pool = program.add("pool", LocalPool, run.store)
-    memory = program.add("memory", make_memory, "local", segment_spec(policy, environments, config.steps), environments.num, 1)
-    source = program.add("source", _open_model, pool, policy, before)
-    sampler = program.add("sampler", Sampler, environments, source, memory, environment_seed)
-    trainer = program.add(
-        "trainer", Trainer, {DEFAULT_MODEL: algorithm}, memory, pool, smoothing=config.metrics_num_episodes_for_smoothing
-    )
-    program.add("restored", _restore, before, resolved, algorithm, trainer, sampler)
-    evaluation = program.add("evaluation", _evaluation, resolved, policy)
-    conductor = program.add("conductor", _conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
-    with InProcess(program) as runtime:
-        parts = [runtime[handle] for handle in (sampler, trainer, conductor, pool)]
-        yield Parts(runtime, *parts)
+        run = open_run()
+        stack.enter_context(run.recorded())
+        run.write_meta(threads)
+        program = Program()
+        pool = program.add("pool", LocalPool, run.store)
+        memory = program.add("memory", make_memory, "local", spec, environments.num, 1)
+        source = program.add("source", _open_model, pool, policy, before)
+        sampler = program.add("sampler", Sampler, environments, source, memory, environment_seed)
+        window = config.metrics_num_episodes_for_smoothing
+        trainer = program.add("trainer", Trainer, {DEFAULT_MODEL: algorithm}, memory, pool, smoothing=window)
+        program.add("counters", _count_on, before if counting_on else None, trainer, sampler)
+        evaluation = program.add("evaluation", _evaluation, resolved, policy, interrupted)
+        conductor = program.add("conductor", _conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
+        runtime = stack.enter_context(InProcess(program))
+        yield Parts(run, runtime, *(runtime[handle] for handle in (sampler, trainer, conductor, pool)))
+
+
+def _closed(environments: Environments) -> None:
+    try:
+        environments.close()
+    except Exception:  # the user's code; what was trained is not lost by it
+        log.exception("closing %s failed", environments.name)
 
 
 def make_policy(environments: Environments, config: AlgorithmConfig) -> Policy:
@@ -271,12 +314,11 @@ def _open_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> A
     return pool.source(DEFAULT_MODEL)
 
 
-def _restore(before: Checkpoint | None, resolved: Resolved, algorithm: Algorithm, trainer: Trainer, sampler: Sampler) -> None:
-    if before is None:
-        return
-    before.restore(DEFAULT_MODEL, algorithm)
-    trainer.progress.load_json(before.state["progress"])
-    sampler.load_state(before.sampler)
+def _count_on(before: Checkpoint | None, trainer: Trainer, sampler: Sampler) -> None:
+    """A resumed run goes on counting, and drawing, where it was."""
+    if before is not None:
+        trainer.progress.load_json(before.state["progress"])
+        sampler.load_state(before.sampler)
 
 
 def _conductor(
@@ -290,23 +332,28 @@ def _conductor(
 ) -> Conductor:
     e, config = resolved.experiment, resolved.config
     schedule = Schedule(
-        e.stop, e.checkpoint_freq, e.keep_checkpoints_num, config.evaluation_interval, config.min_time_s_per_iteration
+        e.stop,
+        e.checkpoint_freq,
+        e.keep_checkpoints_num,
+        config.evaluation_interval,
+        config.min_time_s_per_iteration,
+        e.checkpoint_time_s,
     )
     incarnation = pool.incarnation(DEFAULT_MODEL)
     written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
     return Conductor(trainer, sampler, pool, run.store, schedule, written, e, evaluate)
 
 
-def _evaluation(resolved: Resolved, policy: Policy) -> _Evaluation | None:
+def _evaluation(resolved: Resolved, policy: Policy, interrupted: Callable[[], bool]) -> _Evaluation | None:
     config = resolved.config
-    return _Evaluation(resolved.experiment.env, config, policy) if config.evaluation_duration else None
+    return _Evaluation(resolved.experiment.env, config, policy, interrupted) if config.evaluation_duration else None
 
 
 class _Evaluation:
     """Own environments, own seeds: training does not notice it."""
 
-    def __init__(self, env: str, config: AlgorithmConfig, policy: Policy) -> None:
-        self._env, self._config, self._policy = env, config, policy
+    def __init__(self, env: str, config: AlgorithmConfig, policy: Policy, interrupted: Callable[[], bool]) -> None:
+        self._env, self._config, self._policy, self._interrupted = env, config, policy, interrupted
         self._environments: Environments | None = None
 
     def __call__(self, iteration: int) -> Score:
@@ -314,7 +361,8 @@ class _Evaluation:
             rows = min(self._config.evaluation_duration, _EVALUATION_ROWS)
             self._environments = make_environments(self._env, rows, self._config.env_config)
         seed = (self._config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
-        return play(self._policy, self._environments, self._config.evaluation_duration, seed)
+        with self._policy.acting():
+            return play(self._policy, self._environments, self._config.evaluation_duration, seed, interrupted=self._interrupted)
 
     def close(self) -> None:
         if self._environments is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ludus.errors import NotFound
 from ludus.metrics import read_jsonl
+
+log = logging.getLogger(__name__)
 
 METRIC = "episode_return_mean"
 
@@ -29,10 +32,18 @@ def plot(runs: Sequence[Path], out: Path, metric: str = METRIC, over: str = "tim
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
+    drawn = 0
     for run in runs:
-        x, y = curve(run, metric, over)
+        try:
+            x, y = curve(run, metric, over)
+        except NotFound as error:  # one that has only just begun
+            log.warning("%s", error)
+            continue
         axes.plot(x, y, linewidth=1.8, label=f"{run.parent.name}/{run.name}")
-    _style(axes, metric, over, many=len(runs) > 1)
+        drawn += 1
+    if not drawn:
+        raise NotFound(f"None of the {len(runs)} runs has values of {metric!r} over {over!r}.")
+    _style(axes, metric, over, many=drawn > 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out

@@ -13,14 +13,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ludus
 from ludus.config import dump_yaml
-from ludus.errors import ConfigError, NotFound, UsageError
+from ludus.errors import ConfigError, LudusError, NotFound, UsageError
 from ludus.store.local import LocalStore
+
+log = logging.getLogger(__name__)
 
 CONFIG, META, METRICS = "config.yaml", "meta.json", "metrics.jsonl"
 LOG_FILE = "logs/learner/train.log"
@@ -34,18 +36,24 @@ class Run:
         self.store = LocalStore(directory)
         self._handler: logging.Handler | None = None
         self._level_before = logging.NOTSET
+        self.status = "failed"  # until the one who trains says otherwise
 
     @classmethod
     def create(cls, directory: Path, config: Mapping[str, Any]) -> Run:
         """Raises UsageError when the directory already holds a run; StoreFull when it cannot be written."""
+        cls.check_free(directory)
+        run = cls(directory)
+        run.write_config(config)
+        run.write_meta({"status": "running", **_provenance(), "seed": config_seed(config)})
+        return run
+
+    @staticmethod
+    def check_free(directory: Path) -> None:
+        """Raises UsageError when the directory already holds a run."""
         if (directory / CONFIG).exists():
             raise UsageError(
                 f"{directory} already holds a run.", f"Continue it with --resume {directory}, or choose another name."
             )
-        run = cls(directory)
-        run.store.put(CONFIG, dump_yaml(dict(config)).encode())
-        run.write_meta({"status": "running", **_provenance(), "seed": config_seed(config)})
-        return run
 
     @classmethod
     def open(cls, directory: Path) -> Run:
@@ -81,6 +89,23 @@ class Run:
 
     def write_meta(self, changes: Mapping[str, Any]) -> None:
         self.store.put(META, json.dumps(self.meta() | dict(changes), indent=1).encode())
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        self.store.put(CONFIG, dump_yaml(dict(config)).encode())
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside: the package's log goes into the run too. At the end: how it went stands in its metadata."""
+        self.start_log()
+        try:
+            yield
+        except LudusError as error:
+            log.error("%s", error)
+            raise
+        finally:
+            with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
+                self.write_meta({"status": self.status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            self.stop_log()
 
     def start_log(self) -> None:
         """Write the package's log into the run, bounded, beside whatever else the process does with logging."""

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludus.errors import Damaged, Fenced, NotFound
+from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound
 from ludus.model import saved
 from ludus.model.policy import Policy, Weights
 from ludus.store.store import Store
@@ -44,9 +44,9 @@ class LocalPool:
 
     def add(self, name: str, policy: Policy, above: int = 0) -> None:
         """Create or re-open a model; its next version is above every earlier one, and above `above`."""
-        last, incarnation = self._counter(name)
-        last = max(last, above)
-        self._entries[name] = _Entry(policy, last, last, incarnation + 1)
+        incarnation = self._claim(name)
+        last = max(self._reserved(name), above)
+        self._entries[name] = _Entry(policy, last, last, incarnation)
         self._store.put(f"models/{name}/model.json", json.dumps(policy.description(), indent=1).encode())
         self._write_counter(name, last + RESERVED_BLOCK)
         self.publish(name)
@@ -94,24 +94,36 @@ class LocalPool:
         self._check_owner(name)
         self._write_counter(name, upto)
 
+    def _claim(self, name: str) -> int:
+        """The next incarnation number, which nobody else can get: it is created, never replaced."""
+        number = self._newest_incarnation(name) + 1
+        while True:
+            try:
+                self._store.put(f"models/{name}/incarnations/{number:06d}", b"", overwrite=False)
+            except AlreadyExists:
+                number += 1
+            else:
+                return number
+
+    def _newest_incarnation(self, name: str) -> int:
+        return max((int(n) for n in self._store.list(f"models/{name}/incarnations") if n.isdigit()), default=0)
+
     def _check_owner(self, name: str) -> None:
         """Whoever opened the model last owns it; an older owner that was thought dead must not write any more."""
-        _, newest = self._counter(name)
-        mine = self._entries[name].incarnation
+        newest, mine = self._newest_incarnation(name), self._entries[name].incarnation
         if newest != mine:
             raise Fenced(
                 f"Another process has taken over the model {name!r} (incarnation {newest}, this is {mine}).",
                 "One run has one trainer: stop the other, or leave this one stopped.",
             )
 
-    def _counter(self, name: str) -> tuple[int, int]:
-        """(highest version that may have been published, incarnation) as stored."""
+    def _reserved(self, name: str) -> int:
+        """The highest version that may ever have been published."""
         key = _counter_key(name)
         try:
-            record = json.loads(self._store.get(key))
-            return int(record["reserved"]), int(record["incarnation"])
+            return int(json.loads(self._store.get(key))["reserved"])
         except NotFound:
-            return 0, 0
+            return 0
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{key} is damaged: {error}.") from error
 

@@ -14,6 +14,8 @@ from ludus.errors import Damaged, LudusError
 from ludus.model.policy import Policy, Weights
 from ludus.tree import Array
 
+CLASS = "ludus.model.policy:Policy"
+
 
 def encode_weights(weights: Mapping[str, Array], meta: Mapping[str, str] | None = None) -> bytes:
     return save({name: np.asarray(array, order="C") for name, array in weights.items()}, dict(meta or {}))
@@ -33,6 +35,8 @@ def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
     """Build the policy that a `model.json` describes, with fresh weights. Raises Damaged."""
     try:
         data = json.loads(description) if isinstance(description, bytes) else description
+        if data["class"] != CLASS:
+            raise Damaged(f"the class {data['class']!r} is not known")
         return Policy.from_description(data)
     except (ValueError, KeyError, TypeError, LudusError) as error:
         raise Damaged(f"This model.json does not describe a model: {error}.") from error
