@@ -29,3 +29,23 @@ def test_the_duel_is_learned_from_its_file(tmp_path: Path) -> None:
     printed = run(*words, "--stop", "timesteps=60000", "--local-dir", str(tmp_path), cwd=tmp_path)
     result = json.loads(printed.splitlines()[-1])
     assert result["episode_return_mean"] >= 0.45
+
+
+def test_the_installed_command_finds_a_game_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "my_game.py").write_text("import gymnasium as gym\n\ndef make():\n    return gym.make('CartPole-v1')\n")
+    command = Path(sys.executable).parent / "ludus"
+    words = [str(command), "train", "my_game:make", "--stop", "iterations=1", "--quiet", "--json"]
+    out = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert out.returncode == 0, out.stderr
+    assert json.loads(out.stdout.splitlines()[-1])["stopped_by"] == "iterations"
+
+
+def test_the_demo_learns_draws_and_films(tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "ludus"
+    out = subprocess.run([str(command), "demo"], capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert out.returncode == 0, out.stderr
+    (run,) = (tmp_path / "runs" / "cartpole").iterdir()
+    assert (run / "plots" / "learning-curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert (run / "videos" / "agent.mp4").stat().st_size > 10_000
+    assert "Learned in" in out.stdout
+    assert "Try next" in out.stdout

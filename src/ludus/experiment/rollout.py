@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +21,7 @@ from ludus.errors import EnvironmentFault, StoreFull
 from ludus.experiment.video import VideoWriter, check_renders, check_rgb, frame_rate
 from ludus.game.environment import translated
 from ludus.spaces import ACTION_MASK
-from ludus.tree import Tree, leaves
+from ludus.tree import Array, Tree, leaves
 
 VIDEO_EPISODES = 3  # a longer video than that is rarely watched
 
@@ -55,52 +58,79 @@ def _finite(value: float) -> float | None:
 
 
 class StepLog:
-    """Columns of all steps; observations and actions are flattened into one column per leaf."""
+    """Columns of all steps; observations and actions are flattened into one column per leaf.
 
-    def __init__(self, save_info: bool) -> None:
-        self._columns: dict[str, list[Any]] = {}
-        self._save_info = save_info
+    Columns wait on disk, beside the file they end up in, so that a long rollout of pictures does not fill the memory.
+    """
 
-    def add(
-        self,
-        episode: int,
-        step: int,
-        observation: Tree,
-        action: Tree,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        info: Mapping[str, Any],
-    ) -> None:
-        row: dict[str, Any] = {
-            "episode": episode,
-            "step": step,
-            "reward": float(reward),
-            "terminated": bool(terminated),
-            "truncated": bool(truncated),
-        }
+    def __init__(self, path: Path, save_info: bool) -> None:
+        self._path, self._save_info, self._rows = path, save_info, 0
+        self._infos: list[str] = []
+        self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...], IO[bytes]]] = {}
+        with _translated(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._aside = tempfile.TemporaryDirectory(prefix=".steps-", dir=path.parent)
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for _, _, file in self._columns.values():
+            file.close()
+        self._aside.cleanup()
+
+    def add(self, counters: Mapping[str, Any], observation: Tree, action: Tree, info: Mapping[str, Any]) -> None:
+        row = {name: np.asarray(value) for name, value in counters.items()}
         for kind, tree in (("observation", observation), ("action", action)):
             for path, leaf in leaves(tree):
-                row[f"{kind}.{path}" if path else kind] = np.asarray(leaf).copy()
+                row[f"{kind}.{path}" if path else kind] = np.asarray(leaf)
+        with _translated(self._path):
+            for name, value in row.items():
+                self._append(name, value)
         if self._save_info:
-            row["info"] = json.dumps(info, default=_readable, sort_keys=True)
-        for name, value in row.items():
-            self._columns.setdefault(name, []).append(value)
+            self._infos.append(json.dumps(_plain(info), default=_readable, sort_keys=True))
+        self._rows += 1
 
-    def write(self, path: Path) -> None:
-        """`.npz`: columns of equal length, no pickled objects; `numpy.load` opens it with its defaults."""
-        arrays = {name: np.asarray(values) for name, values in self._columns.items()}
-        for name, array in arrays.items():
-            if array.dtype == object:
-                raise EnvironmentFault(f"The column {name!r} changes its shape from step to step and cannot be written.")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.part")
-            with aside.open("wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-            aside.replace(path)
-        except OSError as error:
-            raise StoreFull(f"Cannot write {path}: {error.strerror}.") from error
+    def _append(self, name: str, value: Array) -> None:
+        if name not in self._columns:
+            waiting = (Path(self._aside.name) / str(len(self._columns))).open("w+b")
+            self._columns[name] = value.dtype, value.shape, waiting
+        dtype, shape, file = self._columns[name]
+        if value.shape != shape or not np.can_cast(value.dtype, dtype, "same_kind"):
+            raise EnvironmentFault(f"The column {name!r} changes its shape from step to step and cannot be written.")
+        file.write(np.ascontiguousarray(value, dtype).tobytes())
+
+    def write(self) -> Path | None:
+        """`.npz`: columns of equal length, no pickled objects; `numpy.load` opens it with its defaults. None if empty."""
+        if not self._rows:
+            return None
+        finished = Path(self._aside.name) / "steps.npz"
+        with _translated(self._path):
+            with zipfile.ZipFile(finished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                for name, (dtype, shape, file) in self._columns.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
+                        header = {"descr": dtype.str, "fortran_order": False, "shape": (self._rows, *shape)}
+                        np.lib.format.write_array_header_2_0(out, header)
+                        file.seek(0)
+                        shutil.copyfileobj(file, out, 1 << 20)
+                if self._save_info:
+                    with archive.open("info.npy", "w", force_zip64=True) as out:
+                        np.lib.format.write_array(out, np.asarray(self._infos), allow_pickle=False)
+            finished.replace(self._path)
+        return self._path
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreFull(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def _plain(info: Any) -> Any:
+    """JSON has words for keys."""
+    return {str(key): _plain(item) for key, item in info.items()} if isinstance(info, Mapping) else info
 
 
 def _readable(value: Any) -> Any:
@@ -123,12 +153,13 @@ def play(
     video: Path | None = None,
 ) -> Played:
     """Play until `episodes` have ended or `max_steps` were made. An unfinished episode is in the file, not in the returns."""
-    played, log = Played(), StepLog(save_info) if steps_file else None
+    played = Played()
     if video is not None:
         check_renders(env, name)
     total = 0
     with contextlib.ExitStack() as stack:
         writer: VideoWriter | None = None
+        log = stack.enter_context(StepLog(steps_file, save_info)) if steps_file else None
         for episode in range(episodes):
             with translated(name, "reset", total):
                 observation, info = env.reset(seed=seed + episode)
@@ -143,7 +174,9 @@ def play(
                 with translated(name, "step", total + 1):
                     observation, reward, terminated, truncated, info = env.step(action)
                 if log is not None:
-                    log.add(episode, length, _seen(before, env), action, float(reward), terminated, truncated, info)
+                    counters = {"episode": episode, "step": length, "reward": float(reward)}
+                    ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
+                    log.add(counters | ends, _seen(before, env), action, info)
                 gained, length, total = gained + float(reward), length + 1, total + 1
                 over = terminated or truncated
             if over:
@@ -151,9 +184,7 @@ def play(
                 played.lengths.append(length)
             if max_steps is not None and total >= max_steps:
                 break
-    if log is not None and steps_file is not None and total:
-        log.write(steps_file)
-        played.steps_file = steps_file
+        played.steps_file = log.write() if log is not None else None
     played.video = video if writer is not None else None
     return played
 

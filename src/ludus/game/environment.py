@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from ludus import spaces
-from ludus.errors import ConfigError, EnvironmentFault, MissingExtra, UnknownName
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
 from ludus.plugins import did_you_mean, import_object
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, Tree, copy_into, leaves, map_tree
@@ -89,9 +89,16 @@ def make_environments(name: str, num: int, env_config: Mapping[str, Any] | None 
 
 
 def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> gym.Env[Any, Any]:
-    """A single environment, as it is watched and recorded."""
+    """A single environment, as it is watched and recorded.
+
+    One that exists only as a vector implementation is played through that, with one row; it cannot be filmed.
+    """
     config = dict(env_config or {})
     factory = _own_factory(name)
+    if factory is not None and _takes(factory, "num_envs") and "num_envs" in inspect.signature(factory).parameters:
+        return SingleRow(_made(name, lambda: factory(num_envs=1, **config)))
+    if factory is None and render_mode is None and _spec(name).namespace == "ALE":  # exactly what was trained on
+        return SingleRow(_made(name, lambda: gym.make_vec(name, 1, vectorization_mode="vector_entry_point", **config)))
     if render_mode is not None and (factory is None or _takes(factory, "render_mode")):
         config["render_mode"] = render_mode
     if factory is not None:
@@ -147,6 +154,8 @@ def _spec(name: str) -> gym.envs.registration.EnvSpec:
 def _made(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
+    except LudusError:
+        raise
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         family = "mujoco" if "mujoco" in str(error).lower() else "box2d" if "box2d" in str(error).lower() else "all"
         raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
@@ -235,6 +244,38 @@ def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
     except Exception as error:
         who = name if row is None else f"environment {row} of {name}"
         raise EnvironmentFault(f"{who} raised {type(error).__name__} in {call} (step {step}): {error}.") from error
+
+
+class SingleRow(gym.Env[Any, Any]):
+    """The one row of a vector environment, as an ordinary environment."""
+
+    def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
+        self._env = env
+        self.metadata = env.metadata
+        self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, infos = self._env.reset(seed=seed)
+        return _first_row(observation), _first_row(infos)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        batched = map_tree(lambda x: np.asarray(x)[None], action)
+        observation, reward, terminated, truncated, infos = self._env.step(batched)
+        over = bool(terminated[0] or truncated[0])
+        final = infos.get("final_obs") if over else None  # same-step autoreset already shows the next episode
+        seen = _first_row(observation) if final is None else final[0] if isinstance(final, np.ndarray) else _first_row(final)
+        return seen, float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first_row(infos)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _first_row(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _first_row(item) for key, item in value.items() if not key.startswith("_")}
+    if isinstance(value, tuple):
+        return tuple(map(_first_row, value))
+    return value[0] if isinstance(value, np.ndarray) and value.ndim else value
 
 
 # -- copies in a loop ---------------------------------------------------------------------------------------------------
