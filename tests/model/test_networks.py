@@ -438,3 +438,13 @@ def test_a_two_dimensional_box_is_a_list_of_entities_only_beside_its_mask() -> N
     alone = gs.Dict({"units": gs.Box(-1, 1, (4, 3)), "units_mask": gs.MultiBinary(3)})
     network = Network(alone, 2, NetworkConfig())
     assert (len(network.trunk.sets), network.vector.size) == (0, 15)
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+def test_pictures_arranged_for_learning_give_the_same_features(lead: tuple[int, ...]) -> None:
+    space = gs.Dict({"a": gs.Tuple((gs.Box(0, 255, (4, 40, 44), np.uint8),)), "b": gs.Box(-1, 1, (2,))})
+    network, seen = Network(space, 3, NetworkConfig()), observations(space, *lead)
+    arranged = network.arranged(seen)
+    assert arranged["a"][0].shape == (*lead, 40, 44, 4)
+    for mine, theirs in zip(network(arranged, (), None)[:2], network(seen, (), None)[:2], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)

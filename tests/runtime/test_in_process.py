@@ -30,8 +30,8 @@ class Part:
 def test_components_are_joined_take_turns_and_are_closed_in_reverse() -> None:
     diary: list[str] = []
     program = Program()
-    first = program.add("first", Part, "a", diary, work=2)
-    second = program.add("second", Part, "b", diary, work=2, other=first)
+    first = program.add_worker("first", Part, "a", diary, work=2)
+    second = program.add_worker("second", Part, "b", diary, work=2, other=first)
     with InProcess(program) as runtime:
         assert runtime[second].other is runtime[first]
         runtime.run(lambda: len(diary) >= 6)
@@ -54,7 +54,7 @@ def test_what_was_made_is_closed_when_a_later_component_fails() -> None:
 
 def test_a_program_that_can_never_go_on_says_so_instead_of_hanging() -> None:
     program = Program()
-    program.add("idle", Part, "a", [])
+    program.add_worker("idle", Part, "a", [])
     with InProcess(program) as runtime, pytest.raises(LudusError, match="wait forever"):
         runtime.run(lambda: False)
 

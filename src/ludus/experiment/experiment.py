@@ -24,14 +24,14 @@ from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
 from ludus.experiment.run import Run, run_directory
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
-from ludus.memory.memory import make_memory
+from ludus.memory.memory import Memory, make_memory
 from ludus.metrics import JsonLines, Sink, TensorBoard
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
-from ludus.model.pool import LocalPool
+from ludus.model.pool import LocalPool, PolicySource
 from ludus.runtime.in_process import InProcess
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
-from ludus.runtime.program import Program
+from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm, algorithm_class
 from ludus.training.trainer import Progress, Trainer
 from ludus.types import DEFAULT_MODEL
@@ -218,6 +218,8 @@ def _train(
 
 @dataclass(frozen=True)
 class Parts:
+    """What a caller of `assembled` drives and looks at."""
+
     run: Run
     runtime: InProcess
     sampler: Sampler
@@ -236,49 +238,56 @@ def assembled(
     counting_on: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Parts]:
-    """Build the program of a run in this process, restored from `before`; close everything at the end.
-
-    The run's directory is made last, once environments, networks and checkpoint are known to fit together.
-    """
-    config = resolved.config
+    """The program of a run, built in this process, restored from `before`; everything is closed at the end."""
     keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        environments = make_environments(resolved.experiment.env, config.num_envs_per_worker, config.env_config)
-        stack.callback(_closed, environments)
-        environments.reset(environment_seed)  # an environment shows whether it masks actions only when it is reset
-        policy = make_policy(environments, config)
-        threads = {
-            "torch_threads": config.torch_threads or _threads(policy),
-            "learner_threads": config.learner_threads or _threads(policy),
-        }
-        torch.set_num_threads(threads["torch_threads"])
-        algorithm = resolved.algorithm(policy, config.model_copy(update=threads), config.seed)
-        if before is not None:
-            before.restore(DEFAULT_MODEL, algorithm)
-        spec = segment_spec(policy, environments, config.steps)
-
-        run = open_run()
-        stack.enter_context(run.recorded())
-        run.write_meta(threads)
-        program = Program()
-        pool = program.add("pool", LocalPool, run.store)
-        memory = program.add("memory", make_memory, "local", spec, environments.num, 1)
-        source = program.add("source", _open_model, pool, policy, before)
-        sampler = program.add("sampler", Sampler, environments, source, memory, environment_seed)
-        window = config.metrics_num_episodes_for_smoothing
-        trainer = program.add("trainer", Trainer, {DEFAULT_MODEL: algorithm}, memory, pool, smoothing=window)
-        program.add("counters", _count_on, before if counting_on else None, trainer, sampler)
-        evaluation = program.add("evaluation", _evaluation, resolved, policy, interrupted)
-        conductor = program.add("conductor", _conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
-        runtime = stack.enter_context(InProcess(program))
-        yield Parts(run, runtime, *(runtime[handle] for handle in (sampler, trainer, conductor, pool)))
+    program, handles = program_of(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
+    with InProcess(program) as runtime:
+        run, *parts = (runtime[handle] for handle in handles)
+        try:
+            yield Parts(run, runtime, *parts)
+        except LudusError as error:
+            log.error("%s", error)
+            raise
 
 
-def _closed(environments: Environments) -> None:
+def program_of(
+    resolved: Resolved,
+    open_run: Callable[[], Run],
+    before: Checkpoint | None,
+    sinks: Sequence[Sink],
+    environment_seed: int,
+    counting_on: bool,
+    interrupted: Callable[[], bool],
+) -> tuple[Program, tuple[Handle, ...]]:
+    """The one wiring: which components a run has and how they are joined. Nothing is made before a runtime does it.
+
+    The run's directory comes after what may not fit together: environments, networks and checkpoint.
+    """
+    e, config = resolved.experiment, resolved.config
+    program = Program()
+    environments = program.add("environments", _environments, e.env, config, environment_seed)
+    policy = program.add("policy", make_policy, environments, config)
+    algorithm = program.add("algorithm", _algorithm, resolved.algorithm, policy, config, before)
+    run = program.add("run", _opened, open_run, policy, config)
+    pool = program.add("pool", _pool, run)
+    memory = program.add("memory", _memory, policy, environments, config.steps)
+    source = program.add("source", _source, pool, policy, before)
+    sampler = program.add_worker("sampler", Sampler, environments, source, memory, environment_seed)
+    trainer = program.add_worker("trainer", _trainer, algorithm, memory, pool, config.metrics_num_episodes_for_smoothing)
+    program.add("counters", _count_on, before if counting_on else None, trainer, sampler)
+    evaluation = program.add("evaluation", _evaluation, resolved, policy, interrupted)
+    conductor = program.add_worker("conductor", _conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
+    return program, (run, sampler, trainer, conductor, pool)
+
+
+def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
+    environments = make_environments(env, config.num_envs_per_worker, config.env_config)
     try:
+        environments.reset(seed)  # an environment shows whether it masks actions only when it is reset
+    except BaseException:
         environments.close()
-    except Exception:  # the user's code; what was trained is not lost by it
-        log.exception("closing %s failed", environments.name)
+        raise
+    return environments
 
 
 def make_policy(environments: Environments, config: AlgorithmConfig) -> Policy:
@@ -303,15 +312,45 @@ def make_policy(environments: Environments, config: AlgorithmConfig) -> Policy:
         )
 
 
-def _threads(policy: Policy) -> int:
+def _threads(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:
     """Convolutions over real pictures fill all cores; a small network is faster on one."""
     pixels = sum(encoder.pixels for encoder in policy.network.trunk.image_encoders)
-    return usable_cores() if pixels >= _MANY_PIXELS else 1
+    usual = usable_cores() if pixels >= _MANY_PIXELS else 1
+    return {"torch_threads": config.torch_threads or usual, "learner_threads": config.learner_threads or usual}
 
 
-def _open_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Any:
+def _algorithm(kind: type[Algorithm], policy: Policy, config: AlgorithmConfig, before: Checkpoint | None) -> Algorithm:
+    threads = _threads(policy, config)
+    torch.set_num_threads(threads["torch_threads"])
+    algorithm = kind(policy, config.model_copy(update=threads), config.seed)
+    if before is not None:
+        before.restore(DEFAULT_MODEL, algorithm)
+    return algorithm
+
+
+def _opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:
+    run = open_run()
+    run.start_log()
+    run.write_meta(_threads(policy, config))
+    return run
+
+
+def _pool(run: Run) -> LocalPool:
+    return LocalPool(run.store)
+
+
+def _memory(policy: Policy, environments: Environments, steps: int) -> Memory:
+    """One block: sampling and learning alternate, which is what an on-policy algorithm needs."""
+    return make_memory("local", segment_spec(policy, environments, steps), environments.num, 1)
+
+
+def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> PolicySource:
     pool.add(DEFAULT_MODEL, policy, above=before.state["models"][DEFAULT_MODEL]["version"] if before else 0)
     return pool.source(DEFAULT_MODEL)
+
+
+def _trainer(algorithm: Algorithm, memory: Memory, pool: LocalPool, smoothing: int) -> Trainer:
+    return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing)
 
 
 def _count_on(before: Checkpoint | None, trainer: Trainer, sampler: Sampler) -> None:

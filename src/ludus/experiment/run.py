@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ import ludus
 from ludus.config import dump_yaml
 from ludus.errors import ConfigError, LudusError, NotFound, UsageError
 from ludus.store.local import LocalStore
-
-log = logging.getLogger(__name__)
 
 CONFIG, META, METRICS = "config.yaml", "meta.json", "metrics.jsonl"
 LOG_FILE = "logs/learner/train.log"
@@ -93,18 +91,12 @@ class Run:
     def write_config(self, config: Mapping[str, Any]) -> None:
         self.store.put(CONFIG, dump_yaml(dict(config)).encode())
 
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Inside: the package's log goes into the run too. At the end: how it went stands in its metadata."""
-        self.start_log()
+    def close(self) -> None:
+        """How it went goes into the metadata, and the log ends."""
         try:
-            yield
-        except LudusError as error:
-            log.error("%s", error)
-            raise
-        finally:
             with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
                 self.write_meta({"status": self.status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        finally:
             self.stop_log()
 
     def start_log(self) -> None:

@@ -112,6 +112,10 @@ class Policy(nn.Module):
         log_prob, entropy = self.distribution.evaluate(outputs, action, mask)
         return log_prob, entropy, value
 
+    def arranged(self, observation: Tree) -> Tree:
+        """Observations laid out for `evaluate` to take them several times; `step` takes them either way."""
+        return self.network.arranged(observation)
+
     @torch.no_grad()
     def update_normaliser(self, observation: Tree) -> None:
         """Learner only: merge a batch [N, …] of observations into the running statistics."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ludus.errors import LudusError
-from ludus.runtime.program import Component, Handle, Program
+from ludus.runtime.program import Handle, Program
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class InProcess:
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Take turns until `stop()`. Raises if no component has anything left to do."""
-        workers = [made.step for made in self._made.values() if isinstance(made, Component)]
+        workers = [self._made[node.name].step for node in self._program.nodes if node.works]
         while not stop():
             busy = False
             for step in workers:

@@ -154,7 +154,7 @@ class PPO:
             return tensor if keep is None else tensor.index_select(0, keep)
 
         return Batch(
-            observation=map_tree(flat, segments.observation),
+            observation=self.policy.arranged(map_tree(flat, segments.observation)),
             action=map_tree(flat, segments.action),
             mask=flat(segments.action_mask) if segments.spec.mask_size else None,
             log_prob=flat(segments.log_prob),
@@ -177,7 +177,7 @@ class PPO:
             return sequences.flatten(1, 2)  # [L, count·B, …]; what is not valid is 0
 
         batch = Batch(
-            observation=map_tree(cut, segments.observation),
+            observation=self.policy.arranged(map_tree(cut, segments.observation)),
             action=map_tree(cut, segments.action),
             mask=cut(segments.action_mask) if segments.spec.mask_size else None,
             log_prob=cut(segments.log_prob),
@@ -255,6 +255,9 @@ class PPO:
             return ()
         valid: Bools = segments.valid
         return map_tree(lambda x: torch.from_numpy(x[: segments.spec.steps][valid]), segments.observation)
+
+    def close(self) -> None:
+        self.optimizer.close()
 
     # -- what a resumed run needs
 
