@@ -140,8 +140,22 @@ def test_a_single_environment_is_made_for_watching() -> None:
     own = make_one("tests.environments:make_count", {"length": 3})
     assert isinstance(own, tiny.Count)
     assert own.length == 3
-    with pytest.raises(EnvironmentFault, match=r"SameStep made a SameStep, not a gymnasium\.Env"):
-        make_one("tests.environments:SameStep")
+
+
+def test_what_exists_only_as_a_vector_is_watched_through_its_one_row() -> None:
+    one = make_one("tests.environments:SameStep")
+    observation, _ = one.reset(seed=0)
+    assert one.observation_space.contains(observation)
+    for _ in range(1000):
+        before = observation
+        observation, reward, terminated, truncated, _ = one.step(one.action_space.sample())
+        assert isinstance(reward, float)
+        if terminated or truncated:
+            break
+    else:
+        pytest.fail("the episode never ended")
+    assert (observation != before).any(), "the final observation, not the first of the next episode"
+    assert observation.shape == before.shape
 
 
 def test_the_solved_return_comes_from_gymnasium() -> None:
