@@ -178,3 +178,18 @@ def test_a_new_learning_rate_counts_from_the_next_step() -> None:
     optimizer.lr = 0.1
     optimizer.step(error, [two], [1.0])
     assert all((a != b).any() for a, b in zip(weights(model), before, strict=True))
+
+
+def test_the_plain_formula_gives_what_the_fused_kernel_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 7)
+        optimizer = Optimizer(model, lr=0.01, grad_clip=0.5)
+        if not fused:
+            monkeypatch.setattr("ludus.training.optimizer._FUSED", None)
+        for step in range(20):
+            optimizer.grad.copy_(torch.sin(torch.arange(42.0) * (step + 1)))
+            optimizer.apply()
+        results.append(optimizer.flat.clone())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from ludus.errors import TrainingDiverged
 from ludus.tree import Array
 
+_FUSED: Callable[..., None] | None = getattr(torch, "_fused_adam_", None)
+"""The kernel behind `torch.optim.Adam(fused=True)`; without it the same formula in plain operations."""
+
 M = TypeVar("M", bound=nn.Module)
 Shard = TypeVar("Shard")
 Numbers = dict[str, Tensor]
@@ -86,12 +89,34 @@ class Optimizer(Generic[M]):
         if self.grad_clip and norm > self.grad_clip:
             self.grad.mul_(self.grad_clip / (norm + 1e-6))
         self.updates += 1
+        if _FUSED is not None:  # one pass over memory instead of seven, half the time
+            self._fused_update()
+            return
         beta1, beta2 = self.betas
         self._mean.lerp_(self.grad, 1 - beta1)
         self._variance.mul_(beta2).addcmul_(self.grad, self.grad, value=1 - beta2)
         correction1, correction2 = 1 - beta1**self.updates, math.sqrt(1 - beta2**self.updates)
         denominator = self._variance.sqrt().mul_(1 / correction2).add_(self.eps)
         self.flat.addcdiv_(self._mean, denominator, value=-self.lr / correction1)
+
+    def _fused_update(self) -> None:
+        assert _FUSED is not None
+        beta1, beta2 = self.betas
+        _FUSED(
+            [self.flat],
+            [self.grad],
+            [self._mean],
+            [self._variance],
+            [],
+            [torch.tensor(float(self.updates))],
+            lr=self.lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=0.0,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def state(self) -> dict[str, Array]:
         moments = {"mean": self._mean, "variance": self._variance, "updates": torch.tensor(self.updates)}
