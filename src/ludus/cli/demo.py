@@ -14,7 +14,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Another seed, another agent.")] = 0,
 ) -> None:
     """Train CartPole to a return of 475, then draw its learning curve and film it."""
-    from ludus.cli.display import Display, say
+    from ludus.cli.display import Display, here, say
 
     say("Training CartPole-v1 with PPO until the mean return of 100 episodes is 475 …")
     from ludus import config as configs
@@ -28,7 +28,7 @@ def demo(
     with Display() as display:
         result = experiment.start({"name": name, **data}, local_dir=local_dir, sinks=[display])
     if result.stopped_by.startswith("interrupted"):
-        say(f"interrupted; ludus train --resume {result.run_dir} goes on")
+        say(f"interrupted; {here('ludus')} train --resume {result.run_dir} goes on")
         raise typer.Exit(130)
     curve = plot([result.run_dir], result.run_dir / "plots" / "learning-curve.png")
     env = make_one("CartPole-v1", render_mode="rgb_array")
@@ -43,10 +43,10 @@ def demo(
         say(f"  {label:<16}{what}")
     say("\nTry next:")
     for command in (
-        f"ludus rollout {result.run_dir} --episodes 20",
-        "ludus train Acrobot-v1 --stop time_s=60",
-        "ludus train CartPole-v1 --set model.use_lstm=true --stop timesteps=200000",
-        f"tensorboard --logdir {local_dir}",
-        "ludus runs plot",
+        f"{here('ludus')} rollout {result.run_dir} --episodes 20",
+        f"{here('ludus')} train Acrobot-v1 --stop time_s=60",
+        f"{here('ludus')} train CartPole-v1 --set model.use_lstm=true --stop timesteps=200000",
+        f"{here('ludus')} runs plot {local_dir}",
+        f"{here('tensorboard')} --logdir {local_dir}",
     ):
         say(f"  {command}")

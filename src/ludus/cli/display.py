@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ludus.metrics import Numbers
@@ -16,6 +18,14 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 def say(text: str, *, to_stderr: bool = False) -> None:
     print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def here(command: str) -> str:
+    """A command as it can be typed now: with its path when its folder is not on PATH."""
+    if shutil.which(command):
+        return command
+    beside = Path(sys.argv[0]).parent / command
+    return str(beside) if beside.exists() else command
 
 
 class Display:

@@ -127,12 +127,14 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    names = [name for name in rows[0] if name != "run"] + ["run"]  # the longest last, where it may break
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in rows[0]:
-        table.add_column(name, overflow="fold", justify="right" if isinstance(rows[0][name], (int, float)) else "left")
+    for name in names:
+        number = any(isinstance(row[name], (int, float)) for row in rows)
+        table.add_column(name, no_wrap=name != "run", overflow="fold", justify="right" if number else "left")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    Console().print(table)
+        table.add_row(*(_cell(row[name]) for name in names))
+    Console(width=10_000).print(table)  # never squeezed: a path that is cut cannot be copied
 
 
 def _cell(value: Any) -> str:

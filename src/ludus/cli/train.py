@@ -136,7 +136,7 @@ def experiment_from(
 
 
 def _conclude(result: Result, *, quiet: bool, as_json: bool) -> None:
-    from ludus.cli.display import say
+    from ludus.cli.display import here, say
 
     interrupted = result.stopped_by.startswith("interrupted")
     if not quiet:
@@ -149,7 +149,7 @@ def _conclude(result: Result, *, quiet: bool, as_json: bool) -> None:
         say(f"run         {result.run_dir}", to_stderr=as_json)
         if result.checkpoint:
             say(f"checkpoint  {result.checkpoint}", to_stderr=as_json)
-            say(f"watch it    ludus rollout {result.run_dir} --video", to_stderr=as_json)
+            say(f"watch it    {here('ludus')} rollout {result.run_dir} --video", to_stderr=as_json)
     if as_json:
         print(json.dumps(result.to_json()), flush=True)
     if interrupted:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -94,6 +96,8 @@ def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode
     One that exists only as a vector implementation is played through that, with one row; it cannot be filmed.
     """
     config = dict(env_config or {})
+    if render_mode == "rgb_array" and not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen, and complain
     factory = _own_factory(name)
     if factory is not None and _takes(factory, "num_envs") and "num_envs" in inspect.signature(factory).parameters:
         return SingleRow(_made(name, lambda: factory(num_envs=1, **config)))
