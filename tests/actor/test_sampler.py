@@ -192,3 +192,33 @@ def test_not_a_number_in_an_observation_names_environment_and_step() -> None:
     environments = LoopEnvironments("broken", [Counter(), Broken()])
     with pytest.raises(EnvironmentFault, match=r"Environment 1 of broken returned nan in its observation.*step \d+"):
         sampled(environments, 20)
+
+
+def test_a_failing_environment_does_not_keep_its_block() -> None:
+    environments = LoopEnvironments("broken", [Broken()])
+    policy = Policy(environments.observation_space, environments.action_space)
+    environments.reset(0)
+    memory = LocalMemory(segment_spec(policy, environments, 20), 1, 1)
+    with pytest.raises(EnvironmentFault):
+        Sampler(environments, Fixed(policy), memory, seed=0).step()
+    assert memory.take(0) is None
+    assert memory.reserve(0) is not None
+
+
+class Rooms(Counter):
+    """Says it is in one of three rooms, and once that it is in the eighth."""
+
+    observation_space = gym.spaces.Discrete(3)  # type: ignore[assignment]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return 7 if self.episode == 3 else 1, *rest  # type: ignore[return-value]
+
+
+def test_a_category_that_does_not_exist_is_named_before_it_reaches_a_network() -> None:
+    with pytest.raises(EnvironmentFault, match=r"Environment 0 of rooms returned 7 in its observation at step \d+"):
+        sampled(LoopEnvironments("rooms", [Rooms()]), 20)

@@ -87,6 +87,16 @@ class MemoryContract:
         assert memory.reserve(0) is not None
         assert memory.reserve(0) is None
 
+    def test_an_abandoned_block_is_free_again_and_never_seen_by_a_reader(self, make: MakeMemory) -> None:
+        memory = make(SPEC, ROWS, 1)
+        block = sign(reserved(memory), 1)
+        memory.abandon(block)
+        assert memory.take(0) is None
+        write(memory, 2)
+        assert read(memory) == 2
+        with pytest.raises(ValueError, match="abandoned"):
+            memory.abandon(block)
+
     def test_an_empty_memory_gives_none(self, make: MakeMemory) -> None:
         memory = make(SPEC, ROWS, 2)
         assert memory.take(0) is None
