@@ -45,7 +45,7 @@ def demo(
     for command in (
         f"{here('ludus')} rollout {result.run_dir} --episodes 20",
         f"{here('ludus')} train Acrobot-v1 --stop time_s=60",
-        f"{here('ludus')} train CartPole-v1 --set model.use_lstm=true --stop timesteps=200000",
+        f"{here('ludus')} train CartPole-v1 --set model.use_lstm=true --set normalize_reward=true",
         f"{here('ludus')} runs plot {local_dir}",
         f"{here('tensorboard')} --logdir {local_dir}",
     ):
