@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import ludus
 from ludus.errors import UsageError
@@ -82,3 +83,11 @@ def test_a_new_run_from_a_checkpoint_has_its_weights_and_counts_from_zero(tmp_pa
     assert second.agent.version > first.agent.version
     for name, value in first.agent.policy.weights().items():
         assert (second.agent.policy.weights()[name] == value).all(), name
+
+
+def test_a_run_is_resumed_from_python_and_the_callers_threads_are_left_as_they_were(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    first = ludus.train("CartPole-v1", stop={"iterations": 2}, local_dir=tmp_path, torch_threads=before + 1, **SMALL)
+    second = ludus.resume(first.run_dir, stop={"iterations": 4})
+    assert (second.run_dir, second.metrics["iterations"]) == (first.run_dir, 4)
+    assert torch.get_num_threads() == before

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ludus.actor.agent import Agent as Agent
     from ludus.api import load as load
+    from ludus.api import resume as resume
     from ludus.api import train as train
     from ludus.errors import LudusError as LudusError
     from ludus.experiment.experiment import Result as Result
@@ -25,10 +26,11 @@ _WHERE = {
     "LudusError": "ludus.errors",
     "Result": "ludus.experiment.experiment",
     "load": "ludus.api",
+    "resume": "ludus.api",
     "train": "ludus.api",
 }
 
-__all__ = ["Agent", "LudusError", "Result", "__version__", "load", "train"]
+__all__ = ["Agent", "LudusError", "Result", "__version__", "load", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

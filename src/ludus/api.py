@@ -43,6 +43,11 @@ def train(
     )
 
 
+def resume(directory: str | Path, stop: Mapping[str, float] | None = None) -> Result:
+    """Continue a run that was stopped or killed, in its own directory; `stop` replaces its stop conditions."""
+    return experiment.resume(Path(directory), stop=stop)
+
+
 def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> Agent:
     """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`."""
     _, found = checkpoint.open_checkpoint(where)

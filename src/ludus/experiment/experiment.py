@@ -240,14 +240,18 @@ def assembled(
 ) -> Iterator[Parts]:
     """The program of a run, built in this process, restored from `before`; everything is closed at the end."""
     keep_freed_memory()
+    threads = torch.get_num_threads()
     program, handles = program_of(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
-    with InProcess(program) as runtime:
-        run, *parts = (runtime[handle] for handle in handles)
-        try:
-            yield Parts(run, runtime, *parts)
-        except LudusError as error:
-            log.error("%s", error)
-            raise
+    try:
+        with InProcess(program) as runtime:
+            run, *parts = (runtime[handle] for handle in handles)
+            try:
+                yield Parts(run, runtime, *parts)
+            except LudusError as error:
+                log.error("%s", error)
+                raise
+    finally:
+        torch.set_num_threads(threads)  # the caller's process is not ours
 
 
 def program_of(
