@@ -48,7 +48,7 @@ class Store(Protocol):
 
 
 def open_store(url: str) -> Store:
-    """`path`, or `module:Class` given as "module:Class=argument"; other schemes arrive with their backends."""
+    """A directory (`path` or `file://path`), or `scheme://…` of a backend in `STORES`. Raises UnknownName."""
     if "://" in url:
         scheme, _, rest = url.partition("://")
         if scheme == "file":

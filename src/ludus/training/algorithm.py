@@ -21,8 +21,6 @@ ALGORITHMS: Mapping[str, str] = {"PPO": "ludus.training.algorithms.ppo:PPO"}
 
 class Algorithm(Protocol):
     Config: ClassVar[type[AlgorithmConfig]]
-    on_policy: ClassVar[bool]
-    """Segments are learned from once, and only while the policy that made them is the newest."""
 
     policy: Policy
     optimizer: Optimizer[Policy]

@@ -92,7 +92,6 @@ class Batch:
 
 class PPO:
     Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
-    on_policy: ClassVar[bool] = True
 
     def __init__(self, policy: Policy, config: PPOConfig, seed: int) -> None:
         self.policy, self.config = policy, config
