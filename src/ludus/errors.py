@@ -14,6 +14,8 @@
     │   ├── Fenced                 another process has taken this run over
     │   └── StoreFull              no space left, or not allowed to write
     ├── MemoryClosed               the other side of a memory is gone
+    ├── WorkerFailed               a process of ours died, or could not start
+    ├── Refused                    a game's request was not served; it carries the status that the game sees
     └── IncompatibleCheckpoint     a checkpoint of another environment, model or version
 
 A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
@@ -86,6 +88,19 @@ class StoreFull(StoreError):
 
 class MemoryClosed(LudusError):
     pass
+
+
+class WorkerFailed(LudusError):
+    pass
+
+
+class Refused(LudusError):
+    """`error` is a word that a program can test for; `retry_after_s` is set when trying again may help."""
+
+    def __init__(self, status: int, error: str, message: str, hint: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, hint)
+        self.args = (status, error, message, hint, retry_after_s)
+        self.status, self.error, self.retry_after_s = status, error, retry_after_s
 
 
 class IncompatibleCheckpoint(LudusError):

@@ -1,0 +1,73 @@
+"""The protocol by which a game calls us, as data: names, kinds of steps, error replies. `docs/protocol.md` tells it in words.
+
+    POST /step      headers session, step_kind (start | tick | end), optionally seq, match, Authorization: Bearer …
+                    body: opaque bytes; reply: opaque bytes
+    GET  /spec      protocol version, observation and action spaces
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ludus.errors import Refused
+
+VERSION: Final = 1
+
+STEP: Final = "/step"
+SPEC: Final = "/spec"
+HEALTH: Final = "/health"
+
+START: Final = "start"
+TICK: Final = "tick"
+END: Final = "end"
+
+KINDS: Final[Mapping[bytes, str]] = {b"start": START, b"tick": TICK, b"end": END, b"stop": END}
+"""What `step_kind` may say."""
+
+SESSION_HEADERS: Final = frozenset({b"session", b"game_id", b"game-id", b"ludus-session"})
+KIND_HEADERS: Final = frozenset({b"step_kind", b"step-kind", b"ludus-step"})
+SEQ_HEADERS: Final = frozenset({b"seq", b"ludus-seq"})
+MATCH_HEADERS: Final = frozenset({b"match", b"ludus-match"})
+ENDPOINT_HEADER: Final = "Ludus-Endpoint"
+"""In the reply to `start`: where this session's worker can be reached without a detour."""
+
+MAX_NAME_BYTES: Final = 256
+"""Of a session id or match id."""
+MAX_SEQ: Final = (1 << 63) - 1
+
+REASONS: Final[Mapping[int, str]] = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    409: "Conflict",
+    410: "Gone",
+    413: "Content Too Large",
+    417: "Expectation Failed",
+    422: "Unprocessable Content",
+    429: "Too Many Requests",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+    505: "HTTP Version Not Supported",
+}
+
+
+def error_body(refused: Refused) -> bytes:
+    """The JSON of every reply that is not 200."""
+    return json.dumps({"error": refused.error, "message": refused.message, "hint": refused.hint}).encode()
+
+
+def refusal_from(status: int, body: bytes) -> Refused:
+    """What a client makes of a reply that is not 200; also of one that is not ours."""
+    try:
+        data: Any = json.loads(body)
+        return Refused(status, str(data["error"]), str(data["message"]), str(data.get("hint", "")))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Refused(status, "http", f"The server answered {status} {REASONS.get(status, '')}.".replace(" .", "."))
