@@ -1,0 +1,492 @@
+"""HTTP/1.1 for games: one connection, parsed by httptools, with bounds on everything a client can make us hold.
+
+A connection knows requests and replies, nothing of sessions. Replies leave in the order of their requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import httptools
+
+from ludus.errors import Refused
+from ludus.game import protocol
+from ludus.game.protocol import ENDPOINT_HEADER, KINDS, MAX_NAME_BYTES, MAX_SEQ, REASONS, START, STEP, TICK, error_body
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    header_bytes: int = 16 << 10
+    headers: int = 64
+    body_bytes: int = 8 << 20
+    connections: int = 10_000
+    pipelined: int = 32
+    """Requests of one connection that may wait for their replies; then we stop reading."""
+    receive_s: float = 10.0
+    """For a whole request, from its first byte."""
+    send_s: float = 10.0
+    """For a client to read what it asked for."""
+    idle_s: float = 300.0
+
+
+class Service(Protocol):
+    """What stands behind a connection."""
+
+    limits: HttpLimits
+    loop: asyncio.AbstractEventLoop
+    authorization: bytes | None
+    """The whole value that `Authorization` must have, or None."""
+    direct_port: int
+    """Where this worker alone can be reached; 0: nowhere else."""
+
+    def opened(self, connection: Connection) -> bool:
+        """False: too many."""
+        ...
+
+    def closed(self, connection: Connection) -> None: ...
+
+    def elsewhere(self, session: bytes) -> int:
+        """The slot of another worker that owns this session, or -1."""
+        ...
+
+    def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
+        """Give a connection, with what was read from it, to another worker. False when that is not possible now."""
+        ...
+
+    def step(self, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None: ...
+
+    def get(self, path: str, authorized: bool) -> tuple[int, bytes]: ...
+
+    def refused(self, refused: Refused) -> None:
+        """Counted, and looked at by whoever checks games."""
+        ...
+
+
+_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _AUTH, _EXPECT = range(1, 8)
+_HEADERS: dict[bytes, int] = {
+    **dict.fromkeys(protocol.SESSION_HEADERS, _SESSION),
+    **dict.fromkeys(protocol.KIND_HEADERS, _KIND),
+    **dict.fromkeys(protocol.SEQ_HEADERS, _SEQ),
+    **dict.fromkeys(protocol.MATCH_HEADERS, _MATCH),
+    b"content-length": _LENGTH,
+    b"authorization": _AUTH,
+    b"expect": _EXPECT,
+}
+_TYPE = b"\r\nContent-Type: application/octet-stream\r\n\r\n"
+_OK = b"HTTP/1.1 200 OK\r\nContent-Length: "
+_HEADS = {length: _OK + str(length).encode() + _TYPE for length in range(1024)}
+_LINGER_S = 2.0
+_TOO_MANY_HEADERS = Refused(431, "headers_too_large", "The headers of this request are too many or too large.", "Send fewer.")
+
+
+class Exchange:
+    """One request on one connection, waiting for its reply."""
+
+    __slots__ = ("_connection", "close", "kind", "raw")
+
+    def __init__(self, connection: Connection, kind: str, close: bool) -> None:
+        self._connection, self.kind, self.close = connection, kind, close
+        self.raw: bytes | None = None  # the reply, while earlier ones are missing
+
+    def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
+        connection = self._connection
+        if status == 200 and self.kind is TICK and not self.close:
+            length = len(body)
+            head = _HEADS[length] if length < 1024 else _OK + str(length).encode() + _TYPE
+        else:
+            head = self._head(status, len(body), retry_after_s)
+        pending = connection.pending
+        if len(pending) == 1 and pending[0] is self:
+            pending.clear()
+            transport = connection.transport
+            if transport is not None:
+                transport.write(head + body)
+                if self.close:
+                    connection.finish()
+                elif connection.held_back:
+                    connection.go_on()
+        else:
+            self.raw = head + body
+            connection.write_ready()
+
+    def _head(self, status: int, length: int, retry_after_s: float | None) -> bytes:
+        lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}", f"Content-Length: {length}"]
+        json_reply = status != 200 or self.kind == ""
+        lines.append("Content-Type: application/json" if json_reply else "Content-Type: application/octet-stream")
+        endpoint = self._connection.endpoint if self.kind is START and status == 200 else ""
+        if endpoint:
+            lines.append(f"{ENDPOINT_HEADER}: {endpoint}")
+        if retry_after_s is not None:
+            lines.append(f"Retry-After: {max(1, round(retry_after_s))}")
+        if status == 401:
+            lines.append("WWW-Authenticate: Bearer")
+        if status == 405:
+            lines.append("Allow: POST" if self._connection.path == STEP else "Allow: GET")
+        if self.close:
+            lines.append("Connection: close")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+class Connection(asyncio.Protocol):
+    """Feeds bytes to the parser; every complete request goes to the service.
+
+    A game on a kept connection mostly sends the same header block again and again: when it is byte for byte the block of
+    the request before, its parsed form is used again (measured: a third of the cost of a small request).
+    """
+
+    def __init__(self, service: Service, *, adopted: bool = False) -> None:
+        self._service, self._step_to = service, service.step
+        self._pipelined = service.limits.pipelined
+        self.transport: asyncio.Transport | None = None
+        self.pending: deque[Exchange] = deque()
+        self.held_back = False  # we do not read, because too many replies are pending
+        self.began = 0.0  # when the first byte of the request that is being received came; 0: none is
+        self.stalled = 0.0  # since when the client does not read
+        self.requests = 0
+        self._swept = (0, service.loop.time())  # how many requests there were, and since when there were no more
+        self.closing_at = 0.0
+        self.path = ""
+        self._parser = httptools.HttpRequestParser(self)
+        self._first = not adopted  # no request was dispatched yet: the connection may still be handed over
+        self._raw: list[bytes] = []
+        self._give_to = -1
+        self._known_head = b""  # the header block of the last plain tick, with what it means
+        self._known: tuple[bytes, bytes | None, int] = (b"", None, 0)
+        self._refused: Refused | None = None  # why this connection will be closed
+        self._reset()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        if not self._service.opened(self):
+            self._refuse(Refused(503, "too_many_connections", "This server has too many connections.", "", 1))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self.pending.clear()
+        self._service.closed(self)
+
+    def eof_received(self) -> bool:
+        if self.pending:  # it still wants its replies
+            self.pending[-1].close = True
+        return bool(self.pending)
+
+    def pause_writing(self) -> None:
+        self.stalled = self._service.loop.time()
+        if self.transport is not None:
+            self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.stalled = 0.0
+        if self.transport is not None and not self.held_back:
+            self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        head = self._known_head
+        if head and not self.began and data.startswith(head):
+            session, match, length = self._known
+            if len(data) == len(head) + length and len(self.pending) < self._pipelined:
+                self.requests += 1
+                exchange = Exchange(self, TICK, False)
+                self.pending.append(exchange)
+                self._step_to(TICK, session, -1, match, data[len(head) :], exchange)
+                return
+        self._receive(data)
+
+    # -- parsing
+
+    def _receive(self, data: bytes) -> None:
+        if self.closing_at:
+            return  # what follows a refused request is not read
+        fresh = not self.began
+        if fresh:
+            self.began = self._service.loop.time()
+        if self._first:
+            self._raw.append(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if self._refused is None:
+                upgrade = isinstance(error, httptools.HttpParserUpgrade)
+                what = "a protocol upgrade was asked for" if upgrade else str(error)
+                self._refused = Refused(400, "malformed", f"This is not an HTTP/1.1 request we can read: {what}.")
+        if self._refused is not None:
+            self._refuse(self._refused)
+        elif self._give_to >= 0:
+            self._hand_over()
+        elif not self._headers_done:
+            self._waiting_bytes += len(data)
+            if self._waiting_bytes > self._service.limits.header_bytes:
+                self._refuse(_TOO_MANY_HEADERS)
+        if self.began and not self._started:
+            self.began = 0.0  # exactly between two requests
+        if fresh and self._remember and not self.began:
+            self._learn(data)
+
+    def _reset(self) -> None:
+        self._started = False  # a request has begun and is not complete
+        self._headers_done = False
+        self._waiting_bytes = 0  # received while the headers are incomplete
+        self._head_bytes = 0
+        self._headers = 0
+        self._expects = False
+        self._url = b""
+        self._session = b""
+        self._kind = b""
+        self._seq = -1
+        self._match: bytes | None = None
+        self._length = -1
+        self._auth = b""
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._wrong: Refused | None = None  # what is wrong with this request; the connection goes on
+        self._remember = False
+
+    def on_message_begin(self) -> None:
+        self._reset()
+        self._started = True
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._head_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        self._head_bytes += len(name) + len(value) + 4
+        code = _HEADERS.get(name) or _HEADERS.get(name.lower())
+        if code is None:
+            return
+        if code == _SESSION:
+            if self._session and self._session != value:
+                self._wrong = Refused(400, "session", "This request names two sessions.", "Send one session header.")
+            self._session = value
+        elif code == _KIND:
+            if self._kind and self._kind != value:
+                self._wrong = Refused(400, "step_kind", "This request names two kinds of step.", "Send one step_kind header.")
+            self._kind = value
+        elif code == _LENGTH:
+            self._length = int(value) if value.isdigit() else -1
+        elif code == _SEQ:
+            self._seq = _number(value)
+            if self._seq < 0:
+                self._wrong = Refused(400, "seq", f"seq is {_shown(value)}.", "It is a whole number: 0, 1, 2, …")
+        elif code == _MATCH:
+            self._match = value
+        elif code == _AUTH:
+            self._auth = value
+        elif value.lower() == b"100-continue":
+            self._expects = True
+        else:
+            self._wrong = Refused(417, "expectation", f"Expect: {_shown(value)} is not supported.")
+
+    def on_headers_complete(self) -> None:
+        self._headers_done = True
+        limits = self._service.limits
+        if self._refused is not None or self._give_to >= 0:
+            return
+        too_many = self._headers > limits.headers or self._head_bytes > limits.header_bytes
+        self._refused = _TOO_MANY_HEADERS if too_many else self._too_large()
+        if self._refused is not None:
+            return
+        if self._first and self._session and self._authorized():
+            self._give_to = self._service.elsewhere(self._session)
+        if self._expects and self._give_to < 0 and self.transport is not None and not self.pending:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _too_large(self) -> Refused | None:
+        most = self._service.limits.body_bytes
+        if self._length <= most and self._body_bytes <= most:
+            return None
+        return Refused(413, "body_too_large", f"The body is larger than {most} bytes.", "Send less, or raise the limit.")
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._refused is None and self._give_to < 0:
+            self._refused = self._too_large()
+            if self._refused is None:
+                self._body.append(body)
+            else:
+                self._body.clear()
+
+    def on_message_complete(self) -> None:
+        self._started = False
+        if self._refused is not None or self._give_to >= 0 or self.transport is None:
+            return
+        self.requests += 1
+        if self._first:
+            self._first = False
+            self._raw.clear()
+        url = self._url.partition(b"?")[0]
+        self.path = url.decode("latin-1")
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        close = not self._parser.should_keep_alive() or self._parser.get_http_version() != "1.1"
+        if url != b"/step":
+            self._other(close)
+        elif self._parser.get_method() != b"POST":
+            self._answer_now(Refused(405, "method", "Steps are sent by POST.", "POST /step"), close)
+        else:
+            self._step(body, close)
+        if len(self.pending) >= self._service.limits.pipelined and self.transport is not None:
+            self.held_back = True
+            self.transport.pause_reading()
+
+    def _step(self, body: bytes, close: bool) -> None:
+        kind = KINDS.get(self._kind) or KINDS.get(self._kind.lower())
+        wrong = self._wrong
+        if not self._authorized():
+            wrong = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
+        elif wrong is not None:
+            pass
+        elif kind is None:
+            found = f"step_kind is {_shown(self._kind)}" if self._kind else "The step_kind header is missing"
+            wrong = Refused(400, "step_kind", f"{found}.", "It is start, tick or end (as Ludus-Step behind a proxy).")
+        elif not self._session:
+            hint = "Send a session header (Ludus-Session behind a proxy) with an id of your choice."
+            wrong = Refused(400, "session", "The session header is missing or empty.", hint)
+        elif len(self._session) > MAX_NAME_BYTES or len(self._match or b"") > MAX_NAME_BYTES:
+            wrong = Refused(400, "session", f"A session or match id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
+        if wrong is not None or kind is None:
+            assert wrong is not None
+            self._answer_now(wrong, close)
+            return
+        self._remember = kind is TICK and not close and self._seq < 0 and self._length == len(body) and not self.pending
+        exchange = Exchange(self, kind, close)
+        self.pending.append(exchange)
+        self._step_to(kind, self._session, self._seq, self._match, body, exchange)
+
+    def _other(self, close: bool) -> None:
+        if self._parser.get_method() != b"GET":
+            what = f"{self.path} does not take {self._parser.get_method().decode('latin-1')}."
+            known = self.path in (protocol.SPEC, protocol.HEALTH)
+            wrong = Refused(405, "method", what, "GET it.") if known else Refused(404, "not_found", what, "POST /step")
+            self._answer_now(wrong, close)
+            return
+        status, body = self._service.get(self.path, self._authorized())
+        exchange = Exchange(self, "", close)
+        self.pending.append(exchange)
+        exchange.reply(status, body)
+
+    def _answer_now(self, refused: Refused, close: bool) -> None:
+        self._service.refused(refused)
+        exchange = Exchange(self, "", close)
+        self.pending.append(exchange)
+        exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+
+    def _authorized(self) -> bool:
+        wanted = self._service.authorization
+        return wanted is None or hmac.compare_digest(self._auth, wanted)
+
+    def _learn(self, data: bytes) -> None:
+        """`data` was exactly one plain tick: the same header block again will mean the same."""
+        end = data.find(b"\r\n\r\n") + 4
+        if len(data) == end + self._length:
+            self._known_head, self._known = data[:end], (self._session, self._match, self._length)
+
+    # -- handing over
+
+    def _hand_over(self) -> None:
+        slot, data = self._give_to, b"".join(self._raw)
+        self._raw.clear()
+        self._give_to, self._first = -1, False
+        if self._service.hand_over(self, slot, data):
+            return
+        # Not possible now: parse again, here, and let the service forward each request.
+        self._parser = httptools.HttpRequestParser(self)
+        self._reset()
+        self.began = 0.0
+        self._receive(data)
+
+    def detach(self) -> None:
+        """The socket lives on in another process; nothing more is read or written here."""
+        self.closing_at = self._service.loop.time()
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- replies
+
+    @property
+    def endpoint(self) -> str:
+        """This worker's own port, at the address by which the client has reached us."""
+        if not self._service.direct_port or self.transport is None:
+            return ""
+        host = self.transport.get_extra_info("sockname")[0]
+        return f"[{host}]:{self._service.direct_port}" if ":" in host else f"{host}:{self._service.direct_port}"
+
+    def write_ready(self) -> None:
+        """Write the replies at the head of the line that are complete."""
+        out: list[bytes] = []
+        close = False
+        while self.pending and self.pending[0].raw is not None and not close:
+            exchange = self.pending.popleft()
+            out.append(cast(bytes, exchange.raw))
+            close = exchange.close
+        if out and self.transport is not None:
+            self.transport.write(b"".join(out))
+            if close:
+                self.finish()
+            else:
+                self.go_on()
+
+    def go_on(self) -> None:
+        if self.held_back and len(self.pending) <= self._service.limits.pipelined // 2 and self.transport is not None:
+            self.held_back = False
+            if not self.stalled:
+                self.transport.resume_reading()
+
+    def _refuse(self, refused: Refused) -> None:
+        """The connection cannot be trusted any further: say why, after the replies that are due, and close."""
+        self._service.refused(refused)
+        self._known_head = b""
+        exchange = Exchange(self, "", True)
+        self.pending.append(exchange)
+        self.closing_at = self._service.loop.time() + _LINGER_S
+        exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+
+    def finish(self) -> None:
+        """All is said. The client may still be sending: close our side, read no more of it, and hang up a little later."""
+        self._known_head = b""
+        self.pending.clear()
+        if self.transport is None:
+            return
+        self.closing_at = self._service.loop.time() + _LINGER_S
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def sweep(self, now: float) -> None:
+        """A few times a second: cut off who is too slow, too idle, or done with."""
+        if self.transport is None:
+            return
+        limits = self._service.limits
+        if self.closing_at:
+            if now > self.closing_at and (not self.pending or now > self.closing_at + limits.send_s):
+                self.transport.abort()
+        elif self.stalled:
+            if now - self.stalled > limits.send_s:
+                self.transport.abort()
+        elif self.began:
+            if now - self.began > limits.receive_s:
+                message = f"This request was not received within {limits.receive_s:g} s."
+                self._refuse(Refused(408, "too_slow", message, "Send headers and body at once."))
+        elif self.pending or self.requests != self._swept[0]:
+            self._swept = (self.requests, now)
+        elif now - self._swept[1] > limits.idle_s:
+            self.transport.close()
+
+
+def _number(value: bytes) -> int:
+    if value.isdigit() and len(value) < 20:
+        number = int(value)
+        return number if number <= MAX_SEQ else -1
+    return -1
+
+
+def _shown(value: bytes) -> str:
+    text: Any = value[:40].decode("latin-1")
+    return repr(text)

@@ -1,0 +1,519 @@
+"""Sessions: which game talks to which actor, one call at a time, with safe retries. No sockets in here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import math
+from asyncio.tasks import _enter_task, _leave_task  # for tasks of one's own: docs.python.org/3/library/asyncio-extending.html
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from ludus.errors import Refused
+from ludus.game.protocol import END, START, TICK, error_body
+from ludus.model.batching import Answer
+
+log = logging.getLogger(__name__)
+
+
+class Exchange(Protocol):
+    """One request that waits for its reply. `reply` is called exactly once; nobody may be listening any more."""
+
+    def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None: ...
+
+
+def refuse(exchange: Exchange, refused: Refused) -> None:
+    exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    sessions: int = 20_000
+    tick_s: float = 30.0
+    """A call of the actor that takes longer is answered with 504, and its session ends."""
+    silent_s: float = 60.0
+    """A session without a request for so long is truncated."""
+    retry_s: float = 60.0
+    """How long the last reply of an ended session is remembered."""
+    requests_per_s: float = 0.0
+    """Per session; 0 = unlimited. A burst of one second's worth is allowed."""
+    threads: int = 8
+    """For actors with plain (not async) methods."""
+
+
+@dataclass
+class SessionStats:
+    started: int = 0
+    ended: int = 0
+    silent: int = 0
+    timed_out: int = 0
+    failed: int = 0
+    refused: int = 0
+    repeated: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+class Session:
+    """One conversation: its actor, and the request that is being answered.
+
+    An async `tick` is stepped right here, without a task of its own: most ticks wait for nothing, or only for a batch of the
+    model, which resumes them directly. A tick that waits for anything else goes on in an ordinary task. During the first
+    part this object stands in for the task (`asyncio.current_task`), so that `asyncio.timeout` and the like work.
+    """
+
+    __slots__ = (
+        "__weakref__", "_cancels", "_context", "_coroutine", "_table", "actor", "allowance", "busy", "call", "exchange", "id",
+        "kind", "last", "last_kind", "match", "name", "opened", "over", "seen", "seq", "since", "task", "tick", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, table: Sessions, id_: bytes, match: bytes | None, now: float) -> None:
+        self._table = table
+        self.id, self.name, self.match = id_, id_.decode("utf-8", "replace"), match
+        self.actor: Any = None
+        self.tick: Callable[[bytes], Coroutine[Any, Any, Any]] | None = None  # the actor's, when it is async
+        self.opened = False  # its start has returned
+        self.task: asyncio.Task[Any] | None = None
+        self.call: asyncio.Future[Any] | None = None  # a plain method that runs in the pool
+        self.busy = False
+        self.over = ""  # why it ended
+        self.exchange: Exchange | None = None
+        self.waiting: list[Exchange] | None = None
+        self.kind, self.seq = START, -1  # of the last accepted request; -1: this game does not number them
+        self.last: tuple[int, bytes] = (200, b"")  # what was answered last, and to what
+        self.last_kind = START
+        self.seen = self.since = now
+        self.allowance = table.limits.requests_per_s
+        self._coroutine: Coroutine[Any, Any, Any] | None = None
+        self._context = contextvars.copy_context()
+        self._cancels = 0
+
+    def begin(self, kind: str, body: bytes) -> None:
+        """Call the actor for a request that was accepted."""
+        if kind is TICK and self.tick is not None:
+            self._coroutine = self.tick(body)
+            self._step(None)
+        else:
+            self.task = self._table.loop.create_task(self._converse(kind, body), context=self._context)
+
+    # -- an async tick, step by step
+
+    def resume(self) -> None:
+        """The batch that the tick was waiting for is done."""
+        if self._coroutine is not None:
+            self._step(None)
+
+    def _step(self, thrown: BaseException | None) -> None:
+        coroutine, loop = self._coroutine, self._table.loop
+        assert coroutine is not None
+        resume = coroutine.send if thrown is None else coroutine.throw
+        _enter_task(loop, cast(Any, self))
+        try:
+            waited = self._context.run(resume, cast(Any, thrown))
+        except StopIteration as stop:
+            _leave_task(loop, cast(Any, self))
+            self._coroutine = None
+            if not self.over:
+                self._ticked(stop.value)
+        except BaseException as error:
+            _leave_task(loop, cast(Any, self))
+            self._coroutine = None
+            self._raised(error)
+            if not isinstance(error, (Exception, asyncio.CancelledError)):
+                raise
+        else:
+            _leave_task(loop, cast(Any, self))
+            if waited.__class__ is Answer and waited.waiter is None:
+                waited._asyncio_future_blocking = False
+                waited.waiter = self
+            else:
+                self._coroutine = None
+                self.task = loop.create_task(self._go_on(coroutine, waited), context=self._context)
+
+    async def _go_on(self, coroutine: Coroutine[Any, Any, Any], waited: Any) -> None:
+        try:
+            self._ticked(await _Rest(coroutine, waited))
+        except (Exception, asyncio.CancelledError) as error:
+            self._raised(error)
+
+    def _ticked(self, reply: Any) -> None:
+        try:
+            self._answer(reply)
+        except TypeError as error:
+            self._raised(error)
+
+    # -- what asyncio expects of the current task
+
+    def cancel(self, msg: Any = None) -> bool:
+        self._cancels += 1
+        if self.task is not None:
+            return self.task.cancel(msg)
+        if self._coroutine is None:
+            return False
+        self._step(asyncio.CancelledError(*([] if msg is None else [msg])))
+        return True
+
+    def cancelling(self) -> int:
+        return self.task.cancelling() if self.task is not None else self._cancels
+
+    def uncancel(self) -> int:
+        if self.task is not None:
+            return self.task.uncancel()
+        self._cancels = max(0, self._cancels - 1)
+        return self._cancels
+
+    def done(self) -> bool:
+        return not self.busy
+
+    def get_name(self) -> str:
+        return f"session {self.name}"
+
+    # -- start, end, and ticks that are plain methods
+
+    async def _converse(self, kind: str, body: bytes) -> None:
+        try:
+            if kind is TICK:
+                self._answer(await self._call("tick", body))
+            elif kind is START:
+                await self._open(body)
+            else:
+                reply = _as_bytes(await self._call("end", body), END)
+                self.over = "game"
+                self._table.stats.ended += 1
+                self._finish(reply)
+        except (Exception, asyncio.CancelledError) as error:
+            self._raised(error)
+
+    async def _open(self, body: bytes) -> None:
+        self.actor = self._table.make_actor()
+        reply = _as_bytes(await self._call("start", self.name, body), START)
+        self.opened = True
+        if inspect.iscoroutinefunction(self.actor.tick):
+            self.tick = self.actor.tick
+        self._table.stats.started += 1
+        self._answer(reply)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        function = getattr(self.actor, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        self.call = self._table.loop.run_in_executor(self._table.pool, function, *args)
+        result = await asyncio.shield(self.call)
+        self.call = None
+        return await result if inspect.isawaitable(result) else result
+
+    # -- what came of it
+
+    def _answer(self, reply: Any) -> None:
+        if reply.__class__ is not bytes:
+            reply = _as_bytes(reply, self.kind)
+        self.busy = False
+        self.task = None
+        self.seen = self.since
+        self.last, self.last_kind = (200, reply), self.kind
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.reply(200, reply)
+        if self.waiting is not None:
+            self._tell_waiting(200, reply)
+
+    def _raised(self, error: BaseException) -> None:
+        self.task = None
+        if self.over:  # it was cut; how its code took that does not matter
+            if not isinstance(error, asyncio.CancelledError):
+                log.warning("session %s: its actor raised while it was ended (%s)", self.name, self.over, exc_info=error)
+        elif isinstance(error, Refused):
+            self._refused(error)
+            return
+        else:
+            log.warning("session %s: its actor raised in %s", self.name, self.kind, exc_info=error)
+            self.over = "failed"
+            self._table.stats.failed += 1
+            where = f"The actor raised {type(error).__name__} in {self.kind}; the server's log has the traceback."
+            self._finish(Refused(500, "actor_failed", where, "This session is over; start another."))
+        self._table.see_off(self)
+
+    def _refused(self, refused: Refused) -> None:
+        """The request was wrong, not the session; it may be sent again, corrected, with the same number."""
+        self._table.stats.refused += 1
+        self.busy = False
+        self.seen = self._table.loop.time()
+        if self.opened:
+            self.kind, self.seq = self.last_kind, max(-1, self.seq - 1)
+        else:
+            self._table.drop(self)
+        self._tell(refused.status, error_body(refused), refused.retry_after_s)
+
+    def _finish(self, outcome: bytes | Refused) -> None:
+        """The session is over: say so, and remember what was said."""
+        reply = (200, outcome) if isinstance(outcome, bytes) else (outcome.status, error_body(outcome))
+        self.last, self.busy = reply, False
+        self._table.bury(self)
+        self._tell(*reply)
+
+    def _tell(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.reply(status, body, retry_after_s)
+        self._tell_waiting(status, body)
+
+    def _tell_waiting(self, status: int, body: bytes) -> None:
+        waiting, self.waiting = self.waiting, None
+        for exchange in waiting or ():
+            exchange.reply(status, body)
+
+    def cut(self, reason: str, refused: Refused) -> None:
+        """End it from outside: whoever waits gets `refused`, the actor's `end` is called with the reason."""
+        self.over = reason
+        running = self.busy
+        self._finish(refused)
+        if running:
+            self.cancel()
+        else:
+            self._table.see_off(self)
+
+    async def dismiss(self) -> None:
+        """Tell the actor that it is over, without a body. Nobody waits for what it answers."""
+        if self.call is not None:  # one call at a time: a plain method cannot be interrupted, only waited for
+            self._table.abandoned += 1
+            try:
+                await asyncio.wait([self.call])
+            finally:
+                self._table.abandoned -= 1
+            if not self.call.cancelled():
+                self.call.exception()  # has been looked at; the session is over anyway
+        if not self.opened or self.kind is END:
+            return
+        self.actor.ended_by = self.over
+        try:
+            await asyncio.wait_for(self._call("end", b""), self._table.limits.tick_s)
+        except TimeoutError:
+            log.warning("session %s: end() took longer than %s s", self.name, self._table.limits.tick_s)
+        except Exception as error:
+            log.warning("session %s: end() raised after the session was %s", self.name, self.over, exc_info=error)
+
+
+class _Rest:
+    """The rest of a coroutine that was started by hand and now waits for `waited`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], waited: Any) -> None:
+        self._coroutine, self._waited = coroutine, waited
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        if self._waited is not None:
+            self._waited._asyncio_future_blocking = True
+        try:
+            yield self._waited
+        except BaseException as error:
+            waited = self._coroutine.throw(error)  # StopIteration cannot leave a generator; its value is the result
+            if waited is not None:
+                waited._asyncio_future_blocking = True
+            yield waited
+        return (yield from self._coroutine.__await__())
+
+
+@dataclass(slots=True)
+class _Ended:
+    kind: str
+    seq: int
+    reply: tuple[int, bytes]
+    reason: str
+    at: float
+
+
+_WHY = {
+    "failed": "its actor failed",
+    "timeout": "a call of its actor took too long",
+    "silent": "it was silent for too long",
+    "shutdown": "the server is stopping",
+}
+
+
+class Sessions:
+    """All sessions of one worker. Lives on one event loop."""
+
+    def __init__(
+        self,
+        make_actor: Callable[[], Any],
+        limits: SessionLimits,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        lost_until: float = -math.inf,
+    ) -> None:
+        self.make_actor, self.limits, self.loop = make_actor, limits, loop
+        self.stats = SessionStats()
+        self.requests = 0
+        self.abandoned = 0
+        self.pool = ThreadPoolExecutor(limits.threads, thread_name_prefix="actor")
+        self._live: dict[bytes, Session] = {}
+        self._ended: dict[bytes, _Ended] = {}
+        self._lost_until = lost_until
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.closing = False
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def stuck(self) -> bool:
+        """Every thread of the pool is held by a call that was given up: nothing plain will ever run again."""
+        return self.abandoned >= self.limits.threads
+
+    def handle(self, kind: str, id_: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+        """Accept one request. The exchange is answered now or when the actor has; this never blocks and never raises."""
+        self.requests += 1
+        session = self._live.get(id_)
+        if session is None:
+            if kind is START:
+                self._start(id_, seq, match, body, exchange)
+            else:
+                self._absent(id_, kind, seq, exchange)
+            return
+        if session.busy or kind is START or (seq != session.seq + 1 if session.seq >= 0 else seq >= 0):
+            self._out_of_turn(session, kind, seq, exchange)
+            return
+        if self.limits.requests_per_s and not self._within_rate(session):
+            wait = 1 / self.limits.requests_per_s
+            refuse(exchange, Refused(429, "too_many_requests", "This session sends too many requests.", "Slow down.", wait))
+            return
+        session.kind, session.seq = kind, seq
+        session.busy = True
+        session.exchange = exchange
+        session.since = self.loop.time()
+        session.begin(kind, body)
+
+    def _out_of_turn(self, session: Session, kind: str, seq: int, exchange: Exchange) -> None:
+        """Everything but the next request of an idle session: a retry, or a mistake."""
+        if 0 <= seq == session.seq and kind is session.kind:
+            self.stats.repeated += 1
+            if session.busy:
+                session.waiting = [*(session.waiting or ()), exchange]
+            else:
+                exchange.reply(*session.last)
+            return
+        refuse(exchange, _mistake(session, kind, seq))
+
+    def _within_rate(self, session: Session) -> bool:
+        now, rate = self.loop.time(), self.limits.requests_per_s
+        session.allowance = min(max(rate, 1.0), session.allowance + (now - session.since) * rate)
+        session.since = now
+        if session.allowance < 1:
+            return False
+        session.allowance -= 1
+        return True
+
+    def _start(self, id_: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+        if self.closing:
+            refuse(exchange, Refused(503, "stopping", "This server is stopping.", "Try another one.", 1))
+            return
+        ended = self._ended.get(id_)
+        if ended is not None and 0 <= seq == ended.seq and ended.kind is START:  # it failed; a retry hears the same
+            exchange.reply(*ended.reply)
+            return
+        if len(self._live) >= self.limits.sessions:
+            message = f"This worker has {len(self._live)} open sessions, its limit."
+            refuse(exchange, Refused(503, "too_many_sessions", message, "End sessions, or raise the limit.", 1))
+            return
+        self._ended.pop(id_, None)
+        session = Session(self, id_, match, self.loop.time())
+        self._live[id_] = session
+        session.seq, session.busy, session.exchange = seq, True, exchange
+        session.begin(START, body)
+
+    def _absent(self, id_: bytes, kind: str, seq: int, exchange: Exchange) -> None:
+        ended = self._ended.get(id_)
+        if ended is not None:
+            if 0 <= seq == ended.seq and kind is ended.kind:
+                self.stats.repeated += 1
+                exchange.reply(*ended.reply)
+                return
+            if ended.reason != "game":
+                why = _WHY.get(ended.reason, ended.reason)
+                refuse(exchange, Refused(410, "session_lost", f"This session was ended: {why}.", "Start again."))
+                return
+            refuse(exchange, Refused(404, "unknown_session", "This session has ended.", "Send start first."))
+        elif self.loop.time() < self._lost_until:
+            refuse(exchange, lost())
+        else:
+            message = "There is no open session of this id."
+            refuse(exchange, Refused(404, "unknown_session", message, f"Send start before {kind}."))
+
+    def drop(self, session: Session) -> None:
+        """Forget it as if it had never been."""
+        self._live.pop(session.id, None)
+
+    def bury(self, session: Session) -> None:
+        """It is over: remember its last reply for retries."""
+        if self._live.get(session.id) is not session:
+            return
+        del self._live[session.id]
+        self._ended.pop(session.id, None)
+        self._ended[session.id] = _Ended(session.kind, session.seq, session.last, session.over, self.loop.time())
+        while len(self._ended) > 2 * self.limits.sessions:
+            del self._ended[next(iter(self._ended))]
+
+    def see_off(self, session: Session) -> None:
+        """Its actor hears that it is over, in a task of its own."""
+        task = self.loop.create_task(session.dismiss())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def sweep(self, now: float) -> None:
+        """Call it a few times a second: ends what is silent or takes too long, forgets what is old."""
+        limits = self.limits
+        for session in list(self._live.values()):
+            if session.busy:
+                if now - session.since > limits.tick_s:
+                    self.stats.timed_out += 1
+                    message = f"The actor did not answer this {session.kind} within {limits.tick_s:g} s."
+                    session.cut("timeout", Refused(504, "actor_timeout", message, "This session is over; start another."))
+            elif now - session.seen > limits.silent_s:
+                self.stats.silent += 1
+                session.cut("silent", lost("it was silent for too long"))
+        for id_, ended in list(self._ended.items()):
+            if now - ended.at <= limits.retry_s:
+                break
+            del self._ended[id_]
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """End every session; actors are told."""
+        self.closing = True
+        for session in list(self._live.values()):
+            session.cut("shutdown", Refused(503, "stopping", "This server is stopping.", "Start again elsewhere.", 1))
+        await asyncio.sleep(0)  # what was cancelled sees it
+        if self._leaving:
+            await asyncio.wait(set(self._leaving), timeout=grace_s)
+        for task in self._leaving:
+            task.cancel()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _mistake(session: Session, kind: str, seq: int) -> Refused:
+    if (seq >= 0) != (session.seq >= 0):
+        said = "had a seq header, this has none" if session.seq >= 0 else "had no seq header, this has one"
+        return Refused(400, "seq", f"The start of this session {said}.", "Number all requests of a session, or none.")
+    if 0 <= seq == session.seq:
+        return Refused(409, "seq", f"seq {seq} was a {session.kind}; this is a {kind}.", "Add 1 for every new request.")
+    if kind is START:
+        hint = "End it first, or use a fresh id for every match."
+        return Refused(409, "already_started", "A session of this id is open.", hint)
+    if session.busy:
+        message = f"The {session.kind} before is still being answered."
+        return Refused(409, "busy", message, "Wait for each reply before the next request.")
+    hint = "Repeat the last number to retry, add 1 for a new request."
+    return Refused(409, "seq", f"seq is {seq}, the last was {session.seq}.", hint)
+
+
+def lost(why: str = "its worker died") -> Refused:
+    return Refused(410, "session_lost", f"This session is lost: {why}.", "Start again.")
+
+
+def _as_bytes(reply: Any, kind: str) -> bytes:
+    if isinstance(reply, (bytes, bytearray, memoryview)):
+        return bytes(reply)
+    raise TypeError(f"{kind}() returned {type(reply).__name__}, not bytes.")

@@ -1,0 +1,163 @@
+"""Gateway workers: N processes that share a port, each with a direct port of its own, replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ludus.actor.gateway import Gateway, GatewaySettings
+from ludus.errors import UsageError
+from ludus.runtime.processes import ALWAYS, Context, Process, Supervisor
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 0.2
+_GRACE_S = 3.0
+
+
+class GatewayFleet:
+    """Binds the ports here, once, so that a replaced worker finds its clients waiting. Workers start at once."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        make_actor: Callable[[], Any],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        workers: int = 1,
+        settings: GatewaySettings | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        settings = settings or GatewaySettings()
+        check_exposure(host, settings.token)
+        self._directory = tempfile.mkdtemp(prefix="ludus-gw-")
+        self._sockets: list[socket.socket] = []
+        self.workers: list[Process] = []
+        try:
+            shared = self._bound(host, port)
+            self.address: tuple[str, int] = (host, shared.getsockname()[1])
+            paths = [f"{self._directory}/{slot}" for slot in range(workers)]
+            for slot in range(workers):
+                direct = self._bound(host, 0)
+                self.workers.append(
+                    supervisor.start(
+                        f"gateway-{self.address[1]}-{slot}",
+                        _serve,
+                        make_actor,
+                        settings,
+                        slot,
+                        paths,
+                        prepare,
+                        restart=ALWAYS,
+                        fds=(shared.fileno(), direct.fileno()),
+                        hang_s=settings.sessions.tick_s + _GRACE_S,
+                    )
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _bound(self, host: str, port: int) -> socket.socket:
+        bound = bind(host, port)
+        self._sockets.append(bound)
+        return bound
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Raises WorkerFailed with the worker's own error."""
+        for worker in self.workers:
+            worker.wait_ready(timeout_s)
+
+    def close(self) -> None:
+        for bound in self._sockets:
+            bound.close()
+        for worker in self.workers:
+            worker.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UsageError when the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(1024)
+        bound.setblocking(False)
+    except OSError as error:
+        bound.close()
+        raise UsageError(f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another --port or --host.") from error
+    return bound
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Beyond this machine we listen only with a token."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost" and not token:
+        raise UsageError(f"Listening on {host} without a token would let anyone in.", "Give a token, or listen on 127.0.0.1.")
+
+
+def run_loop(main: Any) -> None:
+    """Run a coroutine on the fastest event loop there is."""
+    if sys.platform == "win32":
+        asyncio.run(main)
+    else:
+        import uvloop
+
+        uvloop.run(main)
+
+
+def _serve(
+    context: Context,
+    make_actor: Callable[[], Any],
+    settings: GatewaySettings,
+    slot: int,
+    paths: Sequence[str],
+    prepare: Callable[[], None] | None,
+) -> None:
+    """A worker's life."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the event loop computes; more threads would take turns with the other workers
+    if prepare is not None:
+        prepare()
+    run_loop(_worker(context, make_actor, settings, slot, paths))
+
+
+async def _worker(
+    context: Context, make_actor: Callable[[], Any], settings: GatewaySettings, slot: int, paths: Sequence[str]
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    context.on_stop(lambda: loop.call_soon_threadsafe(stop.set))
+    sockets = [socket.socket(fileno=os.dup(fd)) for fd in context.fds]
+    lost_until = loop.time() + settings.sessions.silent_s if context.incarnation > 1 else -math.inf
+    gateway = Gateway(
+        make_actor,
+        settings,
+        slot=slot,
+        peer_paths=paths,
+        direct_port=sockets[1].getsockname()[1],
+        lost_until=lost_until,
+    )
+    await gateway.start(sockets)
+    context.ready()
+    while not stop.is_set():
+        if not gateway.sessions.stuck:
+            context.beat()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _BEAT_S)
+    await gateway.close()
