@@ -7,13 +7,15 @@ after a crash counting goes on above everything that may ever have been seen. Ev
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound
+from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, UsageError
 from ludus.model import saved
 from ludus.model.policy import Policy, Weights
 from ludus.store.store import Store
+from ludus.tree import Array
 
 RESERVED_BLOCK = 1000
 
@@ -26,45 +28,55 @@ class PolicySource(Protocol):
         ...
 
 
+class Versioned(Protocol):
+    """Anything whose weights are numbered: it says how it is built, and what its weights are now."""
+
+    def description(self) -> dict[str, Any]: ...
+    def weights(self) -> Mapping[str, Array]: ...
+
+
+Model = TypeVar("Model", bound=Versioned)
+
+
 @dataclass
-class _Entry:
-    policy: Policy
+class _Entry(Generic[Model]):
+    model: Model
     version: int
     reserved: int
     incarnation: int
     kept: list[int] = field(default_factory=list)
 
 
-class LocalPool:
-    """Models whose learner lives in this process: acting shares the learner's own tensors, publishing copies nothing."""
+class Pool(Generic[Model]):
+    """Numbers the versions of models, durably, and stores those that are to be kept."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry[Model]] = {}
 
-    def add(self, name: str, policy: Policy, above: int = 0) -> None:
+    def add(self, name: str, model: Model, above: int = 0) -> None:
         """Create or re-open a model; its next version is above every earlier one, and above `above`."""
         incarnation = self._claim(name)
         last = max(self._reserved(name), above)
-        self._entries[name] = _Entry(policy, last, last, incarnation)
-        self._store.put(f"models/{name}/model.json", json.dumps(policy.description(), indent=1).encode())
+        self._entries[name] = _Entry(model, last, last, incarnation)
+        self._store.put(f"models/{name}/model.json", json.dumps(model.description(), indent=1).encode())
         self._write_counter(name, last + RESERVED_BLOCK)
         self.publish(name)
 
-    def publish(self, name: str) -> int:
-        """The weights as they are now become the next version."""
+    def publish(self, name: str, version: int | None = None) -> int:
+        """The weights as they are now become the next version, or the given one. Raises UsageError if that is not higher."""
         entry = self._entries[name]
-        if entry.version >= entry.reserved:
-            self._reserve(name, entry.reserved + RESERVED_BLOCK)
-        entry.version += 1
-        return entry.version
+        number = entry.version + 1 if version is None else version
+        if number <= entry.version:
+            raise UsageError(f"Version {number} of {name!r} does not come after {entry.version}.", "Versions only grow.")
+        if number > entry.reserved:
+            self._reserve(name, number - 1 + RESERVED_BLOCK)
+        entry.version = number
+        return number
 
-    def newest(self, name: str) -> tuple[Policy, int]:
+    def newest(self, name: str) -> tuple[Model, int]:
         entry = self._entries[name]
-        return entry.policy, entry.version
-
-    def source(self, name: str) -> PolicySource:
-        return _Source(self, name)
+        return entry.model, entry.version
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -75,12 +87,17 @@ class LocalPool:
     def keep(self, name: str) -> int:
         """Store the newest version durably, so that it can be served or played against later."""
         entry = self._entries[name]
-        self._check_owner(name)
-        if entry.version not in entry.kept:
-            weights = saved.encode_weights(entry.policy.weights(), {"model": name, "version": str(entry.version)})
-            self._store.put(_version_key(name, entry.version), weights)
-            entry.kept.append(entry.version)
+        self.put(name, entry.version, entry.model.weights)
         return entry.version
+
+    def put(self, name: str, version: int, weights: Callable[[], Mapping[str, Array]]) -> None:
+        """Store a version that was published, with the weights it had. Raises Fenced."""
+        entry = self._entries[name]
+        self._check_owner(name)
+        if version not in entry.kept:
+            data = saved.encode_weights(weights(), {"model": name, "version": str(version)})
+            self._store.put(_version_key(name, version), data)
+            entry.kept.append(version)
 
     def forget(self, name: str, version: int) -> None:
         self._store.delete(_version_key(name, version))
@@ -133,6 +150,13 @@ class LocalPool:
         entry.reserved = upto
 
 
+class LocalPool(Pool[Policy]):
+    """Policies whose learner lives in this process: acting shares the learner's own tensors, publishing copies nothing."""
+
+    def source(self, name: str) -> PolicySource:
+        return _Source(self, name)
+
+
 @dataclass(frozen=True)
 class _Source:
     pool: LocalPool
@@ -149,6 +173,11 @@ def load_version(store: Store, name: str, version: int) -> tuple[Policy, dict[st
     weights, meta = saved.decode_weights(store.get(_version_key(name, version)), _version_key(name, version))
     policy.load_weights(weights)
     return policy, meta
+
+
+def stored_weights(store: Store, name: str, version: int) -> Weights:
+    """The weights of a stored version. Raises NotFound, Damaged."""
+    return saved.decode_weights(store.get(_version_key(name, version)), _version_key(name, version))[0]
 
 
 def stored_versions(store: Store, name: str) -> list[int]:

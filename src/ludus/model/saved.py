@@ -1,4 +1,4 @@
-"""A model as bytes: safetensors for arrays, JSON for how to build it. Nothing that is read here can run code."""
+"""A model as bytes: safetensors for arrays, JSON for how to build it. Reading runs no code but that of the class it names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from torch import nn
 
 from ludus.errors import Damaged, LudusError
+from ludus.model import module
 from ludus.model.policy import Policy, Weights
 from ludus.tree import Array
-
-CLASS = "ludus.model.policy:Policy"
 
 
 def encode_weights(weights: Mapping[str, Array], meta: Mapping[str, str] | None = None) -> bytes:
@@ -31,12 +31,28 @@ def decode_weights(data: bytes, where: str) -> tuple[Weights, dict[str, Any]]:
     return arrays, dict(header.get("__metadata__", {}))
 
 
-def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
-    """Build the policy that a `model.json` describes, with fresh weights. Raises Damaged."""
+def model_from(description: bytes | Mapping[str, Any], cls: type[nn.Module] | None = None) -> nn.Module:
+    """Build the model that a `model.json` describes, with fresh weights: a policy of ours, or the user's own module.
+
+    Raises Damaged when it is not a description; UsageError when the class cannot be found or built.
+    """
     try:
         data = json.loads(description) if isinstance(description, bytes) else description
-        if data["class"] != CLASS:
-            raise Damaged(f"the class {data['class']!r} is not known")
-        return Policy.from_description(data)
-    except (ValueError, KeyError, TypeError, LudusError) as error:
+        str(data["class"])
+    except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"This model.json does not describe a model: {error}.") from error
+    try:
+        return module.build(data, cls)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"This model.json does not describe a {data['class']}: {error}.") from error
+
+
+def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
+    """The same for what must be a policy. Raises Damaged."""
+    try:
+        model = model_from(description)
+    except LudusError as error:
+        raise Damaged(f"This model.json does not describe a policy: {error}") from error
+    if not isinstance(model, Policy):
+        raise Damaged(f"This model.json describes a {type(model).__name__}, which is not a policy.")
+    return model

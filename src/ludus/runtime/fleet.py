@@ -142,7 +142,11 @@ async def _worker(
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    context.on_stop(lambda: loop.call_soon_threadsafe(stop.set))
+
+    def asked_to_stop() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    context.on_stop(asked_to_stop)
     sockets = [socket.socket(fileno=os.dup(fd)) for fd in context.fds]
     lost_until = loop.time() + settings.sessions.silent_s if context.incarnation > 1 else -math.inf
     gateway = Gateway(
