@@ -67,7 +67,7 @@ def test_a_recurrent_masked_hybrid_agent_is_rolled_out_into_one_file(doors: ludu
 
 @pytest.mark.parametrize(
     ("observation", "complaint"),
-    [(np.zeros(3), "shape"), ({"a": 1}, "does not fit"), (np.array(["x", "y"]), "values of <U1")],
+    [(np.zeros(3), "shape"), ({"a": 1}, "does not fit"), (np.array(["x", "y"]), "holds text")],
 )
 def test_an_observation_that_does_not_fit_is_refused(doors: ludus.Result, observation: Any, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):

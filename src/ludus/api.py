@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.actor.agent import Agent
+from ludus.actor.trained import TrainedAgent
 from ludus.experiment import checkpoint, experiment
 from ludus.experiment.experiment import Result
 from ludus.types import DEFAULT_MODEL
@@ -48,7 +48,7 @@ def resume(directory: str | Path, stop: Mapping[str, float] | None = None) -> Re
     return experiment.resume(Path(directory), stop=stop)
 
 
-def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> Agent:
+def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> TrainedAgent:
     """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`."""
     _, found = checkpoint.open_checkpoint(where)
-    return Agent(found.policy(model), seed, int(found.state["models"][model]["version"]))
+    return TrainedAgent(found.policy(model), seed, int(found.state["models"][model]["version"]))

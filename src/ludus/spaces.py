@@ -147,6 +147,73 @@ def _as_tree(mask: Any) -> Tree:
     return np.asarray(mask)
 
 
+class Fit:
+    """Turns what somebody gives as a value of a space into arrays of its shapes and dtypes, or says what is wrong with it.
+
+    Lists, arrays, numbers, and raw bytes (for a Box, in C order) are taken. Nothing that is not a finite number, or not of
+    its category, gets through. Bounds of a Box are not enforced: environments do not keep them either.
+    """
+
+    def __init__(self, space: gym.Space[Any], where: str = "observation") -> None:
+        self.spec = array_spec(space, where)
+        self._categories = categories(space)
+        self._where = where
+        self._lone = self.spec if isinstance(self.spec, ArraySpec) else None
+
+    def __call__(self, value: Any) -> Tree:
+        """Raises ValueError."""
+        if self._lone is not None:
+            return self._leaf(self._lone, value, "")
+        return self._tree(self.spec, value, "")
+
+    def _tree(self, spec: Tree, value: Any, path: str) -> Tree:
+        here = f"{path}." if path else ""
+        if isinstance(spec, dict):
+            if not isinstance(value, Mapping) or value.keys() != spec.keys():
+                found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                raise ValueError(f"{self._name(path)} has {found}, the keys are {sorted(spec)}")
+            return {key: self._tree(item, value[key], f"{here}{key}") for key, item in spec.items()}
+        if isinstance(spec, tuple):
+            if not isinstance(value, (list, tuple)) or len(value) != len(spec):
+                raise ValueError(f"{self._name(path)} is not a list of {len(spec)} parts")
+            return tuple(self._tree(item, value[i], f"{here}{i}") for i, item in enumerate(spec))
+        return self._leaf(spec, value, path)
+
+    def _leaf(self, spec: ArraySpec, value: Any, path: str) -> Array:
+        try:
+            if isinstance(value, (bytes, bytearray, memoryview)):
+                array: Array = np.frombuffer(value, spec.dtype).reshape(spec.shape).copy()
+            else:
+                given = np.asarray(value)
+                if given.dtype.kind not in "biuf" or not (spec.dtype.kind == "f" or _whole(given)):
+                    raise ValueError(f"holds {_KINDS.get(given.dtype.kind, given.dtype.name)}")
+                array = given.astype(spec.dtype)
+                if spec.dtype.kind != "f" and not np.array_equal(array, given):
+                    raise ValueError(f"does not fit into {spec.dtype}")
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"{self._name(path)}: {error}; it takes {spec.dtype}{list(spec.shape)}") from None
+        if array.shape != spec.shape:
+            raise ValueError(f"{self._name(path)} has shape {list(array.shape)}, it takes {spec.dtype}{list(spec.shape)}")
+        if spec.dtype.kind == "f":
+            if not np.isfinite(array).all():
+                raise ValueError(f"{self._name(path)} holds {array[~np.isfinite(array)][0]}")
+        elif path in self._categories:
+            low, high = self._categories[path]
+            if ((array < low) | (array >= high)).any():
+                raise ValueError(f"{self._name(path)} is {array.tolist()}, categories run from {low} to below {high}")
+        return array
+
+    def _name(self, path: str) -> str:
+        return f"{self._where}.{path}" if path else self._where
+
+
+_KINDS = {"U": "text", "S": "text", "O": "something that is not a number", "f": "fractions"}
+
+
+def _whole(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all() and (array == np.floor(array)).all())
+
+
 # -- JSON ---------------------------------------------------------------------------------------------------------------
 
 

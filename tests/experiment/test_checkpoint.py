@@ -107,9 +107,9 @@ def test_the_policy_of_a_checkpoint_acts_like_the_one_that_was_trained(store: Lo
     ppo.learn(make_segments(1), 0)
     write(store, 1, ppo)
     found = checkpoint.read(store, "000001").policy("model")
-    from ludus.actor.agent import Agent
+    from ludus.actor.trained import TrainedAgent
 
-    ours, theirs = Agent(ppo.policy), Agent(found)
+    ours, theirs = TrainedAgent(ppo.policy), TrainedAgent(found)
     random = np.random.default_rng(0)
     for _ in range(20):
         seen = random.normal(size=4).astype(np.float32)

@@ -154,11 +154,9 @@ class _Lossy(LocalMemory):
     """Shares one block between all writers."""
 
     def __init__(self, spec: SegmentSpec, rows: int, blocks: int) -> None:
-        super().__init__(spec, rows, 1)
-        only = self._free[0]
-        self._free.extend(
-            Segments(**{name: getattr(only, name) for name in only.__dataclass_fields__}) for _ in range(blocks - 1)
-        )
+        super().__init__(spec, rows, 0)
+        only = Segments.empty(spec, rows)
+        self._free.extend(Segments(**{name: getattr(only, name) for name in only.__dataclass_fields__}) for _ in range(blocks))
 
 
 @pytest.mark.parametrize(

@@ -1,84 +1,170 @@
-"""An agent: a policy with its recurrent state, for one seat. What `ludus.load` returns and what plays evaluations."""
+"""An agent: chooses for one seat and records what came of it. Actors are built of agents; the built-in one too."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import gymnasium as gym
-import numpy as np
-import torch
-from torch import Tensor
+import asyncio
+import itertools
+import math
+from collections.abc import Generator
+from typing import Any, Protocol
 
 from ludus import spaces
-from ludus.errors import UsageError
+from ludus.actor.recorder import Recorder, RecorderStats
+from ludus.errors import ConfigError, Refused
+from ludus.memory.memory import Memory
+from ludus.model.acting import Decision, State
 from ludus.model.policy import Policy
-from ludus.spaces import ACTION_MASK
-from ludus.tree import Tree, leaves, map_tree
+from ludus.tree import Tree
+from ludus.types import Bools
 
-State = tuple[Tensor, ...]
+
+class Decider(Protocol):
+    """A model that can choose actions: `ludus.model.acting.Deciding`, or a RemoteModel made of a `ludus.Policy`."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def decide(self, observation: Tree, state: State | None = None, mask: Bools | None = None) -> asyncio.Future[Decision]: ...
+
+
+class Seat:
+    """What all agents of one seat share: the model, where segments go, and how observations are checked."""
+
+    def __init__(self, model: Decider, memory: Memory | None = None, *, first_origin: int = 0) -> None:
+        policy = model.policy
+        self.model, self.memory = model, memory
+        self.observation_space, self.action_space = policy.observation_space, policy.action_space
+        self.fit = spaces.Fit(policy.observation_space)
+        self.choices = spaces.choices(policy.action_space)
+        self.state_spec = policy.state_spec()
+        self.origins = itertools.count(first_origin)
+        self.stats = RecorderStats()
+
+    def observation(self, given: Any) -> Tree:
+        """Raises Refused (422)."""
+        try:
+            return self.fit(given)
+        except ValueError as error:
+            raise Refused(422, "observation", f"The observation does not fit: {error}.", "GET /spec shows the space.") from None
+
+    def mask(self, given: Any) -> Bools | None:
+        if given is None:
+            return None
+        try:
+            flat = spaces.flat_mask(given, self.action_space)
+        except (ConfigError, ValueError, TypeError) as error:
+            raise Refused(422, "action_mask", f"The action mask does not fit: {error}.", "One entry per option.") from None
+        for part in self.choices:
+            if not flat[part].any():
+                raise Refused(
+                    422,
+                    "action_mask",
+                    f"The action mask forbids every action (options {part.start} to {part.stop - 1}).",
+                    "Leave at least one option of every choice allowed.",
+                )
+        return flat
+
+    def number(self, given: Any) -> float:
+        """A reward."""
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
+            raise Refused(422, "reward", f"The reward is {given!r}.", "It is a finite number.")
+        return float(given)
 
 
 class Agent:
-    """Chooses actions with a trained policy.
+    """One seat of one session.
 
-    action, state = agent.act(observation)             # at the start of an episode
-    action, state = agent.act(observation, state)      # then hand the state back (recurrent models need it)
+        agent = Agent(seat)
+        action = await agent.act(observation, mask)     # asks the model; the reward so far belongs to the action before
+        agent.reward(1.0)                               # as often as you like between two actions
+        agent.finish(terminated=True)                   # or truncated=True, observation=last_observation
+
+    Keeps the recurrent state, and writes segments with log-probabilities, values and versions when the seat has a memory.
     """
 
-    def __init__(self, policy: Policy, seed: int = 0, version: int = 0) -> None:
-        self.policy, self.version = policy, version
-        self._spec = spaces.array_spec(policy.observation_space)
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._state: State | None = None
+        self._reward = 0.0
+        self._acted = False
+        self._closing: asyncio.Future[Decision] | None = None
+        self._recorder = None if seat.memory is None else Recorder(seat.memory, next(seat.origins), seat.stats)
 
     @property
-    def observation_space(self) -> gym.Space[Any]:
-        return self.policy.observation_space
+    def playing(self) -> bool:
+        """An action was chosen, and its episode is not over."""
+        return self._acted
 
-    @property
-    def action_space(self) -> gym.Space[Any]:
-        return self.policy.action_space
+    async def act(self, observation: Any, mask: Any = None) -> Any:
+        """The action, as the game takes it. Raises Refused (422) when the observation or mask does not fit."""
+        return await self.act_on(self._seat.observation(observation), self._seat.mask(mask))
 
-    def act(
-        self, observation: Any, state: State | None = None, mask: Any = None, *, deterministic: bool = True
-    ) -> tuple[Any, State]:
-        """An action as the environment takes it, and the state for the next call. Raises UsageError on a misfit."""
-        if isinstance(observation, dict) and ACTION_MASK in observation:
-            mask = observation[ACTION_MASK] if mask is None else mask
-            unwrap = not isinstance(self.observation_space, gym.spaces.Dict)
-            observation = spaces.without_mask(observation, unwrap)
-        row = self._tensors(observation)
-        flat = None if mask is None else self._mask(mask)
-        with torch.inference_mode():
-            noise = None if deterministic else self.policy.distribution.noise((1,), self._generator)
-            before = self.policy.initial_state(1) if state is None else state
-            action, _, _, after = self.policy.step(row, before, None, flat, noise)
-        chosen = self.policy.distribution.to_environment(map_tree(Tensor.numpy, action))
-        return map_tree(_unbatch, chosen), after
+    async def act_on(self, seen: Tree, allowed: Bools | None) -> Any:
+        """The same for what `Seat.observation` and `Seat.mask` have checked."""
+        if self._closing is not None:
+            await self._closing
+        before = self._state
+        decision = await self._seat.model.decide(seen, before, allowed)
+        if self._recorder is not None:
+            self._recorder.step(seen, allowed, decision, self._reward, self._kept(before))
+        self._state, self._reward, self._acted = decision.state, 0.0, True
+        return decision.action
 
-    def _mask(self, mask: Any) -> Tensor:
-        flat = spaces.flat_mask(mask, self.action_space)
-        for part in spaces.choices(self.action_space):
-            if not flat[part].any():
-                raise UsageError(f"The mask forbids every action (options {part.start} to {part.stop - 1}).")
-        return torch.from_numpy(flat).unsqueeze(0)
+    def reward(self, reward: float) -> None:
+        """Adds to what the last action has earned. Raises Refused (422) on what is not a finite number."""
+        reward = self._seat.number(reward)
+        if not self._acted:
+            if reward:
+                raise Refused(422, "reward", f"A reward of {reward} came before any action.", "Reward what an action did.")
+            return
+        self._reward += reward
 
-    def _tensors(self, observation: Any) -> Tree:
-        try:
-            return map_tree(lambda spec, x: _row(spec, x), self._spec, observation)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
-            wanted = {path or "observation": f"{s.dtype}{list(s.shape)}" for path, s in leaves(self._spec)}
-            raise UsageError(f"The observation does not fit: {error}. This agent takes {wanted}.") from error
+    def finish(self, terminated: bool = False, truncated: bool = False, observation: Any = None) -> Finished:
+        """The episode is over; the next `act` begins another. Await the result to know that it is recorded.
+
+        Truncated without a last observation: the last step is left out of learning, because nothing is known after it.
+        """
+        if not self._acted:
+            return Finished(None)
+        seen = None if observation is None else self._seat.observation(observation)
+        recorder, reward = self._recorder, self._reward
+        state, self._state = self._state, None
+        self._reward, self._acted = 0.0, False
+        if recorder is None:
+            return Finished(None)
+        if terminated or seen is None:
+            recorder.finish(reward, terminated=terminated, truncated=truncated)
+            return Finished(None)
+        closing = self._closing = self._seat.model.decide(seen, state)
+
+        def close(decided: asyncio.Future[Decision]) -> None:
+            self._closing = None
+            if decided.cancelled() or decided.exception() is not None:
+                recorder.break_off()
+            else:
+                recorder.finish(reward, terminated=False, truncated=True, observation=seen, value=decided.result().value)
+
+        closing.add_done_callback(close)
+        return Finished(closing)
+
+    def break_off(self) -> None:
+        """Nothing more will come of this episode: the last step is left out and counted."""
+        self._state, self._reward, self._acted = None, 0.0, False
+        if self._recorder is not None:
+            self._recorder.break_off()
+
+    def _kept(self, state: State | None) -> State:
+        if state is None and self._seat.state_spec:
+            return tuple(spec.zeros() for spec in self._seat.state_spec)
+        return state or ()
 
 
-def _row(spec: spaces.ArraySpec, x: Any) -> Tensor:
-    array = np.asarray(x)
-    if array.shape != spec.shape:
-        raise ValueError(f"a value of shape {list(array.shape)} where {list(spec.shape)} is expected")
-    if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
-        raise ValueError(f"values of {array.dtype} where {spec.dtype} is expected")
-    return torch.from_numpy(np.array(array, dtype=spec.dtype)[None])
+class Finished:
+    """Await it, or leave it."""
 
+    def __init__(self, closing: asyncio.Future[Decision] | None) -> None:
+        self._closing = closing
 
-def _unbatch(x: Any) -> Any:
-    item = np.asarray(x)[0]
-    return item.item() if item.ndim == 0 and item.dtype.kind in "iu" else item
+    def __await__(self) -> Generator[Any, None, None]:
+        if self._closing is not None:
+            yield from asyncio.wait([self._closing]).__await__()

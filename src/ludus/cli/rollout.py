@@ -35,7 +35,7 @@ def rollout(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Play a trained agent: returns, a file of all steps, a video."""
-    from ludus.actor.agent import Agent
+    from ludus.actor.trained import TrainedAgent
     from ludus.cli.display import say
     from ludus.experiment import checkpoint as checkpoints
     from ludus.experiment import rollout as rollouts
@@ -52,7 +52,7 @@ def rollout(
     settings = _settings(config)
     env_config = made_with["config"].get("env_config", {}) | settings.get("env_config", {})
     environment = make_one(name, env_config, "rgb_array" if video else None)
-    agent = Agent(found.policy(DEFAULT_MODEL), seed)
+    agent = TrainedAgent(found.policy(DEFAULT_MODEL), seed)
     _check_spaces(agent, environment, name, made_with["env"])
     label = f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     steps_file = out or run_dir / "rollouts" / label / "steps.npz"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ludus import config as configs
-from ludus.actor.agent import Agent
+from ludus.actor.trained import TrainedAgent
 from ludus.actor.evaluate import Score, play
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.config import AlgorithmConfig, ExperimentConfig, StopConfig
@@ -90,7 +90,7 @@ class Result:
     checkpoint: Path | None
     stopped_by: str
     metrics: dict[str, float]
-    agent: Agent
+    agent: TrainedAgent
 
     @property
     def episode_return_mean(self) -> float:
@@ -210,7 +210,7 @@ def _train(
         policy, version = parts.pool.newest(DEFAULT_MODEL)
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
-        return Result(parts.run.directory, where, stopped_by, metrics, Agent(policy, resolved.config.seed, version))
+        return Result(parts.run.directory, where, stopped_by, metrics, TrainedAgent(policy, resolved.config.seed, version))
 
 
 # -- the program --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 
 from ludus import spaces
-from ludus.actor.agent import Agent
+from ludus.actor.trained import TrainedAgent
 from ludus.errors import EnvironmentFault, StoreFull
 from ludus.experiment.video import VideoWriter, check_renders, check_rgb, frame_rate
 from ludus.game.environment import translated
@@ -140,7 +140,7 @@ def _readable(value: Any) -> Any:
 
 
 def play(
-    agent: Agent,
+    agent: TrainedAgent,
     env: gym.Env[Any, Any],
     name: str,
     *,

@@ -1,4 +1,4 @@
-"""Memory within one process: a fixed number of preallocated blocks that circulate. No copy, no queue of objects."""
+"""Memory within one process: at most so many blocks, made when first needed, that circulate. No copy, no queue of objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class LocalMemory:
     """Safe for several threads."""
 
     def __init__(self, spec: SegmentSpec, rows: int, blocks: int) -> None:
-        self._free = deque(Segments.empty(spec, rows) for _ in range(blocks))
+        self._spec, self._rows = spec, rows
+        self._unmade = blocks
+        self._free: deque[Segments] = deque()
         self._ready: deque[Segments] = deque()
         self._writing: set[int] = set()
         self._reading: set[int] = set()
@@ -24,12 +26,17 @@ class LocalMemory:
 
     def reserve(self, timeout_s: float) -> Segments | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed, timeout_s)
+            if timeout_s > 0:
+                self._changed.wait_for(lambda: self._free or self._unmade or self._closed, timeout_s)
             if self._closed:
                 raise MemoryClosed("The memory was closed.")
-            if not self._free:
+            if self._free:
+                block = self._free.popleft()
+            elif self._unmade:
+                block = Segments.empty(self._spec, self._rows)
+                self._unmade -= 1
+            else:
                 return None
-            block = self._free.popleft()
             self._writing.add(id(block))
             block.finals = 0
             return block

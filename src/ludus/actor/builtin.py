@@ -1,0 +1,157 @@
+"""The built-in actor: games that speak JSON or msgpack need no Python of their own.
+
+    tick   {"observation": …, "reward": 0.5, "action_mask": …}                    → {"action": …}
+    tick   {"observation": …, "reward": 1, "terminated": true}                    → {"action": null}: the next tick begins anew
+    tick   {"seats": {"blue": {"observation": …, "reward": 0}, …}}                → {"actions": {"blue": …}}
+    end    empty, or the same with the last reward (and, when truncated, the last observation)
+
+The reward of a tick belongs to the action before it. The format of the reply is that of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ludus.actor.actor import Actor
+from ludus.actor.agent import Agent, Seat
+from ludus.errors import Refused
+from ludus.plugins import did_you_mean
+from ludus.tree import map_tree
+
+ONLY_SEAT = ""
+"""The name of the seat of a game that has one."""
+
+_KEYS = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
+
+
+class BuiltinActor(Actor):
+    """Plays every seat of a session with the model of that seat, and records when there is somebody to learn."""
+
+    def __init__(self, seats: Mapping[str, Seat]) -> None:
+        self._seats = seats
+        self._agents: dict[str, Agent] = {}
+        self._single = set(seats) == {ONLY_SEAT}
+
+    async def tick(self, body: bytes) -> bytes:
+        message, packed = decoded(body)
+        parts = {name: self._checked(name, part) for name, part in self._parts(message).items()}
+        # All of them are right: from here on nothing can be refused.
+        if self._single:
+            return encoded({"action": await parts[ONLY_SEAT].play(self._agent(ONLY_SEAT))}, packed)
+        actions = await asyncio.gather(*(part.play(self._agent(name)) for name, part in parts.items()))
+        return encoded({"actions": dict(zip(parts, actions, strict=True))}, packed)
+
+    async def end(self, body: bytes) -> bytes:
+        if self.ended_by != "game":
+            for agent in self._agents.values():
+                agent.break_off()
+            return b""
+        message, packed = decoded(body) if body.strip() else ({}, False)
+        parts = {name: self._checked(name, part, last=True) for name, part in self._parts(message).items()} if message else {}
+        for name, part in parts.items():
+            await part.conclude(self._agent(name))
+        for agent in self._agents.values():
+            agent.break_off()  # seats of which the game said nothing
+        return encoded({}, packed)
+
+    def _agent(self, name: str) -> Agent:
+        if name not in self._agents:
+            self._agents[name] = Agent(self._seats[name])
+        return self._agents[name]
+
+    def _parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._single:
+            return {ONLY_SEAT: message}
+        seats = message.get("seats")
+        if not isinstance(seats, dict) or message.keys() - {"seats"} or not seats:
+            names = ", ".join(sorted(self._seats))
+            raise Refused(422, "seats", "This game has several seats.", f'Send {{"seats": {{name: …}}}}; the names are {names}.')
+        return seats
+
+    def _checked(self, name: str, part: Any, *, last: bool = False) -> _Part:
+        if name not in self._seats:
+            raise Refused(422, "seats", f"There is no seat {name!r}.", did_you_mean(name, self._seats))
+        where = f" of seat {name!r}" if name else ""
+        if not isinstance(part, dict):
+            raise Refused(422, "malformed", f"The step{where} is not an object.", 'Send {"observation": …, "reward": …}.')
+        unknown = part.keys() - _KEYS
+        if unknown:
+            key = str(min(unknown, key=str))
+            raise Refused(422, "unknown_key", f"The step{where} has an unknown key {key!r}.", did_you_mean(key, _KEYS))
+        return _Part(self._seats[name], self._agents.get(name), part, last)
+
+
+class _Part:
+    """What one seat said in one request, checked."""
+
+    def __init__(self, seat: Seat, agent: Agent | None, given: dict[str, Any], last: bool) -> None:
+        playing = agent is not None and agent.playing
+        self.terminated, self.truncated = _flag(given, "terminated"), _flag(given, "truncated")
+        self.reward = seat.number(given.get("reward", 0.0))
+        if self.reward and not playing:
+            raise Refused(422, "reward", f"A reward of {self.reward:g} came before any action.", "Reward what an action did.")
+        if last:
+            self.terminated = self.terminated or not self.truncated
+        over = self.terminated or self.truncated
+        self._raw = given.get("observation")
+        if self._raw is None and not self.terminated:
+            what = "A truncated episode is learned from only with its last" if over else "Send it as"
+            raise Refused(422, "observation", "The observation is missing.", f'{what} "observation".')
+        self.seen = None if self._raw is None else seat.observation(self._raw)
+        self.allowed = None if over else seat.mask(given.get("action_mask"))
+
+    async def play(self, agent: Agent) -> Any:
+        if self.reward:
+            agent.reward(self.reward)
+        if self.terminated or self.truncated:
+            await agent.finish(self.terminated, self.truncated, None if self.terminated else self._raw)
+            return None
+        return plain(await agent.act_on(self.seen, self.allowed))
+
+    async def conclude(self, agent: Agent) -> None:
+        if self.reward:
+            agent.reward(self.reward)
+        await agent.finish(self.terminated, self.truncated, None if self.terminated else self._raw)
+
+
+def _flag(given: dict[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise Refused(422, key, f"{key} is {value!r}.", "It is true or false.")
+    return value
+
+
+# -- formats
+
+
+def decoded(body: bytes) -> tuple[dict[str, Any], bool]:
+    """The message, and whether it was msgpack (whose maps never begin like a JSON text). Raises Refused (422)."""
+    packed = bool(body) and (body[0] & 0xF0 == 0x80 or body[0] in (0xDE, 0xDF))
+    try:
+        message = msgpack.unpackb(body) if packed else json.loads(body)
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        kind = "msgpack" if packed else "JSON"
+        raise Refused(422, "malformed", f"The body is not {kind}: {error}.", 'Send {"observation": …}.') from None
+    if not isinstance(message, dict):
+        raise Refused(422, "malformed", "The body is not an object.", 'Send {"observation": …}.')
+    return message, packed
+
+
+def encoded(message: dict[str, Any], packed: bool) -> bytes:
+    if packed:
+        out: bytes = msgpack.packb(message)
+        return out
+    return json.dumps(message).encode()
+
+
+def plain(action: Any) -> Any:
+    """An action as JSON and msgpack can say it."""
+    if isinstance(action, (np.ndarray, np.generic)):
+        return action.tolist()
+    return map_tree(lambda x: np.asarray(x).tolist(), action)

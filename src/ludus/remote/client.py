@@ -1,0 +1,155 @@
+"""This process's side of the hub: one event loop in a thread of its own, and connections to the hub on it.
+
+Plain code calls and waits, with a time-out; coroutines await; neither ever blocks somebody else's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ludus.errors import WorkerFailed
+from ludus.runtime.hub import Place
+from ludus.runtime.wire import Body, Connection, Header
+
+T = TypeVar("T")
+
+CALL_S = 60.0
+FLUSH_S = 0.5
+HUB = "The hub of this run"
+
+
+class Client:
+    """Safe for threads. Not for a copy of the process made by fork(): that makes its own."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="ludus-client", daemon=True)
+        self._thread.start()
+        self._closed = False
+        self._control: Connection | None = None
+        self._metrics = Metrics()
+        self._flusher: Future[None] | None = None
+        try:
+            self._control = self.wait(self.connect(), CALL_S)
+            self.call({"op": "hello"}, timeout_s=10.0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def connect(self) -> Connection:
+        """Another connection to the hub, for a purpose of its own; lives on `self.loop`."""
+        return await Connection.open(self.place.socket, HUB)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the client's loop."""
+        if self._closed:
+            work.close()
+            raise WorkerFailed("This process has left its run.", "Call ludus.init again.")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run a coroutine on the client's loop, and block this thread until it is done. Raises TimeoutError."""
+        future = self.submit(work)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, header: Header, *parts: Body, timeout_s: float = CALL_S) -> Header:
+        """One request to the hub. Raises what the hub raised; WorkerFailed when it is gone or does not answer."""
+        return self.wait(self._request(header, *parts, timeout_s=timeout_s), timeout_s + 5.0)
+
+    async def acall(self, header: Header, *parts: Body, timeout_s: float = CALL_S) -> Header:
+        """The same from any event loop."""
+        return await asyncio.wrap_future(self.submit(self._request(header, *parts, timeout_s=timeout_s)))
+
+    async def _request(self, header: Header, *parts: Body, timeout_s: float) -> Header:
+        assert self._control is not None
+        try:
+            reply = await self._control.request(header, *parts, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise WorkerFailed(f"{HUB} did not answer {header['op']} within {timeout_s:g} s.", "Is its process held?") from error
+        return reply[-1][0]
+
+    def check(self) -> None:
+        """Raises WorkerFailed when the hub is gone."""
+        if self._control is not None and self._control.lost is not None:
+            raise self._control.lost
+
+    # -- metrics
+
+    def metric(self, name: str, value: float) -> None:
+        """Never blocks: numbers are gathered here and leave in the background."""
+        self._metrics.add(name, value)
+        if self._flusher is None:
+            with self._metrics.lock:
+                if self._flusher is None:
+                    self._flusher = self.submit(self._flush_for_ever())
+
+    async def _flush_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        entries = self._metrics.take()
+        if entries and self._control is not None and self._control.lost is None:
+            await self._control.request({"op": "metric", "entries": entries}, timeout_s=CALL_S)
+
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """What was reported so far has reached the hub. Raises WorkerFailed, TimeoutError."""
+        self.wait(self._flush(), timeout_s)
+
+    def close(self) -> None:
+        """What was reported so far goes to the hub; then everything that waits here gets WorkerFailed. Again: no effect."""
+        if self._closed:
+            return
+        with contextlib.suppress(Exception):  # the hub may be gone, which is a reason to close
+            self.flush(2.0)
+        self._closed = True
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._shut(), self.loop).result(5.0)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5.0)
+        if not self.loop.is_running():
+            self.loop.close()
+
+    async def _shut(self) -> None:
+        if self._control is not None:
+            await self._control.close()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+class Metrics:
+    """Sums and counts by name, gathered between two flushes. Safe for threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, name: str, value: float) -> None:
+        with self.lock:
+            total, count = self._sums.get(name, (0.0, 0))
+            if name == "timesteps":  # a position, not something to average
+                self._sums[name] = max(total, value), 1
+            else:
+                self._sums[name] = total + value, count + 1
+
+    def take(self) -> list[tuple[str, float, int]]:
+        with self.lock:
+            sums, self._sums = self._sums, {}
+        return [(name, total, count) for name, (total, count) in sums.items()]

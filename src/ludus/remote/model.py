@@ -1,0 +1,253 @@
+"""RemoteModel: a named network of the run. Anyone may ask it, anyone may publish its next version."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ludus.errors import UsageError
+from ludus.model import module as modules
+from ludus.model import saved
+from ludus.model.board import BoardReader, stage
+from ludus.model.inference import MAX_BATCH_SIZE, Inference
+from ludus.remote.session import Session, current
+from ludus.remote.workers import Crew, RemoteInference
+from ludus.tree import Tree
+
+get_torch_model_weights = modules.weights_of
+set_torch_model_weights = modules.load_weights
+
+
+class Asked(Protocol):
+    """Whatever answers for a model in this process: a module here, or workers elsewhere."""
+
+    def forward(self, *args: Tree, **kwargs: Tree) -> Awaitable[Any]: ...
+    def forward_versioned(self, *args: Tree, **kwargs: Tree) -> Awaitable[tuple[Any, int]]: ...
+    def call(self, *args: Tree, **kwargs: Tree) -> Any: ...
+
+
+class Shared:
+    """What all handles of one model share in this process."""
+
+    def __init__(self, session: Session, info: Mapping[str, Any], max_batch_size: int | None) -> None:
+        self.session, self.name = session, str(info["name"])
+        self.description: dict[str, Any] = dict(info["description"])
+        self.frozen, self.workers = bool(info["frozen"]), list(info["workers"])
+        self.max_batch_size = int(max_batch_size or info["settings"].get("max_batch_size") or MAX_BATCH_SIZE)
+        self.reader = BoardReader(Path(info["board"]))
+        self.shapes = modules.shapes_in(self.reader.read()[1])
+
+    def build(self) -> nn.Module:
+        """Another instance of the module, with fresh weights."""
+        parent = self.name.split("/")[0]
+        built = saved.model_from(self.description, self.session.classes.get(parent))
+        if modules.shapes_of(built) != self.shapes:
+            raise UsageError(
+                f"The class of {self.name!r} builds another network here than where it was made.",
+                "Was its file changed since? Restart every process of the run.",
+            )
+        return built
+
+    @functools.cached_property
+    def asked(self) -> Asked:
+        inputs = self.description.get("inputs")
+        if self.workers:
+            return RemoteInference(self.session, self.workers, inputs, self.max_batch_size)
+        if self.session.threads is not None:
+            torch.set_num_threads(self.session.threads)
+        return Inference(self.build(), inputs, self.reader, self.max_batch_size)
+
+
+class RemoteModel:
+    """A network with a name. Made once with `model=`; after that, `RemoteModel(name=…)` finds it from any process of the run.
+
+        model = ludus.RemoteModel(name="atari", model=AtariModel(), forward_args=(image,))
+        logits = await model.forward(image)                  # in an actor: batched with every other session
+        logits = model(image)                                # in plain code
+        network = model.get_model()                          # in a trainer: a torch module of your own
+        model.publish_weights(ludus.get_torch_model_weights(network))
+
+    `model` is an instance whose class builds without arguments, or a class with `model_args` and `model_kwargs` (plain
+    values). `forward_args` and `forward_kwargs` are examples of the inputs, without a batch dimension; they need not be
+    given, but then nothing can be said about inputs that do not fit. `forward` adds the batch dimension and takes it off.
+
+    `num_workers` processes run the network; by default every process that asks runs it itself, which is fastest for small
+    networks. `checkpoint_interval` says after how many versions one is stored durably (None: every ten minutes), and `keep`
+    how many of those stay (None: all). Making a model again attaches to it; another model of the same name is refused,
+    unless `override_model` is given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module | type[nn.Module] | None = None,
+        forward_args: Sequence[Tree] = (),
+        forward_kwargs: Mapping[str, Tree] | None = None,
+        *,
+        model_args: Sequence[Any] = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+        max_batch_size: int | None = None,
+        num_workers: int | None = None,
+        local_mode: bool = False,
+        checkpoint_interval: int | None = None,
+        keep: int | None = None,
+        override_model: bool = False,
+        use_onnx: Any = None,
+    ) -> None:
+        _check_numbers(max_batch_size, num_workers, checkpoint_interval, keep)
+        if use_onnx not in (None, False):
+            raise UsageError(
+                f"use_onnx={use_onnx!r}: ONNX inference arrives with serving.", "Leave it out: torch runs the model."
+            )
+        if local_mode and num_workers:
+            raise UsageError(f"local_mode=True and num_workers={num_workers} contradict each other.", "Give one of them.")
+        self.name = name
+        self._max_batch_size = max_batch_size
+        session = current("RemoteModel")
+        if model is None:
+            if model_args or model_kwargs or override_model:
+                raise UsageError(f"RemoteModel({name!r}) has arguments for a model, and no model=.", "Give the class as model=.")
+            _ = self._shared
+            return
+        inputs = modules.inputs_of(forward_args, forward_kwargs or {}) if forward_args or forward_kwargs else None
+        described = modules.describe(model, model_args, model_kwargs, inputs, session.main_file)
+        settings = {"max_batch_size": max_batch_size}
+        info = _created(session, name, described, override_model, checkpoint_interval, keep, settings)
+        session.classes[name] = type(described.module)
+        with session.lock:
+            if num_workers and not info["workers"]:
+                info = {**info, "workers": Crew(session, name, num_workers).paths}
+                override_model = True
+            if override_model:
+                session.shared.pop(("model", name), None)
+            session.shared.setdefault(("model", name), Shared(session, info, max_batch_size))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As an argument to another process of the run, a model is its name; it is attached when it is first used there."""
+        return _unattached, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"RemoteModel({self.name!r})"
+
+    @property
+    def _shared(self) -> Shared:
+        session = current("RemoteModel")
+        key = ("model", self.name)
+        shared: Shared | None = session.shared.get(key)
+        if shared is None:
+            with session.lock:
+                shared = session.shared.get(key)
+                if shared is None:
+                    info = session.client.call({"op": "model.find", "name": self.name})
+                    shared = session.shared[key] = Shared(session, info, self._max_batch_size)
+        if self._max_batch_size not in (None, shared.max_batch_size):
+            raise UsageError(
+                f"{self.name!r} has max_batch_size={shared.max_batch_size} in this process, not {self._max_batch_size}.",
+                "Give it once, where the model is made.",
+            )
+        return shared
+
+    # -- asking
+
+    def forward(self, *args: Tree, **kwargs: Tree) -> Awaitable[Any]:
+        """`await` it on an event loop: NumPy arrays in and out, without a batch dimension. Raises what the model raises."""
+        asked = self._shared.asked
+        self.forward = asked.forward  # type: ignore[method-assign] # from now on without this detour
+        return asked.forward(*args, **kwargs)
+
+    def forward_versioned(self, *args: Tree, **kwargs: Tree) -> Awaitable[tuple[Any, int]]:
+        """The same, with the version of the weights that answered: what a recorded step must be stamped with."""
+        return self._shared.asked.forward_versioned(*args, **kwargs)
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Any:
+        """The same for plain code, in any thread: blocks until the answer is there."""
+        return self._shared.asked.call(*args, **kwargs)
+
+    # -- weights
+
+    @property
+    def version(self) -> int:
+        """The newest version of the weights."""
+        return self._shared.reader.version
+
+    step = version
+
+    def get_model(self) -> nn.Module:
+        """A torch module of your own with the newest weights."""
+        shared = self._shared
+        built = shared.build()
+        modules.load_weights(built, shared.reader.read()[1])
+        return built
+
+    def publish_weights(self, weights: Mapping[str, Any], step: int = -1) -> int:
+        """Make these weights the next version, or version `step`; returns its number. They reach every process at its next batch.
+
+        Raises IncompatibleCheckpoint when they are not those of the model; UsageError when `step` is not above the newest.
+        """
+        shared = self._shared
+        arrays = modules.as_arrays(weights)
+        modules.check_fit(shared.shapes, modules.shapes_in(arrays))
+        staged = stage(Path(shared.session.place.staging), arrays)
+        try:
+            reply = shared.session.client.call({"op": "model.publish", "name": self.name, "file": staged.name, "step": int(step)})
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        return int(reply["version"])
+
+    def clone(self, step: int = -1) -> RemoteModel:
+        """A frozen copy of the newest kept version at or below `step` (-1: of the version that is the newest now).
+
+        It is a model of its own, called `<name>/clone-step-<version>`, and found by that name from anywhere.
+        """
+        session = current("RemoteModel")
+        info = session.client.call({"op": "model.clone", "name": self.name, "step": int(step)})
+        return RemoteModel(str(info["name"]))
+
+
+def _unattached(name: str) -> RemoteModel:
+    handle = RemoteModel.__new__(RemoteModel)
+    handle.name, handle._max_batch_size = name, None
+    return handle
+
+
+def _created(
+    session: Session,
+    name: str,
+    described: modules.Described,
+    override: bool,
+    interval: int | None,
+    keep: int | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    staged = stage(Path(session.place.staging), modules.weights_of(described.module))
+    try:
+        return session.client.call(
+            {
+                **{"op": "model.create", "name": name, "description": described.description, "file": staged.name},
+                **{"override": override, "interval": interval, "keep": keep, "settings": dict(settings)},
+            }
+        )
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _check_numbers(max_batch_size: int | None, num_workers: int | None, interval: int | None, keep: int | None) -> None:
+    smallest = {"max_batch_size": (max_batch_size, 1), "num_workers": (num_workers, 0)}
+    smallest |= {"checkpoint_interval": (interval, 1), "keep": (keep, 1)}
+    for what, (value, least) in smallest.items():
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise UsageError(f"{what}={value!r} is not a whole number from {least}.")
+
+
+def only_model(session: Session) -> RemoteModel:
+    """The one model of the run. Raises UsageError when there are none or several."""
+    names = session.client.call({"op": "names"})["models"]
+    if len(names) != 1:
+        raise UsageError(f"The run has {len(names)} models: {', '.join(names) or 'none'}.", "Say which with model=.")
+    return RemoteModel(names[0])

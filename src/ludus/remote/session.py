@@ -1,0 +1,311 @@
+"""This process's part in a run: which run, where its hub is, what was started here and must be closed again.
+
+ludus.init(project="./atari", trial="ppo-v0")      # makes or re-opens ./atari/ppo-v0
+…
+ludus.run_until_asked_to_stop()
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ludus
+from ludus.errors import AlreadyExists, LudusError, UsageError, WorkerFailed
+from ludus.model.module import forbid_while_loading, main_script
+from ludus.remote.client import Client
+from ludus.runtime.hub import REPORT_S, Hub, Place, find_or_start
+from ludus.runtime.machine import stop_on_signals
+from ludus.runtime.processes import Process, Supervisor
+from ludus.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+META = "meta.json"
+REPORT_VARIABLE = "LUDUS_REPORT_S"
+_WATCH_S = 0.2
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a process started by this one needs to take part in the run. Travels by value to our own children only."""
+
+    place: Place
+    main_file: str | None
+    classes: dict[str, type[nn.Module]] = field(default_factory=dict)
+    """Classes of the models made so far: a class of the launching script cannot be imported, so it comes along."""
+    threads: int | None = None
+    """For torch in that process; None leaves them as they are."""
+
+
+class Session:
+    """A process that takes part in a run. Made by `init`; a context manager that leaves the run at its end."""
+
+    def __init__(self, place: Place, hub: Hub | None, ticket: Ticket | None = None) -> None:
+        self.directory = Path(place.directory)
+        self.hub, self.place = hub, place
+        self.main_file = ticket.main_file if ticket else main_script()
+        self.classes: dict[str, type[nn.Module]] = dict(ticket.classes) if ticket else {}
+        self.threads = ticket.threads if ticket else None
+        self.shared: dict[tuple[str, str], Any] = {}
+        """What every handle of one name shares in this process: ("model", name) → inference, ("buffer", name) → …"""
+        self.lock = threading.RLock()
+        self.ended = False
+        """Iterations over buffers come to their end. A plain flag: a signal handler may set it, locks it may not touch."""
+        self._client: Client | None = None
+        self._supervisor: Supervisor | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._watched: list[Process] = []
+        self._closed = False
+        self._counts: dict[str, int] = {}
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.directory}{' (hub)' if self.hub else ''}>"
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            with self.lock:
+                if self._closed:
+                    raise WorkerFailed(f"The run {self.directory} is closed.", "Call ludus.init again.")
+                if self._client is None:
+                    self._client = Client(self.place)
+        return self._client
+
+    @property
+    def supervisor(self) -> Supervisor:
+        with self.lock:
+            if self._closed:
+                raise WorkerFailed(f"The run {self.directory} is closed.", "Call ludus.init again.")
+            if self._supervisor is None:
+                self._supervisor = Supervisor(log_dir=self.directory / "logs")
+            return self._supervisor
+
+    def ticket(self, threads: int | None = None) -> Ticket:
+        return Ticket(self.place, self.main_file, dict(self.classes), threads)
+
+    def number(self, kind: str) -> int:
+        """0, 1, 2, … for things of one kind started here, to name them."""
+        with self.lock:
+            count = self._counts.get(kind, 0)
+            self._counts[kind] = count + 1
+            return count
+
+    def watch(self, process: Process) -> None:
+        """If this process fails for good, so does the run."""
+        self._watched.append(process)
+
+    def failure(self) -> WorkerFailed | None:
+        for process in list(self._watched):
+            if process.state == "failed":
+                return WorkerFailed(f"{process.name} failed: {process.error.rstrip() or 'it died'}", self._log_hint(process))
+        return None
+
+    def _log_hint(self, process: Process) -> str:
+        return f"Its log: {self.directory / 'logs' / process.name}.log"
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Called when this process leaves the run; what was started last is closed first."""
+        self._closers.append(closer)
+
+    def end_iterations(self) -> None:
+        """Whoever iterates over a buffer in this process comes to its end. May be called in a signal handler."""
+        self.ended = True
+
+    def close(self) -> None:
+        """Leave the run: stop what was started here, keep the newest weights, close the hub if it is here."""
+        global _current
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.end_iterations()
+        problems: list[BaseException] = []
+        parts = [*reversed(self._closers)]
+        parts += [part.close for part in (self._supervisor, self._client, self.hub) if part is not None]
+        for close in parts:
+            try:
+                close()
+            except Exception as error:  # the others must be closed all the same
+                log.exception("closing %s failed", close)
+                problems.append(error)
+        atexit.unregister(self.close)
+        with _lock:
+            if _current is self:
+                _current = None
+        if problems:
+            raise problems[0]
+
+
+# -- the one session of this process ------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_current: Session | None = None
+_left: list[Session] = []
+_inherited: Ticket | None = None
+
+
+def init(project: str | Path | None = None, trial: str | None = None, *, report_interval_s: float | None = None) -> Session:
+    """Open the run `<project>/<trial>` (by default `runs/<time>`), or join it when it is open already.
+
+        ludus.init(project="./atari", trial="ppo-v0")
+
+    Everything made in this run, from whichever process, is found by its name and leaves its weights, metrics and logs in that
+    directory. A run that was closed, or killed, goes on from its newest weights. Metrics are reported every 10 seconds, or as
+    `report_interval_s` or the variable LUDUS_REPORT_S says. Raises UsageError when this process takes part in another run.
+    """
+    global _current
+    forbid_while_loading("ludus.init")
+    with _lock:
+        here = _joined()
+        if here is not None:
+            if (project is not None or trial is not None) and _directory(project, trial, here.directory.name) != here.directory:
+                raise UsageError(
+                    f"This process takes part in the run {here.directory} already.", "One process has one run; start another."
+                )
+            return here
+        directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
+        directory.mkdir(parents=True, exist_ok=True)
+        place, hub = find_or_start(directory, _report_interval(report_interval_s))
+        if hub is not None:
+            _write_meta(directory)
+        return _enter(Session(place, hub))
+
+
+def current(what: str) -> Session:
+    """The run of this process; opens one when there is none yet. `what` is who asks."""
+    forbid_while_loading(what)
+    return _joined() or init()
+
+
+def adopt(ticket: Ticket) -> Session:
+    """In a process that was started by one of the run: take part in it."""
+    global _current
+    with _lock:
+        if _current is None:
+            _enter(Session(ticket.place, None, ticket))
+        assert _current is not None
+        return _current
+
+
+def _joined() -> Session | None:
+    with _lock:
+        if _current is None and _inherited is not None:
+            adopt(_inherited)
+        return _current
+
+
+def _enter(session: Session) -> Session:
+    global _current
+    _current = session
+    atexit.register(session.close)
+    return session
+
+
+def _after_fork() -> None:
+    """A copy of this process is not the hub and must not speak on its connections; it makes its own when it needs one."""
+    global _current, _inherited, _lock
+    _lock = threading.RLock()
+    if _current is not None:
+        if _current.hub is not None:
+            _current.hub.forget()
+        _left.append(_current)  # kept, so that nothing of the parent's is finalised here
+        atexit.unregister(_current.close)
+        _inherited = _current.ticket(_current.threads)
+        _current = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _directory(project: str | Path | None, trial: str | None, default: str) -> Path:
+    name = default if trial is None else trial
+    if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
+        raise UsageError(f"trial={name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
+    return (Path("runs" if project is None else project).expanduser() / name).resolve()
+
+
+def _report_interval(given: float | None) -> float:
+    text = os.environ.get(REPORT_VARIABLE, "") if given is None else str(given)
+    try:
+        seconds = float(text) if text else REPORT_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise UsageError(f"The report interval {text!r} is not a positive number of seconds.")
+    return seconds
+
+
+def _write_meta(directory: Path) -> None:
+    """Once: a run that is taken up again keeps what it was started with."""
+    versions = {"ludus": ludus.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy"):
+        module = sys.modules.get(package)
+        if module is not None:
+            versions[package] = str(getattr(module, "__version__", "unknown"))
+    meta = {
+        "kind": "session",
+        "versions": versions,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    with contextlib.suppress(AlreadyExists):
+        LocalStore(directory).put(META, json.dumps(meta, indent=1).encode(), overwrite=False)
+
+
+# -- public functions ---------------------------------------------------------------------------------------------------
+
+
+def metric(name: str, value: float, **labels: Any) -> None:
+    """Report a number. Its mean over each report interval goes to `metrics.jsonl` and TensorBoard of the run.
+
+        ludus.metric("episode_return", 21.0)
+        ludus.metric("win", 1, map="ice")          # shown as win{map=ice}
+
+    May be called from any process and thread of the run, and from an event loop; never blocks. `timesteps` is special: the
+    highest value becomes the x-axis.
+    """
+    text = ",".join(f"{key}={labels[key]}" for key in sorted(labels))
+    current("ludus.metric").client.metric(f"{name}{{{text}}}" if text else name, float(value))
+
+
+def run_until_asked_to_stop() -> None:
+    """Wait for Ctrl-C or SIGTERM, then close everything in order. Raises WorkerFailed when a part of the run fails for good."""
+    session = current("ludus.run_until_asked_to_stop")
+    try:
+        with stop_on_signals() as stop:
+            while not stop():
+                time.sleep(_WATCH_S)
+                failure = session.failure()
+                if failure is not None:
+                    raise failure
+                session.client.check()
+    finally:
+        with contextlib.suppress(LudusError) if sys.exc_info()[0] else contextlib.nullcontext():
+            session.close()

@@ -1,0 +1,186 @@
+"""RemoteTrainer: the user's own training function, in one or several learner processes that average their gradients."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludus.errors import UsageError, WorkerFailed
+from ludus.remote.session import Ticket, adopt, current, metric
+from ludus.runtime.machine import keep_freed_memory, usable_cores
+from ludus.runtime.processes import NEVER, Context, Process
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 120.0
+"""How long learners wait for each other to come, and for a gradient of the slowest."""
+
+
+class RemoteTrainer:
+    """Runs `train(**kwargs)` in `num_workers` processes (in all), once in each, with the keywords exactly as given.
+
+        def train(model, buffer, batch_size, num_steps):
+            learner = ludus.learner()
+            remote_model = ludus.RemoteModel(name=model)
+            network = learner.wrap(remote_model.get_model())
+            for batch in ludus.RemoteBuffer(buffer, batch_size=batch_size):
+                …
+
+        trainer = ludus.RemoteTrainer(num_workers=2)
+        trainer.train(train=train, model="atari", buffer="replay", batch_size=8, num_steps=100_000)
+
+    `use_gpu=None` uses a GPU where there is one.
+    """
+
+    def __init__(self, use_gpu: bool | None = False, num_workers: int = 1) -> None:
+        if not isinstance(num_workers, int) or num_workers < 1:
+            raise UsageError(f"num_workers={num_workers!r}: a trainer has at least one learner.", "It is the number in all.")
+        if use_gpu and not torch.cuda.is_available():
+            raise UsageError(
+                "use_gpu=True, and PyTorch finds no GPU here.", "Pass use_gpu=False, or None to use one if there is."
+            )
+        self._use_gpu = bool(use_gpu) or (use_gpu is None and torch.cuda.is_available())
+        self._num_workers = num_workers
+        self._session = current("RemoteTrainer")
+        self._learners: list[Process] = []
+
+    def train(self, train: Callable[..., Any], **kwargs: Any) -> None:
+        """Start the learners; returns at once. Raises UsageError when they run already."""
+        if not callable(train):
+            raise UsageError(f"train={train!r} is not a function.")
+        if any(not learner.wait(0) for learner in self._learners):
+            raise UsageError("This trainer is training already.", "Make another RemoteTrainer.")
+        session = self._session
+        number = session.number("trainer")
+        rendezvous = str(Path(session.place.scratch) / f"ddp-{uuid.uuid4().hex[:12]}")
+        threads = max(1, usable_cores() // self._num_workers)
+        names = [f"learner-{number}-{rank}" if number else f"learner-{rank}" for rank in range(self._num_workers)]
+        self._learners = []
+        for rank, name in enumerate(names):
+            place = Learner(rank, self._num_workers, self._use_gpu, rendezvous)
+            process = session.supervisor.start(
+                name, learn, session.ticket(threads), place, train, kwargs, restart=NEVER, on_change=self._changed
+            )
+            self._learners.append(process)
+            session.watch(process)
+        session.client.call({"op": "component", "kind": "trainer", "name": f"trainer-{number}", "details": {"learners": names}})
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when every learner has returned from `train`. Raises WorkerFailed, with its traceback, when one failed."""
+        deadline = time.monotonic() + timeout_s
+        for learner in self._learners:
+            learner.wait(max(0.0, deadline - time.monotonic()))
+            if self._failed():
+                break
+        if failed := self._failed():
+            raise WorkerFailed(f"{failed.name} failed: {failed.error.rstrip() or 'it died'}", "The other learners were stopped.")
+        return all(learner.wait(0) for learner in self._learners)
+
+    def stop(self) -> None:
+        for learner in self._learners:
+            learner.stop()
+
+    def _failed(self) -> Process | None:
+        """The one that failed first: when one leaves, the others fail for want of it."""
+        return self._first if self._first is not None and self._first.state == "failed" else None
+
+    _first: Process | None = None
+
+    def _changed(self, process: Process) -> None:
+        """In the supervisor's thread, which must not wait."""
+        if process.state == "failed" and self._first is None:
+            self._first = process
+            log.error("%s failed:\n%s", process.name, process.error.rstrip() or "it died")
+            for other in self._learners:
+                if other is not process:
+                    other.stop()
+
+
+class Learner:
+    """This process's place among the learners: `ludus.learner()` inside a train function.
+
+    Outside of one it is the only learner, so that the function can be called and debugged directly.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, use_gpu: bool = False, rendezvous: str = "") -> None:
+        self.rank, self.world_size = rank, world_size
+        self._use_gpu, self._rendezvous = use_gpu, rendezvous
+        self._store: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Learner {self.rank} of {self.world_size}>"
+
+    @property
+    def device(self) -> torch.device:
+        if not self._use_gpu:
+            return torch.device("cpu")
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model on this learner's device; with several learners, gradients become the mean over all of them."""
+        model = model.to(self.device)
+        if self.world_size == 1:
+            return model
+        self._join()
+        return nn.parallel.DistributedDataParallel(model)
+
+    def metric(self, name: str, value: float, **labels: Any) -> None:
+        """Report a number, once for all learners: rank 0 does."""
+        if self.rank == 0:
+            metric(name, value, **labels)
+
+    def _join(self) -> None:
+        distributed = torch.distributed
+        if distributed.is_initialized():
+            return
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # learners of one machine meet on loopback alone
+        self._store = distributed.FileStore(self._rendezvous, self.world_size)
+        distributed.init_process_group(
+            "gloo",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(seconds=JOIN_S),
+        )
+
+    def leave(self) -> None:
+        if self._store is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+_here: Learner | None = None
+
+
+def learner() -> Learner:
+    """Rank, number of learners and `wrap` for data-parallel training, inside a train function."""
+    return _here or Learner()
+
+
+def learn(context: Context, ticket: Ticket, place: Learner, train: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """The life of a learner."""
+    global _here
+    session = adopt(ticket)
+    _here = place
+    torch.set_num_threads(ticket.threads or 1)
+    keep_freed_memory()
+    context.on_stop(session.end_iterations)
+    context.ready()
+    try:
+        train(**kwargs)
+    except Exception:
+        if not context.stopping:
+            raise
+        log.info("ended while it was being stopped", exc_info=True)  # the other learners left first
+    finally:
+        if not context.stopping:
+            place.leave()
+        session.close()

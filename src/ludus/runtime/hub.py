@@ -1,0 +1,535 @@
+"""The hub of a run: where its processes find models, buffers and each other by name, and leave their metrics.
+
+It is a thread in the process that opened the run, behind a unix socket that only this user can reach. Whoever holds the lock
+in the run's directory is the hub's process; the kernel gives it back however that process ends, so a run has one hub at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ludus.buffer.fifo import Fifo
+from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.model.registry import Registry, check_name
+from ludus.plugins import did_you_mean
+from ludus.runtime.scratch import Scratch
+from ludus.runtime.wire import MAX_BODY, Header, Peer, check_socket_path, error_fields, listen, split
+from ludus.store.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+RECORD, LOCK = "hub.json", ".hub.lock"
+REPORT_S = 10.0
+BUFFER_SIZE = 512
+CLAIM_S = 15.0
+_CHUNK = MAX_BODY // 4
+_MAX_NAMES = 10_000
+_SHM, _SHM_FREE = Path("/dev/shm"), 1 << 28  # noqa: S108 - a private directory is made below it
+
+
+# -- who is the hub -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's hub is, and the directories that its processes share."""
+
+    directory: str
+    """The run: what is left behind."""
+    socket: str
+    scratch: str
+    """Sockets and rendezvous files; gone with the hub."""
+    staging: str
+    """Where weights are written before they are published."""
+
+
+def find_or_start(directory: Path, report_s: float = REPORT_S) -> tuple[Place, Hub | None]:
+    """Become the hub of a run, or find the process that is. Two that come at once get one hub. Raises WorkerFailed."""
+    deadline = time.monotonic() + CLAIM_S
+    while True:
+        lock = _claimed(directory)
+        if lock is not None:
+            hub = Hub(directory, lock, report_s)
+            return hub.place, hub
+        record = _record(directory)
+        if record is not None and record.get("host") not in (None, platform.node()):
+            raise UsageError(
+                f"The run {directory} is open in process {record.get('pid')} on {record['host']}.", "Stop it, or work there."
+            )
+        place = _reachable(record)
+        if place is not None:
+            return place, None
+        if time.monotonic() > deadline:
+            raise WorkerFailed(
+                f"The run {directory} is held by process {(record or {}).get('pid', '?')}, which does not answer.",
+                "Stop that process, or open another trial.",
+            )
+        time.sleep(0.02)  # its owner is starting, or leaving
+
+
+def _claimed(directory: Path) -> IO[str] | None:
+    """The run's lock, or None while another process has it."""
+    import fcntl
+
+    private = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+    for path in (directory / LOCK, Path(tempfile.gettempdir()) / f"ludus-{os.getuid()}-{private}.lock"):
+        file = open(path, "a")  # noqa: SIM115 - held as long as the hub lives
+        try:
+            path.chmod(0o600)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        else:
+            return file
+    raise UsageError(f"Neither {directory} nor the temporary directory supports file locks.", "Set TMPDIR to one that does.")
+
+
+def _record(directory: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads((directory / RECORD).read_bytes())
+    except (OSError, ValueError):  # absent, or of a process that was killed while writing
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _reachable(record: Mapping[str, Any] | None) -> Place | None:
+    if record is None:
+        return None
+    try:
+        place = Place(**record["place"])
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(place.socket)
+    except (OSError, KeyError, TypeError):
+        return None
+    return place
+
+
+def _boards() -> Path:
+    """Shared memory where there is some; else the temporary directory."""
+    if "LUDUS_SHM" in os.environ:
+        return Path(os.environ["LUDUS_SHM"])
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(_SHM)
+        if os.access(_SHM, os.W_OK) and stat.f_bavail * stat.f_frsize >= _SHM_FREE:
+            return _SHM
+    return Path(tempfile.gettempdir())
+
+
+# -- what is reported ---------------------------------------------------------------------------------------------------
+
+
+class Tally:
+    """Means of numbers between two reports. `timesteps` is no mean: the highest counts."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self.timesteps: float | None = None
+        self.lost = 0
+
+    def add(self, name: str, total: float, count: int) -> None:
+        if name == "timesteps":
+            self.timesteps = max(self.timesteps or 0.0, total / count)
+            return
+        if name not in self._sums and len(self._sums) >= _MAX_NAMES:
+            self.lost += count
+            return
+        before = self._sums.get(name, (0.0, 0))
+        self._sums[name] = before[0] + total, before[1] + count
+
+    def take(self) -> dict[str, float]:
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        if self.lost:
+            means["metrics/lost"] = self.lost
+        self._sums, self.lost = {}, 0
+        return means
+
+
+@dataclass
+class _Buffer:
+    fifo: Fifo[bytes | memoryview]
+    lost: int = 0
+    """Items that producers dropped before they got here."""
+
+
+@dataclass
+class _Component:
+    kind: str
+    name: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+# -- the hub ------------------------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """Serves until `close`. Everything in it happens on its own event loop; the disk is touched in another thread."""
+
+    def __init__(self, directory: Path, lock: IO[str], report_s: float = REPORT_S) -> None:
+        self.directory, self._lock, self._report_s = directory, lock, report_s
+        self._pid = os.getpid()
+        self._scratch = Scratch(_short_temp())
+        self._shm = Scratch(_boards())
+        self._registry = Registry(LocalStore(directory), self._shm.path)
+        self.place = Place(str(directory), str(self._scratch.path / "hub"), str(self._scratch.path), str(self._registry.staging))
+        self._buffers: dict[str, _Buffer] = {}
+        self._components: dict[str, _Component] = {}
+        self._tally = Tally()
+        self._sinks: list[Sink] = []
+        self._iterations = 0
+        self._began = time.monotonic()
+        self._closing = False
+        self._peers: set[Peer] = set()
+        self._employers: dict[str, Peer] = {}
+        """Who started the inference workers of a model; when it is gone, so are they."""
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="ludus-disk")
+        self._loop = asyncio.new_event_loop()
+        self._server: asyncio.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="ludus-hub", daemon=True)
+        self._ops: dict[str, Callable[[Peer, Header, bytes], Any]] = {
+            "hello": self._hello,
+            "model.find": self._model_find,
+            "model.create": self._model_create,
+            "model.publish": self._model_publish,
+            "model.clone": self._model_clone,
+            "model.workers": self._model_workers,
+            "buffer.open": self._buffer_open,
+            "buffer.push": self._buffer_push,
+            "buffer.offer": self._buffer_offer,
+            "buffer.take": self._buffer_take,
+            "buffer.stats": self._buffer_stats,
+            "metric": self._metric,
+            "report": self._report_now,
+            "component": self._component,
+            "names": self._names,
+        }
+        self._start()
+
+    def _start(self) -> None:
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(CLAIM_S)
+            record = {"pid": self._pid, "host": platform.node(), "place": vars(self.place)}
+            LocalStore(self.directory).put(RECORD, json.dumps(record, indent=1).encode())
+            (self.directory / RECORD).chmod(0o600)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _open(self) -> None:
+        check_socket_path(Path(self.place.socket))
+        self._server = await listen(Path(self.place.socket), self._on_frame, self._on_gone)
+        before = read_jsonl(self.directory / "metrics.jsonl")
+        self._iterations = int(before[-1]["iterations"]) if before else 0
+        incarnation = int(before[-1].get("incarnation", 1)) + 1 if before else 1
+        self._sinks = [JsonLines(self.directory / "metrics.jsonl", incarnation), TensorBoard(self.directory)]
+        self._reporter = self._loop.create_task(self._report_for_ever())
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def forget(self) -> None:
+        """In a copy of this process made by fork(): it is not the hub."""
+        self._lock.close()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Tell whoever waits that the run has ended, keep the newest weights, write the last report. Again: no effect."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        self._closing = True
+        problem: BaseException | None = None
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout_s)
+        except Exception as error:  # a full disk among them; the rest must be closed all the same
+            problem = error
+        for path in (self.directory / RECORD, Path(self.place.socket)):
+            path.unlink(missing_ok=True)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if not self._loop.is_running():
+            self._loop.close()
+        self._scratch.close()
+        self._shm.close()
+        self._lock.close()
+        if problem is not None:
+            raise problem
+
+    async def _shut(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        self._reporter.cancel()
+        for buffer in self._buffers.values():
+            for who in buffer.fifo.waiting():
+                self._answer(who, {"closed": True})
+        try:
+            await self._loop.run_in_executor(self._disk, self._last_words)
+        finally:
+            self._disk.shutdown(wait=False)
+            for peer in list(self._peers):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(peer.flushed(), 1.0)
+                peer.close()
+            await asyncio.sleep(0)
+
+    def _last_words(self) -> None:
+        try:
+            self._registry.close()
+        finally:
+            self._write(self._numbers())
+            for sink in self._sinks:
+                sink.close()
+
+    # -- frames
+
+    def _on_frame(self, peer: Peer, header: Header, body: bytes) -> None:
+        self._peers.add(peer)
+        op = self._ops.get(header.get("op", ""))
+        if op is None:
+            raise Damaged(f"there is no operation {header.get('op')!r}")
+        try:
+            reply = op(peer, header, body)
+        except (LudusError, OSError) as error:
+            if isinstance(error, Damaged):
+                raise
+            self._fail(peer, header, error)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"the operation {header['op']} is malformed: {error!r}") from error
+        else:
+            if reply is not None:
+                self._answer((peer, header["id"]), reply)
+
+    def _on_gone(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        for name in [name for name, employer in self._employers.items() if employer is peer]:
+            self._registry.set_workers(name, [])
+            del self._employers[name]
+        for buffer in self._buffers.values():
+            for who in buffer.fifo.waiting():
+                if who[0] is peer:
+                    buffer.fifo.cancel(who)
+            self._settle(buffer)
+
+    @staticmethod
+    def _answer(who: Any, header: Mapping[str, Any], *parts: bytes | memoryview) -> None:
+        peer, number = who
+        peer.send({**header, "id": number}, *parts)
+
+    @staticmethod
+    def _fail(peer: Peer, header: Header, error: Exception) -> None:
+        if "id" in header:
+            peer.send({"id": header["id"], **error_fields(error)})
+        else:
+            log.error("%s: %s", header.get("op"), error)
+
+    def _hello(self, peer: Peer, header: Header, body: bytes) -> Header:
+        return {"pid": self._pid, "place": vars(self.place)}
+
+    # -- models
+
+    def _model_find(self, peer: Peer, header: Header, body: bytes) -> Header:
+        found = self._registry.find(header["name"], time.monotonic())
+        if found is None:
+            raise UnknownName(
+                f"There is no model {header['name']!r} in this run.", did_you_mean(header["name"], self._registry.names())
+            )
+        return found
+
+    def _model_create(self, peer: Peer, header: Header, body: bytes) -> Header:
+        return self._registry.create(
+            header["name"],
+            header["description"],
+            header["file"],
+            time.monotonic(),
+            bool(header["override"]),
+            header["interval"],
+            header["keep"],
+            header["settings"],
+        )
+
+    def _model_publish(self, peer: Peer, header: Header, body: bytes) -> Header:
+        now = time.monotonic()
+        version = self._registry.publish(header["name"], header["file"], int(header["step"]), now)
+        if self._registry.due(header["name"], now):
+            self._on_disk(self._registry.keeping(header["name"], now))
+        return {"version": version}
+
+    def _model_clone(self, peer: Peer, header: Header, body: bytes) -> Header:
+        return self._registry.clone(header["name"], int(header["step"]), time.monotonic())
+
+    def _model_workers(self, peer: Peer, header: Header, body: bytes) -> Header:
+        self._registry.set_workers(header["name"], [str(path) for path in header["workers"]])
+        self._employers[header["name"]] = peer
+        return {}
+
+    def _on_disk(self, work: Callable[[], None]) -> None:
+        def done(future: asyncio.Future[None]) -> None:
+            if not future.cancelled() and future.exception() is not None:
+                log.error("weights could not be kept: %s", future.exception())
+
+        self._loop.run_in_executor(self._disk, work).add_done_callback(done)
+
+    # -- buffers
+
+    def _buffer_open(self, peer: Peer, header: Header, body: bytes) -> Header:
+        name, size = check_name(header["name"]), header["size"]
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            if size is not None and size < 1:
+                raise UsageError(f"A buffer of size {size} holds nothing.", "Give size=1 or more.")
+            buffer = self._buffers[name] = _Buffer(Fifo(BUFFER_SIZE if size is None else int(size)))
+        elif size is not None and size != buffer.fifo.size:
+            raise UsageError(
+                f"The buffer {name!r} exists with size {buffer.fifo.size}, not {size}.", "Give its size in one place only."
+            )
+        return {"size": buffer.fifo.size}
+
+    def _items(self, header: Header, body: bytes) -> list[bytes | memoryview]:
+        sizes = header["sizes"]
+        if len(sizes) == 1 and sizes[0] == len(body):
+            return [body]
+        return [bytes(part) for part in split(body, sizes)]  # copies: a dropped item must not be held by its neighbours
+
+    def _buffer_push(self, peer: Peer, header: Header, body: bytes) -> None:
+        buffer = self._buffers[header["name"]]
+        buffer.lost += int(header.get("lost", 0))
+        buffer.fifo.push(self._items(header, body))
+        self._settle(buffer)
+
+    def _buffer_offer(self, peer: Peer, header: Header, body: bytes) -> None:
+        buffer = self._buffers[header["name"]]
+        buffer.fifo.offer((peer, header["id"]), self._items(header, body))
+        self._settle(buffer)
+
+    def _buffer_take(self, peer: Peer, header: Header, body: bytes) -> None:
+        buffer = self._buffers[header["name"]]
+        if header["count"] > buffer.fifo.size:
+            raise UsageError(
+                f"A batch of {header['count']} does not fit into the buffer {header['name']!r} of size {buffer.fifo.size}.",
+                "Make the buffer larger, or the batch smaller.",
+            )
+        if self._closing:
+            self._answer((peer, header["id"]), {"closed": True})
+            return
+        buffer.fifo.want((peer, header["id"]), int(header["count"]))
+        self._settle(buffer)
+
+    def _settle(self, buffer: _Buffer) -> None:
+        settled = buffer.fifo.settle()
+        for who in settled.accepted:
+            self._answer(who, {})
+        for who, items in settled.given:
+            self._give(who, items)
+
+    def _give(self, who: Hashable, items: list[bytes | memoryview]) -> None:
+        """In frames of bounded size; the last one is not marked `more`."""
+        part: list[bytes | memoryview] = []
+        size = 0
+        for item in items:
+            if part and size + len(item) > _CHUNK:
+                self._answer(who, {"more": True, "sizes": [len(i) for i in part]}, *part)
+                part, size = [], 0
+            part.append(item)
+            size += len(item)
+        self._answer(who, {"sizes": [len(i) for i in part]}, *part)
+
+    def _buffer_stats(self, peer: Peer, header: Header, body: bytes) -> Header:
+        return self._stats_of(self._buffers[header["name"]])
+
+    @staticmethod
+    def _stats_of(buffer: _Buffer) -> dict[str, int]:
+        fifo = buffer.fifo
+        return {
+            "size": fifo.size,
+            "waiting": len(fifo),
+            "pushed": fifo.pushed + buffer.lost,
+            "taken": fifo.taken,
+            "dropped": fifo.dropped + buffer.lost,
+        }
+
+    # -- metrics and names
+
+    def _metric(self, peer: Peer, header: Header, body: bytes) -> Header | None:
+        for name, total, count in header["entries"]:
+            if not isinstance(name, str) or count < 1:
+                raise ValueError(f"{name!r} × {count}")
+            self._tally.add(name, float(total), int(count))
+        return {} if "id" in header else None
+
+    def _report_now(self, peer: Peer, header: Header, body: bytes) -> Header:
+        self._on_disk(self._writing())
+        return {}
+
+    def _component(self, peer: Peer, header: Header, body: bytes) -> Header:
+        entry = _Component(str(header["kind"]), str(header["name"]), dict(header["details"]))
+        self._components[f"{entry.kind}/{entry.name}"] = entry
+        return {}
+
+    def _names(self, peer: Peer, header: Header, body: bytes) -> Header:
+        return {
+            "models": self._registry.names(),
+            "buffers": sorted(self._buffers),
+            "components": [vars(component) for component in self._components.values()],
+        }
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._report_s)
+            self._on_disk(self._writing())
+
+    def _writing(self) -> Callable[[], None]:
+        numbers = self._numbers()
+        return lambda: self._write(numbers)
+
+    def _numbers(self) -> Numbers:
+        """One report; empty when there is nothing to say."""
+        numbers = self._tally.take()
+        versions = self._registry.versions()
+        numbers |= {f"model/{name}/version": version for name, version in versions.items()}
+        for name, buffer in self._buffers.items():
+            numbers |= {f"buffer/{name}/{what}": value for what, value in self._stats_of(buffer).items() if what != "size"}
+        if not numbers:
+            return {}
+        self._iterations += 1
+        steps = self._tally.timesteps
+        if steps is None or not math.isfinite(steps):
+            steps = max(versions.values(), default=self._iterations)
+        head = {"iterations": self._iterations, "timesteps": steps, "time_s": time.monotonic() - self._began}
+        return head | numbers
+
+    def _write(self, numbers: Numbers) -> None:
+        if not numbers:
+            return
+        log.info("%s", "  ".join(f"{name} {value:.5g}" for name, value in numbers.items()))
+        for sink in self._sinks:
+            sink.write(numbers)
+
+
+def _short_temp() -> Path:
+    """The temporary directory, unless its path would be too long for a socket."""
+    temp = Path(tempfile.gettempdir())
+    return temp if len(os.fsencode(str(temp))) <= 32 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
