@@ -103,6 +103,48 @@ class AlgorithmConfig(_Strict):
         return self.rollout_fragment_length or max(1, self.train_batch_size // self.num_envs_per_worker)
 
 
+EXTERNAL = "external"
+"""The environment of an experiment whose games call us."""
+
+
+class SeatConfig(_Strict):
+    """One seat of a game that calls us. Spaces are written as `GET /spec` shows them."""
+
+    observation_space: dict[str, Any] = Field(description="What this seat sees: {type: Box, shape: [4]} …")
+    action_space: dict[str, Any] = Field(description="What it may do: {type: Discrete, n: 2} …")
+    model: Annotated[str, AfterValidator(lambda name: _plain_name(name))] = Field(
+        "model", description="Which model plays it; seats of one model have the same spaces."
+    )
+
+
+class ExternalConfig(_Strict):
+    """The `env_config:` of `env: external`: where games find us, and what they send."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; beyond this machine only with a token.")
+    port: int = Field(8000, ge=0, le=65535, description="0 = any free one.")
+    token_file: str | None = Field(None, description="A file with the token that games must send.")
+    observation_space: dict[str, Any] | None = Field(None, description="Of a game with one seat.")
+    action_space: dict[str, Any] | None = Field(None, description="Of a game with one seat.")
+    seats: dict[str, SeatConfig] | None = Field(None, description="Of a game with several: name → spaces and model.")
+    max_sessions: int = Field(20_000, ge=1, description="Open at the same time, in one worker.")
+    max_body_bytes: int = Field(8 << 20, ge=1, description="Of one request.")
+    tick_timeout_s: float = Field(30.0, gt=0, description="Longest time that an answer may take.")
+    silent_s: float = Field(60.0, gt=0, description="A session without a request for so long is truncated.")
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> ExternalConfig:
+        lone = self.observation_space is not None and self.action_space is not None
+        if bool(self.seats) == lone or (self.seats and (self.observation_space or self.action_space)):
+            raise ValueError("give observation_space and action_space, or seats with their own")
+        return self
+
+    def all_seats(self) -> dict[str, SeatConfig]:
+        """Name → seat; the seat of a game that has one is called ''."""
+        if self.seats:
+            return dict(self.seats)
+        return {"": SeatConfig(observation_space=self.observation_space or {}, action_space=self.action_space or {})}
+
+
 class StopConfig(_Strict):
     """Whichever comes first ends the run."""
 
@@ -122,7 +164,7 @@ class ExperimentConfig(_Strict):
     """One experiment. `config` is checked against the schema of the algorithm named by `run`."""
 
     name: Annotated[str, AfterValidator(_plain_name)] = Field("default", description="Names the directory of its runs.")
-    env: str = Field(description="A Gymnasium id, or module:function that makes an environment.")
+    env: str = Field(description="A Gymnasium id, module:function that makes an environment, or external: games call us.")
     run: str = Field("PPO", description="The algorithm, or module:Class.")
     stop: StopConfig = Field(default_factory=StopConfig)
     checkpoint_freq: int = Field(0, ge=0, description="Checkpoint every so many iterations; 0 = only at the end.")
@@ -131,6 +173,9 @@ class ExperimentConfig(_Strict):
     keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
     config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(default_factory=dict)
 
+
+COLLATED_STEPS = 64
+"""Steps of a segment when nothing is said and batches are collated."""
 
 ALIASES: Mapping[str, str] = {
     "num_envs": "num_envs_per_worker",
@@ -150,9 +195,14 @@ def experiment(data: Mapping[str, Any]) -> ExperimentConfig:
     return _validated(ExperimentConfig, data, "")
 
 
-def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any]) -> AlgorithmConfig:
-    """Check `config:` against an algorithm's schema, older spellings included. Raises ConfigError."""
+def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any], *, collated: bool = False) -> AlgorithmConfig:
+    """Check `config:` against an algorithm's schema, older spellings included. Raises ConfigError.
+
+    `collated`: segments of any number make up a batch, as with games that call us; else one of every environment.
+    """
     checked = _validated(schema, _canonical(data, ALIASES, "config"), "config")
+    if collated:
+        return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
     steps = _segment_steps(checked)
     batch = steps * checked.num_envs_per_worker
     return checked.model_copy(update={"rollout_fragment_length": steps, "train_batch_size": batch})
@@ -175,6 +225,10 @@ def _segment_steps(config: AlgorithmConfig) -> int:
         else f"config.train_batch_size is {batch}, but {shown} are {near}.",
         f"Set train_batch_size to {near}, or leave one of them out.",
     )
+
+
+def external_config(data: Mapping[str, Any]) -> ExternalConfig:
+    return _validated(ExternalConfig, data, "config.env_config")
 
 
 def _canonical(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -268,8 +268,9 @@ def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def _box(data: Mapping[str, Any]) -> gym.Space[Any]:
-    shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
-    low, high = _array(data["low"], shape, dtype), _array(data["high"], shape, dtype)
+    shape, dtype = tuple(data["shape"]), np.dtype(data.get("dtype", "float32"))
+    widest = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = (_array(data.get(key, bound), shape, dtype) for key, bound in zip(("low", "high"), widest, strict=True))
     return gym.spaces.Box(low, high, shape, dtype.type)
 
 
@@ -278,6 +279,8 @@ _BUILDERS: dict[str, Any] = {
     "Tuple": lambda d: gym.spaces.Tuple([from_json(item) for item in d["spaces"]]),
     "Box": _box,
     "Discrete": lambda d: gym.spaces.Discrete(int(d["n"]), start=int(d.get("start", 0)), **_integers(d)),
-    "MultiDiscrete": lambda d: gym.spaces.MultiDiscrete(np.asarray(d["nvec"]), start=np.asarray(d["start"]), **_integers(d)),
+    "MultiDiscrete": lambda d: gym.spaces.MultiDiscrete(
+        np.asarray(d["nvec"]), start=np.asarray(d.get("start", np.zeros_like(d["nvec"]))), **_integers(d)
+    ),
     "MultiBinary": lambda d: gym.spaces.MultiBinary(d["shape"] if len(d["shape"]) > 1 else int(d["shape"][0])),
 }

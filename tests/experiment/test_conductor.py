@@ -13,7 +13,6 @@ import pytest
 
 from ludus import config as configs
 from ludus.actor.evaluate import Score
-from ludus.actor.sampler import Sampler
 from ludus.config import StopConfig
 from ludus.experiment import checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
@@ -89,6 +88,11 @@ class _Trainer:
 
 
 class _Sampler:
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
     def state(self) -> dict[str, Any]:
         return {"generator": np.zeros(4, np.uint8)}
 
@@ -128,7 +132,7 @@ class _Stage:
         settings: dict[str, Any] = {"stop": StopConfig(), "checkpoint_freq": 0, "evaluation_interval": 0} | schedule
         self.conductor = Conductor(
             cast(Trainer, self.trainer),
-            cast(Sampler, _Sampler()),
+            _Sampler(),
             self.pool,
             self.store,
             Schedule(keep=keep, **settings),

@@ -232,6 +232,9 @@ class Sampler:
         """What a resumed run needs of the sampler; environments restart."""
         return {"generator": self._generator.get_state().numpy()}
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(state["generator"].copy()))
 

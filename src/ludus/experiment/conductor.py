@@ -6,10 +6,9 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ludus.actor.evaluate import Score
-from ludus.actor.sampler import Sampler
 from ludus.config import ExperimentConfig, StopConfig
 from ludus.errors import LudusError
 from ludus.experiment import checkpoint
@@ -17,11 +16,24 @@ from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
 from ludus.store.store import Store
 from ludus.training.trainer import Progress, Trainer
+from ludus.tree import Array
 
 log = logging.getLogger(__name__)
 
 Evaluate = Callable[[int], Score]
 """Plays the evaluation episodes of one iteration."""
+
+
+class Experience(Protocol):
+    """Whoever plays: a sampler of environments, or games that call us."""
+
+    def state(self) -> dict[str, Array]:
+        """What a resumed run needs of it."""
+        ...
+
+    def load_state(self, state: dict[str, Array]) -> None: ...
+
+    def metrics(self) -> Numbers: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Conductor:
     def __init__(
         self,
         trainer: Trainer,
-        sampler: Sampler,
+        source: Experience,
         pool: LocalPool,
         store: Store,
         schedule: Schedule,
@@ -62,7 +74,7 @@ class Conductor:
         config: ExperimentConfig,
         evaluate: Evaluate | None,
     ) -> None:
-        self._trainer, self._sampler, self._pool, self._store = trainer, sampler, pool, store
+        self._trainer, self._source, self._pool, self._store = trainer, source, pool, store
         self._schedule, self._sinks, self._evaluate = schedule, sinks, evaluate
         self._config = config
         self._seen = trainer.progress.iterations
@@ -81,6 +93,7 @@ class Conductor:
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
             self._reported_at = progress.time_s
+            self._trainer.metrics |= self._source.metrics()
             self._report(self._trainer.metrics)
         due = self._checkpoint_is_due(progress)
         if due:
@@ -108,9 +121,7 @@ class Conductor:
             return self.last_checkpoint
         versions = {name: self._pool.keep(name) for name in self._trainer.algorithms}
         state = {"progress": progress.to_json(), "config": _plain(self._config)}
-        name = checkpoint.write(
-            self._store, progress.iterations, self._trainer.algorithms, versions, self._sampler.state(), state
-        )
+        name = checkpoint.write(self._store, progress.iterations, self._trainer.algorithms, versions, self._source.state(), state)
         self.last_checkpoint, self._checkpointed = name, progress.iterations
         self._checkpointed_at = progress.time_s
         if self._evaluate is None:

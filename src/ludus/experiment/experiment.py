@@ -14,23 +14,23 @@ from typing import Any
 import torch
 
 from ludus import config as configs
-from ludus.actor.trained import TrainedAgent
 from ludus.actor.evaluate import Score, play
 from ludus.actor.sampler import Sampler, segment_spec
-from ludus.config import AlgorithmConfig, ExperimentConfig, StopConfig
+from ludus.actor.trained import TrainedAgent
+from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import ConfigError, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
-from ludus.experiment import checkpoint
+from ludus.experiment import checkpoint, external
 from ludus.experiment.checkpoint import Checkpoint
-from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
+from ludus.experiment.conductor import Conductor, Experience, reached
+from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run, run_directory
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.memory.memory import Memory, make_memory
-from ludus.metrics import JsonLines, Sink, TensorBoard
-from ludus.model.networks import NetworkConfig
+from ludus.metrics import Sink
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
 from ludus.runtime.in_process import InProcess
-from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
+from ludus.runtime.machine import keep_freed_memory, stop_on_signals
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm, algorithm_class
 from ludus.training.trainer import Progress, Trainer
@@ -40,34 +40,23 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMESTEPS = 1_000_000
 _EVALUATION_ROWS = 16
-_MANY_PIXELS = 32 * 32
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A whole experiment, checked: every key has its value."""
-
-    experiment: ExperimentConfig
-    algorithm: type[Algorithm]
-    config: AlgorithmConfig
-
-    def saved(self) -> dict[str, Any]:
-        """As it is written to `config.yaml`."""
-        data = self.experiment.model_dump(mode="json")
-        name = data.pop("name")
-        return {name: data}
 
 
 def resolve(data: Mapping[str, Any]) -> Resolved:
     """Check everything that can be checked before anything starts. Raises UsageError of some kind."""
     experiment = configs.experiment(data)
-    check_exists(experiment.env)
+    called = experiment.env == configs.EXTERNAL
+    if not called:
+        check_exists(experiment.env)
     algorithm = algorithm_class(experiment.run)
-    config = configs.algorithm_config(algorithm.Config, experiment.config)
+    config = configs.algorithm_config(algorithm.Config, experiment.config, collated=called)
+    if called:
+        external.seats_of(configs.external_config(config.env_config))
     _refuse_what_needs_more(config)
     stop = experiment.stop
     if not stop.model_dump(exclude_none=True):
-        stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=reward_threshold(experiment.env))
+        solved = None if called else reward_threshold(experiment.env)
+        stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
     resolved = config.model_dump(mode="json", by_alias=True)
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config)
 
@@ -207,7 +196,7 @@ def _train(
             parts.conductor.checkpoint()
         parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
         metrics, name = dict(parts.trainer.metrics), parts.conductor.last_checkpoint
-        policy, version = parts.pool.newest(DEFAULT_MODEL)
+        policy, version = parts.pool.newest(parts.pool.names()[0])
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
         return Result(parts.run.directory, where, stopped_by, metrics, TrainedAgent(policy, resolved.config.seed, version))
@@ -222,7 +211,7 @@ class Parts:
 
     run: Run
     runtime: InProcess
-    sampler: Sampler
+    sampler: Experience
     trainer: Trainer
     conductor: Conductor
     pool: LocalPool
@@ -241,7 +230,11 @@ def assembled(
     """The program of a run, built in this process, restored from `before`; everything is closed at the end."""
     keep_freed_memory()
     threads = torch.get_num_threads()
-    program, handles = program_of(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
+    called = resolved.experiment.env == configs.EXTERNAL
+    if called:
+        program, handles = external.program_of(resolved, open_run, before, sinks, counting_on)
+    else:
+        program, handles = program_of(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
     try:
         with InProcess(program) as runtime:
             run, *parts = (runtime[handle] for handle in handles)
@@ -270,17 +263,17 @@ def program_of(
     e, config = resolved.experiment, resolved.config
     program = Program()
     environments = program.add("environments", _environments, e.env, config, environment_seed)
-    policy = program.add("policy", make_policy, environments, config)
-    algorithm = program.add("algorithm", _algorithm, resolved.algorithm, policy, config, before)
-    run = program.add("run", _opened, open_run, policy, config)
-    pool = program.add("pool", _pool, run)
+    policy = program.add("policy", _policy, environments, config)
+    algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
+    run = program.add("run", opened, open_run, policy, config)
+    pool = program.add("pool", make_pool, run)
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
     sampler = program.add_worker("sampler", Sampler, environments, source, memory, environment_seed)
     trainer = program.add_worker("trainer", _trainer, algorithm, memory, pool, config.metrics_num_episodes_for_smoothing)
-    program.add("counters", _count_on, before if counting_on else None, trainer, sampler)
+    program.add("counters", count_on, before if counting_on else None, trainer, sampler)
     evaluation = program.add("evaluation", _evaluation, resolved, policy, interrupted)
-    conductor = program.add_worker("conductor", _conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
+    conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 
 
@@ -294,53 +287,8 @@ def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
     return environments
 
 
-def make_policy(environments: Environments, config: AlgorithmConfig) -> Policy:
-    """A fresh policy for these spaces; the same seed gives the same weights."""
-    section = config.model
-    network = NetworkConfig(
-        fcnet_hiddens=None if section.fcnet_hiddens is None else tuple(section.fcnet_hiddens),
-        fcnet_activation=section.fcnet_activation,
-        conv=section.conv,
-        conv_filters=None if section.conv_filters is None else tuple(section.conv_filters),
-        entity_dim=section.entity_dim,
-        vf_share_layers=section.vf_share_layers,
-        core=section.core or ("lstm" if section.use_lstm else None),
-        cell_size=section.cell_size,
-        max_seq_len=section.max_seq_len,
-        free_log_std=section.free_log_std,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return Policy(
-            environments.observation_space, environments.action_space, network, config.observation_filter == "MeanStdFilter"
-        )
-
-
-def _threads(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:
-    """Convolutions over real pictures fill all cores; a small network is faster on one."""
-    pixels = sum(encoder.pixels for encoder in policy.network.trunk.image_encoders)
-    usual = usable_cores() if pixels >= _MANY_PIXELS else 1
-    return {"torch_threads": config.torch_threads or usual, "learner_threads": config.learner_threads or usual}
-
-
-def _algorithm(kind: type[Algorithm], policy: Policy, config: AlgorithmConfig, before: Checkpoint | None) -> Algorithm:
-    threads = _threads(policy, config)
-    torch.set_num_threads(threads["torch_threads"])
-    algorithm = kind(policy, config.model_copy(update=threads), config.seed)
-    if before is not None:
-        before.restore(DEFAULT_MODEL, algorithm)
-    return algorithm
-
-
-def _opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:
-    run = open_run()
-    run.start_log()
-    run.write_meta(_threads(policy, config))
-    return run
-
-
-def _pool(run: Run) -> LocalPool:
-    return LocalPool(run.store)
+def _policy(environments: Environments, config: AlgorithmConfig) -> Policy:
+    return make_policy(environments.observation_space, environments.action_space, config)
 
 
 def _memory(policy: Policy, environments: Environments, steps: int) -> Memory:
@@ -355,36 +303,6 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
 
 def _trainer(algorithm: Algorithm, memory: Memory, pool: LocalPool, smoothing: int) -> Trainer:
     return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing)
-
-
-def _count_on(before: Checkpoint | None, trainer: Trainer, sampler: Sampler) -> None:
-    """A resumed run goes on counting, and drawing, where it was."""
-    if before is not None:
-        trainer.progress.load_json(before.state["progress"])
-        sampler.load_state(before.sampler)
-
-
-def _conductor(
-    trainer: Trainer,
-    sampler: Sampler,
-    pool: LocalPool,
-    run: Run,
-    resolved: Resolved,
-    evaluate: Evaluate | None,
-    sinks: Sequence[Sink],
-) -> Conductor:
-    e, config = resolved.experiment, resolved.config
-    schedule = Schedule(
-        e.stop,
-        e.checkpoint_freq,
-        e.keep_checkpoints_num,
-        config.evaluation_interval,
-        config.min_time_s_per_iteration,
-        e.checkpoint_time_s,
-    )
-    incarnation = pool.incarnation(DEFAULT_MODEL)
-    written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
-    return Conductor(trainer, sampler, pool, run.store, schedule, written, e, evaluate)
 
 
 def _evaluation(resolved: Resolved, policy: Policy, interrupted: Callable[[], bool]) -> _Evaluation | None:

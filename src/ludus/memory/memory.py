@@ -25,6 +25,14 @@ class MemoryStats:
     waiting: int = 0
 
 
+class Batches(Protocol):
+    """What a learner needs of a memory."""
+
+    def take(self, timeout_s: float) -> Segments | None: ...
+
+    def release(self, segments: Segments) -> None: ...
+
+
 class Memory(Protocol):
     """Bounded, first in first out. Every wait has a deadline; `timeout_s=0` never waits.
 

@@ -40,11 +40,11 @@ class Deciding:
         self, source: PolicySource, *, max_batch_size: int = 256, seed: int | None = None, deterministic: bool = False
     ) -> None:
         self._source, self._deterministic = source, deterministic
-        self._generator = torch.Generator()
+        self.generator = torch.Generator()
         if seed is None:
-            self._generator.seed()
+            self.generator.seed()
         else:
-            self._generator.manual_seed(seed)
+            self.generator.manual_seed(seed)
         self._masks = mask_size(source.newest()[0].action_space)
         self._batcher: Batcher[tuple[Tree, State | None, Bools | None], Decision] = Batcher(self._run, max_batch_size)
 
@@ -61,7 +61,7 @@ class Deciding:
         policy, version = self._source.newest()
         n = len(rows)
         observation = _stacked([row[0] for row in rows])
-        noise = None if self._deterministic else policy.distribution.noise((n,), self._generator)
+        noise = None if self._deterministic else policy.distribution.noise((n,), self.generator)
         before = self._states(policy, [row[1] for row in rows])
         chosen, log_prob, value, after = policy.step(observation, before, None, self._mask([row[2] for row in rows]), noise)
         kept = map_tree(Tensor.numpy, chosen)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ludus.types import Floats, Segments
+from ludus.types import Bools, Floats, Segments
 
 
 class RewardScale:
@@ -38,8 +38,21 @@ class RewardScale:
             gained = np.where(segments.first[t], 0.0, carry) * self._gamma + segments.reward[t]
             carry = np.where(segments.valid[t], gained, carry)
             out[t] = carry
-        self._carry.update(zip(segments.origin.tolist(), carry.tolist(), strict=True))
+        over = self._ended(segments)
+        for origin, value, ended in zip(segments.origin.tolist(), carry.tolist(), over.tolist(), strict=True):
+            if ended:  # a session never comes back: what it leaves behind would pile up
+                self._carry.pop(origin, None)
+            else:
+                self._carry[origin] = value
         return out[segments.valid]
+
+    @staticmethod
+    def _ended(segments: Segments) -> Bools:
+        """[B] rows whose last step ended their episode: the next one starts at 0 anyway."""
+        last = np.where(segments.valid.any(axis=0), segments.spec.steps - 1 - np.argmax(segments.valid[::-1], axis=0), 0)
+        rows = np.arange(segments.rows)
+        ended: Bools = segments.valid[last, rows] & (segments.terminated | segments.truncated)[last, rows]
+        return ended
 
     def state(self) -> dict[str, Any]:
         return {"count": self._count, "mean": self._mean, "m2": self._m2}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ludus.memory.memory import Memory
+from ludus.memory.memory import Batches
 from ludus.model.policy import Policy
 from ludus.training.algorithm import Algorithm
 from ludus.types import Segments
@@ -59,7 +59,7 @@ class Trainer:
     def __init__(
         self,
         algorithms: Mapping[str, Algorithm],
-        memory: Memory,
+        memory: Batches,
         pool: Publisher,
         *,
         smoothing: int = 100,

@@ -1,0 +1,170 @@
+"""Experiments whose games call us: `env: external`. The same learner and the same run; experience comes over HTTP."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from ludus import config as configs
+from ludus import spaces
+from ludus.actor.gateway import GatewaySettings
+from ludus.actor.gathering import Gathering, WatchedMemory
+from ludus.actor.http import HttpLimits
+from ludus.actor.recorder import session_spec
+from ludus.actor.session import SessionLimits
+from ludus.buffer.collate import Collated
+from ludus.config import AlgorithmConfig, ExternalConfig
+from ludus.errors import ConfigError, UsageError
+from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
+from ludus.experiment.run import Run
+from ludus.metrics import Sink
+from ludus.model.acting import Deciding
+from ludus.model.policy import Policy
+from ludus.model.pool import LocalPool
+from ludus.runtime.fleet import bind, check_exposure
+from ludus.runtime.program import Handle, Program
+from ludus.training.algorithm import Algorithm
+from ludus.training.trainer import Trainer
+
+_BATCHES_AHEAD = 4  # what is waiting to be learned from, at most; also bounds how many sessions record at a time
+
+
+@dataclass(frozen=True)
+class GameSeats:
+    """The seats of a game, and the models that play them."""
+
+    models: Mapping[str, tuple[gym.Space[Any], gym.Space[Any]]]
+    seats: Mapping[str, str]
+
+    def spec(self) -> dict[str, Any]:
+        """What `GET /spec` says."""
+        shown = {
+            name: {"observation_space": spaces.to_json(seen), "action_space": spaces.to_json(done)}
+            for name, (seen, done) in ((seat, self.models[model]) for seat, model in self.seats.items())
+        }
+        return shown[""] if set(shown) == {""} else {"seats": shown}
+
+
+def seats_of(config: ExternalConfig) -> GameSeats:
+    """Raises ConfigError when a space is none, or seats of one model differ."""
+    models: dict[str, tuple[gym.Space[Any], gym.Space[Any]]] = {}
+    seats: dict[str, str] = {}
+    for name, seat in config.all_seats().items():
+        both = (spaces.from_json(seat.observation_space), spaces.from_json(seat.action_space))
+        spaces.array_spec(both[0])
+        if models.setdefault(seat.model, both) != both:
+            raise ConfigError(f"Seat {name!r} has other spaces than the rest of model {seat.model!r}.", "Give it its own model.")
+        seats[name] = seat.model
+    return GameSeats(models, seats)
+
+
+def settings_of(config: ExternalConfig, seats: GameSeats) -> GatewaySettings:
+    return GatewaySettings(
+        http=HttpLimits(body_bytes=config.max_body_bytes),
+        sessions=SessionLimits(sessions=config.max_sessions, tick_s=config.tick_timeout_s, silent_s=config.silent_s),
+        token=read_token(config.token_file),
+        spec=seats.spec(),
+    )
+
+
+def read_token(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Cannot read the token file {path}: {error}.") from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise UsageError(f"The token file {path} is empty, or holds more than one printable line.")
+    return token
+
+
+def program_of(
+    resolved: Resolved,
+    open_run: Callable[[], Run],
+    before: Checkpoint | None,
+    sinks: Sequence[Sink],
+    counting_on: bool,
+) -> tuple[Program, tuple[Handle, ...]]:
+    """Which components such a run has and how they are joined. The port is taken first: it may not be free."""
+    config = resolved.config
+    outside = configs.external_config(config.env_config)
+    seats = seats_of(outside)
+    program = Program()
+    listening = program.add("listening", _listening, outside)
+    policies = program.add("policies", _policies, seats, config)
+    algorithms = program.add("algorithms", _Algorithms, resolved.algorithm, policies, config, before)
+    run = program.add("run", _opened, open_run, policies, config)
+    pool = program.add("pool", make_pool, run)
+    memories = program.add("memories", _memories, policies, config)
+    memory = program.add("memory", _memory, memories, config.train_batch_size)
+    deciding = program.add("deciding", _deciding, pool, policies, before, config.seed)
+    games = program.add_worker("games", _games, listening, outside, seats, deciding, memories, memory)
+    trainer = program.add_worker("trainer", _trainer, algorithms, memory, pool, config.metrics_num_episodes_for_smoothing)
+    program.add("counters", count_on, before if counting_on else None, trainer, games)
+    conductor = program.add_worker("conductor", make_conductor, trainer, games, pool, run, resolved, None, sinks)
+    return program, (run, games, trainer, conductor, pool)
+
+
+def _listening(config: ExternalConfig) -> socket.socket:
+    check_exposure(config.host, read_token(config.token_file))
+    return bind(config.host, config.port)
+
+
+def _policies(seats: GameSeats, config: AlgorithmConfig) -> dict[str, Policy]:
+    return {name: make_policy(seen, done, config) for name, (seen, done) in seats.models.items()}
+
+
+class _Algorithms(dict[str, Algorithm]):
+    """By model; closed together."""
+
+    def __init__(
+        self, kind: type[Algorithm], policies: dict[str, Policy], config: AlgorithmConfig, before: Checkpoint | None
+    ) -> None:
+        super().__init__({name: make_algorithm(kind, policy, config, before, name) for name, policy in policies.items()})
+
+    def close(self) -> None:
+        for algorithm in self.values():
+            if hasattr(algorithm, "close"):
+                algorithm.close()
+
+
+def _opened(open_run: Callable[[], Run], policies: dict[str, Policy], config: AlgorithmConfig) -> Run:
+    return opened(open_run, next(iter(policies.values())), config)
+
+
+def _memories(policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, WatchedMemory]:
+    """A session holds a block while it records, even for a few steps: room for many short ones."""
+    blocks = max(1024, _BATCHES_AHEAD * config.train_batch_size)
+    return {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
+
+
+def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> Collated:
+    return Collated(list(memories.values()), batch_steps)
+
+
+def _deciding(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None, seed: int) -> dict[str, Deciding]:
+    for name, policy in policies.items():
+        pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
+    return {name: Deciding(pool.source(name), seed=seed) for name in policies}
+
+
+def _games(
+    listening: socket.socket,
+    config: ExternalConfig,
+    seats: GameSeats,
+    deciding: dict[str, Deciding],
+    memories: dict[str, WatchedMemory],
+    memory: Collated,
+) -> Gathering:
+    return Gathering(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
+
+
+def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: LocalPool, smoothing: int) -> Trainer:
+    return Trainer(algorithms, memory, pool, smoothing=smoothing)

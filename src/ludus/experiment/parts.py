@@ -1,0 +1,119 @@
+"""The components that every run has, whoever provides its experience."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import torch
+
+from ludus.config import AlgorithmConfig, ExperimentConfig
+from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
+from ludus.experiment.run import Run
+from ludus.metrics import JsonLines, Sink, TensorBoard
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+from ludus.model.pool import LocalPool
+from ludus.runtime.machine import usable_cores
+from ludus.training.algorithm import Algorithm
+from ludus.training.trainer import Trainer
+from ludus.types import DEFAULT_MODEL
+
+_MANY_PIXELS = 32 * 32
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A whole experiment, checked: every key has its value."""
+
+    experiment: ExperimentConfig
+    algorithm: type[Algorithm]
+    config: AlgorithmConfig
+
+    def saved(self) -> dict[str, Any]:
+        """As it is written to `config.yaml`."""
+        data = self.experiment.model_dump(mode="json")
+        name = data.pop("name")
+        return {name: data}
+
+
+def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any], config: AlgorithmConfig) -> Policy:
+    """A fresh policy for these spaces; the same seed gives the same weights."""
+    section = config.model
+    network = NetworkConfig(
+        fcnet_hiddens=None if section.fcnet_hiddens is None else tuple(section.fcnet_hiddens),
+        fcnet_activation=section.fcnet_activation,
+        conv=section.conv,
+        conv_filters=None if section.conv_filters is None else tuple(section.conv_filters),
+        entity_dim=section.entity_dim,
+        vf_share_layers=section.vf_share_layers,
+        core=section.core or ("lstm" if section.use_lstm else None),
+        cell_size=section.cell_size,
+        max_seq_len=section.max_seq_len,
+        free_log_std=section.free_log_std,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter")
+
+
+def threads_of(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:
+    """Convolutions over real pictures fill all cores; a small network is faster on one."""
+    pixels = sum(encoder.pixels for encoder in policy.network.trunk.image_encoders)
+    usual = usable_cores() if pixels >= _MANY_PIXELS else 1
+    return {"torch_threads": config.torch_threads or usual, "learner_threads": config.learner_threads or usual}
+
+
+def make_algorithm(
+    kind: type[Algorithm], policy: Policy, config: AlgorithmConfig, before: Checkpoint | None, model: str = DEFAULT_MODEL
+) -> Algorithm:
+    threads = threads_of(policy, config)
+    torch.set_num_threads(threads["torch_threads"])
+    algorithm = kind(policy, config.model_copy(update=threads), config.seed)
+    if before is not None:
+        before.restore(model, algorithm)
+    return algorithm
+
+
+def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:
+    run = open_run()
+    run.start_log()
+    run.write_meta(threads_of(policy, config))
+    return run
+
+
+def make_pool(run: Run) -> LocalPool:
+    return LocalPool(run.store)
+
+
+def make_conductor(
+    trainer: Trainer,
+    source: Experience,
+    pool: LocalPool,
+    run: Run,
+    resolved: Resolved,
+    evaluate: Evaluate | None,
+    sinks: Sequence[Sink],
+) -> Conductor:
+    e, config = resolved.experiment, resolved.config
+    schedule = Schedule(
+        e.stop,
+        e.checkpoint_freq,
+        e.keep_checkpoints_num,
+        config.evaluation_interval,
+        config.min_time_s_per_iteration,
+        e.checkpoint_time_s,
+    )
+    incarnation = pool.incarnation(pool.names()[0])
+    written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
+    return Conductor(trainer, source, pool, run.store, schedule, written, e, evaluate)
+
+
+def count_on(before: Checkpoint | None, trainer: Trainer, source: Experience) -> None:
+    """A resumed run goes on counting, and drawing, where it was."""
+    if before is not None:
+        trainer.progress.load_json(before.state["progress"])
+        source.load_state(before.sampler)
