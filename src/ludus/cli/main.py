@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus.cli import demo, rollout, runs, train
+from ludus.cli import check_game, demo, fake, rollout, runs, serve, train
 from ludus.errors import LudusError
 
 app = typer.Typer(
@@ -24,8 +24,11 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("rollout")(rollout.rollout)
+app.command("serve")(serve.serve)
 app.add_typer(runs.app, name="runs")
 app.command("demo")(demo.demo)
+app.add_typer(fake.app, name="fake")
+app.command("check-game")(check_game.check_game)
 
 
 def _version(asked: bool) -> None:
