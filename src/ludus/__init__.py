@@ -14,23 +14,73 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ludus.actor.agent import Agent as Agent
+    from ludus.actor.actor import Actor as Actor
     from ludus.api import load as load
     from ludus.api import resume as resume
     from ludus.api import train as train
     from ludus.errors import LudusError as LudusError
+    from ludus.errors import Refused as Refused
     from ludus.experiment.experiment import Result as Result
+    from ludus.model.policy import Policy as Policy
+    from ludus.remote import fake as fake
+    from ludus.remote.actor import RemoteActor as RemoteActor
+    from ludus.remote.agent import Agent as Agent
+    from ludus.remote.buffer import RemoteBuffer as RemoteBuffer
+    from ludus.remote.model import RemoteModel as RemoteModel
+    from ludus.remote.model import get_torch_model_weights as get_torch_model_weights
+    from ludus.remote.model import set_torch_model_weights as set_torch_model_weights
+    from ludus.remote.session import init as init
+    from ludus.remote.session import metric as metric
+    from ludus.remote.session import run_until_asked_to_stop as run_until_asked_to_stop
+    from ludus.remote.trainer import RemoteTrainer as RemoteTrainer
+    from ludus.remote.trainer import learner as learner
 
 _WHERE = {
-    "Agent": "ludus.actor.agent",
+    "Actor": "ludus.actor.actor",
+    "Agent": "ludus.remote.agent",
     "LudusError": "ludus.errors",
+    "Policy": "ludus.model.policy",
+    "Refused": "ludus.errors",
+    "RemoteActor": "ludus.remote.actor",
+    "RemoteBuffer": "ludus.remote.buffer",
+    "RemoteModel": "ludus.remote.model",
+    "RemoteTrainer": "ludus.remote.trainer",
     "Result": "ludus.experiment.experiment",
+    "fake": "ludus.remote",
+    "get_torch_model_weights": "ludus.remote.model",
+    "init": "ludus.remote.session",
+    "learner": "ludus.remote.trainer",
     "load": "ludus.api",
+    "metric": "ludus.remote.session",
     "resume": "ludus.api",
+    "run_until_asked_to_stop": "ludus.remote.session",
+    "set_torch_model_weights": "ludus.remote.model",
     "train": "ludus.api",
 }
 
-__all__ = ["Agent", "LudusError", "Result", "__version__", "load", "resume", "train"]
+__all__ = [
+    "Actor",
+    "Agent",
+    "LudusError",
+    "Policy",
+    "Refused",
+    "RemoteActor",
+    "RemoteBuffer",
+    "RemoteModel",
+    "RemoteTrainer",
+    "Result",
+    "__version__",
+    "fake",
+    "get_torch_model_weights",
+    "init",
+    "learner",
+    "load",
+    "metric",
+    "resume",
+    "run_until_asked_to_stop",
+    "set_torch_model_weights",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -38,6 +88,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ludus' has no attribute {name!r}")
     import importlib
 
+    if name == "fake":  # a module of its own, so that `ludus.fake.FakeBuffer` reads as one
+        return importlib.import_module("ludus.remote.fake")
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

@@ -117,6 +117,17 @@ def stop_a_loop(context: Context) -> None:
     uvloop.run(main())
 
 
+def stop_together(context: Context) -> None:
+    """Ends only if the other one was told to stop meanwhile."""
+    hears, tells = context.fds
+    stop = threading.Event()
+    context.on_stop(stop.set)
+    context.ready()
+    stop.wait(60)
+    os.write(tells, b"\0")
+    os.read(hears, 1)
+
+
 def start_a_program(context: Context) -> None:
     say(context, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
     serve(context)

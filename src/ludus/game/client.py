@@ -96,7 +96,8 @@ class Client:
 
     def _once(self, attempt: _Attempt) -> _Reply:
         address, deadline = attempt.address, time.monotonic() + self._timeout_s
-        connected, reader = self._sockets.pop(address, None) or (self._connect(address), _Reader())
+        kept = self._sockets.pop(address) if address in self._sockets else None
+        connected, reader = kept or (self._connect(address), _Reader())
         try:
             connected.settimeout(self._timeout_s)
             connected.sendall(attempt.request)

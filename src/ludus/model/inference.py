@@ -166,9 +166,10 @@ class Engine:
         self.lock = threading.Lock()
         self.batches = self.rows = 0
 
-    def refresh(self) -> None:
+    def refresh_if_newer(self) -> None:
         """Take up the newest weights. The caller holds the lock."""
-        assert self._versions is not None
+        if self._versions is None or self._versions.version == self.version:
+            return
         version, weights = self._versions.read()
         if self._policy is not None:
             self._policy.network.thaw()
@@ -184,13 +185,28 @@ class Engine:
     def run(self, structure: Hashable, leaves: list[Array], count: int) -> tuple[Any, int]:
         """One forward pass over stacked inputs: (outputs with their batch dimension, version of the weights)."""
         with self.lock:
-            if self._versions is not None and self._versions.version != self.version:
-                self.refresh()
+            self.refresh_if_newer()
             self.batches += 1
             self.rows += count
             with torch.inference_mode():
                 args, kwargs = unflatten(structure, [torch.from_numpy(leaf) for leaf in leaves])
                 return self._function(*args, **kwargs), self.version
+
+
+class Newest:
+    """An engine's policy as a `PolicySource`: the newest weights each time it is asked. For one event loop alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        if not isinstance(engine.module, Policy):
+            raise UsageError(
+                f"{type(engine.module).__name__} does not choose actions by itself.", "Use forward(), or give a ludus Policy."
+            )
+        self._engine, self._policy = engine, engine.module
+
+    def newest(self) -> tuple[Policy, int]:
+        with self._engine.lock:
+            self._engine.refresh_if_newer()
+            return self._policy, self._engine.version
 
 
 class Inference:
@@ -226,9 +242,9 @@ class Inference:
         Outside an event loop it returns a coroutine, for `asyncio.run`.
         """
         loop, submit = self._quick
-        if x.__class__ is _ARRAY and x.dtype is self._dtype and x.shape == self._shape and loop is _running() and not rest:
-            if loop is not None and not kwargs:
-                return submit(x)
+        quick = x.__class__ is _ARRAY and x.dtype is self._dtype and x.shape == self._shape
+        if quick and loop is not None and loop is _running() and not rest and not kwargs:
+            return submit(x)
         return self._forward(() if x is _NOTHING else (x, *rest), kwargs, False)
 
     def forward_versioned(self, *args: Tree, **kwargs: Tree) -> Awaitable[tuple[Any, int]]:

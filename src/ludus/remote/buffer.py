@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ludus import tree
-from ludus.errors import LudusError, UsageError
+from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.remote.session import Session, current
-from ludus.runtime.wire import MAX_BODY, Connection, Reply, split
+from ludus.runtime.wire import MAX_BODY, Connection, Header, Reply, split
 from ludus.tree import Tree
 
 OUTBOX_PUSHES = 1024
@@ -118,7 +118,7 @@ class Outbox:
                 push.future.set_exception(error)
 
     async def _send(self, connection: Connection, push: _Push, lost: int) -> None:
-        header = {"op": "buffer.push" if push.drop else "buffer.offer", "name": self._name}
+        header: Header = {"op": "buffer.push" if push.drop else "buffer.offer", "name": self._name}
         header |= {"sizes": [len(item) for item in push.items], "lost": lost}
         try:
             if push.drop:
@@ -135,10 +135,11 @@ class Outbox:
 
 
 def _settle(done: asyncio.Future[Reply], future: Future[None]) -> None:
-    error = None if done.cancelled() else done.exception()
     if future.done():
         return
-    if error is not None:
+    if done.cancelled() or (done.exception() is None and done.result()[-1][0].get("closed")):
+        future.set_exception(WorkerFailed("The run ended before these items were inside the buffer."))
+    elif error := done.exception():
         future.set_exception(error)
     else:
         future.set_result(None)

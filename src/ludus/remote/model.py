@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +15,14 @@ from torch import nn
 from ludus.errors import UsageError
 from ludus.model import module as modules
 from ludus.model import saved
+from ludus.model.acting import Deciding, Decision, State
 from ludus.model.board import BoardReader, stage
-from ludus.model.inference import MAX_BATCH_SIZE, Inference
+from ludus.model.inference import MAX_BATCH_SIZE, Engine, Inference, Newest
+from ludus.model.policy import Policy
 from ludus.remote.session import Session, current
 from ludus.remote.workers import Crew, RemoteInference
-from ludus.tree import Tree
+from ludus.tree import Tree, map_tree
+from ludus.types import Bools
 
 get_torch_model_weights = modules.weights_of
 set_torch_model_weights = modules.load_weights
@@ -41,6 +46,10 @@ class Shared:
         self.max_batch_size = int(max_batch_size or info["settings"].get("max_batch_size") or MAX_BATCH_SIZE)
         self.reader = BoardReader(Path(info["board"]))
         self.shapes = modules.shapes_in(self.reader.read()[1])
+        self._deciding: dict[asyncio.AbstractEventLoop, Deciding] = {}
+        self._noise = torch.Generator()
+        self._noise.seed()
+        self._noise_lock = threading.Lock()
 
     def build(self) -> nn.Module:
         """Another instance of the module, with fresh weights."""
@@ -61,6 +70,35 @@ class Shared:
         if self.session.threads is not None:
             torch.set_num_threads(self.session.threads)
         return Inference(self.build(), inputs, self.reader, self.max_batch_size)
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        return Newest(Engine(self.build(), self.reader)).newest()[0]
+
+    def decide(self, observation: Tree, state: State | None, mask: Bools | None) -> asyncio.Future[Decision]:
+        loop = asyncio.get_running_loop()
+        if self.workers:
+            return asyncio.ensure_future(self._decide_there(observation, state, mask))
+        deciding = self._deciding.get(loop)
+        if deciding is None:
+            for other in [other for other in self._deciding if other.is_closed()]:
+                self._deciding.pop(other, None)
+            if self.session.threads is not None:
+                torch.set_num_threads(self.session.threads)
+            source = Newest(Engine(self.build(), self.reader))  # one for each loop: they never wait for each other
+            deciding = self._deciding[loop] = Deciding(source, max_batch_size=self.max_batch_size)
+        return deciding.decide(observation, state, mask)
+
+    async def _decide_there(self, observation: Tree, state: State | None, mask: Bools | None) -> Decision:
+        """The same through the workers: noise and initial state come from here, so that a worker needs no memory."""
+        policy = self.policy
+        before = tuple(s[0].numpy() for s in policy.initial_state(1)) if state is None and policy.recurrent else state or ()
+        with self._noise_lock:
+            noise = policy.distribution.noise((1,), self._noise)[0].numpy()
+        answer = self.asked.forward_versioned(observation, before, None, mask, noise)
+        (chosen, log_prob, value, after), version = await answer
+        action = policy.distribution.to_environment(map_tree(lambda x: x[None], chosen))
+        return Decision(map_tree(lambda x: x[0], action), chosen, float(log_prob), float(value), after, version)
 
 
 class RemoteModel:
@@ -168,7 +206,23 @@ class RemoteModel:
         """The same for plain code, in any thread: blocks until the answer is there."""
         return self._shared.asked.call(*args, **kwargs)
 
+    # -- choosing actions, where the model is a ludus Policy
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in this process, with its spaces. Raises UsageError when the model is another kind of module."""
+        return self._shared.policy
+
+    def decide(self, observation: Tree, state: State | None = None, mask: Bools | None = None) -> asyncio.Future[Decision]:
+        """What an agent of this policy does; the exploration noise is drawn here. On an event loop only."""
+        return self._shared.decide(observation, state, mask)
+
     # -- weights
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The declared inputs as data; empty when none were declared."""
+        return dict(self._shared.description.get("inputs") or {})
 
     @property
     def version(self) -> int:
@@ -227,12 +281,9 @@ def _created(
 ) -> dict[str, Any]:
     staged = stage(Path(session.place.staging), modules.weights_of(described.module))
     try:
-        return session.client.call(
-            {
-                **{"op": "model.create", "name": name, "description": described.description, "file": staged.name},
-                **{"override": override, "interval": interval, "keep": keep, "settings": dict(settings)},
-            }
-        )
+        what = {"name": name, "description": described.description, "file": staged.name, "override": override}
+        how = {"interval": interval, "keep": keep, "settings": dict(settings)}
+        return session.client.call({"op": "model.create", **what, **how})
     finally:
         staged.unlink(missing_ok=True)
 

@@ -68,6 +68,8 @@ class Session:
         self.lock = threading.RLock()
         self.ended = False
         """Iterations over buffers come to their end. A plain flag: a signal handler may set it, locks it may not touch."""
+        self.preload = ["numpy", "torch", "ludus.remote.model", "ludus.remote.buffer", "ludus.runtime.fleet"]
+        """What worker processes find imported."""
         self._client: Client | None = None
         self._supervisor: Supervisor | None = None
         self._closers: list[Callable[[], None]] = []
@@ -100,7 +102,7 @@ class Session:
             if self._closed:
                 raise WorkerFailed(f"The run {self.directory} is closed.", "Call ludus.init again.")
             if self._supervisor is None:
-                self._supervisor = Supervisor(log_dir=self.directory / "logs")
+                self._supervisor = Supervisor(log_dir=self.directory / "logs", preload=self.preload)
             return self._supervisor
 
     def ticket(self, threads: int | None = None) -> Ticket:

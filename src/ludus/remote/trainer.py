@@ -51,6 +51,8 @@ class RemoteTrainer:
         self._use_gpu = bool(use_gpu) or (use_gpu is None and torch.cuda.is_available())
         self._num_workers = num_workers
         self._session = current("RemoteTrainer")
+        # An optimizer imports it when it is made, which takes as long as torch itself: once for all learners is enough.
+        self._session.preload += ["ludus.remote.trainer", "torch._dynamo"]
         self._learners: list[Process] = []
 
     def train(self, train: Callable[..., Any], **kwargs: Any) -> None:
@@ -139,12 +141,13 @@ class Learner:
             metric(name, value, **labels)
 
     def _join(self) -> None:
-        distributed = torch.distributed
-        if distributed.is_initialized():
+        if torch.distributed.is_initialized():
             return
+        from torch.distributed import FileStore  # type: ignore[attr-defined] # absent where torch is built without it
+
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # learners of one machine meet on loopback alone
-        self._store = distributed.FileStore(self._rendezvous, self.world_size)
-        distributed.init_process_group(
+        self._store = FileStore(self._rendezvous, self.world_size)
+        torch.distributed.init_process_group(
             "gloo",
             store=self._store,
             rank=self.rank,

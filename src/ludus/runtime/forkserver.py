@@ -401,7 +401,7 @@ class ForkServer:
                     return
                 number = self._numbers.pop(pid, None)
                 if number is not None:
-                    _signal(pid, signal.SIGKILL)  # what it has left behind in its group
+                    _kill_group(pid)  # what it has left behind
                     self._send(EXIT, os.waitstatus_to_exitcode(status), number)
 
     def _send(self, kind: int, argument: int = 0, number: int = 0) -> None:
@@ -422,12 +422,17 @@ class ForkServer:
 
 
 def _signal(pid: int, number: int) -> None:
-    """SIGKILL is for the whole group of a worker, every other signal for the worker alone, who is to stop in order."""
+    """SIGKILL is also for what the worker has started, every other signal for the worker alone, who is to stop in order."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if number == signal.SIGKILL:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
+        os.kill(pid, number)
+    if number == signal.SIGKILL:
+        _kill_group(pid)
+
+
+def _kill_group(pid: int) -> None:
+    """A number stays taken as long as a group bears it, so this cannot hit somebody else's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _import(names: Sequence[str], parent: int) -> None:

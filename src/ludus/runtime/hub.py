@@ -15,12 +15,12 @@ import logging
 import math
 import os
 import platform
+import queue
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -115,6 +115,14 @@ def _record(directory: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+def _write_record(directory: Path, record: Mapping[str, Any]) -> None:
+    aside = directory / f".{RECORD}.{os.getpid()}"
+    aside.unlink(missing_ok=True)
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(record, file, indent=1)
+    os.replace(aside, directory / RECORD)
+
+
 def _reachable(record: Mapping[str, Any] | None) -> Place | None:
     if record is None:
         return None
@@ -168,6 +176,30 @@ class Tally:
         return means
 
 
+class Disk:
+    """One thread that touches the disk, so that the hub's loop need not. What fails is logged; the next one may succeed."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ludus-disk", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Returns when everything is done that was asked for."""
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # a full disk, a run that was taken over: of that a hub does not die
+                log.error("the run's directory could not be written: %s", error)
+
+
 @dataclass
 class _Buffer:
     fifo: Fifo[bytes | memoryview]
@@ -205,7 +237,7 @@ class Hub:
         self._peers: set[Peer] = set()
         self._employers: dict[str, Peer] = {}
         """Who started the inference workers of a model; when it is gone, so are they."""
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="ludus-disk")
+        self._disk = Disk()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._run, name="ludus-hub", daemon=True)
@@ -232,9 +264,7 @@ class Hub:
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(CLAIM_S)
-            record = {"pid": self._pid, "host": platform.node(), "place": vars(self.place)}
-            LocalStore(self.directory).put(RECORD, json.dumps(record, indent=1).encode())
-            (self.directory / RECORD).chmod(0o600)
+            _write_record(self.directory, {"pid": self._pid, "host": platform.node(), "place": vars(self.place)})
         except BaseException:
             self.close()
             raise
@@ -262,10 +292,16 @@ class Hub:
             return
         self._closing = True
         problem: BaseException | None = None
-        try:
-            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout_s)
-        except Exception as error:  # a full disk among them; the rest must be closed all the same
-            problem = error
+        steps: list[Callable[[], None]] = [
+            lambda: self._on_loop(self._hush(), timeout_s),
+            self._last_words,
+            lambda: self._on_loop(self._shut(), timeout_s),
+        ]
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # a full disk among them; the rest must be closed all the same
+                problem = problem or error
         for path in (self.directory / RECORD, Path(self.place.socket)):
             path.unlink(missing_ok=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -278,31 +314,38 @@ class Hub:
         if problem is not None:
             raise problem
 
-    async def _shut(self) -> None:
-        if self._server is None:
-            return
-        self._server.close()
-        self._reporter.cancel()
+    def _on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    async def _hush(self) -> None:
+        """Nothing new begins; whoever waits is told."""
+        if self._server is not None:
+            self._server.close()
+            self._reporter.cancel()
         for buffer in self._buffers.values():
             for who in buffer.fifo.waiting():
                 self._answer(who, {"closed": True})
-        try:
-            await self._loop.run_in_executor(self._disk, self._last_words)
-        finally:
-            self._disk.shutdown(wait=False)
-            for peer in list(self._peers):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(peer.flushed(), 1.0)
-                peer.close()
-            await asyncio.sleep(0)
+                buffer.fifo.cancel(who)
 
     def _last_words(self) -> None:
+        """In the thread that closes: at the end of a process no other thread can be relied upon."""
+        self._disk.close()
         try:
             self._registry.close()
         finally:
             self._write(self._numbers())
             for sink in self._sinks:
                 sink.close()
+
+    async def _shut(self) -> None:
+        for peer in list(self._peers):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(peer.flushed(), 1.0)
+            peer.close()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     # -- frames
 
@@ -312,7 +355,8 @@ class Hub:
         if op is None:
             raise Damaged(f"there is no operation {header.get('op')!r}")
         try:
-            reply = op(peer, header, body)
+            # Once it closes, what is written at the end must not change any more.
+            reply = self._too_late(header) if self._closing else op(peer, header, body)
         except (LudusError, OSError) as error:
             if isinstance(error, Damaged):
                 raise
@@ -322,6 +366,12 @@ class Hub:
         else:
             if reply is not None:
                 self._answer((peer, header["id"]), reply)
+
+    @staticmethod
+    def _too_late(header: Header) -> Header | None:
+        if header["op"] == "buffer.take":
+            return {"closed": True}
+        raise WorkerFailed("The run is ending.", "Its hub was closed.")
 
     def _on_gone(self, peer: Peer) -> None:
         self._peers.discard(peer)
@@ -343,7 +393,7 @@ class Hub:
     def _fail(peer: Peer, header: Header, error: Exception) -> None:
         if "id" in header:
             peer.send({"id": header["id"], **error_fields(error)})
-        else:
+        elif not isinstance(error, WorkerFailed):
             log.error("%s: %s", header.get("op"), error)
 
     def _hello(self, peer: Peer, header: Header, body: bytes) -> Header:
@@ -375,7 +425,7 @@ class Hub:
         now = time.monotonic()
         version = self._registry.publish(header["name"], header["file"], int(header["step"]), now)
         if self._registry.due(header["name"], now):
-            self._on_disk(self._registry.keeping(header["name"], now))
+            self._disk.do(self._registry.keeping(header["name"], now))
         return {"version": version}
 
     def _model_clone(self, peer: Peer, header: Header, body: bytes) -> Header:
@@ -385,13 +435,6 @@ class Hub:
         self._registry.set_workers(header["name"], [str(path) for path in header["workers"]])
         self._employers[header["name"]] = peer
         return {}
-
-    def _on_disk(self, work: Callable[[], None]) -> None:
-        def done(future: asyncio.Future[None]) -> None:
-            if not future.cancelled() and future.exception() is not None:
-                log.error("weights could not be kept: %s", future.exception())
-
-        self._loop.run_in_executor(self._disk, work).add_done_callback(done)
 
     # -- buffers
 
@@ -432,9 +475,6 @@ class Hub:
                 f"A batch of {header['count']} does not fit into the buffer {header['name']!r} of size {buffer.fifo.size}.",
                 "Make the buffer larger, or the batch smaller.",
             )
-        if self._closing:
-            self._answer((peer, header["id"]), {"closed": True})
-            return
         buffer.fifo.want((peer, header["id"]), int(header["count"]))
         self._settle(buffer)
 
@@ -481,7 +521,7 @@ class Hub:
         return {} if "id" in header else None
 
     def _report_now(self, peer: Peer, header: Header, body: bytes) -> Header:
-        self._on_disk(self._writing())
+        self._disk.do(self._writing())
         return {}
 
     def _component(self, peer: Peer, header: Header, body: bytes) -> Header:
@@ -499,7 +539,7 @@ class Hub:
     async def _report_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._report_s)
-            self._on_disk(self._writing())
+            self._disk.do(self._writing())
 
     def _writing(self) -> Callable[[], None]:
         numbers = self._numbers()

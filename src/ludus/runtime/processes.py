@@ -103,14 +103,21 @@ class Process:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when it serves, also if that was long ago. Raises WorkerFailed when it cannot any more, or not in time."""
-        self._supervisor._wait(lambda: self.state == "ready" or self.state in OVER, timeout_s)
-        if self.state == "ready" or (self.state == "done" and self._was_ready):
+        state: State = self.state
+
+        def settled() -> bool:
+            nonlocal state
+            state = self.state
+            return state == "ready" or state in OVER
+
+        self._supervisor._wait(settled, timeout_s)
+        if state == "ready" or (state == "done" and self._was_ready):
             return
         what = {
             "done": "ended before it was ready",
             "failed": "failed",
             "stopped": "was stopped",
-        }.get(self.state, f"was not ready within {timeout_s:g} s ({self.state})")
+        }.get(state, f"was not ready within {timeout_s:g} s ({state})")
         log_path = self._order.place.log_path
         why = f": {self.error.rstrip()}" if self.error else "."
         raise WorkerFailed(f"The worker {self.name!r} {what}{why}", f"Its log: {log_path}" if log_path else "")
@@ -281,7 +288,8 @@ class Supervisor:
 
     The forkserver starts with the first worker, and takes a moment: it imports `preload`. Variables that those libraries read
     when they are loaded (OMP_NUM_THREADS and the like) are those of that moment; everything else is as it is at each start().
-    A worker has a process group of its own: when it is over, whatever else is left in the group is killed.
+    A worker has a process group of its own: when it is over, whatever else is left in the group is killed. (Not if this
+    process and the forkserver are killed in the same moment: then the workers die, and what they executed goes on.)
     """
 
     def __init__(self, *, log_dir: Path | None = None, preload: Sequence[str] = ("numpy", "torch")) -> None:

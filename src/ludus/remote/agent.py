@@ -1,0 +1,112 @@
+"""`ludus.Agent`: chooses for one seat and pushes what came of it, for actors of your own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from ludus.actor import agent
+from ludus.actor.agent import Seat
+from ludus.actor.recorder import session_spec
+from ludus.memory.memory import MemoryStats
+from ludus.remote.buffer import RemoteBuffer
+from ludus.remote.model import RemoteModel
+from ludus.remote.session import current
+from ludus.tree import Tree, map_tree
+from ludus.types import Segments, SegmentSpec
+
+STEPS = 64
+
+
+class Agent(agent.Agent):
+    """One seat of one session, played by a model that is a `ludus.Policy`.
+
+        class Bot(ludus.Actor):
+            def __init__(self, model: str, buffer: str) -> None:
+                self.agent = ludus.Agent(model, buffer)
+
+            async def tick(self, body: bytes) -> bytes:
+                state = parse(body)
+                self.agent.reward(state.reward)                  # of the action before
+                return reply(await self.agent.act(state.features, mask=state.allowed))
+
+            async def end(self, body: bytes) -> bytes:
+                if self.ended_by == "game":
+                    self.agent.finish(terminated=True)
+                else:
+                    self.agent.break_off()                       # silent, timed out: the last step is left out
+                return b""
+
+    `model` and `buffer` are handles or names; without a buffer nothing is recorded, which is how the same actor serves.
+    Segments of `steps` steps are pushed as trees of arrays `[steps + 1, …]` (see `docs/training-from-games.md`).
+    """
+
+    def __init__(self, model: RemoteModel | str, buffer: RemoteBuffer | str | None = None, *, steps: int = STEPS) -> None:
+        super().__init__(_seat(model, buffer, steps))
+
+
+_making = threading.Lock()
+
+
+def _seat(model: RemoteModel | str, buffer: RemoteBuffer | str | None, steps: int) -> Seat:
+    """One per process, model, buffer and length: building it costs more than many steps."""
+    session = current("Agent")
+    names = [each if isinstance(each, str) else getattr(each, "name", "") for each in (model, buffer)]
+    key = ("seat", f"{names[0]} → {names[1]} × {steps}")
+    with _making:
+        found: Seat | None = session.shared.get(key)
+        if found is None:
+            asked = RemoteModel(model) if isinstance(model, str) else model
+            into = RemoteBuffer(buffer) if isinstance(buffer, str) else buffer
+            memory = None if into is None else BufferMemory(into, session_spec(asked.policy, steps, asked.name))
+            found = session.shared[key] = Seat(asked, memory)
+        return found
+
+
+class BufferMemory:
+    """The writing half of a memory whose segments go into a RemoteBuffer. Bounds and drops are the buffer's."""
+
+    def __init__(self, buffer: RemoteBuffer, spec: SegmentSpec) -> None:
+        self._buffer, self._spec = buffer, spec
+        self._committed = 0
+
+    def reserve(self, timeout_s: float) -> Segments | None:
+        return Segments.empty(self._spec, 1)  # always a fresh one: what was pushed may still be on its way
+
+    def commit(self, segments: Segments) -> None:
+        self._committed += 1
+        self._buffer.push(item_of(segments))
+
+    def abandon(self, segments: Segments) -> None:
+        pass
+
+    def take(self, timeout_s: float) -> Segments | None:
+        raise NotImplementedError("Iterate over the buffer instead.")
+
+    def release(self, segments: Segments) -> None:
+        raise NotImplementedError("Iterate over the buffer instead.")
+
+    def stats(self) -> MemoryStats:
+        return MemoryStats(committed=self._committed)
+
+    def close(self) -> None:
+        pass
+
+
+_WITH_ROWS = (
+    *("observation", "action", "reward", "terminated", "truncated", "valid", "first"),
+    *("log_prob", "value", "version", "action_mask"),
+)
+
+
+def item_of(segments: Segments) -> dict[str, Tree]:
+    """A segment of one row as a tree of arrays of fixed shapes, which stack into batches."""
+    item: dict[str, Any] = {name: map_tree(lambda x: x[:, 0], getattr(segments, name)) for name in _WITH_ROWS}
+    if segments.spec.state_every:
+        item["state"] = map_tree(lambda x: x[:, 0], segments.state)
+    ended = len(segments.episode_return) > 0
+    item["episode_return"] = np.float32(segments.episode_return[0] if ended else np.nan)
+    item["episode_length"] = np.int64(segments.episode_length[0] if ended else 0)
+    return item

@@ -1,0 +1,90 @@
+"""A gateway that serves while a test talks to it: on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from ludus.actor.gateway import Gateway, GatewaySettings
+from ludus.runtime.fleet import bind
+
+T = TypeVar("T")
+LIMIT_S = 20.0
+
+
+@contextlib.contextmanager
+def loop_thread() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
+    """A function that runs a coroutine there and waits for it."""
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(LIMIT_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(LIMIT_S)
+        loop.close()
+
+
+@dataclass
+class Served:
+    gateway: Gateway
+    port: int
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.contextmanager
+def gateway(make_actor: Callable[[], Any], settings: GatewaySettings | None = None, **more: Any) -> Iterator[Served]:
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+
+    async def start() -> Gateway:
+        made = Gateway(make_actor, settings, **more)
+        await made.start([listening])
+        return made
+
+    with loop_thread() as run:
+        served = Served(run(start()), port, run)
+        try:
+            yield served
+        finally:
+            run(served.gateway.close())
+
+
+def received(connected: socket.socket) -> bytes:
+    """One whole reply, by its Content-Length; what is there when the other side closes."""
+    data = b""
+    while True:
+        head, mark, body = data.partition(b"\r\n\r\n")
+        if mark:
+            length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+            if len(body) >= length:
+                return data
+        more = connected.recv(65536)
+        if not more:
+            return data
+        data += more
+
+
+def say(port: int, raw: bytes) -> bytes:
+    """Send bytes on a connection of their own; the reply."""
+    with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connected:
+        connected.sendall(raw)
+        return received(connected)
+
+
+def step(kind: str, session: str, body: bytes = b"", *headers: str) -> bytes:
+    """A request as a game sends it."""
+    lines = ["POST /step HTTP/1.1", f"session: {session}", f"step_kind: {kind}", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
