@@ -193,6 +193,20 @@ def test_a_preload_that_cannot_be_imported_is_skipped(mail: Mail) -> None:
         assert mail.next()[0] == "one"
 
 
+def test_a_preload_that_starts_threads_is_complained_about(
+    tmp_path: Path, mail: Mail, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "threaded_import.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for preload, complaint in ((["numpy"], ""), (["numpy", "threaded_import"], "a preloaded module runs 1 threads of its own")):
+        with Supervisor(preload=preload) as supervisor:
+            supervisor.start("one", workers.introduce, fds=[mail.fd])
+            mail.next()
+        assert complaint in capfd.readouterr().err if complaint else not capfd.readouterr().err
+
+
 def test_a_worker_holds_its_own_descriptors_only_and_hands_none_to_programs(shared: Supervisor, mail: Mail) -> None:
     neighbour = shared.start("neighbour", workers.serve, fds=[mail.fd])
     neighbour.wait_ready(SOON)
@@ -758,9 +772,11 @@ def test_a_forkserver_that_cannot_start_fails_its_workers(own: Supervisor, monke
         own.start("missing", workers.serve).wait_ready(SOON)
 
 
-def test_an_interpreter_that_ends_without_close_stops_its_workers() -> None:
-    with Parent() as parent:
+def test_an_interpreter_that_ends_without_close_stops_its_workers_in_order() -> None:
+    then = 'supervisor.start("three", workers.stop_in_order, fds=[1]).wait_ready(20)\n'
+    with Parent(then + Parent.WAIT) as parent:
         assert parent.finish() == 0
+        assert parent.read() == [True, ["called"]]
         wait_gone(parent.server, *parent.workers)
 
 
@@ -776,6 +792,7 @@ print(json.dumps([gone, one.state, two.state, one.incarnation, one.pid]), flush=
 """
     with Parent(then + Parent.WAIT) as parent:
         parent.read()
+        assert parent.pid not in [os.getpgid(pid) for pid in (parent.server, *parent.workers)]
         os.killpg(parent.pid, signal.SIGINT)
         assert parent.read() == [False, "ready", "ready", 1, parent.workers[0]]
         assert parent.finish() == 0
@@ -834,6 +851,8 @@ if copy == 0:
         supervisor.start("mine", workers.serve)
     except Exception as error:
         print(json.dumps(str(error)), flush=True)
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    print(json.dumps([name for name in held if name.startswith("socket:")]), flush=True)
     supervisor.close()
     sys.exit(5)
 status = os.waitpid(copy, 0)[1]
@@ -841,6 +860,7 @@ print(json.dumps([os.waitstatus_to_exitcode(status), one.wait(0.2), one.state, o
 """
     with Parent(then + Parent.WAIT) as parent:
         assert parent.read() == f"This supervisor belongs to the process {parent.pid}. Make one in this process."
+        assert parent.read() == []
         assert parent.read() == [5, False, "ready", 1]
         assert parent.finish() == 0
 

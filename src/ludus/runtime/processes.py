@@ -352,8 +352,6 @@ class Supervisor:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Stop all workers: SIGTERM to all at once, after `grace_s` SIGKILL; then end the forkserver. Again: no effect."""
-        if os.getpid() != self._owner:  # a copy of this process made by fork(); the workers are not its own
-            return
         with self._changed:
             if self._close_within is None:
                 self._close_within = grace_s
