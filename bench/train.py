@@ -156,12 +156,17 @@ def target_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def save(part: str, rows: list[Row], table: str) -> None:
+def provenance() -> Row:
+    """What stands at the top of every result."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    head = {"part": part, "date": time.strftime("%Y-%m-%d"), "commit": commit, "cpu": _cpu(), "python": platform.python_version()}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cpu": _cpu(), "python": platform.python_version()}
+
+
+def save(part: str, rows: list[Row], table: str) -> None:
+    head = {"part": part} | provenance()
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"train-{part}.json").write_text(json.dumps(head | {"rows": rows}, indent=1))
-    text = f"# {part}\n\n{head['date']}, commit {commit}, {head['cpu']}\n\nmedian [quartiles]\n\n{table}\n"
+    text = f"# {part}\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\nmedian [quartiles]\n\n{table}\n"
     (RESULTS / f"train-{part}.md").write_text(text)
     print(f"\n{text}")
 

@@ -9,13 +9,16 @@ from typing import Any
 import uvicorn
 
 from bench.serving.batching import Batcher, spare_the_collector
-from bench.serving.network import Forward
 
 App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
 def application(workload: str) -> App:
-    batcher = Batcher(Forward()) if workload == "mlp" else None
+    batcher = None
+    if workload == "mlp":
+        from bench.serving.module import Forward  # an echo needs no torch
+
+        batcher = Batcher(Forward())
 
     async def app(scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
         message = await receive()

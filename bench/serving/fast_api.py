@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from bench.serving.batching import Batcher, spare_the_collector
-from bench.serving.network import Forward
+from bench.serving.module import Forward
 
 BINARY = "application/octet-stream"
 

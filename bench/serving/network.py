@@ -5,13 +5,7 @@ Rows travel as raw little-endian float32. `expected` computes it in NumPy: what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
 
 SIZES = (64, 256, 256, 10)
 ROW_BYTES, REPLY_BYTES = 4 * SIZES[0], 4 * SIZES[-1]
@@ -33,32 +27,3 @@ def expected(rows: np.ndarray) -> np.ndarray:
         if number < len(layers) - 1:
             rows = np.tanh(rows)
     return rows
-
-
-def net() -> torch.nn.Module:
-    import torch
-
-    torch.set_num_threads(1)
-    modules: list[torch.nn.Module] = []
-    for matrix, bias in weights():
-        linear = torch.nn.Linear(matrix.shape[1], matrix.shape[0])
-        with torch.no_grad():
-            linear.weight.copy_(torch.from_numpy(matrix))
-            linear.bias.copy_(torch.from_numpy(bias))
-        modules += [linear, torch.nn.Tanh()]
-    return torch.nn.Sequential(*modules[:-1]).eval()
-
-
-class Forward:
-    """Bodies in, bodies out: one forward pass for all of them."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch, self._net = torch, net()
-
-    def __call__(self, bodies: Sequence[bytes]) -> list[bytes]:
-        rows = np.frombuffer(bytearray(b"".join(bodies)), "<f4").reshape(len(bodies), SIZES[0])
-        with self._torch.inference_mode():
-            out = self._net(self._torch.from_numpy(rows)).numpy().tobytes()
-        return [out[at : at + REPLY_BYTES] for at in range(0, len(out), REPLY_BYTES)]

@@ -9,7 +9,7 @@ import numpy as np
 
 import ludus
 from bench.serving import actors
-from bench.serving.network import SIZES, net
+from bench.serving.network import SIZES
 
 
 def main() -> None:
@@ -22,7 +22,9 @@ def main() -> None:
         ludus.init(project=project, trial="bench")
         door = ludus.RemoteActor(port=args.port, num_workers=args.workers)
         if args.workload == "mlp":
-            ludus.RemoteModel(name="mlp", model=net(), forward_args=(np.zeros(SIZES[0], np.float32),), max_batch_size=512)
+            from bench.serving.module import Net  # an echo needs no torch
+
+            ludus.RemoteModel(name="mlp", model=Net(), forward_args=(np.zeros(SIZES[0], np.float32),), max_batch_size=512)
             door.serve(actors.Mlp, model="mlp")
         else:
             door.serve(actors.Echo if args.workload == "echo" else actors.Counter)

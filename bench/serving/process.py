@@ -129,7 +129,7 @@ def serving(stack: Stack) -> Iterator[Server]:
     """Raises ServerFailed. On leaving, the server and all that it started is gone."""
     if stack.missing:
         raise ServerFailed(stack.missing)
-    port, pinned = free_port(), stack.single_process and can_pin()
+    port, pinned = free_port(), stack.pinned and can_pin()
     # Directly under /tmp: below a longer path Ray's sockets would exceed the 107 bytes of a Unix address.
     with tempfile.TemporaryDirectory(prefix="lb-", dir="/tmp", ignore_cleanup_errors=True) as temp:
         command = [str(stack.python), "-m", *(_filled(word, port, temp) for word in stack.words)]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Callable, Sequence
 
 import uvloop
 
 from bench.serving.batching import spare_the_collector
-from bench.serving.network import Forward
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
 
@@ -49,7 +49,7 @@ class Raw(asyncio.Protocol):
 class Batched(Raw):
     """All connections of the process share the rows that wait."""
 
-    forward: Forward
+    forward: Callable[[Sequence[bytes]], list[bytes]]
     waiting: list[tuple[asyncio.Transport, bytes]] = []
 
     def answer(self, body: bytes) -> None:
@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
     if args.workload == "mlp":
+        from bench.serving.module import Forward  # an echo needs no torch
+
         Batched.forward = Forward()
     spare_the_collector()
     uvloop.run(serve(Batched if args.workload == "mlp" else Raw, args.port))

@@ -14,7 +14,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bench.serving.network import Forward
+from bench.serving.module import Forward
 
 # A wait of 3 ms gives 8 % more requests/s at 64 and 256 connections, and 5 times the latency at one.
 BATCH, WAIT_S, ONGOING = 64, 0.0, 2048

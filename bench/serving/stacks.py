@@ -28,8 +28,8 @@ class Stack:
     settings: str
     python: Path = SERVING.python
     environment: Mapping[str, str] = field(default_factory=dict)
-    single_process: bool = True
-    """Then it is pinned to one core and the load generator to another."""
+    pinned: bool = True
+    """To one core, and the load generator to another: for servers of which one process does the work."""
     ready_s: float = 60.0
 
     @property
@@ -45,14 +45,15 @@ def base_environment() -> dict[str, str]:
     return {**kept, **dict.fromkeys(THREAD_VARIABLES, "1")}
 
 
-def _ours(workload: str, workers: int) -> Stack:
+def _ours(workload: str, workers: int, pinned: bool = False) -> Stack:
+    how = "" if pinned else f", {workers} worker{'s'[: workers - 1]} not pinned"
     return Stack(
-        name=f"ludus {workload}" if workers == 1 else f"ludus {workload}, {workers} workers",
+        name=f"ludus {workload}{how}",
         workload=workload,
         words=("bench.serving.ours", "--workload", workload, "--port", "{port}", "--workers", str(workers)),
         settings=f"num_workers={workers}" + (", RemoteModel(max_batch_size=512)" if workload == "mlp" else ""),
         python=OURS,
-        single_process=workers == 1,
+        pinned=pinned,
     )
 
 
@@ -107,7 +108,7 @@ def _ray(name: str, fast: bool) -> Stack:
         words=("bench.serving.ray_serve", "--port", "{port}", "--temp", "{temp}"),
         settings=f"{switches}; {RAY}",
         environment=RAY_BASE | (RAY_FAST | RAY_PROXY_PLACES if fast else {}),
-        single_process=False,
+        pinned=False,
         ready_s=120.0,
     )
 
@@ -116,10 +117,12 @@ STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
         _raw("echo"),
+        _ours("echo", 1, pinned=True),
         _ours("echo", 1),
         _ours("echo", 2),
         _uvicorn("echo"),
         _raw("mlp"),
+        _ours("mlp", 1, pinned=True),
         _ours("mlp", 1),
         _ours("mlp", 2),
         _uvicorn("mlp"),
@@ -130,5 +133,5 @@ STACKS: dict[str, Stack] = {
     )
 }
 
-COUNTER = _ours("counter", 1)
+COUNTER = _ours("counter", 1, pinned=True)
 """Not compared with anything: for the counts of `bench.gateway --sessions`."""

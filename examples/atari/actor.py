@@ -8,9 +8,10 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import ludus
 import numpy as np
 from model import FRAMES, SIDE
+
+import ludus
 
 GAMMA, LAMBDA, STEPS = 0.99, 0.95, 32
 

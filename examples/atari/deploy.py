@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-import ludus
 from actor import AtariActor
+
+import ludus
 
 
 def main() -> None:

@@ -12,11 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ludus
 import numpy as np
 from actor import AtariActor
 from model import FRAMES, SIDE, AtariModel
 from trainer import train_atari
+
+import ludus
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
         weights_publish_interval=1, num_steps=options.steps,
     )  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("gamecore.py")), "--port", str(options.port), "--game", options.game]
-    games = [subprocess.Popen([*command, "--max-steps", "2000"]) for _ in range(options.games)]
+    games = [subprocess.Popen([*command, "--max-steps", "2000"]) for _ in range(options.games)]  # noqa: S603
     try:
         while not trainer.wait(timeout_s=1):
             pass

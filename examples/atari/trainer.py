@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ludus
 import torch
 from torch.nn import functional as F
+
+import ludus
 
 
 def train_atari(model: str, buffer: str, batch_size: int, weights_publish_interval: int, num_steps: int) -> None:

@@ -28,7 +28,8 @@ class ServerGone(Exception):
 class Match:
     """One game after another over one connection."""
 
-    def __init__(self, host: str, port: int, seed: int) -> None:
+    def __init__(self, host: str, port: int, seed: int, own_rule: bool) -> None:
+        self.own_rule = own_rule
         self.env = gym.make("CartPole-v1").unwrapped
         self.seed = seed
         self.socket = socket.create_connection((host, port), timeout=30)
@@ -47,7 +48,9 @@ class Match:
 
     def act(self) -> int | None:
         """Take the action that came back; the score when the match is over."""
-        action = json.loads(self.receive())["action"]
+        answer = self.receive()
+        angle, turning = float(self.observation[2]), float(self.observation[3])
+        action = int(angle + turning > 0) if self.own_rule else json.loads(answer)["action"]
         self.observation, self.reward, fell, _, _ = self.env.step(action)
         self.score += 1
         if not fell and self.score < LIMIT:
@@ -83,11 +86,11 @@ class Match:
         return data
 
 
-def connect(host: str, port: int, seed: int, patience_s: float) -> Match:
+def connect(host: str, port: int, seed: int, own_rule: bool, patience_s: float) -> Match:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return Match(host, port, seed)
+            return Match(host, port, seed, own_rule)
         except (ConnectionError, ServerGone):
             if time.monotonic() > deadline:
                 raise SystemExit(f"Nobody listens at {host}:{port}.") from None
@@ -102,9 +105,10 @@ def main() -> None:
     parser.add_argument("--matches", type=int, default=0, help="stop after so many; 0 = play until the server goes away")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--own-rule", action="store_true", help="ask, but play by a rule of the game's own (for measurements)")
     options = parser.parse_args()
     games = min(options.games, options.matches or options.games)
-    matches = [connect(options.host, options.port, options.seed + i, patience_s=30) for i in range(games)]
+    matches = [connect(options.host, options.port, options.seed + i, options.own_rule, patience_s=30) for i in range(games)]
     scores: list[tuple[int, int]] = []
     steps, begun, began = 0, games, time.monotonic()
     try:

@@ -91,11 +91,16 @@ def test_no_reader_in_any_process_ever_sees_half_a_version(tmp_path: Path) -> No
             finally:
                 os._exit(code)
         children.append(pid)
-    writer = threading.Thread(target=lambda: [publish(board, version) for version in range(2, last + 1)])
+    writer = threading.Thread(target=_publish_all, args=(board, last))
     writer.start()
     writer.join(60)
     assert not writer.is_alive()
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
+
+
+def _publish_all(board: Board, last: int) -> None:
+    for version in range(2, last + 1):
+        publish(board, version)
 
 
 def _reads_whole_versions(directory: Path, last: int) -> bool:

@@ -120,7 +120,7 @@ class Reusing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.out = torch.zeros(64, 3)
-        self.register_buffer("kept", torch.zeros(3))
+        self.kept = nn.Parameter(torch.zeros(3))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.out[: len(x)] = x

@@ -89,9 +89,19 @@ class Gateway:
         await self.sessions.close(grace_s)
         if self._peers is not None:
             self._peers.close()
+        await self._hang_up(self.loop.time() + min(grace_s, self.limits.send_s))
+
+    async def _hang_up(self, deadline: float) -> None:
+        """Every client gets what was said to it, unless it takes too long to read."""
         for connection in list(self._connections):
             if connection.transport is not None:
                 connection.transport.close()
+        await asyncio.sleep(0)
+        while self._connections and self.loop.time() < deadline:
+            await asyncio.sleep(_SWEEP_S / 10)
+        for connection in list(self._connections):
+            if connection.transport is not None:
+                connection.transport.abort()
         await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
@@ -127,13 +137,10 @@ class Gateway:
 
     async def adopt(self, taken: socket.socket, data: bytes) -> None:
         """A connection that another worker accepted, with what it has read of it."""
-        connection = Connection(self, adopted=True)
         try:
-            await self.loop.connect_accepted_socket(lambda: connection, taken)
+            await self.loop.connect_accepted_socket(lambda: Connection(self, early=data), taken)
         except OSError:  # the client has gone in the meantime
             taken.close()
-            return
-        connection.data_received(data)
 
     def get(self, path: str, authorized: bool) -> tuple[int, bytes]:
         if path == protocol.HEALTH:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -15,7 +16,7 @@ import httptools
 
 from ludus.errors import Refused
 from ludus.game import protocol
-from ludus.game.protocol import ENDPOINT_HEADER, KINDS, MAX_NAME_BYTES, MAX_SEQ, REASONS, START, STEP, TICK, error_body
+from ludus.game.protocol import END, ENDPOINT_HEADER, KINDS, MAX_NAME_BYTES, MAX_SEQ, REASONS, START, STEP, TICK, error_body
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,14 @@ class Service(Protocol):
         ...
 
 
-_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _AUTH, _EXPECT = range(1, 8)
+_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _CODING, _AUTH, _EXPECT = range(1, 9)
 _HEADERS: dict[bytes, int] = {
     **dict.fromkeys(protocol.SESSION_HEADERS, _SESSION),
     **dict.fromkeys(protocol.KIND_HEADERS, _KIND),
     **dict.fromkeys(protocol.SEQ_HEADERS, _SEQ),
     **dict.fromkeys(protocol.MATCH_HEADERS, _MATCH),
     b"content-length": _LENGTH,
+    b"transfer-encoding": _CODING,
     b"authorization": _AUTH,
     b"expect": _EXPECT,
 }
@@ -80,6 +82,14 @@ _TYPE = b"\r\nContent-Type: application/octet-stream\r\n\r\n"
 _OK = b"HTTP/1.1 200 OK\r\nContent-Length: "
 _HEADS = {length: _OK + str(length).encode() + _TYPE for length in range(1024)}
 _LINGER_S = 2.0
+_HEAD = "head"  # the kind of an exchange whose reply has no body
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_UPGRADE = Refused(
+    400,
+    "upgrade",
+    "This request asks for another protocol than HTTP/1.1.",
+    "Tell the client to use HTTP/1.1 (curl: --http1.1, Java: HttpClient.Version.HTTP_1_1).",
+)
 _TOO_MANY_HEADERS = Refused(431, "headers_too_large", "The headers of this request are too many or too large.", "Send fewer.")
 
 
@@ -92,13 +102,16 @@ class Exchange:
         self._connection, self.kind, self.close = connection, kind, close
         self.raw: bytes | None = None  # the reply, while earlier ones are missing
 
-    def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
+    def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
+        """`port` is the direct port of the worker that has answered, if that is not this one."""
         connection = self._connection
         if status == 200 and self.kind is TICK and not self.close:
             length = len(body)
             head = _HEADS[length] if length < 1024 else _OK + str(length).encode() + _TYPE
         else:
-            head = self._head(status, len(body), retry_after_s)
+            head = self._head(status, len(body), retry_after_s, port)
+            if self.kind is _HEAD:
+                body = b""
         pending = connection.pending
         if len(pending) == 1 and pending[0] is self:
             pending.clear()
@@ -113,15 +126,15 @@ class Exchange:
             self.raw = head + body
             connection.write_ready()
 
-    def _head(self, status: int, length: int, retry_after_s: float | None) -> bytes:
+    def _head(self, status: int, length: int, retry_after_s: float | None, port: int) -> bytes:
         lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}", f"Content-Length: {length}"]
-        json_reply = status != 200 or self.kind == ""
+        json_reply = status != 200 or self.kind not in (START, TICK, END)
         lines.append("Content-Type: application/json" if json_reply else "Content-Type: application/octet-stream")
-        endpoint = self._connection.endpoint if self.kind is START and status == 200 else ""
+        endpoint = self._connection.endpoint(port) if self.kind is START and status == 200 else ""
         if endpoint:
             lines.append(f"{ENDPOINT_HEADER}: {endpoint}")
         if retry_after_s is not None:
-            lines.append(f"Retry-After: {max(1, round(retry_after_s))}")
+            lines.append(f"Retry-After: {max(1, math.ceil(retry_after_s))}")
         if status == 401:
             lines.append("WWW-Authenticate: Bearer")
         if status == 405:
@@ -138,7 +151,8 @@ class Connection(asyncio.Protocol):
     the request before, its parsed form is used again (measured: a third of the cost of a small request).
     """
 
-    def __init__(self, service: Service, *, adopted: bool = False) -> None:
+    def __init__(self, service: Service, *, early: bytes = b"") -> None:
+        """`early`: what another worker has read of this connection before it was handed over."""
         self._service, self._step_to = service, service.step
         self._pipelined = service.limits.pipelined
         self.transport: asyncio.Transport | None = None
@@ -151,12 +165,16 @@ class Connection(asyncio.Protocol):
         self.closing_at = 0.0
         self.path = ""
         self._parser = httptools.HttpRequestParser(self)
-        self._first = not adopted  # no request was dispatched yet: the connection may still be handed over
+        self._early = early
+        self._first = not early  # the headers of the first request are not complete: the connection may be handed over
         self._raw: list[bytes] = []
         self._give_to = -1
         self._known_head = b""  # the header block of the last plain tick, with what it means
         self._known: tuple[bytes, bytes | None, int] = (b"", None, 0)
         self._refused: Refused | None = None  # why this connection will be closed
+        self._ended = False  # the client sends no more
+        self._now = 0.0  # when the bytes came that are being parsed
+        self._begun = 0  # how many requests began in them
         self._reset()
 
     # -- asyncio.Protocol
@@ -164,7 +182,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         if not self._service.opened(self):
-            self._refuse(Refused(503, "too_many_connections", "This server has too many connections.", "", 1))
+            self._refuse(Refused(503, "too_many_connections", "This server has too many connections.", "Try again later.", 1))
+        early, self._early = self._early, b""
+        if early:
+            self.data_received(early)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -172,6 +193,7 @@ class Connection(asyncio.Protocol):
         self._service.closed(self)
 
     def eof_received(self) -> bool:
+        self._ended = True
         if self.pending:  # it still wants its replies
             self.pending[-1].close = True
         return bool(self.pending)
@@ -203,35 +225,34 @@ class Connection(asyncio.Protocol):
     def _receive(self, data: bytes) -> None:
         if self.closing_at:
             return  # what follows a refused request is not read
-        fresh = not self.began
-        if fresh:
-            self.began = self._service.loop.time()
+        fresh, self._begun = not self.began, 0
+        body_bytes = 0 if fresh else self._body_bytes
+        self._now = self._service.loop.time()
         if self._first:
             self._raw.append(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._refused is None:
-                upgrade = isinstance(error, httptools.HttpParserUpgrade)
-                what = "a protocol upgrade was asked for" if upgrade else str(error)
-                self._refused = Refused(400, "malformed", f"This is not an HTTP/1.1 request we can read: {what}.")
+                self._refused = Refused(400, "malformed", f"This is not an HTTP/1.1 request we can read: {error}.")
         if self._refused is not None:
             self._refuse(self._refused)
         elif self._give_to >= 0:
             self._hand_over()
-        elif not self._headers_done:
-            self._waiting_bytes += len(data)
-            if self._waiting_bytes > self._service.limits.header_bytes:
+        elif not self._started:
+            self._raw.clear()  # empty lines before the first request
+        elif self._begun == 0 or (fresh and self._begun == 1):  # all of it belongs to one request
+            in_body = self._headers_done and self._body_bytes > body_bytes
+            self._waiting_bytes = 0 if in_body else self._waiting_bytes + len(data)
+            if self._waiting_bytes > 2 * self._service.limits.header_bytes:  # the parser holds an unfinished header, or trailer
                 self._refuse(_TOO_MANY_HEADERS)
-        if self.began and not self._started:
-            self.began = 0.0  # exactly between two requests
         if fresh and self._remember and not self.began:
             self._learn(data)
 
     def _reset(self) -> None:
         self._started = False  # a request has begun and is not complete
         self._headers_done = False
-        self._waiting_bytes = 0  # received while the headers are incomplete
+        self._waiting_bytes = 0  # received without getting further: exact bounds are checked when headers are complete
         self._head_bytes = 0
         self._headers = 0
         self._expects = False
@@ -250,6 +271,8 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._reset()
         self._started = True
+        self.began = self._now
+        self._begun += 1
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -258,9 +281,14 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers += 1
         self._head_bytes += len(name) + len(value) + 4
+        if self._headers_done:  # a trailer, after the body: it is counted, and means nothing
+            if self._refused is None and self._too_many():
+                self._refused = _TOO_MANY_HEADERS
+            return
         code = _HEADERS.get(name) or _HEADERS.get(name.lower())
         if code is None:
             return
+        value = value.rstrip(b" \t")
         if code == _SESSION:
             if self._session and self._session != value:
                 self._wrong = Refused(400, "session", "This request names two sessions.", "Send one session header.")
@@ -272,13 +300,18 @@ class Connection(asyncio.Protocol):
         elif code == _LENGTH:
             self._length = int(value) if value.isdigit() else -1
         elif code == _SEQ:
-            self._seq = _number(value)
+            before, self._seq = self._seq, _number(value)
             if self._seq < 0:
                 self._wrong = Refused(400, "seq", f"seq is {_shown(value)}.", "It is a whole number: 0, 1, 2, …")
+            elif 0 <= before != self._seq:
+                self._wrong = Refused(400, "seq", "This request has two numbers.", "Send one seq header.")
         elif code == _MATCH:
             self._match = value
         elif code == _AUTH:
             self._auth = value
+        elif code == _CODING:
+            if value.lower() != b"chunked":
+                self._wrong = Refused(501, "transfer_encoding", f"Transfer-Encoding: {_shown(value)} is not supported.")
         elif value.lower() == b"100-continue":
             self._expects = True
         else:
@@ -286,17 +319,30 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._headers_done = True
-        limits = self._service.limits
         if self._refused is not None or self._give_to >= 0:
             return
-        too_many = self._headers > limits.headers or self._head_bytes > limits.header_bytes
-        self._refused = _TOO_MANY_HEADERS if too_many else self._too_large()
+        if self._parser.should_upgrade():  # the parser would leave the body to the other protocol
+            self._refused = _UPGRADE
+        else:
+            self._refused = _TOO_MANY_HEADERS if self._too_many() else self._too_large()
         if self._refused is not None:
             return
-        if self._first and self._session and self._authorized():
-            self._give_to = self._service.elsewhere(self._session)
-        if self._expects and self._give_to < 0 and self.transport is not None and not self.pending:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._first:
+            if self._session and self._authorized():
+                self._give_to = self._service.elsewhere(self._session)
+            if self._give_to >= 0:
+                return
+            self._first = False
+            self._raw.clear()
+        if self._expects and self._parser.get_http_version() == "1.1":
+            go_ahead = Exchange(self, "", False)
+            go_ahead.raw = _CONTINUE
+            self.pending.append(go_ahead)
+            self.write_ready()
+
+    def _too_many(self) -> bool:
+        limits = self._service.limits
+        return self._headers > limits.headers or self._head_bytes > limits.header_bytes
 
     def _too_large(self) -> Refused | None:
         most = self._service.limits.body_bytes
@@ -317,20 +363,26 @@ class Connection(asyncio.Protocol):
         self._started = False
         if self._refused is not None or self._give_to >= 0 or self.transport is None:
             return
+        if self.closing_at or (self.pending and self.pending[-1].close):
+            return  # it follows a request that was to be the last one
         self.requests += 1
-        if self._first:
-            self._first = False
-            self._raw.clear()
         url = self._url.partition(b"?")[0]
+        if not url.startswith(b"/"):  # as to a proxy: http://host/step
+            url = b"/" + url.partition(b"://")[2].partition(b"/")[2]
         self.path = url.decode("latin-1")
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        close = not self._parser.should_keep_alive() or self._parser.get_http_version() != "1.1"
-        if url != b"/step":
+        version = self._parser.get_http_version()
+        close = not self._parser.should_keep_alive() or version != "1.1"
+        if version not in ("1.0", "1.1"):
+            wrong = Refused(505, "http_version", f"HTTP/{version} is not spoken here.", "Tell the client to use HTTP/1.1.")
+            self._answer_now(wrong, close)
+        elif url != b"/step":
             self._other(close)
         elif self._parser.get_method() != b"POST":
             self._answer_now(Refused(405, "method", "Steps are sent by POST.", "POST /step"), close)
         else:
             self._step(body, close)
+        self.began = 0.0
         if len(self.pending) >= self._service.limits.pipelined and self.transport is not None:
             self.held_back = True
             self.transport.pause_reading()
@@ -354,26 +406,28 @@ class Connection(asyncio.Protocol):
             assert wrong is not None
             self._answer_now(wrong, close)
             return
-        self._remember = kind is TICK and not close and self._seq < 0 and self._length == len(body) and not self.pending
+        same = kind is TICK and not close and self._seq < 0 and not self._expects  # would mean the same if it came again
+        self._remember = same and self._length == len(body) and not self.pending
         exchange = Exchange(self, kind, close)
         self.pending.append(exchange)
         self._step_to(kind, self._session, self._seq, self._match, body, exchange)
 
     def _other(self, close: bool) -> None:
-        if self._parser.get_method() != b"GET":
-            what = f"{self.path} does not take {self._parser.get_method().decode('latin-1')}."
+        method = self._parser.get_method()
+        if method not in (b"GET", b"HEAD"):
+            what = f"{self.path[:80]} does not take {method.decode('latin-1')}."
             known = self.path in (protocol.SPEC, protocol.HEALTH)
             wrong = Refused(405, "method", what, "GET it.") if known else Refused(404, "not_found", what, "POST /step")
             self._answer_now(wrong, close)
             return
         status, body = self._service.get(self.path, self._authorized())
-        exchange = Exchange(self, "", close)
+        exchange = Exchange(self, _HEAD if method == b"HEAD" else "", close)
         self.pending.append(exchange)
         exchange.reply(status, body)
 
     def _answer_now(self, refused: Refused, close: bool) -> None:
         self._service.refused(refused)
-        exchange = Exchange(self, "", close)
+        exchange = Exchange(self, _HEAD if self._parser.get_method() == b"HEAD" else "", close)
         self.pending.append(exchange)
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 
@@ -409,13 +463,13 @@ class Connection(asyncio.Protocol):
 
     # -- replies
 
-    @property
-    def endpoint(self) -> str:
-        """This worker's own port, at the address by which the client has reached us."""
-        if not self._service.direct_port or self.transport is None:
+    def endpoint(self, port: int) -> str:
+        """The port of one worker alone (0: ours), at the address by which the client has reached us."""
+        port = port or self._service.direct_port
+        if not port or self.transport is None:
             return ""
         host = self.transport.get_extra_info("sockname")[0]
-        return f"[{host}]:{self._service.direct_port}" if ":" in host else f"{host}:{self._service.direct_port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def write_ready(self) -> None:
         """Write the replies at the head of the line that are complete."""
@@ -454,10 +508,11 @@ class Connection(asyncio.Protocol):
         if self.transport is None:
             return
         self.closing_at = self._service.loop.time() + _LINGER_S
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        else:
+        if self._ended or not self.transport.can_write_eof():
             self.transport.close()
+        else:
+            self.transport.write_eof()
+            self.transport.resume_reading()  # what is still being sent is read and dropped: a reset could eat our reply
 
     def sweep(self, now: float) -> None:
         """A few times a second: cut off who is too slow, too idle, or done with."""
@@ -465,7 +520,8 @@ class Connection(asyncio.Protocol):
             return
         limits = self._service.limits
         if self.closing_at:
-            if now > self.closing_at and (not self.pending or now > self.closing_at + limits.send_s):
+            said = not self.pending and not self.transport.get_write_buffer_size()
+            if now > self.closing_at + (0.0 if said else limits.send_s):
                 self.transport.abort()
         elif self.stalled:
             if now - self.stalled > limits.send_s:
@@ -477,7 +533,7 @@ class Connection(asyncio.Protocol):
         elif self.pending or self.requests != self._swept[0]:
             self._swept = (self.requests, now)
         elif now - self._swept[1] > limits.idle_s:
-            self.transport.close()
+            self.finish()
 
 
 def _number(value: bytes) -> int:

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, cast
 
 import msgpack
 
-from ludus.actor.session import Exchange, lost, refuse
+from ludus.actor.session import lost, refuse
 from ludus.errors import Refused
 from ludus.game.protocol import END, START, TICK
 
 if TYPE_CHECKING:
     from ludus.actor.gateway import Gateway
-    from ludus.actor.http import Connection
+    from ludus.actor.http import Connection, Exchange
 
 log = logging.getLogger(__name__)
 
 _MAX_HANDED = 64 << 10  # bytes that travel with a socket; more would not fit into one datagram
+_MAX_BEHIND = 64 << 20  # bytes that may wait for one worker
 _KIND_CODES = {START: 0, TICK: 1, END: 2}
 _KINDS = (START, TICK, END)
 _SIZE = struct.Struct("!I")
@@ -87,7 +88,7 @@ class Peers:
         assert self._inbox is not None
         for _ in range(64):
             try:
-                data, fds, _, _ = socket.recv_fds(self._inbox, _MAX_HANDED, 1)
+                data, fds, _, _ = socket.recv_fds(self._inbox, _MAX_HANDED, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
             except BlockingIOError:
                 return
             except OSError:
@@ -139,9 +140,13 @@ class _Frames(asyncio.Protocol):
         raise NotImplementedError
 
     def write(self, message: list[object]) -> None:
-        packed: bytes = msgpack.packb(message)
         if self.transport is not None:
-            self.transport.write(_SIZE.pack(len(packed)) + packed)
+            self.transport.write(_framed(message))
+
+
+def _framed(message: list[object]) -> bytes:
+    packed: bytes = msgpack.packb(message)
+    return _SIZE.pack(len(packed)) + packed
 
 
 class _Link(_Frames):
@@ -152,7 +157,7 @@ class _Link(_Frames):
         self.lost = False
         self._waiting: dict[int, tuple[str, Exchange]] = {}
         self._number = 0
-        self._early: list[list[object]] = []
+        self._early = bytearray()
         self._connecting = loop.create_task(self._connect(loop, path))
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
@@ -163,24 +168,28 @@ class _Link(_Frames):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        early, self._early = self._early, []
-        for message in early:
-            self.write(message)
+        early, self._early = self._early, bytearray()
+        self.transport.write(early)  # type: ignore[union-attr]
 
     def send(self, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+        transport = self.transport
+        behind = len(self._early) if transport is None else transport.get_write_buffer_size()
+        if behind > _MAX_BEHIND:
+            refuse(exchange, Refused(503, "worker_busy", "The worker for this session is behind.", "Try again.", 1))
+            return
         self._number += 1
         self._waiting[self._number] = (kind, exchange)
-        message: list[object] = [self._number, _KIND_CODES[kind], session, seq, match, body]
-        if self.transport is None:
-            self._early.append(message)
+        framed = _framed([self._number, _KIND_CODES[kind], session, seq, match, body])
+        if transport is None:
+            self._early += framed
         else:
-            self.write(message)
+            transport.write(framed)
 
     def frame(self, message: list[object]) -> None:
-        number, status, body, retry_after_s = message
+        number, status, body, retry_after_s, port = message
         waiting = self._waiting.pop(cast(int, number), None)
         if waiting is not None:
-            waiting[1].reply(cast(int, status), cast(bytes, body), cast("float | None", retry_after_s))
+            waiting[1].reply(cast(int, status), cast(bytes, body), cast("float | None", retry_after_s), cast(int, port))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost, self.transport = True, None
@@ -201,6 +210,7 @@ class _Incoming(_Frames):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self._gateway = gateway
+        self.port = gateway.direct_port
 
     def frame(self, message: list[object]) -> None:
         number, kind, session, seq, match, body = message
@@ -223,4 +233,4 @@ class _Forwarded:
         self._incoming, self._number = incoming, number
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
-        self._incoming.write([self._number, status, body, retry_after_s])
+        self._incoming.write([self._number, status, body, retry_after_s, self._incoming.port])

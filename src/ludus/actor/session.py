@@ -8,8 +8,8 @@ import inspect
 import logging
 import math
 from asyncio.tasks import _enter_task, _leave_task  # for tasks of one's own: docs.python.org/3/library/asyncio-extending.html
-from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -63,13 +63,15 @@ class Session:
     """One conversation: its actor, and the request that is being answered.
 
     An async `tick` is stepped right here, without a task of its own: most ticks wait for nothing, or only for a batch of the
-    model, which resumes them directly. A tick that waits for anything else goes on in an ordinary task. During the first
-    part this object stands in for the task (`asyncio.current_task`), so that `asyncio.timeout` and the like work.
+    model, which resumes them directly. While a tick runs, this object is the current task (`asyncio.current_task`) and does
+    what one does, so that `asyncio.timeout`, task groups and the like work. Begin and resume ticks from callbacks of the
+    loop only: inside another task asyncio would refuse to change the current one.
     """
 
     __slots__ = (
-        "__weakref__", "_cancels", "_context", "_coroutine", "_table", "actor", "allowance", "busy", "call", "exchange", "id",
-        "kind", "last", "last_kind", "match", "name", "opened", "over", "seen", "seq", "since", "task", "tick", "waiting",
+        "__weakref__", "_cancel_message", "_cancels", "_context", "_coroutine", "_fut_waiter", "_must_cancel", "_table",
+        "actor", "allowance", "busy", "call", "exchange", "id", "kind", "last", "last_kind", "match", "name", "opened", "over",
+        "seen", "seq", "settled", "since", "task", "tick", "waiting",
     )  # fmt: skip
 
     def __init__(self, table: Sessions, id_: bytes, match: bytes | None, now: float) -> None:
@@ -79,24 +81,32 @@ class Session:
         self.tick: Callable[[bytes], Coroutine[Any, Any, Any]] | None = None  # the actor's, when it is async
         self.opened = False  # its start has returned
         self.task: asyncio.Task[Any] | None = None
-        self.call: asyncio.Future[Any] | None = None  # a plain method that runs in the pool
+        self.call: Future[Any] | None = None  # the last plain method that went to the pool
         self.busy = False
         self.over = ""  # why it ended
+        self.settled: asyncio.Future[None] | None = None  # done when the tick that was cut has ended
         self.exchange: Exchange | None = None
         self.waiting: list[Exchange] | None = None
         self.kind, self.seq = START, -1  # of the last accepted request; -1: this game does not number them
         self.last: tuple[int, bytes] = (200, b"")  # what was answered last, and to what
         self.last_kind = START
-        self.seen = self.since = now
-        self.allowance = table.limits.requests_per_s
+        self.since = self.seen = now  # when the last request came; when it was last looked at while busy
+        self.allowance = max(table.limits.requests_per_s, 1.0)
         self._coroutine: Coroutine[Any, Any, Any] | None = None
         self._context = contextvars.copy_context()
         self._cancels = 0
+        self._must_cancel = False  # these three as in asyncio.Task, where some libraries look for them
+        self._cancel_message: Any = None
+        self._fut_waiter: Any = None
 
     def begin(self, kind: str, body: bytes) -> None:
         """Call the actor for a request that was accepted."""
         if kind is TICK and self.tick is not None:
-            self._coroutine = self.tick(body)
+            try:
+                self._coroutine = self.tick(body)
+            except Exception as error:  # its signature is another
+                self._raised(error)
+                return
             self._step(None)
         else:
             self.task = self._table.loop.create_task(self._converse(kind, body), context=self._context)
@@ -105,8 +115,8 @@ class Session:
 
     def resume(self) -> None:
         """The batch that the tick was waiting for is done."""
-        if self._coroutine is not None:
-            self._step(None)
+        self._fut_waiter = None
+        self._step(None)
 
     def _step(self, thrown: BaseException | None) -> None:
         coroutine, loop = self._coroutine, self._table.loop
@@ -117,104 +127,151 @@ class Session:
             waited = self._context.run(resume, cast(Any, thrown))
         except StopIteration as stop:
             _leave_task(loop, cast(Any, self))
-            self._coroutine = None
-            if not self.over:
-                self._ticked(stop.value)
+            self._left()
+            self._answer(stop.value)
         except BaseException as error:
             _leave_task(loop, cast(Any, self))
-            self._coroutine = None
+            self._left()
             self._raised(error)
-            if not isinstance(error, (Exception, asyncio.CancelledError)):
+            if isinstance(error, KeyboardInterrupt):
                 raise
         else:
             _leave_task(loop, cast(Any, self))
             if waited.__class__ is Answer and waited.waiter is None:
                 waited._asyncio_future_blocking = False
                 waited.waiter = self
+                self._fut_waiter = waited
             else:
-                self._coroutine = None
-                self.task = loop.create_task(self._go_on(coroutine, waited), context=self._context)
+                self._wait_for(waited)
+            if self._must_cancel and self._cancel_waited():
+                self._must_cancel = False
 
-    async def _go_on(self, coroutine: Coroutine[Any, Any, Any], waited: Any) -> None:
-        try:
-            self._ticked(await _Rest(coroutine, waited))
-        except (Exception, asyncio.CancelledError) as error:
-            self._raised(error)
+    def _left(self) -> None:
+        self._coroutine = None
+        if self._cancels:  # of a tick that cancelled itself; the next one begins afresh
+            self._cancels, self._must_cancel = 0, False
 
-    def _ticked(self, reply: Any) -> None:
-        try:
-            self._answer(reply)
-        except TypeError as error:
-            self._raised(error)
+    def _wait_for(self, waited: Any) -> None:
+        """As asyncio.Task does it."""
+        loop = self._table.loop
+        if waited is None:
+            loop.call_soon(self._go_on, None)
+        elif not getattr(waited, "_asyncio_future_blocking", False):
+            loop.call_soon(self._step, RuntimeError(f"tick() cannot wait for {waited!r}."))
+        elif waited.get_loop() is not loop:
+            loop.call_soon(self._step, RuntimeError(f"tick() waits for {waited!r} of another event loop."))
+        else:
+            waited._asyncio_future_blocking = False
+            waited.add_done_callback(self._go_on)
+            self._fut_waiter = waited
+
+    def _go_on(self, waited: asyncio.Future[Any] | None) -> None:
+        self._fut_waiter = None
+        thrown: BaseException | None = None
+        if self._must_cancel:
+            self._must_cancel = False
+            thrown = asyncio.CancelledError(*([] if self._cancel_message is None else [self._cancel_message]))
+        elif waited is not None:
+            try:
+                waited.result()
+            except BaseException as error:  # whatever it was, it belongs to the tick
+                thrown = error
+        self._step(thrown)
+
+    def _cancel_waited(self) -> bool:
+        waited = self._fut_waiter
+        if waited is None:
+            return False
+        if waited.__class__ is Answer and waited.waiter is self:
+            waited.waiter = None  # a batch does not tell of what is cancelled, and must not resume us later
+            waited.add_done_callback(self._go_on)
+        return bool(waited.cancel(msg=self._cancel_message))
 
     # -- what asyncio expects of the current task
 
     def cancel(self, msg: Any = None) -> bool:
-        self._cancels += 1
-        if self.task is not None:
-            return self.task.cancel(msg)
         if self._coroutine is None:
             return False
-        self._step(asyncio.CancelledError(*([] if msg is None else [msg])))
+        self._cancels += 1
+        self._cancel_message = msg
+        if not self._cancel_waited():
+            self._must_cancel = True
         return True
 
     def cancelling(self) -> int:
-        return self.task.cancelling() if self.task is not None else self._cancels
+        return self._cancels
 
     def uncancel(self) -> int:
-        if self.task is not None:
-            return self.task.uncancel()
         self._cancels = max(0, self._cancels - 1)
         return self._cancels
 
     def done(self) -> bool:
-        return not self.busy
+        return self._coroutine is None
+
+    def cancelled(self) -> bool:
+        return False
 
     def get_name(self) -> str:
         return f"session {self.name}"
+
+    def get_coro(self) -> Coroutine[Any, Any, Any] | None:
+        return self._coroutine
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._table.loop
 
     # -- start, end, and ticks that are plain methods
 
     async def _converse(self, kind: str, body: bytes) -> None:
         try:
-            if kind is TICK:
-                self._answer(await self._call("tick", body))
-            elif kind is START:
-                await self._open(body)
+            if kind is START:
+                self.actor = self._table.make_actor()
+                reply = await self._call("start", self.name, body)
             else:
-                reply = _as_bytes(await self._call("end", body), END)
-                self.over = "game"
-                self._table.stats.ended += 1
-                self._finish(reply)
-        except (Exception, asyncio.CancelledError) as error:
+                reply = await self._call(kind, body)
+            if self.over or kind is TICK:
+                self._answer(reply)
+            elif kind is START:
+                self._opened(_as_bytes(reply, kind))
+            else:
+                self._closed(_as_bytes(reply, kind))
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             self._raised(error)
 
-    async def _open(self, body: bytes) -> None:
-        self.actor = self._table.make_actor()
-        reply = _as_bytes(await self._call("start", self.name, body), START)
+    async def _call(self, method: str, *args: Any) -> Any:
+        function = getattr(self.actor, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        self.call = self._table.pool.submit(self._context.copy().run, function, *args)
+        result = await asyncio.shield(asyncio.wrap_future(self.call))
+        return await result if inspect.isawaitable(result) else result
+
+    # -- what came of it
+
+    def _opened(self, reply: bytes) -> None:
         self.opened = True
         if inspect.iscoroutinefunction(self.actor.tick):
             self.tick = self.actor.tick
         self._table.stats.started += 1
         self._answer(reply)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        function = getattr(self.actor, method)
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        self.call = self._table.loop.run_in_executor(self._table.pool, function, *args)
-        result = await asyncio.shield(self.call)
-        self.call = None
-        return await result if inspect.isawaitable(result) else result
-
-    # -- what came of it
+    def _closed(self, reply: bytes) -> None:
+        self.over = "game"
+        self._table.stats.ended += 1
+        self._finish(reply)
 
     def _answer(self, reply: Any) -> None:
         if reply.__class__ is not bytes:
-            reply = _as_bytes(reply, self.kind)
+            try:
+                reply = _as_bytes(reply, self.kind)
+            except TypeError as error:
+                self._raised(error)
+                return
+        if self.over:
+            self._settle()
+            return
         self.busy = False
         self.task = None
-        self.seen = self.since
         self.last, self.last_kind = (200, reply), self.kind
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
@@ -223,26 +280,29 @@ class Session:
             self._tell_waiting(200, reply)
 
     def _raised(self, error: BaseException) -> None:
-        self.task = None
         if self.over:  # it was cut; how its code took that does not matter
             if not isinstance(error, asyncio.CancelledError):
                 log.warning("session %s: its actor raised while it was ended (%s)", self.name, self.over, exc_info=error)
-        elif isinstance(error, Refused):
+            self._settle()
+        elif isinstance(error, Refused) and 400 <= error.status < 600:
             self._refused(error)
-            return
         else:
             log.warning("session %s: its actor raised in %s", self.name, self.kind, exc_info=error)
             self.over = "failed"
             self._table.stats.failed += 1
             where = f"The actor raised {type(error).__name__} in {self.kind}; the server's log has the traceback."
             self._finish(Refused(500, "actor_failed", where, "This session is over; start another."))
-        self._table.see_off(self)
+            self._table.see_off(self, None)
+
+    def _settle(self) -> None:
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_result(None)
 
     def _refused(self, refused: Refused) -> None:
         """The request was wrong, not the session; it may be sent again, corrected, with the same number."""
         self._table.stats.refused += 1
         self.busy = False
-        self.seen = self._table.loop.time()
+        self.task = None
         if self.opened:
             self.kind, self.seq = self.last_kind, max(-1, self.seq - 1)
         else:
@@ -260,61 +320,55 @@ class Session:
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.reply(status, body, retry_after_s)
-        self._tell_waiting(status, body)
+        self._tell_waiting(status, body, retry_after_s)
 
-    def _tell_waiting(self, status: int, body: bytes) -> None:
+    def _tell_waiting(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
         waiting, self.waiting = self.waiting, None
         for exchange in waiting or ():
-            exchange.reply(status, body)
+            exchange.reply(status, body, retry_after_s)
 
     def cut(self, reason: str, refused: Refused) -> None:
         """End it from outside: whoever waits gets `refused`, the actor's `end` is called with the reason."""
         self.over = reason
-        running = self.busy
-        self._finish(refused)
-        if running:
+        running: asyncio.Future[Any] | None = None
+        if self.busy and self.task is not None:
+            running = self.task
+            self.task.cancel()
+        elif self.busy:
+            running = self.settled = self._table.loop.create_future()
             self.cancel()
-        else:
-            self._table.see_off(self)
+        self._finish(refused)
+        self._table.see_off(self, running)
 
-    async def dismiss(self) -> None:
-        """Tell the actor that it is over, without a body. Nobody waits for what it answers."""
-        if self.call is not None:  # one call at a time: a plain method cannot be interrupted, only waited for
-            self._table.abandoned += 1
-            try:
-                await asyncio.wait([self.call])
-            finally:
-                self._table.abandoned -= 1
-            if not self.call.cancelled():
-                self.call.exception()  # has been looked at; the session is over anyway
+    async def dismiss(self, running: asyncio.Future[Any] | None) -> None:
+        """Tell the actor that it is over, without a body, once it is not `running` any more. Nobody waits for its answer."""
+        limit = self._table.limits.tick_s
+        if running is not None and not (await asyncio.wait([running], timeout=limit))[0]:
+            log.error("session %s: its %s goes on although it was cancelled; end() is not called", self.name, self.kind)
+            return
+        if self.call is not None and not self.call.cancel():  # taken back if it has not begun
+            await self._returned(self.call)
         if not self.opened or self.kind is END:
             return
-        self.actor.ended_by = self.over
         try:
-            await asyncio.wait_for(self._call("end", b""), self._table.limits.tick_s)
+            self.actor.ended_by = self.over
+            async with asyncio.timeout(limit):
+                await self._call(END, b"")
         except TimeoutError:
-            log.warning("session %s: end() took longer than %s s", self.name, self._table.limits.tick_s)
-        except Exception as error:
+            log.warning("session %s: end() took longer than %s s", self.name, limit)
+            if self.call is not None:
+                await self._returned(self.call)
+        except (Exception, SystemExit) as error:
             log.warning("session %s: end() raised after the session was %s", self.name, self.over, exc_info=error)
 
-
-class _Rest:
-    """The rest of a coroutine that was started by hand and now waits for `waited`."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], waited: Any) -> None:
-        self._coroutine, self._waited = coroutine, waited
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        if self._waited is not None:
-            self._waited._asyncio_future_blocking = True
+    async def _returned(self, call: Future[Any]) -> None:
+        """One call at a time: a plain method cannot be interrupted, only waited for."""
+        held = call.running()
+        self._table.abandoned += held
         try:
-            yield self._waited
-        except BaseException as error:
-            waited = self._coroutine.throw(error)  # StopIteration cannot leave a generator; its value is the result
-            if waited is not None:
-                waited._asyncio_future_blocking = True
-            yield waited
-        return (yield from self._coroutine.__await__())
+            await asyncio.gather(asyncio.wrap_future(call), return_exceptions=True)
+        finally:
+            self._table.abandoned -= held
 
 
 @dataclass(slots=True)
@@ -457,9 +511,9 @@ class Sessions:
         while len(self._ended) > 2 * self.limits.sessions:
             del self._ended[next(iter(self._ended))]
 
-    def see_off(self, session: Session) -> None:
-        """Its actor hears that it is over, in a task of its own."""
-        task = self.loop.create_task(session.dismiss())
+    def see_off(self, session: Session, running: asyncio.Future[Any] | None) -> None:
+        """Its actor hears that it is over, in a task of its own, once the call that is `running` has ended."""
+        task = self.loop.create_task(session.dismiss(running), context=session._context)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
@@ -468,11 +522,12 @@ class Sessions:
         limits = self.limits
         for session in list(self._live.values()):
             if session.busy:
+                session.seen = now
                 if now - session.since > limits.tick_s:
                     self.stats.timed_out += 1
                     message = f"The actor did not answer this {session.kind} within {limits.tick_s:g} s."
                     session.cut("timeout", Refused(504, "actor_timeout", message, "This session is over; start another."))
-            elif now - session.seen > limits.silent_s:
+            elif now - max(session.seen, session.since) > limits.silent_s:
                 self.stats.silent += 1
                 session.cut("silent", lost("it was silent for too long"))
         for id_, ended in list(self._ended.items()):
@@ -485,11 +540,12 @@ class Sessions:
         self.closing = True
         for session in list(self._live.values()):
             session.cut("shutdown", Refused(503, "stopping", "This server is stopping.", "Start again elsewhere.", 1))
-        await asyncio.sleep(0)  # what was cancelled sees it
         if self._leaving:
             await asyncio.wait(set(self._leaving), timeout=grace_s)
         for task in self._leaving:
             task.cancel()
+        if self._leaving:
+            await asyncio.wait(set(self._leaving), timeout=grace_s)
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -16,6 +16,7 @@ from ludus.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from ludus.cli.check_server import CheckServer
+    from ludus.game.bodies import SeatSpaces
     from ludus.game.check import Finding, Summary
 
 _LOOK_S = 0.05
@@ -51,9 +52,9 @@ def check_game(
     from ludus.runtime.fleet import bind, check_exposure, run_loop
     from ludus.runtime.machine import stop_on_signals
 
-    declared = None if spec is None else read_spec(spec)
+    seats = None if spec is None else read_spec(spec)
     form = form or ("raw" if spec is None else "json")
-    if form != "raw" and declared is None:
+    if form != "raw" and seats is None:
         raise UsageError(f"--format {form} needs the spaces of the game.", "Give --spec FILE.")
     token = read_token(token_file)
     check_exposure(host, token)
@@ -62,10 +63,11 @@ def check_game(
         line = f"{finding.check.level:<8} {finding.check.rule}: {finding.seen}\n         → {finding.check.remedy}"
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    conformance = Conformance(None if form == "raw" else form, declared and declared.seats)
-    server = CheckServer(
-        conformance, tell, None if form == "raw" else declared, token=token, silent_s=silent, think_s=think_ms / 1e3
-    )
+    if form == "raw":
+        conformance, seats = Conformance(), None
+    else:
+        conformance = Conformance(form, seats)
+    server = CheckServer(conformance, tell, seats, token=token, silent_s=silent, think_s=think_ms / 1e3)
     bound = bind(host, port)
     print(f"checking on http://{host}:{bound.getsockname()[1]}", file=sys.stderr if as_json else sys.stdout, flush=True)
     with stop_on_signals() as stop:
@@ -91,11 +93,10 @@ async def _serve(server: CheckServer, bound: Any, over: Callable[[], bool]) -> N
         await server.close()
 
 
-def read_spec(file: Path) -> Any:
+def read_spec(file: Path) -> dict[str, SeatSpaces]:
     """Raises UsageError, ConfigError."""
     import yaml
 
-    from ludus.cli.check_server import Declared
     from ludus.game.bodies import seats_from
 
     try:
@@ -104,7 +105,7 @@ def read_spec(file: Path) -> Any:
         raise UsageError(f"Cannot read {file}: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} does not hold a mapping.", "Give observation_space and action_space, or seats.")
-    return Declared(seats_from(data))
+    return seats_from(data)
 
 
 def print_summary(summary: Summary, as_json: bool) -> None:

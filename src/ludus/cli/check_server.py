@@ -6,34 +6,18 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ludus import spaces
 from ludus.actor.actor import Actor
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.actor.http import Connection, Exchange, HttpLimits
 from ludus.actor.session import SessionLimits
 from ludus.errors import Refused
-from ludus.game.bodies import ONLY_SEAT, SeatSpaces, encode, is_msgpack, random_action
+from ludus.game.bodies import ONLY_SEAT, SeatSpaces, encode, is_msgpack, plain_spec, random_action
 from ludus.game.check import Answered, Closed, Conformance, Event, Finding, HungUp, OldHttp, Silenced, Summary, TurnedAway
 from ludus.game.protocol import END, TICK
-
-
-@dataclass(frozen=True)
-class Declared:
-    """The seats of the game under test."""
-
-    seats: Mapping[str, SeatSpaces]
-
-    def spec(self) -> dict[str, Any]:
-        shown = {
-            name: {"observation_space": spaces.to_json(seat.observation), "action_space": spaces.to_json(seat.action)}
-            for name, seat in self.seats.items()
-        }
-        return shown[ONLY_SEAT] if set(shown) == {ONLY_SEAT} else {"seats": shown}
 
 
 class CheckServer:
@@ -43,21 +27,21 @@ class CheckServer:
         self,
         conformance: Conformance,
         tell: Callable[[Finding], None],
-        declared: Declared | None = None,
+        seats: Mapping[str, SeatSpaces] | None = None,
         *,
         token: str | None = None,
         silent_s: float = 60.0,
         think_s: float = 0.005,
         http: HttpLimits | None = None,
     ) -> None:
-        self.conformance, self.declared, self.think_s = conformance, declared, think_s
+        self.conformance, self.seats, self.think_s = conformance, seats, think_s
         self.rng = np.random.default_rng(0)
         self._tell = tell
         self._settings = GatewaySettings(
             http=http or HttpLimits(),
             sessions=SessionLimits(silent_s=silent_s),
             token=token,
-            spec=declared.spec() if declared else {},
+            spec=plain_spec(seats) if seats else {},
         )
         self._gateway: Gateway | None = None
         self._server: asyncio.Server | None = None
@@ -102,13 +86,11 @@ class CheckActor(Actor):
     async def tick(self, body: bytes) -> bytes:
         acting = self._judge(TICK, body)
         await asyncio.sleep(self._server.think_s)
-        declared = self._server.declared
-        if declared is None:
+        seats = self._server.seats
+        if seats is None:
             return body
-        rng = self._server.rng
-        actions = {name: random_action(declared.seats[name].action, rng, mask) for name, mask in acting.items()}
-        single = set(declared.seats) == {ONLY_SEAT}
-        message = {"action": actions.get(ONLY_SEAT)} if single else {"actions": actions}
+        actions = {name: random_action(seats[name].action, self._server.rng, mask) for name, mask in acting.items()}
+        message = {"action": actions.get(ONLY_SEAT)} if set(seats) == {ONLY_SEAT} else {"actions": actions}
         return encode(message, "msgpack" if is_msgpack(body) else "json")
 
     async def end(self, body: bytes) -> bytes:
@@ -173,11 +155,11 @@ class Noted:
         self._desk, self._exchange, self._request = desk, exchange, request
         self._hash, self._size, self._took_s = hash(body), len(body), took_s
 
-    def reply(self, status: int, body: bytes, retry_after_s: float | None = None) -> None:
+    def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         refused = {} if status == 200 else json.loads(body)
         error, message = refused.get("error", ""), refused.get("message", "")
         self._desk.see(Answered(*self._request, status, error, message, self._hash, self._size, self._took_s))
-        self._exchange.reply(status, body, retry_after_s)
+        self._exchange.reply(status, body, retry_after_s, port)
 
 
 class Line(Connection):

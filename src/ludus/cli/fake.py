@@ -124,13 +124,12 @@ async def _answer_here(
     bound = bind(host, port)
     gateway = Gateway(fakes, settings)
     await gateway.start([bound])
-    report.say(f"answering on http://{host}:{bound.getsockname()[1]}")
 
     async def sample() -> Sample:
         return Sample.of(Traffic.sum(directory), [gateway.counters()], [os.getpid()])
 
     try:
-        await report.every_second(sample, server_line)
+        await report.every_second(sample, server_line, f"answering on http://{host}:{bound.getsockname()[1]}")
     finally:
         await gateway.close()
 
@@ -151,13 +150,13 @@ def _answer_in_workers(
         fleet = Fleet(supervisor, fakes, host=host, port=port, workers=workers, settings=settings)
         try:
             fleet.wait_ready(60.0)
-            report.say(f"answering on http://{host}:{fleet.address[1]} with {workers} workers")
 
             async def sample() -> Sample:
                 healths = [await asyncio.to_thread(_health, address, settings.token) for address in fleet.direct]
                 return Sample.of(Traffic.sum(directory), healths, [worker.pid for worker in fleet.workers if worker.pid])
 
-            run_loop(report.every_second(sample, server_line))
+            opening = f"answering on http://{host}:{fleet.address[1]} with {workers} workers"
+            run_loop(report.every_second(sample, server_line, opening))
         finally:
             fleet.close()
 
@@ -180,11 +179,12 @@ def _health(address: tuple[str, int], token: str | None) -> dict[str, Any]:
 
 async def _play(fake: FakeGamecore, seconds: float | None, matches: int | None, report: Report) -> None:
     played = asyncio.create_task(fake.play(seconds, matches))
-    watched = asyncio.create_task(report.every_second(lambda: _game_sample(fake), game_line))
+    watched = asyncio.create_task(report.every_second(lambda: _game_sample(fake), game_line, ""))
     try:
         await asyncio.wait([played, watched], return_when=asyncio.FIRST_COMPLETED)
         fake.stop()
         await played
+        report.note(await _game_sample(fake))
     finally:
         for task in (played, watched):
             task.cancel()
@@ -281,12 +281,13 @@ class Report:
         self._first: Sample | None = None
         self._last: Sample | None = None
 
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr if self._as_json else sys.stdout, flush=True)
-
-    async def every_second(self, sample: Callable[[], Awaitable[Sample]], line: Callable[[dict[str, Any]], str]) -> None:
-        """Until time is up, or Ctrl-C."""
+    async def every_second(
+        self, sample: Callable[[], Awaitable[Sample]], line: Callable[[dict[str, Any]], str], opening: str
+    ) -> None:
+        """Until time is up, or Ctrl-C. Nobody is told that we are here before the counting has begun."""
         first = before = self._first = self._last = await sample()
+        if opening:
+            print(opening, file=sys.stderr if self._as_json else sys.stdout, flush=True)
         while not self._over(first.at):
             await asyncio.sleep(_LOOK_S)
             if time.monotonic() - before.at >= 1.0 or self._over(first.at):
@@ -294,6 +295,10 @@ class Report:
                 row = {"seconds": round(now.at - first.at, 1), **now.since(before)}
                 print(json.dumps(row) if self._as_json else line(row), flush=True)
                 before = now
+
+    def note(self, last: Sample) -> None:
+        """How it looked in the end."""
+        self._last = last
 
     def _over(self, began: float) -> bool:
         return self._stop() or (self._seconds is not None and time.monotonic() - began >= self._seconds)

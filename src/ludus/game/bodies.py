@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 
 from ludus.errors import ConfigError
-from ludus.spaces import from_json
+from ludus.spaces import from_json, to_json
 from ludus.tree import Array, Tree
 from ludus.types import Bools
 
@@ -43,6 +43,15 @@ def seats_from(spec: Mapping[str, Any]) -> dict[str, SeatSpaces]:
     if not isinstance(seats, Mapping) or not seats:
         raise ConfigError(f"seats is {seats!r}.", "It maps the name of a seat to its observation_space and action_space.")
     return {str(name): _seat(item, f"seat {name!r}") for name, item in seats.items()}
+
+
+def plain_spec(seats: Mapping[str, SeatSpaces]) -> dict[str, Any]:
+    """What `GET /spec` says of these seats."""
+    shown = {
+        name: {"observation_space": to_json(seat.observation), "action_space": to_json(seat.action)}
+        for name, seat in seats.items()
+    }
+    return shown[ONLY_SEAT] if set(shown) == {ONLY_SEAT} else {"seats": shown}
 
 
 def _declaring(data: Any) -> Mapping[str, Any] | None:

@@ -140,6 +140,7 @@ Event = Answered | TurnedAway | Closed | HungUp | OldHttp | Silenced
 _WORDS = {
     "method": "path", "not_found": "path", "step_kind": "step_kind", "session": "session", "seq": "seq_number",
     "unauthorized": "token", "headers_too_large": "headers", "body_too_large": "too_large", "too_slow": "too_slow",
+    "too_many_connections": "reconnecting",
 }  # fmt: skip
 """Of the gateway's refusals; the others are of malformed HTTP."""
 

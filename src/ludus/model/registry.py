@@ -35,7 +35,10 @@ class _Model:
     interval: int | None = None
     keep: int | None = None
     kept: list[int] = field(default_factory=list)
-    kept_at: float = 0.0
+    marked: tuple[int, float] = (0, 0.0)
+    """The version that was last chosen to be kept, and when."""
+    pending: dict[int, dict[str, Array]] = field(default_factory=dict)
+    """Versions that are being written."""
     settings: dict[str, Any] = field(default_factory=dict)
     workers: list[str] = field(default_factory=list)
 
@@ -138,29 +141,28 @@ class Registry:
         model = self._known(name)
         if model.frozen:
             return False
-        if model.interval is None:
-            return now - model.kept_at >= CHECKPOINT_S
-        return model.board.version - max(model.kept, default=0) >= model.interval
+        version, at = model.marked
+        return now - at >= CHECKPOINT_S if model.interval is None else model.board.version - version >= model.interval
 
     def keeping(self, name: str, now: float) -> Callable[[], None]:
         """What stores the version that is the newest now; it touches the disk, so it may be called in another thread."""
         model = self._known(name)
         version, weights = model.board.read()
-        before = model.kept_at
-        model.kept_at = now  # at once, so that it is not due again while the disk works
-        known = version in model.kept
-        if not known:
-            model.kept.append(version)
+        before = model.marked
+        model.marked = version, now  # at once, so that it is not due again while the disk works
+        model.pending[version] = weights
 
         def keep() -> None:
             try:
                 self._pool.put(name, version, lambda: weights)
+                if version not in model.kept:
+                    model.kept.append(version)
                 self._retire(name, model)
             except Exception:
-                model.kept_at = before
-                if not known:
-                    model.kept.remove(version)
+                model.marked = before
                 raise
+            finally:
+                model.pending.pop(version, None)
 
         return keep
 
@@ -225,10 +227,11 @@ class Registry:
             return False
         except ValueError as error:
             raise Damaged(f"models/{name}/model.json is damaged: {error}.") from error
-        model = _Model(plain, self._board(), kept=versions, kept_at=now)
+        model = _Model(plain, self._board(), kept=versions)
         staged = stage(self.staging, stored_weights(self._store, name, versions[-1]))
         self._pool.add(name, model, above=versions[-1])
         model.board.publish(self._pool.newest(name)[1], staged)
+        model.marked = model.board.version, now  # what it goes on from is kept already
         self._models[name] = model
         return True
 
@@ -245,14 +248,15 @@ class Registry:
             model.plain = {**model.plain, "inputs": description.get("inputs") or {}}
 
     def _kept(self, name: str) -> list[int]:
-        return sorted(self._models[name].kept)
+        model = self._models[name]
+        return sorted({*model.pending, *model.kept})
 
     def _add_clone(self, parent: str, step: int) -> dict[str, Any]:
         name = f"{parent}/clone-step-{step}"
         if name not in self._models:
-            board = self._board()
-            board.publish(step, stage(self.staging, stored_weights(self._store, parent, step)))
-            origin = self._models[parent]
+            board, origin = self._board(), self._models[parent]
+            weights = origin.pending.get(step) or stored_weights(self._store, parent, step)
+            board.publish(step, stage(self.staging, weights))
             self._models[name] = _Model(dict(origin.plain), board, frozen=True, settings=dict(origin.settings))
         return self.info(name)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -188,7 +188,8 @@ class RemoteBuffer:
         return known[0]
 
     def _here(self) -> tuple[Session, Outbox]:
-        if self._attached is None:
+        if self._attached is None or not self._attached[0].here:
+            self._consumer, self._lock = None, threading.Lock()
             self._open(None)
         assert self._attached is not None
         return self._attached
@@ -247,28 +248,35 @@ class _Consumer:
         self._over = False
 
     def take(self, timeout_s: float) -> list[Tree]:
-        deadline = time.monotonic() + timeout_s
-        if self._next is None and not self._over:
-            self._next = self._session.client.submit(self._request())
-        while True:
-            if self._over or self._session.ended:
-                raise StopIteration
-            assert self._next is not None
-            try:
-                # In slices, because the end of the run is a flag: a signal handler may set it, and nothing more.
-                reply = self._next.result(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
-                break
-            except FutureTimeout:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"Nothing to take from the buffer {self._name!r} within {timeout_s:g} s.") from None
-            except Exception:
-                self._next = None
-                raise
+        try:
+            reply = self._waited(time.monotonic() + timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"Nothing to take from the buffer {self._name!r} within {timeout_s:g} s.") from None
+        except (WorkerFailed, CancelledError):
+            self._next = None
+            if self._session.ended:  # left in order, while we waited
+                raise StopIteration from None
+            raise
         if reply[-1][0].get("closed"):
             self._over = True
             raise StopIteration
         self._next = self._session.client.submit(self._request())
         return [tree.decode(item)[0] for header, body in reply for item in split(body, header["sizes"])]
+
+    def _waited(self, deadline: float) -> Reply:
+        while not (self._over or self._session.ended):
+            if self._next is None:
+                self._next = self._session.client.submit(self._request())
+            try:
+                # In slices, because the end of the run is a flag: a signal handler may set it, and nothing more.
+                return self._next.result(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+            except FutureTimeout:
+                if time.monotonic() >= deadline:
+                    raise
+            except Exception:
+                self._next = None
+                raise
+        raise StopIteration
 
     async def _request(self) -> Reply:
         if self._connection is None:

@@ -54,7 +54,7 @@ class Client:
         """Run a coroutine on the client's loop."""
         if self._closed:
             work.close()
-            raise WorkerFailed("This process has left its run.", "Call ludus.init again.")
+            raise WorkerFailed("This process has left its run.", "Call ludus.init to open it, or another.")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:

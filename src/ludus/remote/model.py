@@ -146,6 +146,7 @@ class RemoteModel:
             raise UsageError(f"local_mode=True and num_workers={num_workers} contradict each other.", "Give one of them.")
         self.name = name
         self._max_batch_size = max_batch_size
+        self._held: Shared | None = None
         session = current("RemoteModel")
         if model is None:
             if model_args or model_kwargs or override_model:
@@ -174,20 +175,22 @@ class RemoteModel:
 
     @property
     def _shared(self) -> Shared:
+        held = self._held
+        if held is not None and held.session.here:
+            return held
         session = current("RemoteModel")
         key = ("model", self.name)
-        shared: Shared | None = session.shared.get(key)
-        if shared is None:
-            with session.lock:
-                shared = session.shared.get(key)
-                if shared is None:
-                    info = session.client.call({"op": "model.find", "name": self.name})
-                    shared = session.shared[key] = Shared(session, info, self._max_batch_size)
+        with session.lock:
+            shared: Shared | None = session.shared.get(key)
+            if shared is None:
+                info = session.client.call({"op": "model.find", "name": self.name})
+                shared = session.shared[key] = Shared(session, info, self._max_batch_size)
         if self._max_batch_size not in (None, shared.max_batch_size):
             raise UsageError(
                 f"{self.name!r} has max_batch_size={shared.max_batch_size} in this process, not {self._max_batch_size}.",
                 "Give it once, where the model is made.",
             )
+        self._held = shared
         return shared
 
     # -- asking
@@ -259,14 +262,14 @@ class RemoteModel:
 
         It is a model of its own, called `<name>/clone-step-<version>`, and found by that name from anywhere.
         """
-        session = current("RemoteModel")
+        session = self._shared.session
         info = session.client.call({"op": "model.clone", "name": self.name, "step": int(step)})
         return RemoteModel(str(info["name"]))
 
 
 def _unattached(name: str) -> RemoteModel:
     handle = RemoteModel.__new__(RemoteModel)
-    handle.name, handle._max_batch_size = name, None
+    handle.name, handle._max_batch_size, handle._held = name, None, None
     return handle
 
 

@@ -60,6 +60,7 @@ class Session:
     def __init__(self, place: Place, hub: Hub | None, ticket: Ticket | None = None) -> None:
         self.directory = Path(place.directory)
         self.hub, self.place = hub, place
+        self._pid = os.getpid()
         self.main_file = ticket.main_file if ticket else main_script()
         self.classes: dict[str, type[nn.Module]] = dict(ticket.classes) if ticket else {}
         self.threads = ticket.threads if ticket else None
@@ -87,11 +88,19 @@ class Session:
         return f"<Session of {self.directory}{' (hub)' if self.hub else ''}>"
 
     @property
+    def here(self) -> bool:
+        """False in a copy of its process made by fork(), which must join anew."""
+        return self._pid == os.getpid()
+
+    def closed(self) -> WorkerFailed:
+        return WorkerFailed(f"This process has left the run {self.directory}.", "Call ludus.init to open it, or another.")
+
+    @property
     def client(self) -> Client:
         if self._client is None:
             with self.lock:
                 if self._closed:
-                    raise WorkerFailed(f"The run {self.directory} is closed.", "Call ludus.init again.")
+                    raise self.closed()
                 if self._client is None:
                     self._client = Client(self.place)
         return self._client
@@ -100,7 +109,7 @@ class Session:
     def supervisor(self) -> Supervisor:
         with self.lock:
             if self._closed:
-                raise WorkerFailed(f"The run {self.directory} is closed.", "Call ludus.init again.")
+                raise self.closed()
             if self._supervisor is None:
                 self._supervisor = Supervisor(log_dir=self.directory / "logs", preload=self.preload)
             return self._supervisor
@@ -138,7 +147,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the run: stop what was started here, keep the newest weights, close the hub if it is here."""
-        global _current
+        global _current, _former
         with self.lock:
             if self._closed:
                 return
@@ -156,7 +165,7 @@ class Session:
         atexit.unregister(self.close)
         with _lock:
             if _current is self:
-                _current = None
+                _current, _former = None, self
         if problems:
             raise problems[0]
 
@@ -165,6 +174,7 @@ class Session:
 
 _lock = threading.RLock()
 _current: Session | None = None
+_former: Session | None = None
 _left: list[Session] = []
 _inherited: Ticket | None = None
 
@@ -197,9 +207,12 @@ def init(project: str | Path | None = None, trial: str | None = None, *, report_
 
 
 def current(what: str) -> Session:
-    """The run of this process; opens one when there is none yet. `what` is who asks."""
+    """The run of this process; opens one when there never was any. `what` is who asks. Raises WorkerFailed after its end."""
     forbid_while_loading(what)
-    return _joined() or init()
+    joined = _joined()
+    if joined is None and _former is not None:  # a late call must not open another run in silence
+        raise _former.closed()
+    return joined or init()
 
 
 def adopt(ticket: Ticket) -> Session:

@@ -8,16 +8,17 @@ import ipaddress
 import logging
 import math
 import os
-import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.errors import UsageError
 from ludus.runtime.processes import ALWAYS, Context, Process, Supervisor
+from ludus.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ class GatewayFleet:
     ) -> None:
         settings = settings or GatewaySettings()
         check_exposure(host, settings.token)
-        self._directory = tempfile.mkdtemp(prefix="ludus-gw-")
+        self._scratch = Scratch(_near(Path(tempfile.gettempdir())))
         self._sockets: list[socket.socket] = []
         self.workers: list[Process] = []
         try:
             shared = self._bound(host, port)
             self.address: tuple[str, int] = (host, shared.getsockname()[1])
-            paths = [f"{self._directory}/{slot}" for slot in range(workers)]
+            paths = [f"{self._scratch.path}/{slot}" for slot in range(workers)]
             for slot in range(workers):
                 direct = self._bound(host, 0)
                 self.workers.append(
@@ -83,7 +84,12 @@ class GatewayFleet:
             bound.close()
         for worker in self.workers:
             worker.stop()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()
+
+
+def _near(temp: Path) -> Path:
+    """The path of a unix socket may have about 100 bytes, of which ours takes half."""
+    return temp if len(os.fsencode(temp)) <= 40 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -351,7 +351,7 @@ class Hub:
 
     def _on_frame(self, peer: Peer, header: Header, body: bytes) -> None:
         self._peers.add(peer)
-        op = self._ops.get(header.get("op", ""))
+        op = self._ops.get(str(header.get("op")))
         if op is None:
             raise Damaged(f"there is no operation {header.get('op')!r}")
         try:
