@@ -25,6 +25,10 @@ class ServerGone(Exception):
     pass
 
 
+class SessionLost(Exception):
+    """The server does not know this match any more, because a process of it died: begin another."""
+
+
 class Match:
     """One game after another over one connection."""
 
@@ -75,6 +79,8 @@ class Match:
         status = int(head.split(b" ", 2)[1])
         if status == 503:
             raise ServerGone
+        if status == 410:
+            raise SessionLost
         if status != 200:
             raise SystemExit(f"{status}: {body.decode()}")
         return body
@@ -117,7 +123,11 @@ def main() -> None:
                 match.ask()
             for match in list(matches):
                 steps += 1
-                score = match.act()
+                try:
+                    score = match.act()
+                except SessionLost:
+                    match.begin()
+                    continue
                 if score is None:
                     continue
                 scores.append((match.seed, score))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ludus.memory.memory import Memory, MemoryStats
+from ludus.memory.memory import MemoryStats, Waiting
 from ludus.tree import Tree, map_tree
 from ludus.types import Segments
 
@@ -49,7 +49,7 @@ class Collated:
     Several memories (one per model) may stand behind it. What a batch was made of is given back as soon as it is copied.
     """
 
-    def __init__(self, memories: Sequence[Memory], batch_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, memories: Sequence[Waiting], batch_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._memories, self._batch_steps, self._clock = list(memories), batch_steps, clock
         self._waiting: list[deque[Segments]] = [deque() for _ in memories]
         self._steps = [0] * len(self._memories)
@@ -78,7 +78,7 @@ class Collated:
             self._steps[i] += segment.steps
         return True
 
-    def _batch(self, i: int, memory: Memory) -> Segments:
+    def _batch(self, i: int, memory: Waiting) -> Segments:
         parts = list(self._waiting[i])
         self._waiting[i].clear()
         self._steps[i] = 0

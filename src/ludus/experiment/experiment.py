@@ -52,7 +52,7 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
     config = configs.algorithm_config(algorithm.Config, experiment.config, collated=called)
     if called:
         external.seats_of(configs.external_config(config.env_config))
-    _refuse_what_needs_more(config)
+    _refuse_what_needs_more(config, called)
     stop = experiment.stop
     if not stop.model_dump(exclude_none=True):
         solved = None if called else reward_threshold(experiment.env)
@@ -61,8 +61,8 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config)
 
 
-def _refuse_what_needs_more(config: AlgorithmConfig) -> None:
-    if config.num_workers:
+def _refuse_what_needs_more(config: AlgorithmConfig, called: bool) -> None:
+    if config.num_workers and not called:
         raise ConfigError(
             f"config.num_workers is {config.num_workers}: sampling in other processes is not part of this version.",
             "Use num_workers: 0 and more num_envs_per_worker.",

@@ -28,9 +28,10 @@ from ludus.model.acting import Deciding
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
 from ludus.runtime.fleet import bind, check_exposure
+from ludus.runtime.gathering import Boards, FleetGathering, PublishingPool
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm
-from ludus.training.trainer import Trainer
+from ludus.training.trainer import Publisher, Trainer
 
 _BATCHES_AHEAD = 4  # what is waiting to be learned from, at most; also bounds how many sessions record at a time
 
@@ -102,11 +103,20 @@ def program_of(
     algorithms = program.add("algorithms", _Algorithms, resolved.algorithm, policies, config, before)
     run = program.add("run", _opened, open_run, policies, config)
     pool = program.add("pool", make_pool, run)
-    memories = program.add("memories", _memories, policies, config)
-    memory = program.add("memory", _memory, memories, config.train_batch_size)
-    deciding = program.add("deciding", _deciding, pool, policies, before, config.seed)
-    games = program.add_worker("games", _games, listening, outside, seats, deciding, memories, memory)
-    trainer = program.add_worker("trainer", _trainer, algorithms, memory, pool, config.metrics_num_episodes_for_smoothing)
+    program.add("versions", _add_models, pool, policies, before)
+    if config.num_workers:
+        boards = program.add("boards", _boards, policies, config)
+        publisher = program.add("publisher", PublishingPool, pool, boards)
+        memory = program.add("memory", _stream, boards, policies, config.train_batch_size)
+        games = program.add_worker("games", _fleet, listening, outside, seats, config, boards, publisher, memory, run)
+    else:
+        memories = program.add("memories", _memories, policies, config)
+        memory = program.add("memory", _memory, memories, config.train_batch_size)
+        deciding = program.add("deciding", _deciding, pool, policies, config.seed)
+        games = program.add_worker("games", _games, listening, outside, seats, deciding, memories, memory)
+        publisher = pool
+    smoothing = config.metrics_num_episodes_for_smoothing
+    trainer = program.add_worker("trainer", _trainer, algorithms, memory, publisher, smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, games)
     conductor = program.add_worker("conductor", make_conductor, trainer, games, pool, run, resolved, None, sinks)
     return program, (run, games, trainer, conductor, pool)
@@ -149,10 +159,36 @@ def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> Collated:
     return Collated(list(memories.values()), batch_steps)
 
 
-def _deciding(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None, seed: int) -> dict[str, Deciding]:
+def _add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None) -> None:
     for name, policy in policies.items():
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
+
+
+def _deciding(pool: LocalPool, policies: dict[str, Policy], seed: int) -> dict[str, Deciding]:
     return {name: Deciding(pool.source(name), seed=seed) for name in policies}
+
+
+def _boards(policies: dict[str, Policy], config: AlgorithmConfig) -> Boards:
+    return Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size)
+
+
+def _stream(boards: Boards, policies: dict[str, Policy], batch_steps: int) -> Collated:
+    return Collated([boards.memory.of(name) for name in policies], batch_steps)
+
+
+def _fleet(
+    listening: socket.socket,
+    outside: ExternalConfig,
+    seats: GameSeats,
+    config: AlgorithmConfig,
+    boards: Boards,
+    publisher: PublishingPool,
+    memory: Collated,
+    run: Run,
+) -> FleetGathering:
+    settings = settings_of(outside, seats)
+    logs = run.directory / "logs" / "actor"
+    return FleetGathering(listening, settings, seats.seats, config.num_workers, config.steps, boards, publisher, memory, logs)
 
 
 def _games(
@@ -166,5 +202,5 @@ def _games(
     return Gathering(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
 
 
-def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: LocalPool, smoothing: int) -> Trainer:
+def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: Publisher, smoothing: int) -> Trainer:
     return Trainer(algorithms, memory, pool, smoothing=smoothing)

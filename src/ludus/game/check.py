@@ -404,7 +404,9 @@ class _Look:
         masks = {name: self._part(name, part) for name, part in parts.items()}
         unsaid = sorted(self._playing - parts.keys())
         if self._last and unsaid:
-            self.doubts.append(("no_outcome", f"end says nothing of seat {unsaid[0]!r}: what came of its last action is not known."))
+            self.doubts.append(
+                ("no_outcome", f"end says nothing of seat {unsaid[0]!r}: what came of its last action is not known.")
+            )
         return {name: mask for name, mask in masks.items() if name not in self.over}
 
     def _message(self, body: bytes) -> dict[str, Any]:

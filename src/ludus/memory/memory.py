@@ -33,6 +33,14 @@ class Batches(Protocol):
     def release(self, segments: Segments) -> None: ...
 
 
+class Waiting(Batches, Protocol):
+    """The reading half of a memory."""
+
+    def stats(self) -> MemoryStats: ...
+
+    def close(self) -> None: ...
+
+
 class Memory(Protocol):
     """Bounded, first in first out. Every wait has a deadline; `timeout_s=0` never waits.
 

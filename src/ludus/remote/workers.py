@@ -41,6 +41,7 @@ UNDER_WAY = 2
 PATIENCE_S = 30.0
 """How long a request waits for a worker that can be reached."""
 RETRY_S = 0.05
+GREETING_S = 5.0
 _BEAT_S = 1.0
 _HANG_S = 60.0
 
@@ -100,6 +101,9 @@ class _Worker:
         self._batchers: dict[Hashable, Batcher[list[Array], tuple[Any, int]]] = {}
 
     def on_frame(self, peer: Peer, header: Header, body: bytes) -> None:
+        if header.get("op") == "hello":
+            peer.send({"id": header.get("id")})
+            return
         try:
             structure = from_wire(header["structure"])
             leaves, _ = decode(body)
@@ -259,6 +263,17 @@ class _Link:
         return self.connection is not None and self.connection.lost is None
 
 
+async def _greeted(path: str) -> Connection:
+    """A connection that was answered: the socket of a process that is just dying may still take connections."""
+    connection = await Connection.open(path, "An inference worker")
+    try:
+        await connection.request({"op": "hello"}, timeout_s=GREETING_S)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
 class _Lane:
     """The batches of one event loop. Everything here happens on that loop."""
 
@@ -349,8 +364,8 @@ class _Lane:
         try:
             while self._queue and not link.open:
                 try:
-                    link.connection = await Connection.open(link.path, "An inference worker")
-                except LudusError:
+                    link.connection = await _greeted(link.path)
+                except (LudusError, TimeoutError):
                     self._give_up()
                     await asyncio.sleep(RETRY_S)
         finally:

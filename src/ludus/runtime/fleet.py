@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ludus.runtime.scratch import Scratch
 log = logging.getLogger(__name__)
 
 _BEAT_S = 0.2
+_REPORT_S = 1.0
 _GRACE_S = 3.0
 
 
@@ -37,16 +38,21 @@ class GatewayFleet:
         host: str = "127.0.0.1",
         port: int = 8000,
         workers: int = 1,
+        listening: socket.socket | None = None,
         settings: GatewaySettings | None = None,
         prepare: Callable[[], None] | None = None,
+        report: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
         settings = settings or GatewaySettings()
-        check_exposure(host, settings.token)
+        check_exposure(host if listening is None else listening.getsockname()[0], settings.token)
         self._scratch = Scratch(_near(Path(tempfile.gettempdir())))
         self._sockets: list[socket.socket] = []
         self.workers: list[Process] = []
         try:
-            shared = self._bound(host, port)
+            if listening is not None:
+                host, port = listening.getsockname()[:2]
+                self._sockets.append(listening)
+            shared = listening or self._bound(host, port)
             self.address: tuple[str, int] = (host, shared.getsockname()[1])
             paths = [f"{self._scratch.path}/{slot}" for slot in range(workers)]
             for slot in range(workers):
@@ -60,6 +66,7 @@ class GatewayFleet:
                         slot,
                         paths,
                         prepare,
+                        report,
                         restart=ALWAYS,
                         fds=(shared.fileno(), direct.fileno()),
                         hang_s=settings.sessions.tick_s + _GRACE_S,
@@ -133,18 +140,24 @@ def _serve(
     slot: int,
     paths: Sequence[str],
     prepare: Callable[[], None] | None,
+    report: Callable[[str, Mapping[str, Any]], None] | None,
 ) -> None:
-    """A worker's life."""
+    """A worker's life: `prepare` once, then serve; `report` gets its counters every second."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the event loop computes; more threads would take turns with the other workers
     if prepare is not None:
         prepare()
-    run_loop(_worker(context, make_actor, settings, slot, paths))
+    run_loop(_worker(context, make_actor, settings, slot, paths, report))
 
 
 async def _worker(
-    context: Context, make_actor: Callable[[], Any], settings: GatewaySettings, slot: int, paths: Sequence[str]
+    context: Context,
+    make_actor: Callable[[], Any],
+    settings: GatewaySettings,
+    slot: int,
+    paths: Sequence[str],
+    report: Callable[[str, Mapping[str, Any]], None] | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -165,7 +178,11 @@ async def _worker(
     )
     await gateway.start(sockets)
     context.ready()
+    reported = loop.time()
     while not stop.is_set():
+        if report is not None and loop.time() - reported >= _REPORT_S:
+            reported = loop.time()
+            report(context.name, gateway.counters())
         if not gateway.sessions.stuck:
             context.beat()
         with contextlib.suppress(TimeoutError):

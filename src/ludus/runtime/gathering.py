@@ -1,0 +1,138 @@
+"""Gathering from workers: games play in other processes and never wait for the learner.
+
+What they did arrives over a socket, a version or two old; weights go the other way through shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ludus.actor.gateway import GatewaySettings
+from ludus.actor.playing import Played
+from ludus.actor.recorder import session_spec
+from ludus.buffer.collate import Collated
+from ludus.errors import WorkerFailed
+from ludus.memory.stream import StreamMemory
+from ludus.model.board import Board, stage
+from ludus.model.policy import Policy
+from ludus.model.pool import LocalPool
+from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.processes import Supervisor
+from ludus.runtime.scratch import Scratch
+from ludus.tree import Array
+
+_TURN_S = 0.25
+_START_S = 60.0
+
+
+class Boards:
+    """Where workers find the weights of every model, and how segments come back. Removed when closed."""
+
+    def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
+        shared = Path("/dev/shm")  # noqa: S108 - a private directory below it
+        self._scratch = Scratch(shared if shared.is_dir() else Path(tempfile.gettempdir()))
+        self.boards = {name: Board(self._scratch.path / name) for name in policies}
+        self.segments = str(self._scratch.path / "segments")
+        specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
+        self.memory = StreamMemory(specs, self.segments, capacity)
+        self._policies = dict(policies)
+
+    def publish(self, name: str, version: int) -> None:
+        board = self.boards[name]
+        board.publish(version, stage(self._scratch.path, self._policies[name].weights()))
+
+    def close(self) -> None:
+        self.memory.close()
+        self._scratch.close()
+
+
+class PublishingPool:
+    """The pool of the run, whose versions also reach the workers."""
+
+    def __init__(self, pool: LocalPool, boards: Boards) -> None:
+        self._pool, self._boards = pool, boards
+        for name in pool.names():
+            boards.publish(name, pool.newest(name)[1])
+
+    def newest(self, name: str) -> tuple[Policy, int]:
+        return self._pool.newest(name)
+
+    def publish(self, name: str) -> int:
+        version = self._pool.publish(name)
+        self._boards.publish(name, version)
+        return version
+
+
+class FleetGathering:
+    """One `step()` waits until the workers have sent a batch, or a moment has passed."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        settings: GatewaySettings,
+        seats: Mapping[str, str],
+        workers: int,
+        steps: int,
+        boards: Boards,
+        pool: PublishingPool,
+        memory: Collated,
+        log_dir: Path,
+    ) -> None:
+        self._boards, self._memory = boards, memory
+        models = {name: (_described(pool.newest(name)[0]), str(board.directory)) for name, board in boards.boards.items()}
+        played = Played(dict(seats), models, steps, boards.segments)
+        self._supervisor = Supervisor(log_dir=log_dir)
+        try:
+            self._fleet = GatewayFleet(
+                self._supervisor,
+                played,
+                listening=listening,
+                workers=workers,
+                settings=settings,
+                prepare=played.load,
+                report=played.report,
+            )
+            self._fleet.wait_ready(_START_S)
+        except BaseException:
+            self._supervisor.close()
+            raise
+
+    def step(self) -> bool:
+        if not self._memory.ready():
+            self._boards.memory.wait(_TURN_S)
+        for worker in self._fleet.workers:
+            if worker.state == "failed":
+                raise WorkerFailed(f"{worker.name} failed: {worker.error}")
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        counters = list(self._boards.memory.counters.values())
+        named = {
+            "games/sessions": "sessions",
+            "games/requests": "requests",
+            "games/failed": "failed",
+            "games/silent": "silent",
+            "games/discarded_steps": "discarded_steps",
+            "games/dropped_segments": "dropped_segments",
+        }
+        report = {metric: sum(worker.get(key, 0.0) for worker in counters) for metric, key in named.items()}
+        report["games/dropped_segments"] += self._boards.memory.stats().dropped
+        return report
+
+    def state(self) -> dict[str, Array]:
+        return {}  # workers draw their own random numbers; what they play is not repeatable anyway
+
+    def load_state(self, state: dict[str, Array]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._fleet.close()
+        self._supervisor.close()
+
+
+def _described(policy: Policy) -> bytes:
+    return json.dumps(policy.description()).encode()
