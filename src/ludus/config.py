@@ -112,7 +112,7 @@ class SeatConfig(_Strict):
 
     observation_space: dict[str, Any] = Field(description="What this seat sees: {type: Box, shape: [4]} …")
     action_space: dict[str, Any] = Field(description="What it may do: {type: Discrete, n: 2} …")
-    model: Annotated[str, AfterValidator(lambda name: _plain_name(name))] = Field(
+    model: Annotated[str, AfterValidator(lambda name: _model_name(name))] = Field(
         "model", description="Which model plays it; seats of one model have the same spaces."
     )
 
@@ -157,6 +157,12 @@ class StopConfig(_Strict):
 def _plain_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise ValueError("an experiment's name is made of letters, digits and _ . + -")
+    return name
+
+
+def _model_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name) or name == "sampler":  # beside which its files lie in a checkpoint
+        raise ValueError("a model's name is made of letters, digits and _ + -, and is not 'sampler'")
     return name
 
 

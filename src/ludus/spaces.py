@@ -132,11 +132,28 @@ def _space_tree(space: gym.Space[Any]) -> Tree:
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
     """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks)."""
     lead = () if batch is None else (batch,)
+    _check_names(mask, space)
     parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))] or [np.zeros((*lead, 0))]
     flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    if flat.dtype.kind != "b" and (flat.dtype.kind not in "iuf" or not ((flat == 0) | (flat == 1)).all()):
+        raise ConfigError("The action mask holds something else than 0 (forbidden) and 1 (allowed).")
     if flat.shape[-1] != mask_size(space):
         raise ConfigError(f"The action mask has {flat.shape[-1]} entries, the actions have {mask_size(space)} options.")
     return flat.astype(np.bool_, copy=False)
+
+
+def _check_names(mask: Any, space: gym.Space[Any]) -> None:
+    """A misspelt part would be taken for another one."""
+    if isinstance(mask, Mapping):
+        parts = space.spaces if isinstance(space, gym.spaces.Dict) else {}
+        unknown = sorted(str(key) for key in mask.keys() - parts.keys())
+        if unknown:
+            raise ConfigError(f"The action mask has {unknown}, the parts of the action are {sorted(parts)}.")
+        for key, item in mask.items():
+            _check_names(item, parts[key])
+    elif isinstance(mask, (tuple, list)) and isinstance(space, gym.spaces.Tuple):
+        for item, part in zip(mask, space.spaces, strict=False):  # their number shows in the size
+            _check_names(item, part)
 
 
 def _as_tree(mask: Any) -> Tree:
@@ -156,7 +173,7 @@ class Fit:
 
     def __init__(self, space: gym.Space[Any], where: str = "observation") -> None:
         self.spec = array_spec(space, where)
-        self._categories = categories(space)
+        self._categories = categories(space) | _bits(space)
         self._where = where
         self._lone = self.spec if isinstance(self.spec, ArraySpec) else None
 
@@ -187,7 +204,8 @@ class Fit:
                 given = np.asarray(value)
                 if given.dtype.kind not in "biuf" or not (spec.dtype.kind == "f" or _whole(given)):
                     raise ValueError(f"holds {_KINDS.get(given.dtype.kind, given.dtype.name)}")
-                array = given.astype(spec.dtype)
+                with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+                    array = given.astype(spec.dtype)
                 if spec.dtype.kind != "f" and not np.array_equal(array, given):
                     raise ValueError(f"does not fit into {spec.dtype}")
         except (ValueError, TypeError, OverflowError) as error:
@@ -205,6 +223,12 @@ class Fit:
 
     def _name(self, path: str) -> str:
         return f"{self._where}.{path}" if path else self._where
+
+
+def _bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+    """The same as `categories` for parts of zeros and ones."""
+    parts = [path for path, leaf in leaves(_space_tree(space)) if isinstance(leaf, gym.spaces.MultiBinary)]
+    return {path: (np.asarray(0), np.asarray(2)) for path in parts}
 
 
 _KINDS = {"U": "text", "S": "text", "O": "something that is not a number", "f": "fractions"}

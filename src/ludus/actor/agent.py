@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
+import numbers
+import reprlib
 from collections.abc import Generator
 from typing import Any, Protocol
 
 from ludus import spaces
 from ludus.actor.recorder import Recorder, RecorderStats
-from ludus.errors import ConfigError, Refused
+from ludus.errors import ConfigError, EnvironmentFault, Refused
 from ludus.memory.memory import Memory
 from ludus.model.acting import Decision, State
 from ludus.model.policy import Policy
 from ludus.tree import Tree
 from ludus.types import Bools
+
+_LARGEST = 1e15
+"""Of a reward or value: squares of what such numbers add up to still fit into the float32 in which losses are computed."""
+_SHOWN = 300  # characters of a complaint that quotes the game
 
 
 class Decider(Protocol):
@@ -45,7 +52,8 @@ class Seat:
         try:
             return self.fit(given)
         except ValueError as error:
-            raise Refused(422, "observation", f"The observation does not fit: {error}.", "GET /spec shows the space.") from None
+            what = str(error)[:_SHOWN]
+            raise Refused(422, "observation", f"The observation does not fit: {what}.", "GET /spec shows the space.") from None
 
     def mask(self, given: Any) -> Bools | None:
         if given is None:
@@ -53,7 +61,8 @@ class Seat:
         try:
             flat = spaces.flat_mask(given, self.action_space)
         except (ConfigError, ValueError, TypeError) as error:
-            raise Refused(422, "action_mask", f"The action mask does not fit: {error}.", "One entry per option.") from None
+            what = str(error)[:_SHOWN]
+            raise Refused(422, "action_mask", f"The action mask does not fit: {what}", "One 0 or 1 per option.") from None
         for part in self.choices:
             if not flat[part].any():
                 raise Refused(
@@ -65,10 +74,13 @@ class Seat:
         return flat
 
     def number(self, given: Any) -> float:
-        """A reward."""
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
-            raise Refused(422, "reward", f"The reward is {given!r}.", "It is a finite number.")
-        return float(given)
+        """A reward. Raises Refused (422)."""
+        if isinstance(given, numbers.Real) and not isinstance(given, bool):
+            with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
+                reward = float(given)
+                if abs(reward) <= _LARGEST:
+                    return reward
+        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", f"It is a number up to {_LARGEST:g}, better around 1.")
 
 
 class Agent:
@@ -95,16 +107,27 @@ class Agent:
         """An action was chosen, and its episode is not over."""
         return self._acted
 
-    async def act(self, observation: Any, mask: Any = None) -> Any:
-        """The action, as the game takes it. Raises Refused (422) when the observation or mask does not fit."""
-        return await self.act_on(self._seat.observation(observation), self._seat.mask(mask))
+    async def act(self, observation: Any, mask: Any = None, reward: float = 0.0) -> Any:
+        """The action, as the game takes it. Raises Refused (422) when the observation, mask or reward does not fit.
+
+        `reward` is that of the action before. Given here, and not by `reward()` earlier, it counts only when all of it fits:
+        a game may then correct its request and send it again as a whole.
+        """
+        seen, allowed = self._seat.observation(observation), self._seat.mask(mask)
+        self.reward(reward)
+        return await self.act_on(seen, allowed)
 
     async def act_on(self, seen: Tree, allowed: Bools | None) -> Any:
-        """The same for what `Seat.observation` and `Seat.mask` have checked."""
+        """The same for what `Seat.observation` and `Seat.mask` have checked. Raises EnvironmentFault: the model is at a loss."""
         if self._closing is not None:
-            await self._closing
+            await Finished(self._closing)
         before = self._state
         decision = await self._seat.model.decide(seen, before, allowed)
+        if not usable(decision):
+            raise EnvironmentFault(
+                f"The model answers this observation with value {decision.value:g}, log-probability {decision.log_prob:g}.",
+                "Are all numbers of the observation of a usual size?",
+            )
         if self._recorder is not None:
             self._recorder.step(seen, allowed, decision, self._reward, self._kept(before))
         self._state, self._reward, self._acted = decision.state, 0.0, True
@@ -139,7 +162,7 @@ class Agent:
 
         def close(decided: asyncio.Future[Decision]) -> None:
             self._closing = None
-            if decided.cancelled() or decided.exception() is not None:
+            if decided.cancelled() or decided.exception() is not None or not usable(decided.result()):
                 recorder.break_off()
             else:
                 recorder.finish(reward, terminated=False, truncated=True, observation=seen, value=decided.result().value)
@@ -149,14 +172,19 @@ class Agent:
 
     def break_off(self) -> None:
         """Nothing more will come of this episode: the last step is left out and counted."""
-        self._state, self._reward, self._acted = None, 0.0, False
-        if self._recorder is not None:
+        if self._acted and self._recorder is not None:
             self._recorder.break_off()
+        self._state, self._reward, self._acted = None, 0.0, False
 
     def _kept(self, state: State | None) -> State:
         if state is None and self._seat.state_spec:
             return tuple(spec.zeros() for spec in self._seat.state_spec)
         return state or ()
+
+
+def usable(decision: Decision) -> bool:
+    """Finite observations may still be too large for a network; what is not a number must not reach a learner or a game."""
+    return abs(decision.value) <= _LARGEST and math.isfinite(decision.log_prob)
 
 
 class Finished:

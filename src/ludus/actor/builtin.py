@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ ONLY_SEAT = ""
 """The name of the seat of a game that has one."""
 
 _KEYS = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
+_SHOWN = 80  # characters of what a game calls something
 
 
 class BuiltinActor(Actor):
@@ -44,7 +46,10 @@ class BuiltinActor(Actor):
         # All of them are right: from here on nothing can be refused.
         if self._single:
             return encoded({"action": await parts[ONLY_SEAT].play(self._agent(ONLY_SEAT))}, packed)
-        actions = await asyncio.gather(*(part.play(self._agent(name)) for name, part in parts.items()))
+        played = (part.play(self._agent(name)) for name, part in parts.items())
+        actions = await asyncio.gather(*played, return_exceptions=True)  # nobody plays on when one has failed and `end` comes
+        for failed in (action for action in actions if isinstance(action, BaseException)):
+            raise failed
         return encoded({"actions": dict(zip(parts, actions, strict=True))}, packed)
 
     async def end(self, body: bytes) -> bytes:
@@ -76,13 +81,14 @@ class BuiltinActor(Actor):
 
     def _checked(self, name: str, part: Any, *, last: bool = False) -> _Part:
         if name not in self._seats:
-            raise Refused(422, "seats", f"There is no seat {name!r}.", did_you_mean(name, self._seats))
+            shown = str(name)[:_SHOWN]
+            raise Refused(422, "seats", f"There is no seat {shown!r}.", did_you_mean(shown, self._seats))
         where = f" of seat {name!r}" if name else ""
         if not isinstance(part, dict):
             raise Refused(422, "malformed", f"The step{where} is not an object.", 'Send {"observation": …, "reward": …}.')
         unknown = part.keys() - _KEYS
         if unknown:
-            key = str(min(unknown, key=str))
+            key = str(min(unknown, key=str))[:_SHOWN]
             raise Refused(422, "unknown_key", f"The step{where} has an unknown key {key!r}.", did_you_mean(key, _KEYS))
         return _Part(self._seats[name], self._agents.get(name), part, last)
 
@@ -123,7 +129,7 @@ class _Part:
 def _flag(given: dict[str, Any], key: str) -> bool:
     value = given.get(key, False)
     if not isinstance(value, bool):
-        raise Refused(422, key, f"{key} is {value!r}.", "It is true or false.")
+        raise Refused(422, key, f"{key} is {reprlib.repr(value)}.", "It is true or false.")
     return value
 
 

@@ -29,6 +29,7 @@ from ludus.types import Segments, SegmentSpec
 log = logging.getLogger(__name__)
 
 _TURN_S = 0.25  # how long the others of the program wait at most for their turn
+_ORIGINS = 1 << 40  # sessions of one seat, before their numbers would meet those of the next
 
 
 class WatchedMemory(LocalMemory):
@@ -56,7 +57,10 @@ class Gathering:
         memory: Collated,
     ) -> None:
         self._deciding, self._memory = dict(deciding), memory
-        self._seats = {name: Seat(deciding[model], memories[model]) for name, model in seats.items()}
+        self._seats = {
+            name: Seat(deciding[model], memories[model], first_origin=number * _ORIGINS)
+            for number, (name, model) in enumerate(seats.items())
+        }
         self._loop = new_loop()
         self._enough = asyncio.Event()
         for watched in memories.values():

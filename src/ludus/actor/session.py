@@ -331,6 +331,8 @@ class Session:
         """End it from outside: whoever waits gets `refused`, the actor's `end` is called with the reason."""
         self.over = reason
         running: asyncio.Future[Any] | None = None
+        if self.call is not None:
+            self.call.cancel()  # in case that it has not begun
         if self.busy and self.task is not None:
             running = self.task
             self.task.cancel()
@@ -346,7 +348,7 @@ class Session:
         if running is not None and not (await asyncio.wait([running], timeout=limit))[0]:
             log.error("session %s: its %s goes on although it was cancelled; end() is not called", self.name, self.kind)
             return
-        if self.call is not None and not self.call.cancel():  # taken back if it has not begun
+        if self.call is not None and not self.call.done():
             await self._returned(self.call)
         if not self.opened or self.kind is END:
             return

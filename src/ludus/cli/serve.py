@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ludus.errors import NotFound, UsageError
+
 
 def serve(
     where: Annotated[
@@ -34,7 +36,10 @@ def serve(
     from ludus.runtime.machine import stop_on_signals
     from ludus.runtime.processes import Supervisor
 
-    made, spec = served(where, deterministic=not explore)
+    try:
+        made, spec = served(where, deterministic=not explore)
+    except NotFound as error:
+        raise UsageError(error.message, error.hint) from error
     settings = GatewaySettings(
         sessions=SessionLimits(tick_s=tick_timeout_s, silent_s=silent_s),
         token=external.read_token(str(token_file) if token_file else None),

@@ -59,6 +59,11 @@ def seats_of(config: ExternalConfig) -> GameSeats:
     for name, seat in config.all_seats().items():
         both = (spaces.from_json(seat.observation_space), spaces.from_json(seat.action_space))
         spaces.array_spec(both[0])
+        if spaces.split_mask(both[0])[1] is not None:
+            raise ConfigError(
+                f"The observation_space of {f'seat {name!r}' if name else 'the game'} holds {spaces.ACTION_MASK!r}.",
+                "Leave it out: every game may send action_mask, beside the observation.",
+            )
         if models.setdefault(seat.model, both) != both:
             raise ConfigError(f"Seat {name!r} has other spaces than the rest of model {seat.model!r}.", "Give it its own model.")
         seats[name] = seat.model
@@ -165,7 +170,7 @@ def _add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint
 
 
 def _deciding(pool: LocalPool, policies: dict[str, Policy], seed: int) -> dict[str, Deciding]:
-    return {name: Deciding(pool.source(name), seed=seed) for name in policies}
+    return {name: Deciding(pool.source(name), seed=seed + number) for number, name in enumerate(policies)}
 
 
 def _boards(policies: dict[str, Policy], config: AlgorithmConfig) -> Boards:

@@ -66,7 +66,8 @@ class Deciding:
         chosen, log_prob, value, after = policy.step(observation, before, None, self._mask([row[2] for row in rows]), noise)
         kept = map_tree(Tensor.numpy, chosen)
         actions, kepts = _rows(policy.distribution.to_environment(kept), n), _rows(kept, n)
-        states = list(zip(*(s.numpy() for s in after), strict=True)) if after else [()] * n
+        # Copies, because a session keeps its state until its next tick: a row must not keep the whole batch alive.
+        states = list(zip(*([row.copy() for row in s.numpy()] for s in after), strict=True)) if after else [()] * n
         return [
             Decision(*parts, version)
             for parts in zip(actions, kepts, log_prob.tolist(), value.tolist(), states, strict=True)

@@ -40,7 +40,7 @@ class Agent(agent.Agent):
                 return b""
 
     `model` and `buffer` are handles or names; without a buffer nothing is recorded, which is how the same actor serves.
-    Segments of `steps` steps are pushed as trees of arrays `[steps + 1, …]` (see `docs/training-from-games.md`).
+    Segments of `steps` steps are pushed as trees of arrays `[steps + 1, …]` (see `docs/games.md`).
     """
 
     def __init__(self, model: RemoteModel | str, buffer: RemoteBuffer | str | None = None, *, steps: int = STEPS) -> None:
