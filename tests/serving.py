@@ -1,4 +1,4 @@
-"""A gateway that serves while a test talks to it: on an event loop in a thread of its own."""
+"""Servers that serve while a test talks to them: on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import uvloop
 
 from ludus.actor.gateway import Gateway, GatewaySettings
+from ludus.cli.check_server import CheckServer
+from ludus.game.check import Conformance, Finding
 from ludus.runtime.fleet import bind
 
 T = TypeVar("T")
@@ -60,6 +62,46 @@ def gateway(make_actor: Callable[[], Any], settings: GatewaySettings | None = No
             yield served
         finally:
             run(served.gateway.close())
+
+
+@dataclass
+class Checked:
+    server: CheckServer
+    port: int
+    told: list[Finding] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def tell(self, finding: Finding) -> None:
+        with self.changed:
+            self.told.append(finding)
+            self.changed.notify_all()
+
+    def hears(self, kind: str) -> str:
+        """The words of a finding that has come, or comes now."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: any(f.check.kind == kind for f in self.told), LIMIT_S), self.told
+            return next(f.seen for f in self.told if f.check.kind == kind)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {finding.check.kind for finding in self.told}
+
+
+@contextlib.contextmanager
+def checking(conformance: Conformance | None = None, **settings: Any) -> Iterator[Checked]:
+    listening = bind("127.0.0.1", 0)
+    checked = Checked(None, listening.getsockname()[1])  # type: ignore[arg-type]
+    checked.server = CheckServer(conformance or Conformance(), checked.tell, **settings)
+    with loop_thread() as run:
+        run(checked.server.start(listening))
+        try:
+            yield checked
+        finally:
+            run(checked.server.close())
 
 
 def received(connected: socket.socket) -> bytes:

@@ -7,10 +7,8 @@ import json
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +16,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from ludus.actor.http import HttpLimits
-from ludus.cli.check_server import CheckServer
-from ludus.errors import Refused
+from ludus.cli.main import app
+from ludus.errors import Refused, UsageError
 from ludus.game.bodies import SeatSpaces, plain_spec
-from ludus.game.check import Conformance, Finding
+from ludus.game.check import Conformance
 from ludus.game.client import Client
 from ludus.remote.fake_game import FakeGamecore
-from ludus.runtime.fleet import bind
 from tests.cli.programs import program
-from tests.serving import LIMIT_S, loop_thread, received, say, step
+from tests.serving import LIMIT_S, Checked, checking, received, say, step
 
 ONE = {"": SeatSpaces(gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(3))}
-
-
-@dataclass
-class Checked:
-    server: CheckServer
-    port: int
-    told: list[Finding] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def tell(self, finding: Finding) -> None:
-        with self.changed:
-            self.told.append(finding)
-            self.changed.notify_all()
-
-    def hears(self, kind: str) -> str:
-        """The words of a finding that has come, or comes now."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: any(f.check.kind == kind for f in self.told), LIMIT_S), self.told
-            return next(f.seen for f in self.told if f.check.kind == kind)
-
-    @property
-    def kinds(self) -> set[str]:
-        return {finding.check.kind for finding in self.told}
-
-
-@contextlib.contextmanager
-def checking(conformance: Conformance | None = None, **settings: Any) -> Iterator[Checked]:
-    listening = bind("127.0.0.1", 0)
-    checked = Checked(None, listening.getsockname()[1])  # type: ignore[arg-type]
-    checked.server = CheckServer(conformance or Conformance(), checked.tell, **settings)
-    with loop_thread() as run:
-        run(checked.server.start(listening))
-        try:
-            yield checked
-        finally:
-            run(checked.server.close())
 
 
 @contextlib.contextmanager
@@ -314,7 +272,5 @@ def test_the_command_tells_mistakes_once_and_ends_with_1() -> None:
     ],
 )
 def test_what_cannot_be_checked_is_refused(arguments: list[str], words: str) -> None:
-    with program("check-game", *arguments, listens=False) as server:
-        code, _, err = server.finish()
-    assert code == 2
-    assert words in err
+    with pytest.raises(UsageError, match=words):
+        CliRunner().invoke(app, ["check-game", *arguments], catch_exceptions=False)

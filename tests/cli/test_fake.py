@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from ludus.actor.gateway import GatewaySettings
 from ludus.cli.fake import Sample, game_line, server_line, usage
-from ludus.errors import Refused
+from ludus.cli.main import app
+from ludus.errors import Refused, UsageError
 from ludus.game.client import Client
 from ludus.remote.fake_game import FakeActor, FakeGamecore
 from tests.cli.programs import program
@@ -107,10 +109,8 @@ def test_nobody_there_is_an_error() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
-    with program("fake", *arguments, listens=False) as refused:
-        code, _, err = refused.finish()
-    assert code == 2
-    assert words in err
+    with pytest.raises(UsageError, match=words):
+        CliRunner().invoke(app, ["fake", *arguments], catch_exceptions=False)
 
 
 # -- the numbers

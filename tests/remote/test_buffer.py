@@ -244,7 +244,7 @@ def test_who_waits_for_room_is_told_when_the_run_ends(run: Session) -> None:
 
 def test_large_items_cross_whole(run: Session, tmp_path: Path) -> None:
     buffer = ludus.RemoteBuffer("b", size=4, batch_size=2)
-    big = np.random.default_rng(0).integers(0, 255, (30, 1 << 20), np.uint8)
+    big = np.random.default_rng(0).integers(0, 255, (6, 1 << 20), np.uint8)
     buffer.push(big, big[::-1])
     batch = buffer.take(30)
     np.testing.assert_array_equal(batch[0], big)

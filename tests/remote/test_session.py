@@ -139,14 +139,20 @@ def test_a_child_gets_the_run_with_its_ticket(run: Session) -> None:
 
 
 HOLDER = """
-import sys, time
+import signal, sys, threading, time
 import numpy as np
 import ludus
 from tests.remote.parts import Scale
 ludus.init(project=sys.argv[1], trial="t")
 ludus.RemoteModel("m", Scale(), forward_args=(np.ones(3, np.float32),), checkpoint_interval=1)
 ludus.RemoteBuffer("b", size=4)
-print("open", flush=True)
+
+def announce():  # a signal that comes before it is handled just ends the program
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.001)
+    print("open", flush=True)
+
+threading.Thread(target=announce).start()
 ludus.run_until_asked_to_stop()
 print("closed", flush=True)
 """

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ludus.types import Bools, Floats, Segments
+from ludus.types import Bools, Floats, Ints, Segments
+
+_MOST_OPEN = 1 << 17  # running returns that are kept; sessions that broke off leave theirs behind
 
 
 class RewardScale:
@@ -32,19 +34,29 @@ class RewardScale:
         return (segments.reward / max(deviation, floor, 1e-8)).astype(np.float32)
 
     def _returns(self, segments: Segments) -> Floats:
-        carry = np.array([self._carry.get(int(o), 0.0) for o in segments.origin], np.float64)
         out = np.zeros_like(segments.reward)
-        for t in range(segments.spec.steps):
-            gained = np.where(segments.first[t], 0.0, carry) * self._gamma + segments.reward[t]
-            carry = np.where(segments.valid[t], gained, carry)
-            out[t] = carry
-        over = self._ended(segments)
-        for origin, value, ended in zip(segments.origin.tolist(), carry.tolist(), over.tolist(), strict=True):
-            if ended:  # a session never comes back: what it leaves behind would pile up
-                self._carry.pop(origin, None)
-            else:
-                self._carry[origin] = value
+        ended = self._ended(segments)
+        for rows in _in_turn(segments.origin):
+            out[:, rows] = self._follow(segments, rows, ended[rows])
+        while len(self._carry) > _MOST_OPEN:
+            del self._carry[next(iter(self._carry))]
         return out[segments.valid]
+
+    def _follow(self, segments: Segments, rows: Ints, ended: Bools) -> Floats:
+        """[T, rows] the running returns of rows that are of different origins."""
+        origins = segments.origin[rows].tolist()
+        carry = np.array([self._carry.get(origin, 0.0) for origin in origins], np.float64)
+        first, reward, valid = segments.first[:, rows], segments.reward[:, rows], segments.valid[:, rows]
+        out = np.zeros_like(reward)
+        for t in np.flatnonzero(valid.any(axis=1)):
+            gained = np.where(first[t], 0.0, carry) * self._gamma + reward[t]
+            carry = np.where(valid[t], gained, carry)
+            out[t] = carry
+        for origin, value, over in zip(origins, carry.tolist(), ended.tolist(), strict=True):
+            self._carry.pop(origin, None)
+            if not over:  # the next episode starts at 0 anyway, and a session that has ended never comes back
+                self._carry[origin] = value
+        return out
 
     @staticmethod
     def _ended(segments: Segments) -> Bools:
@@ -61,3 +73,13 @@ class RewardScale:
         """Statistics only: environments restart when a run is resumed, so the running returns begin anew."""
         self._count, self._mean, self._m2 = float(state["count"]), float(state["mean"]), float(state["m2"])
         self._carry.clear()
+
+
+def _in_turn(origin: Ints) -> list[Ints]:
+    """Rows of one origin follow each other in time, as collated segments do: groups in which every origin is there once."""
+    count = np.arange(len(origin))
+    order = np.argsort(origin, kind="stable")
+    begins = np.diff(origin[order], prepend=origin[order[:1]] - 1) != 0
+    turn = np.empty_like(count)
+    turn[order] = count - np.maximum.accumulate(np.where(begins, count, 0))
+    return [np.flatnonzero(turn == number) for number in range(int(turn.max(initial=-1)) + 1)]
