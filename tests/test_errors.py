@@ -19,10 +19,19 @@ def tree_of(cls: type[LudusError]) -> Iterator[type[LudusError]]:
 EVERY = sorted(set(tree_of(LudusError)), key=lambda cls: cls.__name__)
 
 
+def made(cls: type[LudusError], message: str, hint: str = "") -> LudusError:
+    return cls(422, "reward", message, hint) if issubclass(cls, errors.Refused) else cls(message, hint)
+
+
+def test_a_refusal_keeps_its_status_and_when_to_try_again() -> None:
+    again = pickle.loads(pickle.dumps(errors.Refused(429, "too_many_requests", "Too many.", "Slow down.", 2.5)))
+    assert (again.status, again.error, again.retry_after_s) == (429, "too_many_requests", 2.5)
+
+
 @pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_every_error_crosses_a_process_whole(cls: type[LudusError], protocol: int) -> None:
-    error = cls("gamma is 2.", "Use a number from 0 to 1.")
+    error = made(cls, "gamma is 2.", "Use a number from 0 to 1.")
     again = pickle.loads(pickle.dumps(error, protocol))
     assert type(again) is cls
     assert (again.message, again.hint, again.exit_code) == ("gamma is 2.", "Use a number from 0 to 1.", cls.exit_code)
@@ -31,7 +40,7 @@ def test_every_error_crosses_a_process_whole(cls: type[LudusError], protocol: in
 
 @pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
 def test_an_error_without_a_hint_reads_as_its_message(cls: type[LudusError]) -> None:
-    again = copy.copy(pickle.loads(pickle.dumps(cls("It broke."))))
+    again = copy.copy(pickle.loads(pickle.dumps(made(cls, "It broke."))))
     assert (str(again), again.hint) == ("It broke.", "")
 
 

@@ -16,6 +16,7 @@
     ├── MemoryClosed               the other side of a memory is gone
     ├── WorkerFailed               a process of ours died, or could not start
     ├── Refused                    a game's request was not served; it carries the status that the game sees
+    ├── Unreachable                a game's request was not answered at all
     └── IncompatibleCheckpoint     a checkpoint of another environment, model or version
 
 A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
@@ -101,6 +102,10 @@ class Refused(LudusError):
         super().__init__(message, hint)
         self.args = (status, error, message, hint, retry_after_s)
         self.status, self.error, self.retry_after_s = status, error, retry_after_s
+
+
+class Unreachable(LudusError):
+    """Nobody listens there, the connection broke, or it took too long: it is not known whether the request counted."""
 
 
 class IncompatibleCheckpoint(LudusError):

@@ -14,8 +14,8 @@ import pytest
 from ludus.actor.actor import Actor
 from ludus.actor.gateway import GatewaySettings
 from ludus.actor.session import SessionLimits
-from ludus.errors import LudusError, Refused, UsageError
-from ludus.game.client import AsyncClient, Client, Unreachable
+from ludus.errors import LudusError, Refused, Unreachable, UsageError
+from ludus.game.client import AsyncClient, Client
 from tests.serving import Served, gateway
 
 

@@ -103,7 +103,7 @@ def steps_on(network: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> list[lis
         with torch.no_grad():
             for parameter in network.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(0.1 * parameter.grad)
     return seen
 
 

@@ -24,7 +24,7 @@ def test_a_fake_model_answers_as_it_was_told_to_look(run: Session) -> None:
     outputs = {"logits": np.zeros(6, np.float32), "pair": (np.float32(0), np.array([9, 9], np.int64)), "flag": np.bool_(True)}
     ludus.fake.FakeModel("atari", outputs=outputs)
     model = ludus.RemoteModel(name="atari")
-    answers = [asyncio.run(model.forward(X)) for _ in range(20)]  # type: ignore[arg-type]
+    answers: list[Any] = [asyncio.run(model.forward(X)) for _ in range(20)]  # type: ignore[arg-type]
     for answer in answers:
         assert answer["logits"].shape == (6,)
         assert answer["logits"].dtype == np.float32

@@ -19,10 +19,10 @@ from ludus.actor.actor import Actor
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.gateway import GatewaySettings
-from ludus.errors import ConfigError, Refused
+from ludus.errors import ConfigError, Refused, Unreachable
 from ludus.game.bodies import SeatSpaces, plain_spec
 from ludus.game.check import Conformance
-from ludus.game.client import Client, Unreachable
+from ludus.game.client import Client
 from ludus.game.protocol import TICK
 from ludus.model.acting import Decision
 from ludus.remote.fake_game import FakeActor, FakeGamecore, Latencies, SpacesScript, Traffic

@@ -29,6 +29,10 @@ def row(value: float) -> Any:
     return np.full(3, value, np.float32)
 
 
+def alone(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
 def made(busy: Session, name: str, count: int = 2) -> tuple[ludus.RemoteModel, list[Process]]:
     model = ludus.RemoteModel(name, Scale(), forward_args=(X,), num_workers=count)
     processes = [busy.supervisor._processes[f"inference-{name}-{index}"] for index in range(count)]
@@ -53,7 +57,7 @@ def test_answers_come_from_the_workers_with_the_newest_weights(busy: Session) ->
     assert asyncio.run(play(20)) == [20.0 + i for i in range(40)]
     version = model.publish_weights(scaled(3))
     assert asyncio.run(play(20)) == [3 * (20.0 + i) for i in range(40)]
-    output, seen = asyncio.run(model.forward_versioned(row(2)))  # type: ignore[arg-type]
+    output, seen = alone(model.forward_versioned(row(2)))
     assert seen == version
     assert output.flags.writeable
     np.testing.assert_array_equal(model(row(5)), row(15))
@@ -79,7 +83,7 @@ def test_errors_reach_those_they_concern(busy: Session) -> None:
     np.testing.assert_array_equal(good, row(1))
     np.testing.assert_array_equal(also, row(2))
     with pytest.raises(ZeroDivisionError, match="thirteen"):
-        asyncio.run(model.forward(row(13)))  # type: ignore[arg-type]
+        alone(model.forward(row(13)))
     np.testing.assert_array_equal(model(row(4)), row(4))
     stop(processes)
 
@@ -137,7 +141,7 @@ def test_a_request_that_kills_two_workers_is_not_tried_on_a_third(busy: Session)
     model, processes = made(busy, "poison")
     before = [process.incarnation for process in processes]
     with pytest.raises(WorkerFailed, match="Two inference workers died"):
-        asyncio.run(model.forward(row(666)))  # type: ignore[arg-type]
+        alone(model.forward(row(666)))
     np.testing.assert_array_equal(model(row(1)), row(1))
     for process in processes:
         process.wait_ready(30)
@@ -151,7 +155,7 @@ def test_when_nobody_can_be_reached_the_caller_is_told(busy: Session, monkeypatc
     stop(processes)
     monkeypatch.setattr(workers, "PATIENCE_S", 0.2)
     with pytest.raises(WorkerFailed, match="could be reached"):
-        asyncio.run(model.forward(row(1)))  # type: ignore[arg-type]
+        alone(model.forward(row(1)))
     with pytest.raises(WorkerFailed, match="could be reached"):
         model(row(1))
 

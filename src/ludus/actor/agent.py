@@ -75,12 +75,13 @@ class Seat:
 
     def number(self, given: Any) -> float:
         """A reward. Raises Refused (422)."""
-        if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        if not isinstance(given, bool) and isinstance(given, numbers.Real):
             with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
                 reward = float(given)
                 if abs(reward) <= _LARGEST:
                     return reward
-        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", f"It is a number up to {_LARGEST:g}, better around 1.")
+        hint = f"It is a number up to {_LARGEST:g}, better around 1."
+        raise Refused(422, "reward", f"The reward is {reprlib.repr(given)}.", hint)
 
 
 class Agent:

@@ -47,8 +47,8 @@ def check_game(
 ) -> None:
     """Check a game's client: mistakes are told in plain words as they happen. Exit code 1 when there are any."""
     from ludus.cli.check_server import CheckServer
-    from ludus.cli.fake import read_token
     from ludus.game.check import Conformance
+    from ludus.game.protocol import read_token
     from ludus.runtime.fleet import bind, check_exposure, run_loop
     from ludus.runtime.machine import stop_on_signals
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ludus.errors import LudusError, UsageError
+from ludus.game.protocol import read_token
 
 if TYPE_CHECKING:
     from ludus.actor.gateway import GatewaySettings
@@ -141,18 +142,13 @@ def _answer_in_workers(
     from ludus.runtime.fleet import GatewayFleet, run_loop
     from ludus.runtime.processes import Supervisor
 
-    class Fleet(GatewayFleet):
-        @property
-        def direct(self) -> list[tuple[str, int]]:
-            return [bound.getsockname()[:2] for bound in self._sockets[1:]]
-
     with Supervisor(preload=("numpy", "ludus.actor.gateway")) as supervisor:
-        fleet = Fleet(supervisor, fakes, host=host, port=port, workers=workers, settings=settings)
+        fleet = GatewayFleet(supervisor, fakes, host=host, port=port, workers=workers, settings=settings)
         try:
             fleet.wait_ready(60.0)
 
             async def sample() -> Sample:
-                healths = [await asyncio.to_thread(_health, address, settings.token) for address in fleet.direct]
+                healths = [await asyncio.to_thread(_health, address, settings.token) for address in fleet.direct_addresses]
                 return Sample.of(Traffic.sum(directory), healths, [worker.pid for worker in fleet.workers if worker.pid])
 
             opening = f"answering on http://{host}:{fleet.address[1]} with {workers} workers"
@@ -369,15 +365,3 @@ def _read(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read {file}: {error.strerror}.") from error
-
-
-def read_token(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        token = _read(file).decode("ascii").strip()
-    except UnicodeDecodeError:
-        token = ""
-    if not token or not token.isprintable():
-        raise UsageError(f"The token file {file} is empty, or holds more than one printable line.")
-    return token

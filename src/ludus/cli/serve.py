@@ -30,8 +30,8 @@ def serve(
     from ludus.actor.gateway import GatewaySettings
     from ludus.actor.session import SessionLimits
     from ludus.cli.display import say
-    from ludus.experiment import external
     from ludus.experiment.serving import served
+    from ludus.game.protocol import read_token
     from ludus.runtime.fleet import GatewayFleet
     from ludus.runtime.machine import stop_on_signals
     from ludus.runtime.processes import Supervisor
@@ -42,7 +42,7 @@ def serve(
         raise UsageError(error.message, error.hint) from error
     settings = GatewaySettings(
         sessions=SessionLimits(tick_s=tick_timeout_s, silent_s=silent_s),
-        token=external.read_token(str(token_file) if token_file else None),
+        token=read_token(token_file),
         spec=spec,
     )
     with stop_on_signals() as stop, Supervisor() as supervisor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -19,10 +18,11 @@ from ludus.actor.recorder import session_spec
 from ludus.actor.session import SessionLimits
 from ludus.buffer.collate import Collated
 from ludus.config import AlgorithmConfig, ExternalConfig
-from ludus.errors import ConfigError, UsageError
+from ludus.errors import ConfigError
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run
+from ludus.game.protocol import read_token
 from ludus.metrics import Sink
 from ludus.model.acting import Deciding
 from ludus.model.policy import Policy
@@ -77,18 +77,6 @@ def settings_of(config: ExternalConfig, seats: GameSeats) -> GatewaySettings:
         token=read_token(config.token_file),
         spec=seats.spec(),
     )
-
-
-def read_token(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"Cannot read the token file {path}: {error}.") from error
-    if not token or not token.isascii() or not token.isprintable():
-        raise UsageError(f"The token file {path} is empty, or holds more than one printable line.")
-    return token
 
 
 def program_of(

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from ludus.errors import LudusError, Refused, UsageError
+from ludus.errors import Refused, Unreachable, UsageError
 from ludus.game.protocol import END, ENDPOINT_HEADER, MAX_NAME_BYTES, REASONS, SPEC, START, STEP, TICK, refusal_from
 
 _PAUSE_S = 0.2
@@ -30,10 +30,6 @@ _OVER = frozenset({404, 410, 500, 504})
 """After these the session is no more."""
 
 Address = tuple[str, int]
-
-
-class Unreachable(LudusError):
-    """No answer, after all retries: nobody listens there, the connection broke, or it took too long."""
 
 
 class Client:

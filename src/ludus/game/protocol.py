@@ -1,17 +1,18 @@
 """The protocol by which a game calls us, as data: names, kinds of steps, error replies. `docs/protocol.md` tells it in words.
 
-    POST /step      headers session, step_kind (start | tick | end), optionally seq, match, Authorization: Bearer …
-                    body: opaque bytes; reply: opaque bytes
-    GET  /spec      protocol version, observation and action spaces
+POST /step      headers session, step_kind (start | tick | end), optionally seq, match, Authorization: Bearer …
+                body: opaque bytes; reply: opaque bytes
+GET  /spec      protocol version, observation and action spaces
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from ludus.errors import Refused
+from ludus.errors import Refused, UsageError
 
 VERSION: Final = 1
 
@@ -71,3 +72,16 @@ def refusal_from(status: int, body: bytes) -> Refused:
         return Refused(status, str(data["error"]), str(data["message"]), str(data.get("hint", "")))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Refused(status, "http", f"The server answered {status} {REASONS.get(status, '')}.".replace(" .", "."))
+
+
+def read_token(path: str | Path | None) -> str | None:
+    """The token in a file, which is one printable line. Raises UsageError."""
+    if path is None:
+        return None
+    try:
+        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Cannot read the token file {path}: {error}.") from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise UsageError(f"The token file {path} is empty, or holds more than one printable line.")
+    return token

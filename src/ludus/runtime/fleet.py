@@ -81,6 +81,11 @@ class GatewayFleet:
         self._sockets.append(bound)
         return bound
 
+    @property
+    def direct_addresses(self) -> list[tuple[str, int]]:
+        """Where each worker alone can be reached, by slot."""
+        return [bound.getsockname()[:2] for bound in self._sockets[1:]]
+
     def wait_ready(self, timeout_s: float) -> None:
         """Raises WorkerFailed with the worker's own error."""
         for worker in self.workers:
