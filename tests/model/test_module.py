@@ -186,5 +186,5 @@ def test_a_damaged_description_is_named_as_such(text: bytes) -> None:
 def test_a_module_is_not_mistaken_for_a_policy() -> None:
     description = module.describe(Plain()).description
     assert isinstance(saved.model_from(description), Plain)
-    with pytest.raises(Damaged, match="not a policy"):
+    with pytest.raises(Damaged, match="does not describe a policy"):
         saved.policy_from(description)

@@ -8,7 +8,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from ludus.errors import Fenced
+from ludus.errors import Damaged, Fenced
+from ludus.model import saved
 from ludus.model.policy import Policy
 from ludus.model.pool import RESERVED_BLOCK, LocalPool, load_version, stored_versions
 from ludus.store.local import LocalStore
@@ -55,3 +56,12 @@ def test_forgotten_versions_are_gone(tmp_path: Path) -> None:
     pool.keep("model")
     pool.forget("model", first)
     assert stored_versions(LocalStore(tmp_path), "model") == [second]
+
+
+def test_a_checkpoint_cannot_name_a_class_of_its_own(tmp_path: Path) -> None:
+    """Building a policy imports nothing that a file names: such a file may come from anywhere."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Net: pass\n")
+    for name in (f"{tmp_path / 'evil.py'}:Net", "evil:Net"):
+        with pytest.raises(Damaged, match="does not describe a policy"):
+            saved.policy_from({"class": name, "args": [], "kwargs": {}})
+    assert not (tmp_path / "ran").exists()

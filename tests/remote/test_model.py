@@ -170,6 +170,8 @@ def test_what_is_on_disk_is_data(run: Session) -> None:
         ({"checkpoint_interval": 0.5}, "checkpoint_interval=0.5"),
         ({"keep": 0}, "keep=0"),
         ({"model": None, "model_args": [1]}, "no model="),
+        ({"model": None, "checkpoint_interval": 5}, "no model="),
+        ({"model": None, "forward_args": (X,)}, "no model="),
         ({"name": "a b"}, "plain name"),
         ({"name": "../m"}, "plain name"),
         ({"forward_args": ("text",)}, "not an array"),

@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from ludus.game.client import Client
 from ludus.metrics import read_jsonl
 
@@ -194,10 +192,12 @@ def test_a_model_of_a_script_is_found_again_by_its_file(tmp_path: Path) -> None:
     assert Script(tmp_path, text, "deploy.py").rest() == "(6,) 3\n"
 
 
-@pytest.mark.parametrize("launching", ["bray.init(project='.', trial='t')", "bray.RemoteModel('x', AtariModel())"])
-def test_a_script_that_launches_when_it_is_imported_is_told_what_to_do(tmp_path: Path, launching: str) -> None:
-    (tmp_path / "launch.py").write_text(f"{MODEL}\n{launching}\n")
-    text = f"from ludus.model.module import find_class\nfind_class('{tmp_path}/launch.py:AtariModel')\n"
-    output = Script(tmp_path, text, "other.py").rest()
-    assert "UsageError" in output
-    assert 'if __name__ == "__main__":' in output
+def test_a_script_that_launches_when_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
+    text = "from ludus.model.module import find_class\n"
+    for number, launching in enumerate(["bray.init(project='.', trial='t')", "bray.RemoteModel('x', AtariModel())"]):
+        (tmp_path / f"launch{number}.py").write_text(f"{MODEL}\n{launching}\n")
+        text += f"try: find_class('{tmp_path}/launch{number}.py:AtariModel')\nexcept Exception as e: print(repr(e))\n"
+    first, second = Script(tmp_path, text, "other.py").rest().splitlines()
+    for line, what in ((first, "ludus.init"), (second, "RemoteModel")):
+        assert line.startswith(f"UsageError('{what} was called while")
+        assert 'if __name__ == "__main__":' in line

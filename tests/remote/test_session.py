@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ludus
-from ludus.errors import UsageError, WorkerFailed
+from ludus.errors import StoreFull, UsageError, WorkerFailed
 from ludus.metrics import read_jsonl
 from ludus.remote import session as sessions
 from ludus.remote.session import Session, Ticket, init
@@ -57,6 +57,12 @@ def test_the_first_call_opens_a_run_when_nobody_did(tmp_path: Path, monkeypatch:
         session.close()
 
 
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreFull, match="Cannot make the run"):
+        init(project=tmp_path / "file", trial="t")
+
+
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
 def test_a_report_interval_is_a_positive_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("LUDUS_REPORT_S", text)
@@ -84,6 +90,7 @@ def test_after_the_end_nothing_hangs(run: Session) -> None:
     for late in (
         lambda: run.client.call({"op": "hello"}),
         lambda: buffer.push(1.0),
+        lambda: buffer.push(2.0),
         lambda: model.publish_weights(scaled(2)),
         lambda: ludus.metric("x", 1),
         lambda: ludus.RemoteBuffer("c"),

@@ -66,9 +66,21 @@ def test_answers_come_from_the_workers_with_the_newest_weights(busy: Session) ->
         return model(row(5))  # plain code on a running loop
 
     np.testing.assert_array_equal(asyncio.run(inside()), row(15))
+    here = ludus.RemoteModel("remote", local_mode=True)
+    assert here._shared.workers == []
+    np.testing.assert_array_equal(here(row(5)), row(15))
     with ThreadPoolExecutor(4) as pool:
         assert [float(y[0]) for y in pool.map(lambda i: model(row(20 + i)), range(20))] == [3 * (20.0 + i) for i in range(20)]
     stop(processes)
+
+
+def test_workers_may_be_given_to_a_model_that_exists(busy: Session) -> None:
+    alone_before = ludus.RemoteModel("later", Scale())
+    assert alone_before._shared.workers == []
+    model = ludus.RemoteModel("later", num_workers=1)
+    assert len(model._shared.workers) == 1
+    np.testing.assert_array_equal(model(row(5)), row(5))
+    stop([busy.supervisor._processes["inference-later-0"]])
 
 
 def test_errors_reach_those_they_concern(busy: Session) -> None:

@@ -1,4 +1,4 @@
-"""A model as bytes: safetensors for arrays, JSON for how to build it. Reading runs no code but that of the class it names."""
+"""A model as bytes: safetensors for arrays, JSON for how to build it. Reading a policy runs no code but ours."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ludus.errors import Damaged, LudusError
 from ludus.model import module
 from ludus.model.policy import Policy, Weights
 from ludus.tree import Array
+
+POLICY = "ludus.model.policy:Policy"
 
 
 def encode_weights(weights: Mapping[str, Array], meta: Mapping[str, str] | None = None) -> bytes:
@@ -48,11 +50,14 @@ def model_from(description: bytes | Mapping[str, Any], cls: type[nn.Module] | No
 
 
 def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
-    """The same for what must be a policy. Raises Damaged."""
+    """The policy of a checkpoint or version. Raises Damaged.
+
+    Only our own class is built: a checkpoint may come from anywhere, and importing what it names would run anybody's code.
+    """
     try:
-        model = model_from(description)
-    except LudusError as error:
-        raise Damaged(f"This model.json does not describe a policy: {error}") from error
-    if not isinstance(model, Policy):
-        raise Damaged(f"This model.json describes a {type(model).__name__}, which is not a policy.")
-    return model
+        data = json.loads(description) if isinstance(description, bytes) else description
+        if data["class"] != POLICY:
+            raise Damaged(f"the class {data['class']!r} is not {POLICY}")
+        return Policy.from_description(data)
+    except (ValueError, KeyError, TypeError, LudusError) as error:
+        raise Damaged(f"This model.json does not describe a policy: {error}.") from error

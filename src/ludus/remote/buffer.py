@@ -80,7 +80,11 @@ class Outbox:
             start = not self._sending
             self._sending = True
         if start:
-            self._session.client.submit(self._send_all())
+            try:
+                self._session.client.submit(self._send_all())
+            except WorkerFailed as error:  # this process has left the run
+                self._fail(error)
+                raise
         return Pushed(push.future)
 
     def _make_room(self) -> None:
@@ -110,12 +114,16 @@ class Outbox:
                     self._bytes -= push.size
                     lost, self._lost = self._lost, 0
                 await self._send(self._connection, push, lost)
-        except Exception as error:  # the hub is gone: whoever waits, and whoever pushes next, is told
-            with self._lock:
-                self._error, self._sending = error, False
-                failed, self._waiting = self._waiting, deque()
-            for push in failed:
-                push.future.set_exception(error)
+        except Exception as error:  # the hub is gone
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever waits, and whoever pushes next, is told."""
+        with self._lock:
+            self._error, self._sending = error, False
+            failed, self._waiting = self._waiting, deque()
+        for push in failed:
+            push.future.set_exception(error)
 
     async def _send(self, connection: Connection, push: _Push, lost: int) -> None:
         header: Header = {"op": "buffer.push" if push.drop else "buffer.offer", "name": self._name}

@@ -115,7 +115,7 @@ class RemoteModel:
     given, but then nothing can be said about inputs that do not fit. `forward` adds the batch dimension and takes it off.
 
     `num_workers` processes run the network; by default every process that asks runs it itself, which is fastest for small
-    networks. `checkpoint_interval` says after how many versions one is stored durably (None: every ten minutes), and `keep`
+    networks, and which `local_mode` asks for even where there are workers. `checkpoint_interval` says after how many versions one is stored durably (None: every ten minutes), and `keep`
     how many of those stay (None: all). Making a model again attaches to it; another model of the same name is refused,
     unless `override_model` is given.
     """
@@ -149,22 +149,20 @@ class RemoteModel:
         self._held: Shared | None = None
         session = current("RemoteModel")
         if model is None:
-            if model_args or model_kwargs or override_model:
-                raise UsageError(f"RemoteModel({name!r}) has arguments for a model, and no model=.", "Give the class as model=.")
-            _ = self._shared
-            return
-        inputs = modules.inputs_of(forward_args, forward_kwargs or {}) if forward_args or forward_kwargs else None
-        described = modules.describe(model, model_args, model_kwargs, inputs, session.main_file)
-        settings = {"max_batch_size": max_batch_size}
-        info = _created(session, name, described, override_model, checkpoint_interval, keep, settings)
-        session.classes[name] = type(described.module)
-        with session.lock:
-            if num_workers and not info["workers"]:
-                info = {**info, "workers": Crew(session, name, num_workers).paths}
-                override_model = True
-            if override_model:
-                session.shared.pop(("model", name), None)
-            session.shared.setdefault(("model", name), Shared(session, info, max_batch_size))
+            given: dict[str, Any] = {"model_args": model_args, "model_kwargs": model_kwargs, "override_model": override_model}
+            given |= {"forward_args": forward_args, "forward_kwargs": forward_kwargs}
+            given |= {"checkpoint_interval": checkpoint_interval, "keep": keep}
+            _refuse_for_attaching(name, given)
+            info = session.client.call({"op": "model.find", "name": name}) if num_workers or local_mode else None
+        else:
+            inputs = modules.inputs_of(forward_args, forward_kwargs or {}) if forward_args or forward_kwargs else None
+            described = modules.describe(model, model_args, model_kwargs, inputs, session.main_file)
+            settings = {"max_batch_size": max_batch_size}
+            info = _created(session, name, described, override_model, checkpoint_interval, keep, settings)
+            session.classes[name] = type(described.module)
+        if info is not None:
+            _placed(session, info, max_batch_size, num_workers, local_mode, override_model)
+        _ = self._shared
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As an argument to another process of the run, a model is its name; it is attached when it is first used there."""
@@ -249,9 +247,11 @@ class RemoteModel:
         shared = self._shared
         arrays = modules.as_arrays(weights)
         modules.check_fit(shared.shapes, modules.shapes_in(arrays))
+        client = shared.session.client
+        client.check()  # with the hub its directory is gone
         staged = stage(Path(shared.session.place.staging), arrays)
         try:
-            reply = shared.session.client.call({"op": "model.publish", "name": self.name, "file": staged.name, "step": int(step)})
+            reply = client.call({"op": "model.publish", "name": self.name, "file": staged.name, "step": int(step)})
         except BaseException:
             staged.unlink(missing_ok=True)
             raise
@@ -271,6 +271,36 @@ def _unattached(name: str) -> RemoteModel:
     handle = RemoteModel.__new__(RemoteModel)
     handle.name, handle._max_batch_size, handle._held = name, None, None
     return handle
+
+
+def _refuse_for_attaching(name: str, given: Mapping[str, Any]) -> None:
+    """Nothing that was asked for is ignored in silence."""
+    meant = [key for key, value in given.items() if value]
+    if meant:
+        raise UsageError(
+            f"RemoteModel({name!r}, {', '.join(meant)}) has no model=, so it attaches to an existing one.",
+            "Give these where the model is made.",
+        )
+
+
+def _placed(
+    session: Session,
+    info: Mapping[str, Any],
+    max_batch_size: int | None,
+    num_workers: int | None,
+    local_mode: bool,
+    anew: bool,
+) -> None:
+    """Decide who answers for the model in this process: workers, started now if need be, or a module here."""
+    name = str(info["name"])
+    with session.lock:
+        known: Shared | None = session.shared.get(("model", name))
+        if num_workers and not info["workers"]:
+            info = {**info, "workers": Crew(session, name, num_workers).paths}
+        if local_mode:
+            info = {**info, "workers": []}
+        if known is None or anew or ((num_workers or local_mode) and known.workers != info["workers"]):
+            session.shared["model", name] = Shared(session, info, max_batch_size)
 
 
 def _created(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ludus
-from ludus.errors import AlreadyExists, LudusError, UsageError, WorkerFailed
+from ludus.errors import AlreadyExists, LudusError, StoreFull, UsageError, WorkerFailed
 from ludus.model.module import forbid_while_loading, main_script
 from ludus.remote.client import Client
 from ludus.runtime.hub import REPORT_S, Hub, Place, find_or_start
@@ -97,13 +97,13 @@ class Session:
 
     @property
     def client(self) -> Client:
-        if self._client is None:
+        client = self._client
+        if client is None or self._closed:
             with self.lock:
                 if self._closed:
                     raise self.closed()
-                if self._client is None:
-                    self._client = Client(self.place)
-        return self._client
+                client = self._client = self._client or Client(self.place)
+        return client
 
     @property
     def supervisor(self) -> Supervisor:
@@ -199,7 +199,10 @@ def init(project: str | Path | None = None, trial: str | None = None, *, report_
                 )
             return here
         directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreFull(f"Cannot make the run {directory}: {error.strerror}.", "Choose another project directory.") from error
         place, hub = find_or_start(directory, _report_interval(report_interval_s))
         if hub is not None:
             _write_meta(directory)

@@ -127,6 +127,11 @@ class Learner:
             return torch.device("cpu")
         return torch.device("cuda", self.rank % torch.cuda.device_count())
 
+    @property
+    def stopping(self) -> bool:
+        """This learner was asked to stop. Iterations over buffers end by themselves; other loops should look here."""
+        return current("ludus.learner").ended
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model on this learner's device; with several learners, gradients become the mean over all of them."""
         model = model.to(self.device)

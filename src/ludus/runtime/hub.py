@@ -42,6 +42,7 @@ BUFFER_SIZE = 512
 CLAIM_S = 15.0
 _CHUNK = MAX_BODY // 4
 _MAX_NAMES = 10_000
+_MAX_WRITES = 8
 _SHM, _SHM_FREE = Path("/dev/shm"), 1 << 28  # noqa: S108 - a private directory is made below it
 
 
@@ -183,6 +184,10 @@ class Disk:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ludus-disk", daemon=True)
         self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return self._work.qsize()
 
     def do(self, work: Callable[[], None]) -> None:
         self._work.put(work)
@@ -425,7 +430,11 @@ class Hub:
         now = time.monotonic()
         version = self._registry.publish(header["name"], header["file"], int(header["step"]), now)
         if self._registry.due(header["name"], now):
-            self._disk.do(self._registry.keeping(header["name"], now))
+            keep = self._registry.keeping(header["name"], now)
+            if self._disk.waiting < _MAX_WRITES:
+                self._disk.do(keep)
+            else:
+                keep()  # the publisher is faster than the disk, and has to wait for it
         return {"version": version}
 
     def _model_clone(self, peer: Peer, header: Header, body: bytes) -> Header:
