@@ -363,3 +363,69 @@ def test_stops_of_the_command_line_are_numbers() -> None:
 def test_a_stop_that_is_no_number_is_shown(pair: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--stop {pair.partition('=')[0]}") + f"|{re.escape(pair)}"):
         config.stop_values([pair])
+
+
+# -- games that call us -------------------------------------------------------------------------------------------------
+
+BOX, CHOICE = {"type": "Box", "shape": [2]}, {"type": "Discrete", "n": 2}
+BOTH: dict[str, Any] = {"observation_space": BOX, "action_space": CHOICE}
+
+
+def external_complaint(data: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.external_config(data)
+    return caught.value.message
+
+
+def test_a_game_has_one_seat_without_a_name_or_several_with_names() -> None:
+    assert config.external_config(BOTH).all_seats().keys() == {""}
+    seats = config.external_config({"seats": {"blue": BOTH, "red": BOTH | {"model": "other"}}}).all_seats()
+    assert {name: seat.model for name, seat in seats.items()} == {"blue": "model", "red": "other"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"observation_space": BOX},
+        {"action_space": CHOICE},
+        {"seats": {}},
+        {"seats": None},
+        BOTH | {"seats": {"blue": BOTH}},
+        {"observation_space": BOX, "seats": {"blue": BOTH}},
+        {"action_space": CHOICE, "seats": {"blue": BOTH}},
+    ],
+)
+def test_both_or_neither_of_spaces_and_seats_is_refused(data: dict[str, Any]) -> None:
+    assert "give observation_space and action_space, or seats" in external_complaint(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (BOTH | {"prot": 1}, "Unknown key 'config.env_config.prot'. Did you mean 'port'"),
+        (BOTH | {"max_session": 1}, "Did you mean 'max_sessions'"),
+        ({"seats": {"blue": BOTH | {"modle": "x"}}}, "Unknown key 'config.env_config.seats.blue.modle'. Did you mean 'model'"),
+        ({"seats": {"blue": {"observation_space": BOX}}}, "'config.env_config.seats.blue.action_space' is missing"),
+        ({"seats": {"blue": None}}, "config.env_config.seats.blue is None"),
+        ({"seats": {"blue": BOTH | {"model": "../up"}}}, "a model's name"),
+        ({"seats": {"blue": BOTH | {"model": "blue.optimizer"}}}, "a model's name"),  # its file would be another's
+        ({"seats": {"blue": BOTH | {"model": "sampler"}}}, "a model's name"),
+        (BOTH | {"observation_space": [1]}, "config.env_config.observation_space is [1]"),
+        (BOTH | {"port": -1}, "config.env_config.port is -1"),
+        (BOTH | {"port": 70_000}, "config.env_config.port is 70000"),
+        (BOTH | {"silent_s": 0}, "config.env_config.silent_s is 0"),
+        (BOTH | {"tick_timeout_s": 0}, "config.env_config.tick_timeout_s is 0"),
+        (BOTH | {"max_sessions": 0}, "config.env_config.max_sessions is 0"),
+        (BOTH | {"max_body_bytes": 0}, "config.env_config.max_body_bytes is 0"),
+    ],
+)
+def test_a_wrong_key_or_value_of_a_game_is_shown_with_its_path(data: dict[str, Any], words: str) -> None:
+    assert words in external_complaint(data)
+
+
+def test_batches_of_games_need_not_be_a_multiple_of_anything() -> None:
+    made = config.algorithm_config(PPOConfig, {"train_batch_size": 1000, "num_envs_per_worker": 7}, collated=True)
+    assert (made.train_batch_size, made.steps) == (1000, config.COLLATED_STEPS)
+    longer = config.algorithm_config(PPOConfig, {"rollout_fragment_length": 300}, collated=True)
+    assert longer.steps == 300

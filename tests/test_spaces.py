@@ -11,7 +11,7 @@ from gymnasium import spaces as gs
 from ludus import spaces
 from ludus.errors import ConfigError
 from ludus.spaces import ArraySpec
-from ludus.tree import Tree
+from ludus.tree import Tree, leaves, map_tree
 
 Space = gym.Space[Any]
 
@@ -212,3 +212,156 @@ def test_masks_of_a_batch_keep_their_rows() -> None:
 def test_a_mask_of_another_size_names_both_sizes(mask: Tree) -> None:
     with pytest.raises(ConfigError, match=r"mask has \d+ entries, the actions have 10 options"):
         spaces.flat_mask(mask, HYBRID)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ["a"] * 10,
+        [1] * 9 + [None],
+        [1] * 9 + [2],
+        [1] * 9 + [-1e9],
+        [1] * 9 + [np.nan],
+        np.full(10, 0.5),
+        np.array([1] * 9 + [None], object),
+    ],
+    ids=repr,
+)
+def test_a_mask_holds_zeros_and_ones_only(mask: Tree) -> None:
+    with pytest.raises(ConfigError, match="something else than 0"):
+        spaces.flat_mask(mask, HYBRID)
+
+
+@pytest.mark.parametrize(
+    "mask", [{"mvoe": [1, 1, 1]}, {"move": [1, 1, 1], "keys": [[1, 1], [1] * 5], "x": [1]}, {"move": {"a": 1}}]
+)
+def test_a_part_of_a_mask_that_no_action_has_is_named(mask: Tree) -> None:
+    with pytest.raises(ConfigError, match=r"mask has \['(mvoe|x|a)'\]"):
+        spaces.flat_mask(mask, HYBRID)
+
+
+# -- values that somebody gives -----------------------------------------------------------------------------------------
+
+EVERYTHING = gs.Dict(
+    {
+        "vector": gs.Box(-1, 1, (3,)),
+        "number": gs.Box(-1, 1, ()),
+        "picture": gs.Box(0, 255, (2, 2, 1), np.uint8),
+        "bytes": gs.Box(-100, 100, (2,), np.int16),
+        "kind": gs.Discrete(3, start=5),
+        "kinds": gs.MultiDiscrete(np.array([[2, 3]]), start=np.array([[1, 0]])),
+        "flags": gs.MultiBinary((1, 2)),
+        "pair": gs.Tuple([gs.Discrete(2), gs.Box(0, 1, (1,), np.float64)]),
+    }
+)
+
+
+def given() -> dict[str, Any]:
+    """Something of the space above as JSON would bring it."""
+    return {
+        "vector": [0.5, 1, -1],
+        "number": 0.25,
+        "picture": [[[0], [1]], [[2], [255]]],
+        "bytes": [-7, 8],
+        "kind": 7,
+        "kinds": [[2, 2]],
+        "flags": [[1, 0]],
+        "pair": [1, [0.5]],
+    }
+
+
+def test_lists_become_arrays_of_the_right_kind() -> None:
+    fitted = spaces.Fit(EVERYTHING)(given())
+    for (path, spec), (_, array) in zip(leaves(spaces.array_spec(EVERYTHING)), leaves(fitted), strict=True):
+        assert (array.shape, array.dtype) == (spec.shape, spec.dtype), path
+    assert fitted["vector"].tolist() == [0.5, 1, -1]
+    assert fitted["pair"][0] == 1
+    assert set(fitted) == set(given())
+
+
+@pytest.mark.parametrize("space", [s for s in [*ELEMENTARY, *NESTED, EVERYTHING] if s.shape != (0,)], ids=repr)
+def test_samples_of_a_space_fit_it_as_arrays_lists_and_bytes(space: Space) -> None:
+    space.seed(0)
+    fit = spaces.Fit(space)
+    for _ in range(10):
+        sample = space.sample()
+        arrays = fit(sample)
+        as_lists = map_tree(lambda x: np.asarray(x).tolist(), sample)
+        as_bytes = map_tree(lambda x: x.tobytes(), arrays)
+        for other in (fit(as_lists), fit(as_bytes)):
+            for (path, one), (_, two) in zip(leaves(arrays), leaves(other), strict=True):
+                np.testing.assert_array_equal(one, two, err_msg=path)
+
+
+def test_what_fits_is_a_copy_that_may_be_written() -> None:
+    fit = spaces.Fit(gs.Box(-1, 1, (2,)))
+    mine = np.zeros(2, np.float32)
+    for value in (mine, mine.tobytes(), [0, 0]):
+        fitted = fit(value)
+        fitted[:] = 5
+    assert mine.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("vector", [1, 2], "shape [2]"),
+        ("vector", [[1, 2, 3]], "shape [1, 3]"),
+        ("vector", 1, "shape []"),
+        ("vector", [1, 2, np.nan], "nan"),
+        ("vector", [1, 2, np.inf], "inf"),
+        ("vector", [1, 2, 1e39], "inf"),
+        ("vector", [1, 2, "3"], "text"),
+        ("vector", [1, 2, None], "not a number"),
+        ("vector", [1, [2], 3], "inhomogeneous"),
+        ("vector", [1, 2, 10**30], "not a number"),
+        ("vector", [1, 2, 3j], "complex"),
+        ("vector", None, "not a number"),
+        ("vector", {}, "not a number"),
+        ("vector", b"123", "float32[3]"),
+        ("vector", np.array([1, 2, np.nan], np.float32).tobytes(), "nan"),
+        ("number", [0.5], "shape [1]"),
+        ("picture", [[[0], [1]], [[2], [256]]], "does not fit into uint8"),
+        ("picture", [[[0], [1]], [[2], [-1]]], "does not fit into uint8"),
+        ("picture", [[[0], [1]], [[2], [0.5]]], "fractions"),
+        ("picture", b"\0\1\2", "uint8[2, 2, 1]"),
+        ("bytes", [1, 40_000], "does not fit into int16"),
+        ("bytes", [1, 1e300], "does not fit into int16"),
+        ("kind", 4, "categories run from 5 to below 8"),
+        ("kind", 8, "categories run from 5 to below 8"),
+        ("kind", 5.5, "fractions"),
+        ("kind", np.nan, "fractions"),
+        ("kind", "6", "text"),
+        ("kind", 2**63, "does not fit into int64"),
+        ("kind", b"\0" * 8, "categories"),
+        ("kinds", [[3, 0]], "categories"),
+        ("kinds", [[1, -1]], "categories"),
+        ("flags", [[2, 0]], "categories run from 0 to below 2"),
+        ("flags", [[-1, 0]], "categories run from 0 to below 2"),
+        ("flags", b"\1\7", "categories run from 0 to below 2"),
+        ("pair", [1], "list of 2 parts"),
+        ("pair", {"0": 1, "1": [0.5]}, "list of 2 parts"),
+        ("pair", [2, [0.5]], "categories"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_place(path: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^observation\.{path}") as caught:
+        spaces.Fit(EVERYTHING)(given() | {path: value})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, [], 5, "x", b"x", {}, {"vector": 1}, given() | {"more": 1}], ids=lambda v: repr(v)[:30])
+def test_an_object_with_other_keys_names_all_of_them(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"the keys are \['bytes', 'flags'"):
+        spaces.Fit(EVERYTHING)(value)
+
+
+def test_numbers_that_are_whole_fit_whatever_they_are_written_as() -> None:
+    fit = spaces.Fit(gs.Discrete(3))
+    for value in (2, 2.0, np.float32(2), np.int8(2), True + 1):
+        assert fit(value) == 2
+    assert spaces.Fit(gs.Box(-1, 1, (2,)))([True, False]).tolist() == [1, 0]
+
+
+def test_bounds_of_a_box_are_not_enforced() -> None:
+    assert spaces.Fit(gs.Box(-1, 1, (1,)))([7]).tolist() == [7]

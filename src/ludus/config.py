@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -286,9 +286,16 @@ def _complaints(schema: type[_Strict], error: ValidationError, where: str) -> li
 def _schema_at(schema: type[_Strict], path: list[str]) -> type[_Strict]:
     for name in path:
         for field_name, field in schema.model_fields.items():
-            if name in (field_name, field.alias) and isinstance(field.annotation, type) and issubclass(field.annotation, _Strict):
-                schema = field.annotation
+            if name in (field_name, field.alias):
+                schema = _section(field.annotation) or schema
     return schema
+
+
+def _section(annotation: Any) -> type[_Strict] | None:
+    """The schema in an annotation, which may be inside `dict[str, …] | None`."""
+    if get_origin(annotation) is None:
+        return annotation if isinstance(annotation, type) and issubclass(annotation, _Strict) else None
+    return next((found for part in get_args(annotation) if (found := _section(part)) is not None), None)
 
 
 def known_keys(schema: type[_Strict]) -> list[str]:

@@ -73,7 +73,7 @@ class Table:
         return asked
 
     async def ask(self, kind: str, id_: str = "a", body: bytes = b"", seq: int = -1) -> Reply:
-        return await self.send(kind, id_, body, seq)
+        return await self.send(kind, id_, body, seq).heard
 
     async def open(self, *ids: str, seq: int = -1) -> None:
         for id_ in ids or ("a",):
@@ -86,7 +86,9 @@ class Table:
 
 @contextlib.asynccontextmanager
 async def table(make_actor: Callable[[], Any], *, lost_for: float = -1.0, **limits: Any) -> AsyncIterator[Table]:
-    made = Table(make_actor, SessionLimits(**{"tick_s": LONG_S, "silent_s": 2 * LONG_S, "retry_s": 4 * LONG_S, **limits}), lost_for)
+    made = Table(
+        make_actor, SessionLimits(**{"tick_s": LONG_S, "silent_s": 2 * LONG_S, "retry_s": 4 * LONG_S, **limits}), lost_for
+    )
     try:
         yield made
     finally:
@@ -798,7 +800,7 @@ async def test_an_actor_that_raises_ends_its_own_session_alone(
 async def test_an_actor_that_does_not_return_bytes_has_failed(kind: str, reply: Any) -> None:
     class Wrong(Actor):
         async def start(self, session: str, body: bytes) -> bytes:
-            return reply if kind == "start" else b""  # type: ignore[no-any-return]
+            return reply if kind == "start" else b""
 
         async def tick(self, body: bytes) -> bytes:
             return reply  # type: ignore[no-any-return]
@@ -1289,8 +1291,8 @@ async def test_closing_ends_every_session_and_tells_every_actor() -> None:
     calls: list[Any] = []
     hold, began = threading.Event(), threading.Event()
     make, _ = gated(calls)
-    kinds = iter([make, lambda: Diary(calls), lambda: Plain(calls, hold, began)])
-    async with table(lambda: next(kinds)()) as games:
+    actors = iter([make(), Diary(calls), Plain(calls, hold, began)])
+    async with table(lambda: next(actors)) as games:
         await games.open("busy", "idle", "plain")
         busy, plain = games.send("tick", "busy"), games.send("tick", "plain")
         await until(began.is_set)

@@ -47,7 +47,11 @@ class Wire:
         if receive_buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(("127.0.0.1", port))
+        try:
+            self.socket.connect(("127.0.0.1", port))
+        except OSError:
+            self.socket.close()
+            raise
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._read = b""
 

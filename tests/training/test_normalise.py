@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ludus.spaces import ArraySpec
+from ludus.training import normalise
 from ludus.training.normalise import RewardScale
 from ludus.types import Segments, SegmentSpec
 
@@ -96,3 +97,59 @@ def test_a_restored_scale_keeps_its_statistics_and_begins_its_returns_anew() -> 
     plain.running.clear()
     following = random_block(random, 9, [0, 1])
     np.testing.assert_allclose(resumed.scaled(following), plain.scaled(following), rtol=1e-4)
+
+
+# -- collated segments: several rows of one session in one block ----------------------------------------------------------
+
+
+def collated(random: np.random.Generator, origins: list[int], steps: int = 5) -> Segments:
+    """Rows of any length, each the continuation of the one before of the same origin."""
+    made = block(steps, origins)
+    made.reward[:] = 10 * random.normal(size=made.reward.shape)
+    lengths = random.integers(1, steps + 1, len(origins))
+    made.valid[:] = np.arange(steps)[:, None] < lengths
+    made.first[0] = random.random(len(origins)) < 0.2
+    return made
+
+
+@pytest.mark.parametrize("origins", [[3, 3, 3], [0, 1, 0, 1, 0], [5, 4, 4, 5, 9, 4], [2]])
+def test_rows_of_one_origin_in_one_block_follow_each_other(origins: list[int]) -> None:
+    scale, plain, random = RewardScale(0.95), Plain(0.95), np.random.default_rng(0)
+    for _ in range(4):
+        segments = collated(random, origins)
+        valid = segments.valid
+        np.testing.assert_allclose(scale.scaled(segments)[valid], plain.scaled(segments)[valid], rtol=1e-4)
+
+
+def test_cutting_episodes_into_pieces_does_not_change_their_scale() -> None:
+    random = np.random.default_rng(0)
+    reward = 1 + random.normal(size=64).astype(np.float32)
+    whole = block(64, [7])
+    whole.reward[:, 0], whole.first[0, 0] = reward, True
+    expected = RewardScale(0.99).scaled(whole)[:, 0]
+    pieces = block(8, [7] * 8)
+    pieces.reward[:], pieces.first[0, 0] = reward.reshape(8, 8).T, True
+    np.testing.assert_allclose(RewardScale(0.99).scaled(pieces).T.reshape(-1), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["terminated", "truncated"])
+def test_a_session_that_has_ended_leaves_nothing_behind(flag: str) -> None:
+    scale = RewardScale(0.9)
+    for origin in range(50):
+        segments = block(4, [origin])
+        segments.reward[:] = 1
+        segments.valid[3] = False
+        getattr(segments, flag)[2] = True
+        scale.scaled(segments)
+    assert scale._carry == {}
+
+
+def test_sessions_that_broke_off_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalise, "_MOST_OPEN", 10)
+    scale, plain, random = RewardScale(0.9), Plain(0.9), np.random.default_rng(0)
+    for origin in range(100):
+        segments = block(2, [1000, origin])
+        segments.reward[:] = random.normal(size=(2, 2))
+        np.testing.assert_allclose(scale.scaled(segments), plain.scaled(segments), rtol=1e-4, atol=1e-3)
+        assert len(scale._carry) <= 10
+    assert 1000 in scale._carry, "who is still playing is not forgotten"

@@ -107,10 +107,12 @@ class Gateway:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            now = self.loop.time()
-            self.sessions.sweep(now)
-            for connection in list(self._connections):
-                connection.sweep(now)
+            self.sweep(self.loop.time())
+
+    def sweep(self, now: float) -> None:
+        self.sessions.sweep(now)
+        for connection in list(self._connections):
+            connection.sweep(now)
 
     # -- what a connection asks of us
 

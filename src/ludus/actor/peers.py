@@ -38,6 +38,7 @@ class Peers:
     def __init__(self, gateway: Gateway, slot: int, paths: Sequence[str]) -> None:
         self._gateway, self._slot, self._paths = gateway, slot, list(paths)
         self._links: dict[int, _Link] = {}
+        self._incoming: set[_Incoming] = set()
         self._inbox: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._adopting: set[asyncio.Task[None]] = set()
@@ -53,7 +54,7 @@ class Peers:
         self._inbox.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
         self._inbox.bind(own + ".h")
         self._gateway.loop.add_reader(self._inbox.fileno(), self._receive)
-        self._server = await self._gateway.loop.create_unix_server(lambda: _Incoming(self._gateway), own + ".f")
+        self._server = await self._gateway.loop.create_unix_server(lambda: _Incoming(self._gateway, self._incoming), own + ".f")
 
     def close(self) -> None:
         if self._inbox is not None:
@@ -63,6 +64,8 @@ class Peers:
             self._server.close()
         for link in self._links.values():
             link.close()
+        for incoming in self._incoming:
+            incoming.close()
 
     # -- whole connections
 
@@ -143,6 +146,10 @@ class _Frames(asyncio.Protocol):
         if self.transport is not None:
             self.transport.write(_framed(message))
 
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
 
 def _framed(message: list[object]) -> bytes:
     packed: bytes = msgpack.packb(message)
@@ -200,17 +207,24 @@ class _Link(_Frames):
 
     def close(self) -> None:
         self._connecting.cancel()
-        if self.transport is not None:
-            self.transport.close()
+        super().close()
 
 
 class _Incoming(_Frames):
     """From a worker whose connection brought one of our sessions."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, all_of_them: set[_Incoming]) -> None:
         super().__init__()
-        self._gateway = gateway
+        self._gateway, self._all = gateway, all_of_them
         self.port = gateway.direct_port
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._all.discard(self)
 
     def frame(self, message: list[object]) -> None:
         number, kind, session, seq, match, body = message
