@@ -302,7 +302,13 @@ def test_plain_actors_answer_many_games_at_once() -> None:
 def test_without_the_token_nothing_is_done() -> None:
     settings = GatewaySettings(token="s3cret", spec={"observation_space": {"type": "Box"}})
     with gateway(Echo, settings) as served, Wire(served.port) as wire:
-        for header in ([], ["Authorization: Bearer wrong!"], ["Authorization: s3cret"], ["Authorization: Bearer s3cretX"], ["Authorization:"]):
+        for header in (
+            [],
+            ["Authorization: Bearer wrong!"],
+            ["Authorization: s3cret"],
+            ["Authorization: Bearer s3cretX"],
+            ["Authorization:"],
+        ):
             for request in (step("start", "a", b"body", headers=header), raw("GET /spec", header)):
                 reply = wire.ask(request)
                 assert (reply.refusal, reply.headers["www-authenticate"]) == ((401, "unauthorized"), "Bearer")
@@ -350,7 +356,16 @@ def test_health_counts() -> None:
         assert wire.ask(raw("GET /nowhere")).status == 404
         assert wire.ask(step("", "a")).status == 400
         health = wire.ask(raw("GET /health")).json
-    expected = {"status": "ok", "slot": 0, "requests": 4, "connections": 1, "sessions": 1, "started": 2, "ended": 1, "repeated": 1}
+    expected = {
+        "status": "ok",
+        "slot": 0,
+        "requests": 4,
+        "connections": 1,
+        "sessions": 1,
+        "started": 2,
+        "ended": 1,
+        "repeated": 1,
+    }
     assert health | expected == health
     assert health["refused_before"] == {"not_found": 1, "step_kind": 1}
 

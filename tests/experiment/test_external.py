@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import yaml
 import ludus
 from ludus.errors import ConfigError, IncompatibleCheckpoint, Refused, Unreachable, UsageError
 from ludus.experiment import checkpoint, experiment
+from ludus.experiment.experiment import Result
 from ludus.game.client import Client
 from ludus.metrics import read_jsonl
 from ludus.runtime.fleet import bind
@@ -324,6 +326,41 @@ def test_a_checkpoint_of_other_seats_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+# -- workers ------------------------------------------------------------------------------------------------------------
+
+
+def test_games_that_play_in_workers_are_learned_from_in_the_same_way_and_resumed(tmp_path: Path, learned: list[Segments]) -> None:
+    port, run = free_port(), tmp_path / "run"
+
+    def played(start: Callable[[], Result]) -> Result:
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(start)
+            wait_for(port, lambda: not done.done())
+            with games(f"http://127.0.0.1:{port}", two_seats, count=4):
+                return done.result(LIMIT_S)
+
+    experiment_data = data(10, TWO_SEATS | {"port": port}, run=WATCHING, num_workers=2)
+    result = played(lambda: experiment.start(experiment_data, project=tmp_path, trial="run"))
+    assert result.stopped_by == "iterations"
+    assert result.metrics["timesteps"] == sum(batch.steps for batch in learned)
+    assert result.metrics["games/failed"] == 0
+    assert {batch.model for batch in learned} == {"navy", "rose"}
+    of_navy = [batch for batch in learned if batch.model == "navy"]
+    for batch in of_navy:
+        assert (np.abs(batch.observation[:-1][batch.valid]) <= 1).all()
+        assert set(batch.action[batch.valid].tolist()) <= {0, 1}
+        assert np.isfinite(batch.value).all()
+    assert max(int(batch.version[batch.valid].max()) for batch in of_navy) > 1, "new weights reach the workers"
+    before = checkpoint.newest(LocalStore(run))
+    assert set(before.weights) == {"navy", "rose"}
+
+    again = played(lambda: experiment.resume(run, stop={"iterations": 12}))
+    assert again.metrics["iterations"] == 12
+    after = checkpoint.newest(LocalStore(run))
+    for name in ("navy", "rose"):
+        assert after.state["models"][name]["version"] > before.state["models"][name]["version"]
+
+
 # -- the command --------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +377,7 @@ def test_an_interrupted_training_leaves_a_checkpoint_from_which_it_resumes(tmp_p
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([*words, "--quiet"], env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            wait_for(port, process)
+            wait_for(port, lambda: process.poll() is None)
             with games(f"http://127.0.0.1:{port}", two_seats) as playing:
                 while playing.matches < 30:
                     assert process.poll() is None
@@ -362,10 +399,10 @@ def test_an_interrupted_training_leaves_a_checkpoint_from_which_it_resumes(tmp_p
         assert after.state["models"][name]["version"] > before.state["models"][name]["version"]
 
 
-def wait_for(port: int, process: subprocess.Popen[str]) -> None:
+def wait_for(port: int, alive: Callable[[], bool]) -> None:
     pause = threading.Event()
     for _ in range(int(LIMIT_S / 0.05)):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert alive(), "it ended before it listened"
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
         except OSError:

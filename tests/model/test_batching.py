@@ -128,7 +128,7 @@ async def test_an_error_reaches_every_caller_of_that_batch_and_nobody_else() -> 
     found = await asyncio.gather(*(batcher.submit(row) for row in (1, 13, 2)), return_exceptions=True)
     assert [str(error) for error in found] == ["the model failed"] * 3
     assert all(isinstance(error, ArithmeticError) for error in found)
-    assert await asyncio.gather(batcher.submit(1), batcher.submit(2)) == [1, 2]
+    assert [await answer for answer in (batcher.submit(1), batcher.submit(2))] == [1, 2]
 
 
 @pytest.mark.parametrize("results", [[], [1], [1, 2, 3]])

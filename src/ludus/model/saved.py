@@ -20,7 +20,8 @@ POLICY = "ludus.model.policy:Policy"
 
 
 def encode_weights(weights: Mapping[str, Array], meta: Mapping[str, str] | None = None) -> bytes:
-    return save({name: np.asarray(array, order="C") for name, array in weights.items()}, dict(meta or {}))
+    # An empty dict as metadata beside no arrays at all would be written as a header that cannot be read (safetensors 0.8.0).
+    return save({name: np.asarray(array, order="C") for name, array in weights.items()}, dict(meta) if meta else None)
 
 
 def decode_weights(data: bytes, where: str) -> tuple[Weights, dict[str, Any]]:
