@@ -6,7 +6,7 @@ Shapes are named by their letters: T steps, B rows (a row is one seat of one mat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,21 @@ class Segments:
         """How many valid steps are inside."""
         return int(np.count_nonzero(self.valid))
 
+    def trimmed(self) -> Segments:
+        """The same segments without the padding that all rows share; views of the same arrays. Kept finals are not carried."""
+        valid = np.flatnonzero(self.valid.any(axis=1))
+        used = int(valid[-1]) + 1 if len(valid) else 0
+        if used == self.spec.steps:
+            return self
+        spec = replace(self.spec, steps=used)
+
+        def cut(name: str, rows: int) -> Tree:
+            return map_tree(lambda x: x[:rows], getattr(self, name))
+
+        over_steps = {name: cut(name, used) for name in OVER_STEPS}
+        after_steps = {name: cut(name, used + 1) for name in OVER_STEPS_AND_AFTER}
+        return replace(self, spec=spec, state=cut("state", spec.states), **over_steps, **after_steps)
+
     def arrays(self) -> dict[str, Tree]:
         """All arrays by field name: what a transport must carry."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_ARRAYS}
@@ -119,6 +134,11 @@ class Segments:
     def nbytes(self) -> int:
         return sum(int(leaf.nbytes) for leaf in _leaves(self.arrays()))
 
+
+OVER_STEPS = ("action", "reward", "terminated", "truncated", "valid", "log_prob", "version")
+"""Arrays [T, B, …]."""
+OVER_STEPS_AND_AFTER = ("observation", "first", "value", "action_mask")
+"""Arrays [T+1, B, …]."""
 
 _NOT_ARRAYS = frozenset({"spec", "finals", "model", "cache"})
 

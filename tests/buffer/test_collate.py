@@ -50,17 +50,18 @@ def write(memory: LocalMemory, first: int, steps: int, *, ended: bool = False) -
 
 
 def check_row(batch: Segments, row: int) -> list[int]:
-    """All arrays of a row say the same; the steps that it holds."""
-    first, total = int(batch.origin[row]), batch.spec.steps
-    numbers = first + np.arange(total + 1)
-    assert batch.observation["a"][:, row].tolist() == [[n, n] for n in numbers]
-    assert batch.observation["b"][0][:, row].tolist() == numbers.tolist()
+    """All arrays of a row say the same, up to the observation after its last step; the steps that it holds."""
+    first, used = int(batch.origin[row]), int(np.count_nonzero(batch.valid[:, row]))
+    numbers = first + np.arange(used + 1)
+    assert batch.observation["a"][: used + 1, row].tolist() == [[n, n] for n in numbers]
+    assert batch.observation["b"][0][: used + 1, row].tolist() == numbers.tolist()
     for name in ("reward", "action", "version"):
-        assert getattr(batch, name)[:, row].tolist() == numbers[:-1].tolist()
-    assert batch.value[:, row].tolist() == numbers.tolist()
-    assert batch.state[0][:, row].tolist() == [[n, n] for n in numbers[:-1:2]]
-    assert batch.action_mask[:, row].tolist() == [[n % 2 == 0] * 3 for n in numbers]
-    return [int(number) for number in numbers[:-1][batch.valid[:, row]]]
+        assert getattr(batch, name)[:used, row].tolist() == numbers[:-1].tolist()
+    assert batch.value[: used + 1, row].tolist() == numbers.tolist()
+    assert batch.state[0][: -(-used // 2), row].tolist() == [[n, n] for n in numbers[:-1:2]]
+    assert batch.action_mask[: used + 1, row].tolist() == [[n % 2 == 0] * 3 for n in numbers]
+    assert not batch.valid[used:, row].any()
+    return [int(number) for number in numbers[:-1]]
 
 
 @given(st.data())
@@ -80,7 +81,7 @@ def test_batches_hold_enough_steps_of_one_model_and_every_step_once(data: st.Dat
             assert batch.steps == sum(map(len, rows)) >= least
             assert batch.steps - len(rows[-1]) < least, "it waited longer than it had to"
             got[batch.model] += [step for row in rows for step in row]
-            assert batch.spec == spec(batch.model)
+            assert batch.spec == spec(batch.model, max(map(len, rows))), "no longer than its longest row"
             collated.release(batch)
         assert collated.take(0) is None
 
@@ -279,3 +280,18 @@ def loss_of(algorithm: PPO, segments: Segments, moved: float = 1.1) -> dict[str,
     loss.backward()
     gradient = sum(float(p.grad.square().sum()) for p in policy.parameters() if p.grad is not None)
     return {name: float(value) for name, value in numbers.items()} | {"gradient": gradient}
+
+
+def test_no_model_is_starved_by_another() -> None:
+    memories = {name: LocalMemory(spec(name), 1, 100) for name in ("blue", "red")}
+    collated = Collated(list(memories.values()), 4)
+    for number in range(12):
+        for memory in memories.values():
+            write(memory, 10 * number, 4)
+    taken = []
+    for _ in range(6):
+        batch = collated.take(0)
+        assert batch is not None
+        taken.append(batch.model)
+        collated.release(batch)
+    assert taken == ["blue", "red"] * 3

@@ -101,7 +101,9 @@ class Gathering:
             "games/sessions": float(len(sessions)),
             "games/requests": float(sessions.requests),
             "games/failed": float(sessions.stats.failed),
+            "games/timed_out": float(sessions.stats.timed_out),
             "games/silent": float(sessions.stats.silent),
+            "games/refused": float(sessions.stats.refused),
             "games/discarded_steps": float(sum(s.discarded for s in stats)),
             "games/unrecorded_steps": float(sum(s.unrecorded for s in stats)),
         }

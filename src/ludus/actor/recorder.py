@@ -40,7 +40,8 @@ class RecorderStats:
 
 class Recorder:
     """Episodes of one seat, one after the other. A segment ends when it is full, when its episode ends, or when the weights
-    change: within a segment one version acts."""
+    change: within a segment one version acts. Only a recurrent model goes on: its sequences would become too short to learn
+    from, and every step is stamped with the version that acted."""
 
     def __init__(self, memory: Memory, origin: int, stats: RecorderStats) -> None:
         self._memory, self._origin, self._stats = memory, origin, stats
@@ -59,7 +60,7 @@ class Recorder:
         """What was seen, what was decided, and the reward of the action before. `state` is the one that was decided in."""
         self._settle(reward)
         block, t = self._block, self._t
-        if block is not None and (t == block.spec.steps or decision.version != self._version):
+        if block is not None and (t == block.spec.steps or (decision.version != self._version and not block.spec.state_every)):
             self._show(block, t, observation, mask)
             block.value[t, 0] = decision.value
             self._hand_in(block)

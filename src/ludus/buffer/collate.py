@@ -10,37 +10,32 @@ from dataclasses import replace
 import numpy as np
 
 from ludus.memory.memory import MemoryStats, Waiting
-from ludus.tree import Tree, map_tree
-from ludus.types import Segments
+from ludus.tree import Array, map_tree
+from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments
 
 
 def joined(parts: Sequence[Segments]) -> Segments:
-    """One block with the rows of all `parts`, side by side; they must be of one spec without kept final observations."""
-    first = parts[0]
-    rows = sum(part.rows for part in parts)
+    """One block with the rows of all `parts`, side by side, as long as the longest; what is shorter is padded, not valid.
 
-    def along(axis: int, trees: Sequence[Tree]) -> Tree:
-        return map_tree(lambda *leaves: np.concatenate(leaves, axis=axis), trees[0], *trees[1:])
-
-    def field(name: str, axis: int = 1) -> Tree:
-        return along(axis, [getattr(part, name) for part in parts])
-
-    empty = Segments.empty(replace(first.spec, steps=0, finals=0), 0)
-    return replace(
-        empty,
-        spec=first.spec,
-        **{name: field(name) for name in _OVER_TIME},
-        state=field("state") if first.spec.state_every else map_tree(lambda spec: spec.zeros(0, rows), first.spec.state),
-        origin=field("origin", 0),
-        episode_return=field("episode_return", 0),
-        episode_length=field("episode_length", 0),
-    )
+    They must be of one model, without kept final observations.
+    """
+    parts = [part.trimmed() for part in parts]
+    spec = replace(parts[0].spec, steps=max(1, *(part.spec.steps for part in parts)), finals=0)
+    batch = Segments.empty(spec, sum(part.rows for part in parts))
+    row = 0
+    for part in parts:
+        columns = slice(row, row + part.rows)
+        for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
+            map_tree(lambda whole, own, at=columns: _put(whole, own, at), getattr(batch, name), getattr(part, name))
+        batch.origin[columns] = part.origin
+        row += part.rows
+    batch.episode_return = np.concatenate([part.episode_return for part in parts])
+    batch.episode_length = np.concatenate([part.episode_length for part in parts])
+    return batch
 
 
-_OVER_TIME = (
-    *("observation", "action", "reward", "terminated", "truncated", "valid", "first"),
-    *("log_prob", "value", "version", "action_mask"),
-)
+def _put(whole: Array, own: Array, columns: slice) -> None:
+    whole[: len(own), columns] = own
 
 
 class Collated:
@@ -53,6 +48,7 @@ class Collated:
         self._memories, self._batch_steps, self._clock = list(memories), batch_steps, clock
         self._waiting: list[deque[Segments]] = [deque() for _ in memories]
         self._steps = [0] * len(self._memories)
+        self._next = 0
         self._batches: set[int] = set()
 
     def ready(self) -> bool:
@@ -62,9 +58,10 @@ class Collated:
     def take(self, timeout_s: float) -> Segments | None:
         deadline = self._clock() + timeout_s
         while True:
-            for i, memory in enumerate(self._memories):
+            for i in (*range(self._next, len(self._memories)), *range(self._next)):
                 if self._gather(i):
-                    return self._batch(i, memory)
+                    self._next = (i + 1) % len(self._memories)  # the others come first next time: none is starved
+                    return self._batch(i, self._memories[i])
             if self._clock() >= deadline:
                 return None
             time.sleep(0.001)

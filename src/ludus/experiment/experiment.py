@@ -18,7 +18,7 @@ from ludus.actor.evaluate import Score, play
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, StopConfig
-from ludus.errors import ConfigError, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
+from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
 from ludus.experiment import checkpoint, external
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
@@ -134,6 +134,11 @@ def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Seq
     try:
         before = checkpoint.newest(run.store)
     except NotFound:
+        if checkpoint.names(run.store):
+            raise Damaged(
+                f"{directory} has checkpoints, and none of them can be read.",
+                "Starting again would bury them: look at them first.",
+            ) from None
         before = None
         log.warning("%s has no checkpoint yet; it starts again", directory)
     seed = resolved.config.seed

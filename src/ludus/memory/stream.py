@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _SIZE = struct.Struct("<Q")
 _MAX_MESSAGE = 1 << 30
-_OUTBOX = 1024  # segments that wait to be sent
+_OUTBOX_BYTES = 64 << 20  # what waits to be sent
 _CONNECT_S = 30.0
 
 
@@ -41,6 +41,7 @@ class StreamWriter:
         self._socket.connect(path)
         self._socket.settimeout(None)
         self._outbox: deque[bytes] = deque()
+        self._bytes = 0
         self._changed = threading.Condition()
         self._closed = False
         self._committed = self._dropped = 0
@@ -50,16 +51,18 @@ class StreamWriter:
         return Segments.empty(self._spec, 1)
 
     def commit(self, segments: Segments) -> None:
-        self.send(segments.arrays(), {"model": segments.model})
+        segments = segments.trimmed()
+        self.send(segments.arrays(), {"model": segments.model, "steps": segments.spec.steps})
         self._committed += 1
 
     def send(self, arrays: Any, meta: dict[str, Any]) -> None:
         data = encode(arrays, meta)
         with self._changed:
-            if len(self._outbox) >= _OUTBOX:
-                self._outbox.popleft()
-                self._dropped += 1
             self._outbox.append(data)
+            self._bytes += len(data)
+            while len(self._outbox) > 1 and self._bytes > _OUTBOX_BYTES:
+                self._bytes -= len(self._outbox.popleft())
+                self._dropped += 1
             self._changed.notify()
 
     def abandon(self, segments: Segments) -> None:
@@ -81,6 +84,7 @@ class StreamWriter:
                 if not self._outbox:
                     return
                 data = self._outbox.popleft()
+                self._bytes -= len(data)
             try:
                 self._socket.sendall(_SIZE.pack(len(data)))
                 self._socket.sendall(data)
@@ -97,16 +101,22 @@ class StreamWriter:
 
 
 class StreamMemory:
-    """For the learner: takes what all writers send, in the order of arrival, for the models of `specs`."""
+    """For the learner: takes what all writers send, in the order of arrival, for the models of `specs`.
+
+    Of each model at most `capacity` steps wait; what is older is dropped and counted, so that nothing stale is learned from.
+    """
 
     def __init__(self, specs: dict[str, SegmentSpec], path: str, capacity: int) -> None:
         self._specs, self._capacity = specs, capacity
+        self._steps = dict.fromkeys(specs, 0)
         self._ready: dict[str, deque[Segments]] = {name: deque() for name in specs}
         self._changed = threading.Condition()
         self._closed = False
         self._committed = self._taken = self._released = self._dropped = 0
         self.counters: dict[str, dict[str, float]] = {}
         """What each writer said of itself last, by its name."""
+        self.past: dict[str, float] = {}
+        """What those had counted that were replaced."""
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(path)
         self._server.listen(64)
@@ -146,16 +156,28 @@ class StreamMemory:
         arrays, meta = decode(data)
         with self._changed:
             if "counters" in meta:
-                self.counters[str(meta["writer"])] = {str(k): float(v) for k, v in meta["counters"].items()}
+                self._count(str(meta["writer"]), {str(key): float(value) for key, value in meta["counters"].items()})
                 return
-            spec = self._specs[meta["model"]]
+            spec = replace(self._specs[meta["model"]], steps=int(meta["steps"]))
             waiting = self._ready[spec.model]
             waiting.append(replace(Segments.empty(replace(spec, steps=0), 0), spec=spec, model=spec.model, **arrays))
             self._committed += 1
-            if len(waiting) > self._capacity:
-                waiting.popleft()
+            self._steps[spec.model] += spec.steps
+            while len(waiting) > 1 and self._steps[spec.model] > self._capacity:
+                self._steps[spec.model] -= waiting.popleft().spec.steps
                 self._dropped += 1
             self._changed.notify_all()
+
+    def _count(self, writer: str, counters: dict[str, float]) -> None:
+        before = self.counters.get(writer, {})
+        if counters.get("requests", 0.0) < before.get("requests", 0.0):  # it was replaced, and counts from 0 again
+            for key, value in before.items():
+                self.past[key] = self.past.get(key, 0.0) + value
+        self.counters[writer] = counters
+
+    def total(self, key: str) -> float:
+        """Over all writers, those that died included."""
+        return self.past.get(key, 0.0) + sum(counters.get(key, 0.0) for counters in self.counters.values())
 
     def wait(self, timeout_s: float) -> None:
         """Until something arrives, or the time is up."""
@@ -170,7 +192,9 @@ class StreamMemory:
                 self._changed.wait_for(lambda: waiting or self._closed, timeout_s)
             if waiting:
                 self._taken += 1
-                return waiting.popleft()
+                oldest = waiting.popleft()
+                self._steps[model] -= oldest.spec.steps
+                return oldest
             if self._closed:
                 raise MemoryClosed("The memory was closed.")
             return None

@@ -76,6 +76,8 @@ class Batcher(Generic[Row, Out]):
             if len(results) != len(rows):
                 raise ValueError(f"A batch of {len(rows)} rows came back with {len(results)} results.")
         except Exception as error:
+            if isinstance(error, StopIteration):  # which no future can carry
+                error = RuntimeError(f"The model raised {error!r}.")
             for answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ludus.model.board import Board, stage
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
 from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.hub import shared_memory
 from ludus.runtime.processes import Supervisor
 from ludus.runtime.scratch import Scratch
 from ludus.tree import Array
@@ -33,8 +33,7 @@ class Boards:
     """Where workers find the weights of every model, and how segments come back. Removed when closed."""
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
-        shared = Path("/dev/shm")  # noqa: S108 - a private directory below it
-        self._scratch = Scratch(shared if shared.is_dir() else Path(tempfile.gettempdir()))
+        self._scratch = Scratch(shared_memory())
         self.boards = {name: Board(self._scratch.path / name) for name in policies}
         self.segments = str(self._scratch.path / "segments")
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
@@ -110,17 +109,11 @@ class FleetGathering:
         return True
 
     def metrics(self) -> dict[str, float]:
-        counters = list(self._boards.memory.counters.values())
-        named = {
-            "games/sessions": "sessions",
-            "games/requests": "requests",
-            "games/failed": "failed",
-            "games/silent": "silent",
-            "games/discarded_steps": "discarded_steps",
-            "games/dropped_segments": "dropped_segments",
-        }
-        report = {metric: sum(worker.get(key, 0.0) for worker in counters) for metric, key in named.items()}
-        report["games/dropped_segments"] += self._boards.memory.stats().dropped
+        memory = self._boards.memory
+        named = ("requests", "failed", "timed_out", "silent", "refused", "discarded_steps", "dropped_segments")
+        report = {f"games/{name}": memory.total(name) for name in named}
+        report["games/sessions"] = sum(counters.get("sessions", 0.0) for counters in memory.counters.values())
+        report["games/dropped_segments"] += memory.stats().dropped
         return report
 
     def state(self) -> dict[str, Array]:

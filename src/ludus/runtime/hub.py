@@ -137,7 +137,7 @@ def _reachable(record: Mapping[str, Any] | None) -> Place | None:
     return place
 
 
-def _boards() -> Path:
+def shared_memory() -> Path:
     """Shared memory where there is some; else the temporary directory."""
     if "LUDUS_SHM" in os.environ:
         return Path(os.environ["LUDUS_SHM"])
@@ -229,7 +229,7 @@ class Hub:
         self.directory, self._lock, self._report_s = directory, lock, report_s
         self._pid = os.getpid()
         self._scratch = Scratch(_short_temp())
-        self._shm = Scratch(_boards())
+        self._shm = Scratch(shared_memory())
         self._registry = Registry(LocalStore(directory), self._shm.path)
         self.place = Place(str(directory), str(self._scratch.path / "hub"), str(self._scratch.path), str(self._registry.staging))
         self._buffers: dict[str, _Buffer] = {}
