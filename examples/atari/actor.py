@@ -27,9 +27,7 @@ class AtariActor(ludus.Actor):
 
     async def tick(self, body: bytes) -> bytes:
         (reward,) = struct.unpack_from("<f", body)
-        picture = np.frombuffer(body, np.uint8, offset=4).reshape(SIDE, SIDE)
-        self.frames = np.concatenate([self.frames[..., 1:], picture[..., None] / np.float32(255)], axis=-1)
-        logits, value = await self.model.forward(self.frames)
+        logits, value = await self.look(body)
         probabilities = np.exp(logits - logits.max())
         probabilities /= probabilities.sum()
         if self.buffer is None:
@@ -45,9 +43,16 @@ class AtariActor(ludus.Actor):
     async def end(self, body: bytes) -> bytes:
         if self.buffer is not None and self.ended_by == "game":
             self.reward(struct.unpack_from("<f", body)[0])
-            self.push(0.0)
+            cut_off = len(body) > 4  # with the last picture: what would have followed is worth what the model thinks
+            self.push(float((await self.look(body))[1]) if cut_off else 0.0)
             ludus.metric("score", self.score)
         return b""
+
+    async def look(self, body: bytes) -> tuple[Any, Any]:
+        """Logits and value of the last four pictures."""
+        picture = np.frombuffer(body, np.uint8, offset=4).reshape(SIDE, SIDE)
+        self.frames = np.concatenate([self.frames[..., 1:], picture[..., None] / np.float32(255)], axis=-1)
+        return await self.model.forward(self.frames)
 
     def reward(self, reward: float) -> None:
         """It belongs to the action before."""

@@ -15,6 +15,7 @@ import json
 import struct
 import time
 import uuid
+from pathlib import Path
 
 import ale_py
 import gymnasium as gym
@@ -65,13 +66,15 @@ def play(server: Server, env: gym.Env, max_steps: int) -> float:
     server.step(session, "start", next(seq), b"")
     frame, _ = env.reset()
     score = reward = 0.0
+    terminated = False
     for _ in range(max_steps):
         answer = server.step(session, "tick", next(seq), struct.pack("<f", reward) + picture(frame))
         frame, reward, terminated, truncated, _ = env.step(answer[0])
         score += float(reward)
         if terminated or truncated:
             break
-    server.step(session, "end", next(seq), struct.pack("<f", reward))
+    # A match that is only cut off is not over: the actor needs the last picture to tell what it is worth.
+    server.step(session, "end", next(seq), struct.pack("<f", reward) + (b"" if terminated else picture(frame)))
     return score
 
 
@@ -79,14 +82,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--token")
+    parser.add_argument("--token-file", help="where the server asks for a token")
     parser.add_argument("--game", default="ALE/Pong-v5")
     parser.add_argument("--matches", type=int, default=0, help="0 = for ever")
     parser.add_argument("--max-steps", type=int, default=10_000)
     options = parser.parse_args()
     gym.register_envs(ale_py)
     env = gym.make(options.game, obs_type="grayscale", frameskip=4, repeat_action_probability=0.0)
-    server = Server(options.host, options.port, options.token)
+    token = Path(options.token_file).read_text().strip() if options.token_file else None
+    server = Server(options.host, options.port, token)
     for number in itertools.count(1):
         began = time.monotonic()
         score = play(server, env, options.max_steps)

@@ -160,14 +160,19 @@ def test_permission_comes_after_the_replies_that_are_due() -> None:
 @pytest.mark.parametrize(
     ("version", "headers"), [("1.0", []), ("1.0", ["Connection: keep-alive"]), ("1.1", ["Connection: close"])]
 )
-def test_a_request_that_is_to_be_the_last_one_is(server: Served, version: str, headers: list[str]) -> None:
+def test_a_request_that_is_to_be_the_last_one_is(
+    server: Served, version: str, headers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = server.gateway.refusals["malformed"]
     with Wire(server.port) as wire:
         request = raw("GET /spec", headers, version=version)
-        wire.send(request + step("start", "never"))
+        wire.send(request + step("start", "never", headers=["Expect: 100-continue"]))
         reply = wire.read()
         assert (reply.status, reply.headers["connection"]) == (200, "close")
         assert wire.closed()
     assert ask(server.port, step("tick", "never")).refusal == (404, "unknown_session")
+    assert server.gateway.refusals["malformed"] == before
+    assert not caplog.records
 
 
 def test_a_client_that_has_finished_sending_still_gets_its_replies() -> None:

@@ -15,12 +15,16 @@ class Actor:
             async def tick(self, body: bytes) -> bytes:
                 return (await self.model.forward(features(body))).tobytes()
 
-    `async def` methods run on the event loop and must not block it; plain methods run in a bounded pool of threads. Within a
+    `async def` methods and the constructor run on the event loop and must not block it; plain methods run in a bounded pool of
+    threads: what takes long belongs into a plain `start`. Within a
     session one call is made at a time. An exception ends this session alone; a `ludus.Refused` from `tick` leaves it open.
     """
 
     ended_by: str = "game"
     """Set before `end` is called: game (it said so), silent, timeout, failed or shutdown. Only "game" brings a body."""
+
+    match: str = ""
+    """The match id that the game sent with `start`, set before `start` is called: sessions of one match share it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -25,6 +25,7 @@ from ludus.errors import Refused
 from ludus.game import protocol
 
 _SWEEP_S = 0.1
+_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,18 @@ class Gateway:
         await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
+        before = self.loop.time()
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.sweep(self.loop.time())
+            now = self.loop.time()
+            late_s = now - before - _SWEEP_S
+            if late_s > _PAUSE_S:  # our loop stood still, not the games: what they sent meanwhile has not been read yet
+                self.sessions.forgive(late_s, now)
+                for connection in self._connections:
+                    connection.forgive(late_s, now)
+            else:
+                self.sweep(now)
+            before = now
 
     def sweep(self, now: float) -> None:
         self.sessions.sweep(now)

@@ -66,8 +66,7 @@ class Gathering:
         for watched in memories.values():
             watched.committed = self._committed
         self._gateway = self._loop.run_until_complete(self._open(listening, settings))
-        host, port = listening.getsockname()[:2]
-        log.info("games connect to http://%s:%d/step", host, port)
+        self.address: tuple[str, int] = listening.getsockname()[:2]
 
     async def _open(self, listening: socket.socket, settings: GatewaySettings) -> Gateway:
         gateway = Gateway(lambda: BuiltinActor(self._seats), settings)

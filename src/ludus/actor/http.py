@@ -82,6 +82,8 @@ _TYPE = b"\r\nContent-Type: application/octet-stream\r\n\r\n"
 _OK = b"HTTP/1.1 200 OK\r\nContent-Length: "
 _HEADS = {length: _OK + str(length).encode() + _TYPE for length in range(1024)}
 _LINGER_S = 2.0
+_STRANGERS_BODY = 4 << 10  # what we read of a request before we know who it is from
+_UNAUTHORIZED = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
 _HEAD = "head"  # the kind of an exchange whose reply has no body
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UPGRADE = Refused(
@@ -306,6 +308,9 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._refused is None:
                 self._refused = Refused(400, "malformed", f"This is not an HTTP/1.1 request we can read: {error}.")
+        if self._said_goodbye():
+            self.began = 0.0
+            return
         if self._refused is not None:
             self._refuse(self._refused)
         elif self._give_to >= 0:
@@ -371,7 +376,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._headers_done = True
-        if self._refused is not None or self._give_to >= 0:
+        if self._refused is not None or self._give_to >= 0 or self._said_goodbye():
             return
         if self._parser.should_upgrade():  # the parser would leave the body to the other protocol
             self._refused = _UPGRADE
@@ -392,13 +397,20 @@ class Connection(asyncio.Protocol):
             self.pending.append(go_ahead)
             self.write_ready()
 
+    def _said_goodbye(self) -> bool:
+        """A request was to be the last one: what follows it is nothing to us."""
+        return bool(self.closing_at or (self.pending and self.pending[-1].close))
+
     def _too_many(self) -> bool:
         limits = self._service.limits
         return self._headers > limits.headers or self._head_bytes > limits.header_bytes
 
     def _too_large(self) -> Refused | None:
         most = self._service.limits.body_bytes
-        if self._length <= most and self._body_bytes <= most:
+        size = max(self._length, self._body_bytes)
+        if size > _STRANGERS_BODY and not self._authorized():
+            return _UNAUTHORIZED
+        if size <= most:
             return None
         return Refused(413, "body_too_large", f"The body is larger than {most} bytes.", "Send less, or raise the limit.")
 
@@ -415,8 +427,8 @@ class Connection(asyncio.Protocol):
         self._started = False
         if self._refused is not None or self._give_to >= 0 or self.transport is None:
             return
-        if self.closing_at or (self.pending and self.pending[-1].close):
-            return  # it follows a request that was to be the last one
+        if self._said_goodbye():
+            return
         self.requests += 1
         url = self._url.partition(b"?")[0]
         if not url.startswith(b"/"):  # as to a proxy: http://host/step
@@ -443,7 +455,7 @@ class Connection(asyncio.Protocol):
         kind = KINDS.get(self._kind) or KINDS.get(self._kind.lower())
         wrong = self._wrong
         if not self._authorized():
-            wrong = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
+            wrong = _UNAUTHORIZED
         elif wrong is not None:
             pass
         elif kind is None:
@@ -566,6 +578,14 @@ class Connection(asyncio.Protocol):
             self.transport.write_eof()
             self.transport.resume_reading()  # what is still being sent is read and dropped: a reset could eat our reply
 
+    def forgive(self, pause_s: float, now: float) -> None:
+        """Our own event loop stood still for so long: the client is not to blame for that time."""
+        if self.began:
+            self.began = min(now, self.began + pause_s)
+        if self.stalled:
+            self.stalled = min(now, self.stalled + pause_s)
+        self._swept = (self._swept[0], min(now, self._swept[1] + pause_s))
+
     def sweep(self, now: float) -> None:
         """A few times a second: cut off who is too slow, too idle, or done with."""
         if self.transport is None:
@@ -578,7 +598,7 @@ class Connection(asyncio.Protocol):
         elif self.stalled:
             if now - self.stalled > limits.send_s:
                 self.transport.abort()
-        elif self.began:
+        elif self.began and not self.held_back:
             if now - self.began > limits.receive_s:
                 message = f"This request was not received within {limits.receive_s:g} s."
                 self._refuse(Refused(408, "too_slow", message, "Send headers and body at once."))

@@ -226,6 +226,7 @@ class Session:
         try:
             if kind is START:
                 self.actor = self._table.make_actor()
+                self.actor.match = "" if self.match is None else self.match.decode("utf-8", "replace")
                 reply = await self._call("start", self.name, body)
             else:
                 reply = await self._call(kind, body)
@@ -536,6 +537,12 @@ class Sessions:
             if now - ended.at <= limits.retry_s:
                 break
             del self._ended[id_]
+
+    def forgive(self, pause_s: float, now: float) -> None:
+        """The event loop stood still for so long: nobody is to blame for that time."""
+        for session in self._live.values():
+            session.seen = min(now, session.seen + pause_s)
+            session.since = min(now, session.since + pause_s)
 
     async def close(self, grace_s: float = 5.0) -> None:
         """End every session; actors are told."""

@@ -84,18 +84,22 @@ def train(
         {"num_envs_per_worker": num_envs, "num_workers": 0 if local_mode else num_workers, "torch_threads": num_cpus, "learner_threads": num_cpus, "num_gpus": num_gpus, "seed": seed},
         {"checkpoint_freq": checkpoint_freq, "checkpoint_at_end": checkpoint_at_end, "keep_checkpoints_num": keep_checkpoints_num},
     )  # fmt: skip
-    if not quiet:
-        from ludus.cli.display import say
+    from ludus.cli.display import Display, say
 
+    if not quiet:
         say("starting …", to_stderr=json_)
-    from ludus.cli.display import Display
     from ludus.experiment import experiment
 
+    def announce(sentence: str) -> None:
+        if not quiet:
+            say(sentence, to_stderr=json_)
+
     with Display(quiet=quiet, to_stderr=json_) as display:
+        told: dict[str, Any] = {"sinks": [display], "announce": announce}
         if resume is not None:
-            result = experiment.resume(resume, stop=stops, sinks=[display])
+            result = experiment.resume(resume, stop=stops, **told)
         else:
-            result = experiment.start(data, local_dir=local_dir, project=project, trial=trial, restore=restore, sinks=[display])
+            result = experiment.start(data, local_dir=local_dir, project=project, trial=trial, restore=restore, **told)
     _conclude(result, quiet=quiet, as_json=json_)
 
 
@@ -149,7 +153,9 @@ def _conclude(result: Result, *, quiet: bool, as_json: bool) -> None:
         say(f"run         {result.run_dir}", to_stderr=as_json)
         if result.checkpoint:
             say(f"checkpoint  {result.checkpoint}", to_stderr=as_json)
-            say(f"watch it    {here('ludus')} rollout {result.run_dir} --video", to_stderr=as_json)
+            played = "games/requests" in result.metrics
+            then = f"serve it    {here('ludus')} serve" if played else f"watch it    {here('ludus')} rollout"
+            say(f"{then} {result.run_dir}{'' if played else ' --video'}", to_stderr=as_json)
     if as_json:
         print(json.dumps(result.to_json()), flush=True)
     if interrupted:

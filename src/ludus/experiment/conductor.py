@@ -88,7 +88,7 @@ class Conductor:
         """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
         progress = self._trainer.progress
         if progress.iterations == self._seen:
-            return False
+            return self._out_of_time()
         self._seen = progress.iterations
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
@@ -101,6 +101,16 @@ class Conductor:
         every = self._schedule.evaluation_interval
         if due or (every and progress.iterations % every == 0):
             self._score()
+        return True
+
+    def _out_of_time(self) -> bool:
+        """Games may stay away; the clock does not."""
+        limit = self._schedule.stop.time_s
+        if self.stopped_by is not None or limit is None or self._trainer.elapsed_s < limit:
+            return False
+        self.stopped_by = "time_s"
+        if self._config.checkpoint_at_end:
+            self.checkpoint()
         return True
 
     def _checkpoint_is_due(self, progress: Progress) -> bool:

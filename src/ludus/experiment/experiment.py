@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -39,6 +40,10 @@ from ludus.types import DEFAULT_MODEL
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMESTEPS = 1_000_000
+
+Announce = Callable[[str], None]
+"""Takes a sentence that whoever started the run wants to read."""
+
 _EVALUATION_ROWS = 16
 
 
@@ -110,6 +115,7 @@ def start(
     trial: str | None = None,
     restore: str | Path | None = None,
     sinks: Sequence[Sink] = (),
+    announce: Announce | None = None,
 ) -> Result:
     """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0."""
     resolved = resolve(data)
@@ -118,10 +124,17 @@ def start(
     _check_same_environment(before, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
     Run.check_free(directory)
-    return _train(resolved, lambda: Run.create(directory, resolved.saved()), before, sinks, resolved.config.seed)
+    create = functools.partial(Run.create, directory, resolved.saved())
+    return _train(resolved, create, before, sinks, resolved.config.seed, announce=announce)
 
 
-def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Sequence[Sink] = ()) -> Result:
+def resume(
+    directory: Path,
+    *,
+    stop: Mapping[str, Any] | None = None,
+    sinks: Sequence[Sink] = (),
+    announce: Announce | None = None,
+) -> Result:
     """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint.
 
     A run that was killed before its first checkpoint starts again.
@@ -153,7 +166,7 @@ def resume(directory: Path, *, stop: Mapping[str, Any] | None = None, sinks: Seq
         run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         return run
 
-    return _train(resolved, take_up, before, sinks, seed, counting_on=True)
+    return _train(resolved, take_up, before, sinks, seed, counting_on=True, announce=announce)
 
 
 def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> None:
@@ -183,6 +196,7 @@ def _train(
     sinks: Sequence[Sink],
     environment_seed: int,
     counting_on: bool = False,
+    announce: Announce | None = None,
 ) -> Result:
     with (
         stop_on_signals() as stop,
@@ -190,6 +204,11 @@ def _train(
     ):
         if before is not None:
             log.info("continuing from checkpoint %s; environments start anew", before.name)
+        address = getattr(parts.sampler, "address", None)
+        if address is not None:
+            log.info("games connect to http://%s:%d/step", *address)
+            if announce is not None:
+                announce(f"games connect to http://{address[0]}:{address[1]}/step")
         try:
             parts.runtime.run(lambda: parts.conductor.stopped_by is not None or stop())
         except EnvironmentFault:

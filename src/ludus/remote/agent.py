@@ -29,8 +29,7 @@ class Agent(agent.Agent):
 
             async def tick(self, body: bytes) -> bytes:
                 state = parse(body)
-                self.agent.reward(state.reward)                  # of the action before
-                return reply(await self.agent.act(state.features, mask=state.allowed))
+                return reply(await self.agent.act(state.features, mask=state.allowed, reward=state.reward))
 
             async def end(self, body: bytes) -> bytes:
                 if self.ended_by == "game":

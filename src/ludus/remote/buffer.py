@@ -20,6 +20,8 @@ from ludus.runtime.wire import MAX_BODY, Connection, Header, Reply, split
 from ludus.tree import Tree
 
 OUTBOX_PUSHES = 1024
+OFFERS = 4096
+"""Pushes of one process with drop=False that may wait for room."""
 OUTBOX_BYTES = 1 << 29
 """What may wait in this process to be sent; beyond it the oldest is dropped, and counted."""
 _LOOK_S = 0.1
@@ -64,7 +66,7 @@ class Outbox:
         self._session, self._name = session, name
         self._lock = threading.Lock()
         self._waiting: deque[_Push] = deque()
-        self._bytes = self._lost = 0
+        self._bytes = self._lost = self._offered = 0
         self._sending = False
         self._error: Exception | None = None
         self._connection: Connection | None = None
@@ -74,6 +76,13 @@ class Outbox:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if not drop and self._offered >= OFFERS:
+                raise UsageError(
+                    f"{self._offered} pushes to {self._name!r} with drop=False wait for room.", "Await each before the next."
+                )
+            if not drop:
+                self._offered += 1
+                push.future.add_done_callback(self._answered)
             self._waiting.append(push)
             self._bytes += push.size
             self._make_room()
@@ -86,6 +95,9 @@ class Outbox:
                 self._fail(error)
                 raise
         return Pushed(push.future)
+
+    def _answered(self, _: Future[None]) -> None:
+        self._offered -= 1
 
     def _make_room(self) -> None:
         """Drop the oldest that may be dropped. Pushes that wait for room are held by those who wait for them."""
@@ -205,7 +217,10 @@ class RemoteBuffer:
     # -- producing
 
     def push(self, *items: Tree, drop: bool = True) -> Pushed:
-        """Put items in. Never blocks; they leave in the background, in order. Raises UsageError for what is no item."""
+        """Put items in. Never blocks; they leave in the background, in order. Raises UsageError for what is no item.
+
+        With `drop=False` await the result (or call its `wait`): a producer that never does is refused after a while.
+        """
         _, outbox = self._here()
         return outbox.put([_encoded(item, self.name) for item in items], drop)
 
@@ -240,10 +255,10 @@ class RemoteBuffer:
 
     def close(self) -> None:
         """This handle takes no more: its iteration ends. The buffer itself lives as long as the run."""
-        with self._lock:
-            if self._consumer is None:
-                self._consumer = _Consumer(self._here()[0], self.name, 1)
-            self._consumer.close()
+        consumer = self._consumer
+        if consumer is None:
+            consumer = self._consumer = _Consumer(self._here()[0], self.name, 1)
+        consumer.close()  # without the lock, which whoever waits for a batch holds: this is what ends the waiting
 
 
 class _Consumer:

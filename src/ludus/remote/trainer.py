@@ -22,7 +22,9 @@ from ludus.runtime.processes import NEVER, Context, Process
 log = logging.getLogger(__name__)
 
 JOIN_S = 120.0
-"""How long learners wait for each other to come, and for a gradient of the slowest."""
+"""How long learners wait for each other to come."""
+GRADIENT_S = 6 * 3600.0
+"""How long for a gradient of the slowest: games may pause for hours, and a learner that dies is noticed otherwise."""
 
 
 class RemoteTrainer:
@@ -152,12 +154,13 @@ class Learner:
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # learners of one machine meet on loopback alone
         self._store = FileStore(self._rendezvous, self.world_size)
+        self._store.set_timeout(datetime.timedelta(seconds=JOIN_S))
         torch.distributed.init_process_group(
             "gloo",
             store=self._store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=JOIN_S),
+            timeout=datetime.timedelta(seconds=GRADIENT_S),
         )
 
     def leave(self) -> None:

@@ -11,18 +11,20 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ludus.actor.gateway import Gateway, GatewaySettings
-from ludus.errors import UsageError
+from ludus.errors import UsageError, WorkerFailed
 from ludus.runtime.processes import ALWAYS, Context, Process, Supervisor
 from ludus.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
 _BEAT_S = 0.2
+_STARTS = 3  # that may fail before we believe that it will not start
 _REPORT_S = 1.0
 _GRACE_S = 3.0
 
@@ -87,9 +89,18 @@ class GatewayFleet:
         return [bound.getsockname()[:2] for bound in self._sockets[1:]]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Raises WorkerFailed with the worker's own error."""
+        """Raises WorkerFailed with the worker's own error, as soon as one has failed to start a few times."""
+        deadline = time.monotonic() + timeout_s
         for worker in self.workers:
-            worker.wait_ready(timeout_s)
+            while True:
+                try:
+                    worker.wait_ready(min(0.2, max(0.0, deadline - time.monotonic())))
+                    break
+                except WorkerFailed:
+                    if worker.error and worker.incarnation >= _STARTS:
+                        raise WorkerFailed(f"{worker.name} does not start: {worker.error.strip()}") from None
+                    if time.monotonic() >= deadline:
+                        raise
 
     def close(self) -> None:
         for bound in self._sockets:

@@ -95,6 +95,7 @@ class FleetGathering:
                 prepare=played.load,
                 report=played.report,
             )
+            self.address = self._fleet.address
             self._fleet.wait_ready(_START_S)
         except BaseException:
             self._supervisor.close()

@@ -94,6 +94,12 @@ class Trainer:
         self.metrics = self._report(segments.model, numbers | {"lag": lag, "version": float(version)}, now)
         return True
 
+    @property
+    def elapsed_s(self) -> float:
+        """Time of training until now, whether or not anything was learned; earlier parts of a resumed run included."""
+        before = self.progress.time_s if self._time_before is None else self._time_before
+        return before + self._clock() - self._began
+
     def _count(self, segments: Segments) -> None:
         p = self.progress
         p.timesteps += segments.steps
