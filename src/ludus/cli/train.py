@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.config import EXTERNAL
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _conclude(result: Result, *, quiet: bool, as_json: bool) -> None:
         say(f"run         {result.run_dir}", to_stderr=as_json)
         if result.checkpoint:
             say(f"checkpoint  {result.checkpoint}", to_stderr=as_json)
-            played = "games/requests" in result.metrics
+            played = result.env == EXTERNAL
             then = f"serve it    {here('ludus')} serve" if played else f"watch it    {here('ludus')} rollout"
             say(f"{then} {result.run_dir}{'' if played else ' --video'}", to_stderr=as_json)
     if as_json:

@@ -85,6 +85,7 @@ class Result:
     stopped_by: str
     metrics: dict[str, float]
     agent: TrainedAgent
+    env: str = ""
 
     @property
     def episode_return_mean(self) -> float:
@@ -223,7 +224,8 @@ def _train(
         policy, version = parts.pool.newest(parts.pool.names()[0])
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
-        return Result(parts.run.directory, where, stopped_by, metrics, TrainedAgent(policy, resolved.config.seed, version))
+        agent = TrainedAgent(policy, resolved.config.seed, version)
+        return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
 
 
 # -- the program --------------------------------------------------------------------------------------------------------
