@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import re
 import socket
 import struct
 import time
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from ludus.actor import http
 from ludus.actor.actor import Actor
 from ludus.actor.gateway import Gateway, GatewaySettings
-from ludus.actor.http import Connection, Exchange, HttpLimits
+from ludus.actor.http import Connection, Exchange, HttpLimits, KnownHead
 from ludus.actor.session import Session, SessionLimits
 from ludus.game.protocol import START
 from tests.actor.wire import PATIENCE_S, Reply, Wire, ask, play, raw, step
@@ -835,3 +836,23 @@ def test_disconnecting_in_the_middle_of_a_large_reply_harms_nobody() -> None:
             assert other.ask(step("tick", "other", b"fine")).body == b"fine"
             assert ask(served.port, step("tick", f"big{i}", seq=1)).body == b"x" * MB
         until(lambda: len(served.gateway._connections) == 1)
+
+
+@given(st.binary(max_size=6), st.integers(0, 10**17), st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_a_known_header_block_is_read_with_other_numbers_or_not_at_all(
+    noise: bytes, seq: int, length: int, numbered: bool, length_first: bool
+) -> None:
+    def block(seq: int, length: int) -> bytes:
+        lines = [b"Content-Length: %d" % length, b"session: s"]
+        lines += [b"seq:%d" % seq] if numbered else []
+        return b"POST /step HTTP/1.1\r\n" + b"\r\n".join(lines if length_first else lines[::-1]) + b"\r\n\r\n"
+
+    known = KnownHead.learned(block(7, 42), b"s", None, numbered)
+    assert known is not None
+    head = block(seq, length)
+    assert known.read(head + b"body") == (len(head), length, seq if numbered else -1)
+    shape = re.compile(re.sub(rb"(?<=[:\\ ])[0-9]+(?=\\r)", rb"[0-9]+", re.escape(head)))
+    for at in range(len(head)):
+        other = head[:at] + noise + head[at + len(noise) :]
+        begins, _, _ = known.read(other)
+        assert begins == 0 or shape.fullmatch(other[:begins])

@@ -145,16 +145,25 @@ class Games:
         random = np.random.default_rng(seed)
         try:
             with Client(self.url, timeout_s=LIMIT_S, retries=0) as client:
-                while True:
-                    self._match(client, random)
+                while self._goes_on(client, random):
                     self.matches += 1
         except Unreachable:
             pass
-        except Refused as refused:
-            if refused.status not in (404, 410, 503):  # what one hears of a server that is stopping
-                self.faults.append(refused)
         except BaseException as fault:
             self.faults.append(fault)
+
+    def _goes_on(self, client: Client, random: np.random.Generator) -> bool:
+        """One match; False when the server is stopping."""
+        try:
+            self._match(client, random)
+        except Refused as refused:
+            if refused.error in ("worker_away", "worker_busy"):  # of several, while they start
+                threading.Event().wait(0.05)
+                return True
+            if refused.status in (404, 410, 503):  # what one hears of a server that is stopping
+                return False
+            raise
+        return True
 
     def _match(self, client: Client, random: np.random.Generator) -> None:
         session = uuid.uuid4().hex

@@ -146,14 +146,18 @@ class Exchange:
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
+_UNKNOWN = (0, 0, 0)
+
+
 class KnownHead:
     """A header block that was parsed once, with holes where its numbers stand: Content-Length, and seq when it has one."""
 
-    __slots__ = ("_holes", "_last", "match", "session")
+    __slots__ = ("_exact", "_holes", "_last", "_said", "match", "session")
 
     def __init__(self, holes: tuple[tuple[bytes, bool], ...], last: bytes, session: bytes, match: bytes | None) -> None:
         self._holes, self._last = holes, last
         self.session, self.match = session, match
+        self._exact, self._said = b"\r", _UNKNOWN  # what no request begins with
 
     @classmethod
     def learned(cls, head: bytes, session: bytes, match: bytes | None, numbered: bool) -> KnownHead | None:
@@ -172,10 +176,15 @@ class KnownHead:
             at += len(line) + 2
         if [is_length for _, is_length in holes].count(True) != 1 or len(holes) != 1 + numbered:
             return None
-        return cls(tuple(holes), head[after:], session, match)
+        known = cls(tuple(holes), head[after:], session, match)
+        if not numbered:  # bodies of one size: then even the numbers are the same
+            known._exact, known._said = head, known.read(head)
+        return known
 
     def read(self, data: bytes) -> tuple[int, int, int]:
         """(where the body begins, its length, seq or -1); (0, 0, 0) when the block is another one."""
+        if data.startswith(self._exact):
+            return self._said
         at, length, seq = 0, 0, -1
         for piece, is_length in self._holes:
             if not data.startswith(piece, at):
@@ -193,9 +202,6 @@ class KnownHead:
         if not data.startswith(self._last, at):
             return _UNKNOWN
         return at + len(self._last), length, seq
-
-
-_UNKNOWN = (0, 0, 0)
 
 
 class Connection(asyncio.Protocol):
