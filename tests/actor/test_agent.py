@@ -122,11 +122,11 @@ def test_rewards_between_two_actions_add_up_and_belong_to_the_first() -> None:
         await agent.act(SEEN, reward=0.5)
         await agent.act(SEEN, reward=-3)
         agent.reward(7)
-        await agent.finish(terminated=True)
+        await agent.finish(terminated=True, reward=0.5)
 
     run(play())
     (segment,) = table.recorded()
-    assert segment.reward[:3, 0].tolist() == [1.75, -3, 7]
+    assert segment.reward[:3, 0].tolist() == [1.75, -3, 7.5]
 
 
 def test_a_reward_before_any_action_is_refused_unless_it_is_nothing() -> None:
@@ -140,6 +140,8 @@ def test_a_reward_before_any_action_is_refused_unless_it_is_nothing() -> None:
         await agent.finish(terminated=True)
         assert not agent.playing
         refused("reward", lambda: agent.reward(1))
+        refused("reward", lambda: agent.finish(terminated=True, reward=1))
+        await agent.finish(terminated=True)
 
     run(play())
 
@@ -167,7 +169,8 @@ def test_a_request_that_is_refused_changes_nothing_and_may_be_sent_again(
                 assert caught.value.error in (error, "reward")
             await agent.act([number, 0, 1], [1, 1, 0, 1], reward=float(number))
         if wrong:
-            refused("observation", lambda: agent.finish(truncated=True, observation=["x"]))
+            refused("observation", lambda: agent.finish(truncated=True, observation=["x"], reward=5))
+            refused("reward", lambda: agent.finish(truncated=True, observation=SEEN, reward=math.inf))
         await agent.finish(truncated=True, observation=SEEN)
 
     async def both() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ludus.memory.local import LocalMemory
 from ludus.model.policy import Policy
 from ludus.spaces import ArraySpec
 from ludus.training.algorithms.ppo import PPO, PPOConfig
-from ludus.types import Segments, SegmentSpec
+from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
 from tests.actor.scripted import Table, run, tiny_policy
 
 FLOAT = np.dtype(np.float32)
@@ -225,13 +226,31 @@ def _steps(segments: Segments) -> list[tuple[Any, float]]:
     return [(segments.observation[t, b], round(float(segments.reward[t, b]), 4)) for t, b in where]
 
 
+def widened(segments: Segments, steps: int) -> Segments:
+    """The same with more padding, which may hold anything."""
+    wide = Segments.empty(replace(segments.spec, steps=steps), segments.rows)
+    wide.observation[:], wide.value[:] = 1e6, 1e6
+    wide.reward[:], wide.log_prob[:] = np.nan, np.nan
+    wide.terminated[:], wide.truncated[:], wide.first[:], wide.action_mask[:] = True, True, True, False
+    for name, array in segments.arrays().items():
+        if name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER):
+            getattr(wide, name)[: len(array)] = array
+    for whole, part in zip(wide.state, segments.state, strict=True):
+        whole[:] = 1e6
+        whole[: len(part)] = part
+    wide.origin[:] = segments.origin
+    return wide
+
+
 @pytest.mark.parametrize("core", [None, "lstm"])
 def test_advantages_are_those_of_the_formula_however_long_the_padding(core: str | None) -> None:
     policy = tiny_policy(core=core, max_seq_len=3)
     algorithm = learner(policy)
+    segments, rewards = recorded(policy, 20)
+    assert segments.spec.steps == 8
+    expected = by_hand(segments, rewards, 0.9, 0.8)
     for steps in (8, 9, 20, 64):
-        segments, rewards = recorded(policy, steps)
-        found, expected = advantages_of(algorithm, segments), by_hand(segments, rewards, 0.9, 0.8)
+        found = advantages_of(algorithm, widened(segments, steps))
         assert found.keys() == expected.keys()
         assert len(found) == sum(EPISODES)
         for reward, advantage in expected.items():
@@ -258,15 +277,15 @@ def test_where_boundaries_do_not_matter_short_segments_are_worth_what_long_ones_
 
 @pytest.mark.parametrize("core", [None, "lstm", "gru"])
 def test_padding_changes_neither_the_loss_nor_its_gradient(core: str | None) -> None:
-    policy = tiny_policy(core=core, max_seq_len=100)
+    policy = tiny_policy(core=core, max_seq_len=3)
     algorithm = learner(policy)
-    tight, wide = recorded(policy, 8)[0], recorded(policy, 33)[0]
-    wide.observation[9:], wide.reward[8:], wide.log_prob[8:] = 1e6, np.nan, np.nan  # padding may hold anything
-    wide.value[9:] = 1e6
-    one, other = loss_of(algorithm, tight), loss_of(algorithm, wide)
-    assert one["loss"] != 0
-    for name in one:
-        assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    tight, _ = recorded(policy, 8)
+    one = loss_of(algorithm, tight)
+    assert one["gradient"] > 0
+    for steps in (9, 33):
+        other = loss_of(algorithm, widened(tight, steps))
+        for name in one:
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
 
 
 def loss_of(algorithm: PPO, segments: Segments, moved: float = 1.1) -> dict[str, float]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from ludus.errors import Refused, Unreachable
 from ludus.experiment import experiment
-from ludus.experiment.experiment import Result
+from ludus.experiment.experiment import Announce, Result
 from ludus.game.client import Client
 
 LIMIT_S = 60.0
@@ -45,20 +44,7 @@ def data(iterations: int = 3, outside: dict[str, Any] | None = None, *, run: str
     """An experiment as a config holds it; on any free port."""
     env_config = {"port": 0, **(outside or ONE_SEAT)}
     config = {**SETTINGS, "env_config": env_config, **settings}
-    return {"env": "external", "run": run, "stop": {"iterations": iterations}, "config": config}
-
-
-class _Address(logging.Handler):
-    """Where the training says that it listens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.url: Future[str] = Future()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.search(r"http://[^/]+", record.getMessage())
-        if found and not self.url.done():
-            self.url.set_result(found.group())
+    return {"env": "external", "run": run, "stop": {"iterations": iterations, "time_s": LIMIT_S}, "config": config}
 
 
 @dataclass
@@ -71,33 +57,34 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(start: Callable[[], Result]) -> Iterator[Training]:
+def training(start: Callable[[Announce], Result]) -> Iterator[Training]:
     """Runs in a thread of its own; it listens when the block begins, and is over when it ends."""
-    address, log = _Address(), logging.getLogger("ludus.actor.gathering")
-    level = log.level
-    log.addHandler(address)
-    log.setLevel(logging.INFO)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(start)
-            done.add_done_callback(lambda _: address.url.cancel())
-            try:
-                url = address.url.result(LIMIT_S)
-            except BaseException:
-                done.result(LIMIT_S)  # why it did not come to that
-                raise
-            yield Training(done, url)
-    finally:
-        log.removeHandler(address)
-        log.setLevel(level)
+    url: Future[str] = Future()
+
+    def announced(sentence: str) -> None:
+        found = re.search(r"http://[^/]+", sentence)
+        if found and not url.done():
+            url.set_result(found.group())
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(start, announced)
+        done.add_done_callback(lambda _: url.cancel())
+        try:
+            where = url.result(LIMIT_S)
+        except CancelledError:
+            done.result(0)  # why it did not come to that
+            raise
+        yield Training(done, where)
 
 
 def started(where: Path, experiment_data: dict[str, Any]) -> contextlib.AbstractContextManager[Training]:
-    return training(lambda: experiment.start(experiment_data, project=where.parent, trial=where.name))
+    return training(lambda announce: experiment.start(experiment_data, project=where.parent, trial=where.name, announce=announce))
 
 
 def resumed(where: Path, iterations: int) -> contextlib.AbstractContextManager[Training]:
-    return training(lambda: experiment.resume(where, stop={"iterations": iterations}))
+    return training(
+        lambda announce: experiment.resume(where, stop={"iterations": iterations, "time_s": 2 * LIMIT_S}, announce=announce)
+    )
 
 
 # -- games --------------------------------------------------------------------------------------------------------------

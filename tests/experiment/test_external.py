@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +19,12 @@ import yaml
 import ludus
 from ludus.errors import ConfigError, IncompatibleCheckpoint, Refused, Unreachable, UsageError
 from ludus.experiment import checkpoint, experiment
-from ludus.experiment.experiment import Result
 from ludus.game.client import Client
 from ludus.metrics import read_jsonl
 from ludus.runtime.fleet import bind
 from ludus.store.local import LocalStore
 from ludus.types import Segments
+from tests.cli.programs import program
 from tests.experiment.called import LIMIT_S, ONE_SEAT, PLANE, TWO_SEATS, data, games, one_seat, resumed, started, two_seats
 from tests.experiment.watching import Watching
 
@@ -165,6 +161,26 @@ def counters(url: str) -> dict[str, int]:
     with urllib.request.urlopen(f"{url}/health", timeout=LIMIT_S) as reply:
         told: dict[str, int] = json.load(reply)
     return told
+
+
+class Slow(Watching):
+    """Takes longer to learn than any request may."""
+
+    def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
+        threading.Event().wait(1.0)
+        return super().learn(segments, timestep)
+
+
+def test_a_learner_that_takes_longer_than_any_limit_costs_no_session(tmp_path: Path, learned: list[Segments]) -> None:
+    """While it learns, nobody reads what games have sent: that is no fault of theirs."""
+    outside = ONE_SEAT | {"silent_s": 0.6, "tick_timeout_s": 0.6}
+    run = "tests.experiment.test_external:Slow"
+    with started(tmp_path / "run", data(3, outside, run=run)) as training, games(training.url, count=8) as playing:
+        result = training.result()
+    assert playing.matches > 8
+    assert result.metrics["games/silent"] == 0
+    assert result.metrics["games/timed_out"] == 0
+    assert len(learned) == 3
 
 
 def test_a_token_is_asked_for(tmp_path: Path) -> None:
@@ -330,17 +346,10 @@ def test_a_checkpoint_of_other_seats_is_refused(tmp_path: Path) -> None:
 
 
 def test_games_that_play_in_workers_are_learned_from_in_the_same_way_and_resumed(tmp_path: Path, learned: list[Segments]) -> None:
-    port, run = free_port(), tmp_path / "run"
-
-    def played(start: Callable[[], Result]) -> Result:
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(start)
-            wait_for(port, lambda: not done.done())
-            with games(f"http://127.0.0.1:{port}", two_seats, count=4):
-                return done.result(LIMIT_S)
-
-    experiment_data = data(10, TWO_SEATS | {"port": port}, run=WATCHING, num_workers=2)
-    result = played(lambda: experiment.start(experiment_data, project=tmp_path, trial="run"))
+    run = tmp_path / "run"
+    experiment_data = data(10, TWO_SEATS, run=WATCHING, num_workers=2)
+    with started(run, experiment_data) as training, games(training.url, two_seats, count=4):
+        result = training.result()
     assert result.stopped_by == "iterations"
     assert result.metrics["timesteps"] == sum(batch.steps for batch in learned)
     assert result.metrics["games/failed"] == 0
@@ -354,7 +363,8 @@ def test_games_that_play_in_workers_are_learned_from_in_the_same_way_and_resumed
     before = checkpoint.newest(LocalStore(run))
     assert set(before.weights) == {"navy", "rose"}
 
-    again = played(lambda: experiment.resume(run, stop={"iterations": 12}))
+    with resumed(run, 12) as training, games(training.url, two_seats, count=4):
+        again = training.result()
     assert again.metrics["iterations"] == 12
     after = checkpoint.newest(LocalStore(run))
     for name in ("navy", "rose"):
@@ -364,29 +374,19 @@ def test_games_that_play_in_workers_are_learned_from_in_the_same_way_and_resumed
 # -- the command --------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as free:
-        return int(free.getsockname()[1])
-
-
 def test_an_interrupted_training_leaves_a_checkpoint_from_which_it_resumes(tmp_path: Path) -> None:
-    port, run = free_port(), tmp_path / "run"
-    file = tmp_path / "game.yaml"
-    file.write_text(yaml.safe_dump({"game": data(100_000, TWO_SEATS | {"port": port})}))
-    words = [sys.executable, "-m", "ludus.cli.main", "train", "-f", str(file), "--project", str(tmp_path), "--trial", "run"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([*words, "--quiet"], env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            wait_for(port, lambda: process.poll() is None)
-            with games(f"http://127.0.0.1:{port}", two_seats) as playing:
-                while playing.matches < 30:
-                    assert process.poll() is None
-                    threading.Event().wait(0.01)
-                process.send_signal(signal.SIGINT)
-                _, said = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    assert process.returncode == 130, said
+    run, file = tmp_path / "run", tmp_path / "game.yaml"
+    file.write_text(yaml.safe_dump({"game": data(100_000, TWO_SEATS)}))
+    with program("train", "-f", file, "--project", tmp_path, "--trial", "run", listens=False) as process:
+        said = process.wait_for("games connect to http://")
+        with games(said.split()[-1].removesuffix("/step"), two_seats) as playing:
+            while playing.matches < 30:
+                assert process.process.poll() is None
+                threading.Event().wait(0.01)
+            process.process.send_signal(signal.SIGINT)
+            code, out, err = process.finish()
+    assert code == 130, out + err
+    assert f"ludus serve {run}" in out
     before = checkpoint.newest(LocalStore(run))
     assert before.state["progress"]["timesteps"] > 0
     assert json.loads((run / "meta.json").read_text())["status"] == "interrupted"
@@ -397,16 +397,3 @@ def test_an_interrupted_training_leaves_a_checkpoint_from_which_it_resumes(tmp_p
     after = checkpoint.newest(LocalStore(run))
     for name in ("navy", "rose"):
         assert after.state["models"][name]["version"] > before.state["models"][name]["version"]
-
-
-def wait_for(port: int, alive: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(LIMIT_S / 0.05)):
-        assert alive(), "it ended before it listened"
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            pause.wait(0.05)
-        else:
-            return
-    raise TimeoutError(f"nobody listens on {port}")

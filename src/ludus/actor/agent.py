@@ -88,9 +88,9 @@ class Agent:
     """One seat of one session.
 
         agent = Agent(seat)
-        action = await agent.act(observation, mask)     # asks the model; the reward so far belongs to the action before
-        agent.reward(1.0)                               # as often as you like between two actions
-        agent.finish(terminated=True)                   # or truncated=True, observation=last_observation
+        action = await agent.act(observation, mask, reward=0.5)     # of the action before; none before the first
+        agent.reward(1.0)                                           # more of it, as often as you like between two actions
+        agent.finish(terminated=True, reward=1.0)                   # or truncated=True, observation=last_observation
 
     Keeps the recurrent state, and writes segments with log-probabilities, values and versions when the seat has a memory.
     """
@@ -143,21 +143,23 @@ class Agent:
             return
         self._reward += reward
 
-    def finish(self, terminated: bool = False, truncated: bool = False, observation: Any = None) -> Finished:
+    def finish(self, terminated: bool = False, truncated: bool = False, observation: Any = None, reward: float = 0.0) -> Finished:
         """The episode is over; the next `act` begins another. Await the result to know that it is recorded.
 
-        Truncated without a last observation: the last step is left out of learning, because nothing is known after it.
+        `reward` is that of the last action. Truncated without a last observation: the last step is left out of learning,
+        because nothing is known after it. Raises Refused (422), and then nothing has changed.
         """
+        seen = None if observation is None else self._seat.observation(observation)
+        self.reward(reward)
         if not self._acted:
             return Finished(None)
-        seen = None if observation is None else self._seat.observation(observation)
-        recorder, reward = self._recorder, self._reward
+        recorder, earned = self._recorder, self._reward
         state, self._state = self._state, None
         self._reward, self._acted = 0.0, False
         if recorder is None:
             return Finished(None)
         if terminated or seen is None:
-            recorder.finish(reward, terminated=terminated, truncated=truncated)
+            recorder.finish(earned, terminated=terminated, truncated=truncated)
             return Finished(None)
         closing = self._closing = self._seat.model.decide(seen, state)
 
@@ -166,7 +168,7 @@ class Agent:
             if decided.cancelled() or decided.exception() is not None or not usable(decided.result()):
                 recorder.break_off()
             else:
-                recorder.finish(reward, terminated=False, truncated=True, observation=seen, value=decided.result().value)
+                recorder.finish(earned, terminated=False, truncated=True, observation=seen, value=decided.result().value)
 
         closing.add_done_callback(close)
         return Finished(closing)

@@ -33,7 +33,7 @@ class Agent(agent.Agent):
 
             async def end(self, body: bytes) -> bytes:
                 if self.ended_by == "game":
-                    self.agent.finish(terminated=True)
+                    self.agent.finish(terminated=True, reward=parse(body).reward)
                 else:
                     self.agent.break_off()                       # silent, timed out: the last step is left out
                 return b""
