@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from ludus.actor.builtin import BuiltinActor
 from ludus.errors import NotFound, Refused
 from ludus.experiment import serving
 from ludus.game.client import Client
+from ludus.serve.service import Served
+from tests.actor import wire
 from tests.cli.programs import Program, program
 from tests.experiment import small
 from tests.experiment.called import LIMIT_S, ONE_SEAT, TWO_SEATS, data, games, one_seat, started, two_seats
@@ -41,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: where / name for name in (*made, "cartpole")}
 
 
-def loaded(run: Path, **settings: Any) -> tuple[serving.Served, dict[str, Any]]:
+def loaded(run: Path, **settings: Any) -> tuple[Served, dict[str, Any]]:
     service, spec = serving.served(run, **settings)
     service.load()
     return service, spec
@@ -122,42 +123,34 @@ def service(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Two workers behind a token; the command and its address."""
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("secret\n")
-    words = ["serve", runs["recurrent"], "--port", "0", "--workers", "2", "--token-file", token, "--json"]
+    words: list[str | Path] = ["serve", runs["recurrent"], "--port", "0", "--workers", "2", "--token-file", token, "--json"]
     with program(*words, listens=False) as running:
         told = json.loads(running.wait_for('"port"'))
         assert told["workers"] == 2
         yield running, f"http://127.0.0.1:{told['port']}"
 
 
+AUTHORIZED = ["Authorization: Bearer secret"]
+
+
 def test_several_workers_answer_as_one(runs: dict[str, Path], service: tuple[Program, str]) -> None:
-    agent, workers = ludus.load(runs["recurrent"]), set()
+    """A session stays with the worker that its id belongs to, and with it the memory of its model."""
+    agent, workers, port = ludus.load(runs["recurrent"]), set(), int(service[1].rpartition(":")[2])
     for number in range(12):
-        with Client(service[1], "secret", timeout_s=LIMIT_S) as client:
-            session, state = f"match-{number}", None
-            client.start(session)
-            for observation in seen(10):
-                action, state = agent.act(observation, state)
-                told = json.loads(client.tick(session, json.dumps({"observation": observation}).encode()))
-                assert told == {"action": action}
-            assert client.end(session, b'{"reward": 1}') == b"{}"
-        workers.add(health(service[1])["slot"])
-    assert client_spec(service[1])["observation_space"]["shape"] == [2]
-    assert workers <= {0, 1}
+        session, state = f"match-{number}", None
+        workers.add(wire.ask(port, wire.step("start", session, headers=AUTHORIZED)).headers["ludus-endpoint"])
+        for observation in seen(10):
+            action, state = agent.act(observation, state)
+            body = json.dumps({"observation": observation}).encode()
+            reply = wire.ask(port, wire.step("tick", session, body, headers=AUTHORIZED))  # each on another connection
+            assert json.loads(reply.body) == {"action": action}
+        assert wire.ask(port, wire.step("end", session, b'{"reward": 1}', headers=AUTHORIZED)).body == b"{}"
+    assert len(workers) == 2
+    with Client(service[1], "secret", timeout_s=LIMIT_S) as client:
+        assert client.spec()["observation_space"]["shape"] == [2]
 
 
-def health(url: str) -> dict[str, Any]:
-    asked = urllib.request.Request(f"{url}/health", headers={"Authorization": "Bearer secret"})
-    with urllib.request.urlopen(asked, timeout=LIMIT_S) as reply:
-        told: dict[str, Any] = json.load(reply)
-    return told
-
-
-def client_spec(url: str) -> dict[str, Any]:
-    with Client(url, "secret", timeout_s=LIMIT_S) as client:
-        return client.spec()
-
-
-@pytest.mark.parametrize("token", [None, "", "wrong", "secret2"])
+@pytest.mark.parametrize("token", [None, "wrong", "secret2"])
 def test_without_the_token_nothing_is_answered(service: tuple[Program, str], token: str | None) -> None:
     with Client(service[1], token, timeout_s=LIMIT_S) as client:
         for ask in (lambda: client.start("m"), client.spec):
@@ -178,7 +171,7 @@ def test_a_signal_stops_it_in_order(runs: dict[str, Path]) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("where", ["missing", "missing/best", ".", "missing.yaml"])
+@pytest.mark.parametrize("where", ["missing", "."])
 def test_a_wrong_path_is_told_with_exit_code_2(tmp_path: Path, where: str) -> None:
     with program("serve", tmp_path / where, "--port", "0", listens=False) as running:
         code, out, err = running.finish()
