@@ -56,7 +56,10 @@ class TrainedAgent:
         return map_tree(_unbatch, chosen), after
 
     def _mask(self, mask: Any) -> Tensor:
-        flat = spaces.flat_mask(mask, self.action_space)
+        try:
+            flat = spaces.flat_mask(mask, self.action_space)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"The mask does not fit: {error}.") from error
         for part in spaces.choices(self.action_space):
             if not flat[part].any():
                 raise UsageError(f"The mask forbids every action (options {part.start} to {part.stop - 1}).")

@@ -23,7 +23,7 @@ _LOOK_S = 0.05
 
 
 def check_game(
-    port: Annotated[int, typer.Option(help="0 = any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
     form: Annotated[
         Literal["raw", "json", "msgpack"] | None,

@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object per line; 
 
 @app.command()
 def actor(
-    port: Annotated[int, typer.Option(help="0 = any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
     tick_return: Annotated[str, typer.Option(help="What every tick is answered with.")] = "fake_actor_tick_return",

@@ -37,6 +37,7 @@ def rollout(
     """Play a trained agent: returns, a file of all steps, a video."""
     from ludus.actor.trained import TrainedAgent
     from ludus.cli.display import say
+    from ludus.config import EXTERNAL
     from ludus.experiment import checkpoint as checkpoints
     from ludus.experiment import rollout as rollouts
     from ludus.game.environment import make_one
@@ -49,6 +50,8 @@ def rollout(
     if run is not None and run != made_with["run"]:
         raise UsageError(f"The checkpoint was trained with {made_with['run']}, not with {run}.", "Leave out --run.")
     name = env or made_with["env"]
+    if name == EXTERNAL:
+        raise UsageError("Games call this agent; there is no environment to play.", f"ludus serve {checkpoint}")
     settings = _settings(config)
     env_config = made_with["config"].get("env_config", {}) | settings.get("env_config", {})
     environment = make_one(name, env_config, "rgb_array" if video else None)

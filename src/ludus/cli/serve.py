@@ -19,7 +19,7 @@ def serve(
             metavar="RUN|CONFIG", help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run."
         ),
     ],
-    port: Annotated[int, typer.Option(help="0 = any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
     token_file: Annotated[Path | None, typer.Option(help="File with the token that games must send.", show_default=False)] = None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.config import EXTERNAL
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,6 +141,7 @@ def experiment_from(
 
 def _conclude(result: Result, *, quiet: bool, as_json: bool) -> None:
     from ludus.cli.display import here, say
+    from ludus.config import EXTERNAL
 
     interrupted = result.stopped_by.startswith("interrupted")
     if not quiet:

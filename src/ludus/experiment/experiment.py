@@ -45,6 +45,7 @@ Announce = Callable[[str], None]
 """Takes a sentence that whoever started the run wants to read."""
 
 _EVALUATION_ROWS = 16
+_SAY_EVERY_S = 10.0
 
 
 def resolve(data: Mapping[str, Any]) -> Resolved:
@@ -211,7 +212,8 @@ def _train(
             if announce is not None:
                 announce(f"games connect to http://{address[0]}:{address[1]}/step")
         try:
-            parts.runtime.run(lambda: parts.conductor.stopped_by is not None or stop())
+            waiting = _Waiting(parts, announce) if address is not None and announce is not None else None
+            parts.runtime.run(lambda: parts.conductor.stopped_by is not None or stop() or (waiting is not None and waiting()))
         except EnvironmentFault:
             with contextlib.suppress(LudusError):  # what was learned before is whole, and worth keeping
                 parts.conductor.checkpoint()
@@ -226,6 +228,22 @@ def _train(
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
         agent = TrainedAgent(policy, resolved.config.seed, version)
         return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
+
+
+class _Waiting:
+    """Says now and then what is missing, until the first update: a game that is refused each time looks like no game."""
+
+    def __init__(self, parts: Parts, announce: Announce) -> None:
+        self._parts, self._announce = parts, announce
+        self._before, self._said_at = parts.trainer.progress.iterations, time.monotonic()
+
+    def __call__(self) -> bool:
+        if self._parts.trainer.progress.iterations == self._before and time.monotonic() - self._said_at >= _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            seen = self._parts.sampler.metrics()
+            said = {word: int(seen.get(f"games/{word}", 0)) for word in ("sessions", "requests", "refused", "failed")}
+            self._announce("waiting for games: " + ", ".join(f"{number} {word}" for word, number in said.items()))
+        return False
 
 
 # -- the program --------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _spec(name: str) -> gym.envs.registration.EnvSpec:
         extra = _EXTRAS.get(name.split("/")[0]) or ("doom" if name.startswith("Vizdoom") else None)
         if extra and not any(i.startswith(name.split("/")[0]) for i in known):
             raise MissingExtra(f"{name!r} is not installed.", f"pip install 'ludus[{extra}]'") from error
-        raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, known)) from error
+        raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, [*known, "external"])) from error
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import math
@@ -126,7 +127,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setblocking(False)
     except OSError as error:
         bound.close()
-        raise UsageError(f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another --port or --host.") from error
+        raise UsageError(
+            f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another port, or end whoever has it."
+        ) from error
     return bound
 
 
@@ -164,6 +167,7 @@ def _serve(
         torch.set_num_threads(1)  # the event loop computes; more threads would take turns with the other workers
     if prepare is not None:
         prepare()
+    gc.freeze()  # what is loaded stays: collections need not look at it again
     run_loop(_worker(context, make_actor, settings, slot, paths, report))
 
 

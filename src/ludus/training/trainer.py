@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,26 +31,38 @@ class Progress:
     time_s: float = 0.0
     recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
+    returns_of: dict[str, deque[float]] = field(default_factory=dict)
+    """By model, where there are several: what one earns another may lose, so that a common mean says nothing."""
 
     @classmethod
-    def with_window(cls, episodes: int) -> Progress:
-        return cls(recent_returns=deque(maxlen=episodes), recent_lengths=deque(maxlen=episodes))
+    def with_window(cls, episodes: int, models: Sequence[str] = ()) -> Progress:
+        windows: dict[str, deque[float]] = {model: deque(maxlen=episodes) for model in models} if len(models) > 1 else {}
+        return cls(recent_returns=deque(maxlen=episodes), recent_lengths=deque(maxlen=episodes), returns_of=windows)
 
     @property
     def episode_return_mean(self) -> float:
-        """Of the last episodes; NaN until as many have ended as the window holds."""
-        full = len(self.recent_returns) == self.recent_returns.maxlen
-        return float(np.mean(self.recent_returns)) if full else float("nan")
+        """Of the last episodes; NaN until as many have ended as the window holds. With several models: of the worst."""
+        windows = list(self.returns_of.values()) or [self.recent_returns]
+        full = all(len(window) == window.maxlen for window in windows)
+        return min(float(np.mean(window)) for window in windows) if full else float("nan")
 
     def to_json(self) -> dict[str, Any]:
-        plain = {"timesteps": self.timesteps, "iterations": self.iterations, "episodes": self.episodes, "time_s": self.time_s}
-        return plain | {"recent_returns": list(self.recent_returns), "recent_lengths": list(self.recent_lengths)}
+        plain: dict[str, Any] = {
+            "timesteps": self.timesteps,
+            "iterations": self.iterations,
+            "episodes": self.episodes,
+            "time_s": self.time_s,
+        }
+        plain |= {"recent_returns": list(self.recent_returns), "recent_lengths": list(self.recent_lengths)}
+        return plain | {"returns_of": {model: list(window) for model, window in self.returns_of.items()}}
 
     def load_json(self, data: Mapping[str, Any]) -> None:
         self.timesteps, self.iterations = int(data["timesteps"]), int(data["iterations"])
         self.episodes, self.time_s = int(data["episodes"]), float(data["time_s"])
         self.recent_returns.extend(map(float, data["recent_returns"]))
         self.recent_lengths.extend(map(int, data["recent_lengths"]))
+        for model, window in self.returns_of.items():
+            window.extend(map(float, data.get("returns_of", {}).get(model, [])))
 
 
 class Trainer:
@@ -67,7 +79,7 @@ class Trainer:
     ) -> None:
         self.algorithms = dict(algorithms)
         self._memory, self._pool, self._clock = memory, pool, clock
-        self.progress = Progress.with_window(smoothing)
+        self.progress = Progress.with_window(smoothing, list(self.algorithms))
         self.metrics: dict[str, float] = {}
         self._began = clock()
         self._time_before: float | None = None  # of earlier parts of a resumed run, known once they are loaded
@@ -107,6 +119,8 @@ class Trainer:
         p.episodes += len(segments.episode_return)
         p.recent_returns.extend(segments.episode_return.tolist())
         p.recent_lengths.extend(segments.episode_length.tolist())
+        if segments.model in p.returns_of:
+            p.returns_of[segments.model].extend(segments.episode_return.tolist())
 
     def _report(self, model: str, numbers: dict[str, float], now: float) -> dict[str, float]:
         p = self.progress
@@ -120,6 +134,10 @@ class Trainer:
             recent = np.fromiter(p.recent_returns, float)
             report |= {"episode_return_mean": float(recent.mean()), "episode_return_min": float(recent.min())}
             report |= {"episode_return_max": float(recent.max()), "episode_length_mean": float(np.mean(p.recent_lengths))}
+        means = {name: float(np.mean(window)) for name, window in p.returns_of.items() if window}
+        if means:
+            report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
+            report["episode_return_mean"] = min(means.values())
         elapsed = now - self._began
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
