@@ -279,6 +279,34 @@ def test_ticks_that_take_too_long_end_their_sessions() -> None:
         until(lambda: calls == ["async timeout", "plain returned", "plain timeout"])
 
 
+class Holding(Echo):
+    """Its ticks hold the whole event loop."""
+
+    async def tick(self, body: bytes) -> bytes:
+        time.sleep(float(body or b"0"))
+        return body
+
+
+def test_games_do_not_pay_for_a_pause_of_ours() -> None:
+    with gateway(Holding, limited(silent_s=0.5)) as served, Wire(served.port) as wire, Wire(served.port) as other:
+        assert wire.ask(step("start", "holds")).status == other.ask(step("start", "waits")).status == 200
+        wire.send(step("tick", "holds", b"1.5"))
+        time.sleep(0.2)
+        other.send(step("tick", "waits"))
+        assert wire.read().body == b"1.5"
+        assert other.read().status == 200
+        assert other.ask(step("tick", "waits")).status == 200
+
+
+def test_a_loop_that_is_held_again_and_again_still_cuts_off_who_is_silent() -> None:
+    with gateway(Holding, limited(silent_s=0.3)) as served, Wire(served.port) as wire:
+        assert wire.ask(step("start", "holds")).status == wire.ask(step("start", "silent")).status == 200
+        for _ in range(15):
+            if not served.gateway.sessions.stats.silent:
+                assert wire.ask(step("tick", "holds", b"0.65")).status == 200
+        assert served.gateway.sessions.stats.silent
+
+
 def test_plain_actors_answer_many_games_at_once() -> None:
     barrier = threading.Barrier(4)
 
@@ -322,6 +350,20 @@ def test_without_the_token_nothing_is_done() -> None:
             assert wire.ask(step("tick", "a", b"x")).refusal == (401, "unauthorized")
         assert wire.ask(raw("GET /spec", right)).json["observation_space"] == {"type": "Box"}
         assert wire.ask(raw("GET /health", right)).json["sessions"] == 1
+
+
+def test_without_the_token_no_large_body_is_read() -> None:
+    with gateway(Echo, GatewaySettings(token="s3cret")) as served, Wire(served.port) as wire:
+        wire.send(raw("POST /step", ["session: a", "step_kind: start", "Content-Length: 1000000"]))
+        reply = wire.read()
+        assert (reply.refusal, reply.headers["connection"]) == ((401, "unauthorized"), "close")
+        assert wire.closed()
+        with Wire(served.port) as other:
+            other.send(
+                raw("POST /step", ["session: a", "step_kind: start", "Transfer-Encoding: chunked"], b"fffff\r\n" + b"x" * 9000)
+            )
+            assert other.read().refusal == (401, "unauthorized")
+            assert other.closed()
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -851,7 +851,7 @@ def test_a_known_header_block_is_read_with_other_numbers_or_not_at_all(
     assert known is not None
     head = block(seq, length)
     assert known.read(head + b"body") == (len(head), length, seq if numbered else -1)
-    shape = re.compile(re.sub(rb"(?<=[:\\ ])[0-9]+(?=\\r)", rb"[0-9]+", re.escape(head)))
+    shape = re.compile(re.sub(rb"(?<=[: ])[0-9]+(?=\\\r)", rb"[0-9]+", re.escape(head)))
     for at in range(len(head)):
         other = head[:at] + noise + head[at + len(noise) :]
         begins, _, _ = known.read(other)

@@ -178,8 +178,15 @@ def check_ends(segment: Segments, n: int, episode: Episode, last: bool) -> None:
         assert segment.episode_return.tolist() == pytest.approx([sum(step.reward for step in episode.steps)], abs=1e-4)
         assert segment.episode_length.tolist() == [len(episode.steps)]
     else:
+        same_block = n < segment.spec.steps and (
+            segment.spec.state_every > 0 or episode.steps[-1].version == segment.version[0, 0]
+        )
+        assert truncated[n - 1] == (last and same_block), "it broke off, as far as this segment could know"
         assert not segment.episode_return.size
         assert not segment.episode_length.size
+    assert not segment.reward[n + 1 :].any(), "padding shows nothing of what the block held before"
+    assert not segment.log_prob[n + 1 :].any()
+    assert not segment.value[n + 1 :].any()
 
 
 def check_bootstrap(segment: Segments, n: int, episode: Episode, following: int) -> None:

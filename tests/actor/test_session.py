@@ -255,6 +255,20 @@ async def test_a_repeated_number_hears_the_same_and_the_actor_is_called_once() -
     assert [call[0] for call in calls] == ["start", "tick", "tick", "end"]
 
 
+@on_loop
+async def test_replies_are_kept_only_for_those_who_number_their_requests() -> None:
+    async with table(lambda: Diary([])) as games:
+        for id_, seq in (("plain", -1), ("numbered", 0)):
+            await games.open(id_, seq=seq)
+            assert (await games.ask("tick", id_, b"x" * 1000, seq=seq + (seq >= 0)))[0] == 200
+        assert len(games.sessions._live[b"plain"].last[1]) == 0
+        assert len(games.sessions._live[b"numbered"].last[1]) > 1000
+        for id_, seq in (("plain", -1), ("numbered", 2)):
+            assert (await games.ask("end", id_, b"x" * 1000, seq=seq))[0] == 200
+        assert len(games.sessions._ended[b"plain"].reply[1]) == 0
+        assert len(games.sessions._ended[b"numbered"].reply[1]) > 1000
+
+
 @pytest.mark.parametrize("kind", ["start", "tick", "end"])
 @on_loop
 async def test_retries_while_the_original_runs_wait_for_its_result(kind: str) -> None:

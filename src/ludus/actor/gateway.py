@@ -106,18 +106,19 @@ class Gateway:
         await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
-        before = self.loop.time()
+        before, was_late = self.loop.time(), False
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = self.loop.time()
             late_s = now - before - _SWEEP_S
-            if late_s > _PAUSE_S:  # our loop stood still, not the games: what they sent meanwhile has not been read yet
+            late = late_s > _PAUSE_S
+            if late:  # our loop stood still, not the games: what they sent meanwhile has not been read yet
                 self.sessions.forgive(late_s, now)
                 for connection in self._connections:
                     connection.forgive(late_s, now)
-            else:
+            if not late or was_late:  # also when it stands still again and again: then too, somebody has to be cut off
                 self.sweep(now)
-            before = now
+            before, was_late = now, late
 
     def sweep(self, now: float) -> None:
         self.sessions.sweep(now)

@@ -273,7 +273,9 @@ class Session:
             return
         self.busy = False
         self.task = None
-        self.last, self.last_kind = (200, reply), self.kind
+        self.last_kind = self.kind
+        if self.seq >= 0:  # without numbers nothing can be repeated
+            self.last = (200, reply)
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.reply(200, reply)
@@ -510,7 +512,8 @@ class Sessions:
             return
         del self._live[session.id]
         self._ended.pop(session.id, None)
-        self._ended[session.id] = _Ended(session.kind, session.seq, session.last, session.over, self.loop.time())
+        reply = session.last if session.seq >= 0 else (0, b"")  # without numbers nobody can ask for it again
+        self._ended[session.id] = _Ended(session.kind, session.seq, reply, session.over, self.loop.time())
         while len(self._ended) > 2 * self.limits.sessions:
             del self._ended[next(iter(self._ended))]
 
