@@ -176,10 +176,16 @@ class Fit:
         self._categories = categories(space) | _bits(space)
         self._where = where
         self._lone = self.spec if isinstance(self.spec, ArraySpec) else None
+        plain = self._lone is not None and self._lone.dtype == np.float32 and len(self._lone.shape) == 1
+        self._short = self._lone.shape[0] if self._lone is not None and plain and self._lone.shape[0] <= 256 else -1
 
     def __call__(self, value: Any) -> Tree:
         """Raises ValueError."""
         if self._lone is not None:
+            if value.__class__ is list and len(value) == self._short:
+                quick = _quick(value, self._lone.dtype)
+                if quick is not None:
+                    return quick
             return self._leaf(self._lone, value, "")
         return self._tree(self.spec, value, "")
 
@@ -229,6 +235,20 @@ def _bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
     """The same as `categories` for parts of zeros and ones."""
     parts = [path for path, leaf in leaves(_space_tree(space)) if isinstance(leaf, gym.spaces.MultiBinary)]
     return {path: (np.asarray(0), np.asarray(2)) for path in parts}
+
+
+_FLOAT32, _EXACT = float(np.finfo(np.float32).max), 1 << 53
+
+
+def _quick(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
+    """A short list of plain, finite numbers, as most games send it; None: look closer. (A tenth of a small request's cost.)"""
+    for value in values:
+        if value.__class__ is float:
+            if not -_FLOAT32 <= value <= _FLOAT32:  # nor is NaN
+                return None
+        elif value.__class__ is not int or not -_EXACT <= value <= _EXACT:
+            return None
+    return np.array(values, dtype)
 
 
 _KINDS = {"U": "text", "S": "text", "O": "something that is not a number", "f": "fractions"}
