@@ -365,3 +365,35 @@ def test_numbers_that_are_whole_fit_whatever_they_are_written_as() -> None:
 
 def test_bounds_of_a_box_are_not_enforced() -> None:
     assert spaces.Fit(gs.Box(-1, 1, (1,)))([7]).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.5, -1, 2],
+        [True, 0.5, False],
+        [2**53 + 1, -(2**60), 0],
+        [1e38, -1e38, -0.0],
+        [np.float32(0.1), np.int8(3), 1],
+        [3.5e38, 0, 0],
+        [float("nan"), 0, 0],
+        [10**30, 0, 0],
+        ["1", 0, 0],
+        [None, 0, 0],
+        [[1], [2], [3]],
+        [1, 2],
+    ],
+    ids=repr,
+)
+def test_a_short_list_alone_is_taken_as_anywhere_else(values: list[Any]) -> None:
+    """Lists of plain numbers have a shorter way, which must lead to the same."""
+    space = gs.Box(-1, 1, (3,))
+
+    def outcome(fit: spaces.Fit, value: Any) -> Any:
+        try:
+            ((_, array),) = leaves(fit(value))
+        except ValueError:
+            return "refused"
+        return array.dtype, array.tobytes()
+
+    assert outcome(spaces.Fit(space), values) == outcome(spaces.Fit(gs.Dict({"x": space})), {"x": values})

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.errors import EnvironmentFault, Refused
-from ludus.model.acting import Deciding
+from ludus.model.acting import Deciding, Decision
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.types import Segments
@@ -575,18 +575,33 @@ def test_an_unknown_seat_names_the_nearest(blue: Table, red: Table) -> None:
     on_one_loop(play())
 
 
+class Late:
+    """A model that takes a while."""
+
+    def __init__(self, deciding: Deciding) -> None:
+        self.deciding, self.policy = deciding, deciding.policy
+
+    def decide(self, *asked: Any) -> asyncio.Future[Decision]:
+        return asyncio.ensure_future(self._decide(*asked))
+
+    async def _decide(self, *asked: Any) -> Decision:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return await self.deciding.decide(*asked)
+
+
 def test_when_the_model_of_one_seat_fails_no_seat_plays_on_after_the_end() -> None:
     """What is still being decided must be over before `end` closes the books."""
     fine = Table(tiny_policy(), 8, blocks=2)
     drowned = Table(Policy(gs.Box(-np.inf, np.inf, (3,)), gs.Discrete(2), NetworkConfig(fcnet_activation="relu")), 8)
 
     async def play() -> None:
-        game = Game(drowned, fine, names=NAMES)
+        actor = BuiltinActor({"blue": drowned.seat, "red": Seat(Late(fine.deciding), fine.memory)})
         with pytest.raises(EnvironmentFault):
-            await game.actor.tick(json.dumps({"seats": {"blue": {"observation": [3e38] * 3}, "red": GOOD}}).encode())
-        game.actor.ended_by = "failed"
-        await game.actor.end(b"")
-        for _ in range(5):
+            await actor.tick(json.dumps({"seats": {"blue": {"observation": [3e38] * 3}, "red": GOOD}}).encode())
+        actor.ended_by = "failed"
+        await actor.end(b"")
+        for _ in range(50):
             await asyncio.sleep(0)
 
     on_one_loop(play())

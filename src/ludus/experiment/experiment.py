@@ -181,7 +181,7 @@ def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> No
 
 
 def _check_not_over(before: Checkpoint, resolved: Resolved) -> None:
-    progress = Progress.with_window(resolved.config.metrics_num_episodes_for_smoothing)
+    progress = Progress.with_window(resolved.config.metrics_num_episodes_for_smoothing, list(before.state["models"]))
     progress.load_json(before.state["progress"])
     over = reached(resolved.experiment.stop, progress)
     if over:

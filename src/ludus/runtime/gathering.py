@@ -35,7 +35,7 @@ class Boards:
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = Scratch(shared_memory())
         self.boards = {name: Board(self._scratch.path / name) for name in policies}
-        self.segments = str(self._scratch.path / "segments")
+        self.segments = str(self._scratch.path / "segments.socket")  # no model has such a name: it has no dot
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         self.memory = StreamMemory(specs, self.segments, capacity)
         self._policies = dict(policies)
