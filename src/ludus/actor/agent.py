@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ludus import spaces
 from ludus.actor.recorder import Recorder, RecorderStats
 from ludus.errors import ConfigError, EnvironmentFault, Refused
-from ludus.memory.memory import Memory
+from ludus.memory.memory import Room
 from ludus.model.acting import Decision, State
 from ludus.model.policy import Policy
 from ludus.tree import Tree
@@ -37,7 +37,7 @@ class Decider(Protocol):
 class Seat:
     """What all agents of one seat share: the model, where segments go, and how observations are checked."""
 
-    def __init__(self, model: Decider, memory: Memory | None = None, *, first_origin: int = 0) -> None:
+    def __init__(self, model: Decider, memory: Room | None = None, *, first_origin: int = 0) -> None:
         policy = model.policy
         self.model, self.memory = model, memory
         self.observation_space, self.action_space = policy.observation_space, policy.action_space

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ludus.memory.memory import Memory
+from ludus.memory.memory import Room
 from ludus.model.acting import Decision
 from ludus.model.policy import Policy
 from ludus.spaces import array_spec, mask_size
@@ -43,7 +43,7 @@ class Recorder:
     change: within a segment one version acts. Only a recurrent model goes on: its sequences would become too short to learn
     from, and every step is stamped with the version that acted."""
 
-    def __init__(self, memory: Memory, origin: int, stats: RecorderStats) -> None:
+    def __init__(self, memory: Room, origin: int, stats: RecorderStats) -> None:
         self._memory, self._origin, self._stats = memory, origin, stats
         self._block: Segments | None = None
         self._t = 0  # steps in the block

@@ -33,6 +33,16 @@ class Batches(Protocol):
     def release(self, segments: Segments) -> None: ...
 
 
+class Room(Protocol):
+    """The writing half: what whoever plays needs of a memory."""
+
+    def reserve(self, timeout_s: float) -> Segments | None: ...
+
+    def commit(self, segments: Segments) -> None: ...
+
+    def abandon(self, segments: Segments) -> None: ...
+
+
 class Waiting(Batches, Protocol):
     """The reading half of a memory."""
 

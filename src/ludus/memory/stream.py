@@ -68,12 +68,6 @@ class StreamWriter:
     def abandon(self, segments: Segments) -> None:
         pass
 
-    def take(self, timeout_s: float) -> Segments | None:
-        raise NotImplementedError("This is the writing half.")
-
-    def release(self, segments: Segments) -> None:
-        raise NotImplementedError("This is the writing half.")
-
     def stats(self) -> MemoryStats:
         return MemoryStats(committed=self._committed, dropped=self._dropped, waiting=len(self._outbox))
 

@@ -10,7 +10,6 @@ import numpy as np
 from ludus.actor import agent
 from ludus.actor.agent import Seat
 from ludus.actor.recorder import session_spec
-from ludus.memory.memory import MemoryStats
 from ludus.remote.buffer import RemoteBuffer
 from ludus.remote.model import RemoteModel
 from ludus.remote.session import current
@@ -69,28 +68,14 @@ class BufferMemory:
 
     def __init__(self, buffer: RemoteBuffer, spec: SegmentSpec) -> None:
         self._buffer, self._spec = buffer, spec
-        self._committed = 0
 
     def reserve(self, timeout_s: float) -> Segments | None:
         return Segments.empty(self._spec, 1)  # always a fresh one: what was pushed may still be on its way
 
     def commit(self, segments: Segments) -> None:
-        self._committed += 1
         self._buffer.push(item_of(segments))
 
     def abandon(self, segments: Segments) -> None:
-        pass
-
-    def take(self, timeout_s: float) -> Segments | None:
-        raise NotImplementedError("Iterate over the buffer instead.")
-
-    def release(self, segments: Segments) -> None:
-        raise NotImplementedError("Iterate over the buffer instead.")
-
-    def stats(self) -> MemoryStats:
-        return MemoryStats(committed=self._committed)
-
-    def close(self) -> None:
         pass
 
 
