@@ -49,7 +49,7 @@ class Constant:
             Any, SimpleNamespace(observation_space=seat.observation, action_space=seat.action, state_spec=lambda: ())
         )
 
-    def decide(self, observation: Any, state: Any = None, mask: Any = None) -> asyncio.Future[Decision]:
+    def decide(self, observation: Any, state: Any = None, mask: Any = None, temperature: Any = None) -> asyncio.Future[Decision]:
         decided: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         decided.set_result(Decision(np.int64(1), np.int64(1), 0.0, 0.0, (), 1))
         return decided

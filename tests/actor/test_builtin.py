@@ -578,7 +578,7 @@ def test_an_unknown_seat_names_the_nearest(blue: Table, red: Table) -> None:
 class Late:
     """A model that takes a while."""
 
-    def __init__(self, deciding: Deciding) -> None:
+    def __init__(self, deciding: Deciding[Any]) -> None:
         self.deciding, self.policy = deciding, deciding.policy
 
     def decide(self, *asked: Any) -> asyncio.Future[Decision]:

@@ -39,7 +39,7 @@ def observations(policy: Policy, count: int) -> list[Tree]:
     return [fit(policy.observation_space.sample()) for _ in range(count)]
 
 
-async def together(deciding: Deciding, rows: list[tuple[Any, ...]]) -> list[Decision]:
+async def together(deciding: Deciding[Any], rows: list[tuple[Any, ...]]) -> list[Decision]:
     return list(await asyncio.gather(*(deciding.decide(*row) for row in rows)))
 
 

@@ -42,7 +42,7 @@ class Drawing:
             Any, SimpleNamespace(observation_space=spaces.observation, action_space=spaces.action, state_spec=lambda: ())
         )
 
-    def decide(self, observation: Any, state: Any = None, mask: Any = None) -> asyncio.Future[Decision]:
+    def decide(self, observation: Any, state: Any = None, mask: Any = None, temperature: Any = None) -> asyncio.Future[Decision]:
         action = self.policy.action_space.sample()
         decided: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         decided.set_result(Decision(action, action, 0.0, 0.0, (), 1))

@@ -15,8 +15,7 @@ from ludus import spaces
 from ludus.actor.recorder import Recorder, RecorderStats
 from ludus.errors import ConfigError, EnvironmentFault, Refused
 from ludus.memory.memory import Room
-from ludus.model.acting import Decision, State
-from ludus.model.policy import Policy
+from ludus.model.acting import Acts, Decision, State
 from ludus.tree import Tree
 from ludus.types import Bools
 
@@ -29,9 +28,15 @@ class Decider(Protocol):
     """A model that can choose actions: `ludus.model.acting.Deciding`, or a RemoteModel made of a `ludus.Policy`."""
 
     @property
-    def policy(self) -> Policy: ...
+    def policy(self) -> Acts: ...
 
-    def decide(self, observation: Tree, state: State | None = None, mask: Bools | None = None) -> asyncio.Future[Decision]: ...
+    def decide(
+        self,
+        observation: Tree,
+        state: State | None = None,
+        mask: Bools | None = None,
+        temperature: float | None = None,
+    ) -> asyncio.Future[Decision]: ...
 
 
 class Seat:

@@ -52,7 +52,7 @@ class Gathering:
         listening: socket.socket,
         settings: GatewaySettings,
         seats: Mapping[str, str],
-        deciding: Mapping[str, Deciding],
+        deciding: Mapping[str, Deciding[Policy]],
         memories: Mapping[str, WatchedMemory],
         memory: Collated,
     ) -> None:

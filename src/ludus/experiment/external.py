@@ -157,7 +157,7 @@ def _add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
 
 
-def _deciding(pool: LocalPool, policies: dict[str, Policy], seed: int) -> dict[str, Deciding]:
+def _deciding(pool: LocalPool, policies: dict[str, Policy], seed: int) -> dict[str, Deciding[Policy]]:
     return {name: Deciding(pool.source(name), seed=seed + number) for number, name in enumerate(policies)}
 
 
@@ -188,7 +188,7 @@ def _games(
     listening: socket.socket,
     config: ExternalConfig,
     seats: GameSeats,
-    deciding: dict[str, Deciding],
+    deciding: dict[str, Deciding[Policy]],
     memories: dict[str, WatchedMemory],
     memory: Collated,
 ) -> Gathering:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -23,6 +23,18 @@ from ludus.spaces import ArraySpec
 from ludus.tree import Array, Tree, map_tree
 
 Weights = dict[str, Array]
+
+
+class Acted(NamedTuple):
+    """Decisions for N rows, as arrays with N first."""
+
+    action: Tree
+    """As the game takes it."""
+    chosen: Tree
+    """As the policy chose it, which is what is recorded."""
+    log_prob: Array
+    value: Array
+    state: tuple[Array, ...]
 
 
 class Policy(nn.Module):
@@ -81,6 +93,31 @@ class Policy(nn.Module):
         outputs, value, state = self._outputs(observation, state, first)
         action, log_prob = self.distribution.sample(outputs, mask, noise)
         return action, log_prob, value, state
+
+    def act(
+        self,
+        observation: Tree,
+        state: tuple[Array, ...] = (),
+        mask: Array | None = None,
+        noise: Array | None = None,
+    ) -> Acted:
+        """`step` for whoever plays: arrays in, arrays out. Without noise, or where it is zero: the most probable action."""
+        with torch.inference_mode():
+            chosen, log_prob, value, after = self.step(
+                map_tree(torch.from_numpy, observation),
+                tuple(map(torch.from_numpy, state)),
+                None,
+                None if mask is None else torch.from_numpy(mask),
+                None if noise is None else torch.from_numpy(noise),
+            )
+        kept = map_tree(Tensor.numpy, chosen)
+        action = self.distribution.to_environment(kept)
+        return Acted(action, kept, log_prob.numpy(), value.numpy(), tuple(map(Tensor.numpy, after)))
+
+    def draw_noise(self, rows: int, generator: torch.Generator) -> Array:
+        """For `act`. Multiplied by T it makes the policy act at temperature T: options are drawn from logits ÷ T."""
+        noise: Array = self.distribution.noise((rows,), generator).numpy()
+        return noise
 
     def value(self, observation: Tree, state: tuple[Tensor, ...] = (), first: Tensor | None = None) -> Tensor:
         return self._outputs(observation, state, first)[1]

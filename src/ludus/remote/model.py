@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,7 +47,7 @@ class Shared:
         self.max_batch_size = int(max_batch_size or info["settings"].get("max_batch_size") or MAX_BATCH_SIZE)
         self.reader = BoardReader(Path(info["board"]))
         self.shapes = modules.shapes_in(self.reader.read()[1])
-        self._deciding: dict[asyncio.AbstractEventLoop, Deciding] = {}
+        self._deciding: dict[asyncio.AbstractEventLoop, Deciding[Policy]] = {}
         self._noise = torch.Generator()
         self._noise.seed()
         self._noise_lock = threading.Lock()
@@ -75,10 +76,10 @@ class Shared:
     def policy(self) -> Policy:
         return Newest(Engine(self.build(), self.reader)).newest()[0]
 
-    def decide(self, observation: Tree, state: State | None, mask: Bools | None) -> asyncio.Future[Decision]:
+    def decide(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> asyncio.Future[Decision]:
         loop = asyncio.get_running_loop()
         if self.workers:
-            return asyncio.ensure_future(self._decide_there(observation, state, mask))
+            return asyncio.ensure_future(self._decide_there(observation, state, mask, temperature))
         deciding = self._deciding.get(loop)
         if deciding is None:
             for other in [other for other in self._deciding if other.is_closed()]:
@@ -87,14 +88,14 @@ class Shared:
                 torch.set_num_threads(self.session.threads)
             source = Newest(Engine(self.build(), self.reader))  # one for each loop: they never wait for each other
             deciding = self._deciding[loop] = Deciding(source, max_batch_size=self.max_batch_size)
-        return deciding.decide(observation, state, mask)
+        return deciding.decide(observation, state, mask, temperature)
 
-    async def _decide_there(self, observation: Tree, state: State | None, mask: Bools | None) -> Decision:
+    async def _decide_there(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> Decision:
         """The same through the workers: noise and initial state come from here, so that a worker needs no memory."""
         policy = self.policy
         before = tuple(s[0].numpy() for s in policy.initial_state(1)) if state is None and policy.recurrent else state or ()
         with self._noise_lock:
-            noise = policy.distribution.noise((1,), self._noise)[0].numpy()
+            noise = policy.draw_noise(1, self._noise)[0] * np.float32(temperature)
         answer = self.asked.forward_versioned(observation, before, None, mask, noise)
         (chosen, log_prob, value, after), version = await answer
         action = policy.distribution.to_environment(map_tree(lambda x: x[None], chosen))
@@ -214,9 +215,15 @@ class RemoteModel:
         """The policy in this process, with its spaces. Raises UsageError when the model is another kind of module."""
         return self._shared.policy
 
-    def decide(self, observation: Tree, state: State | None = None, mask: Bools | None = None) -> asyncio.Future[Decision]:
-        """What an agent of this policy does; the exploration noise is drawn here. On an event loop only."""
-        return self._shared.decide(observation, state, mask)
+    def decide(
+        self,
+        observation: Tree,
+        state: State | None = None,
+        mask: Bools | None = None,
+        temperature: float | None = None,
+    ) -> asyncio.Future[Decision]:
+        """What an agent of this policy does; the exploration noise is drawn here, times `temperature` (1). On an event loop only."""
+        return self._shared.decide(observation, state, mask, 1.0 if temperature is None else temperature)
 
     # -- weights
 
