@@ -17,6 +17,7 @@
     ├── WorkerFailed               a process of ours died, or could not start
     ├── Refused                    a game's request was not served; it carries the status that the game sees
     ├── Unreachable                a game's request was not answered at all
+    │   └── DeadlineMissed         or not by its deadline
     └── IncompatibleCheckpoint     a checkpoint of another environment, model or version
 
 A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
@@ -96,16 +97,31 @@ class WorkerFailed(LudusError):
 
 
 class Refused(LudusError):
-    """`error` is a word that a program can test for; `retry_after_s` is set when trying again may help."""
+    """`error` is a word that a program can test for; `retry_after_s` is set when trying again may help.
 
-    def __init__(self, status: int, error: str, message: str, hint: str = "", retry_after_s: float | None = None) -> None:
+    `last`, with the word `seq`: the number of the last request of this session that the server accepted.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        error: str,
+        message: str,
+        hint: str = "",
+        retry_after_s: float | None = None,
+        last: int | None = None,
+    ) -> None:
         super().__init__(message, hint)
-        self.args = (status, error, message, hint, retry_after_s)
-        self.status, self.error, self.retry_after_s = status, error, retry_after_s
+        self.args = (status, error, message, hint, retry_after_s, last)
+        self.status, self.error, self.retry_after_s, self.last = status, error, retry_after_s, last
 
 
 class Unreachable(LudusError):
     """Nobody listens there, the connection broke, or it took too long: it is not known whether the request counted."""
+
+
+class DeadlineMissed(Unreachable):
+    """No answer to this tick by its deadline. The session goes on: the next tick may say something else."""
 
 
 class IncompatibleCheckpoint(LudusError):

@@ -16,7 +16,7 @@ from ludus.actor.actor import Actor
 from ludus.actor.agent import Agent, Seat
 from ludus.actor.session import SessionLimits, Sessions
 from ludus.errors import EnvironmentFault, Refused
-from ludus.game.protocol import START, TICK
+from ludus.game.protocol import NOTHING_ASKED, START, TICK
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from tests.actor.scripted import ACTION, OBSERVATION, Table, run, tiny_policy
@@ -360,14 +360,14 @@ def test_an_episode_is_closed_before_the_next_begins_however_full_the_batches_ar
         loop = asyncio.get_running_loop()
         live = Sessions(lambda: Truncating(table.seat), SessionLimits(), loop)
         for i in range(sessions):
-            live.handle(START, b"%d" % i, -1, None, b"", answers)
+            live.handle(START, b"%d" % i, -1, NOTHING_ASKED, b"", answers)
         while len(answers.statuses) < sessions:
             await asyncio.sleep(0)
         for tick in range(ticks):
 
             def all_of_them() -> None:
                 for i in range(sessions):
-                    live.handle(TICK, b"%d" % i, -1, None, b"", answers)
+                    live.handle(TICK, b"%d" % i, -1, NOTHING_ASKED, b"", answers)
 
             loop.call_soon(all_of_them)
             while len(answers.statuses) < sessions * (tick + 2):

@@ -23,7 +23,7 @@ from ludus.actor.actor import Actor
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.actor.http import Connection, Exchange, HttpLimits, KnownHead
 from ludus.actor.session import Session, SessionLimits
-from ludus.game.protocol import START
+from ludus.game.protocol import NOTHING_ASKED, START
 from tests.actor.wire import PATIENCE_S, Reply, Wire, ask, play, raw, step
 from tests.serving import Served, gateway
 
@@ -270,7 +270,7 @@ def conversation(parts: Sequence[Sequence[bytes]]) -> bytes:
                 self.heard.set_result(status)
 
         for id_ in (*OPEN, NUMBERED):
-            served.sessions.handle(START, id_, 0 if id_ == NUMBERED else -1, None, b"", cast(Exchange, Opening()))
+            served.sessions.handle(START, id_, 0 if id_ == NUMBERED else -1, NOTHING_ASKED, b"", cast(Exchange, Opening()))
         assert await asyncio.gather(*heard) == [200] * (len(OPEN) + 1)
         papers = [Paper() for _ in parts]
 
@@ -820,7 +820,7 @@ def test_a_reply_that_nobody_waits_for_any_more_is_kept_for_the_retry() -> None:
             release.set()
 
         served.run(let_go())
-        assert ask(served.port, step("tick", "a", b"again", seq=1)).body == b"result of first"
+        assert ask(served.port, step("tick", "a", b"first", seq=1)).body == b"result of first"
     assert calls == [b"first"]
 
 
@@ -834,7 +834,7 @@ def test_disconnecting_in_the_middle_of_a_large_reply_harms_nobody() -> None:
                 assert wire.socket.recv(1000)
                 reset(wire)
             assert other.ask(step("tick", "other", b"fine")).body == b"fine"
-            assert ask(served.port, step("tick", f"big{i}", seq=1)).body == b"x" * MB
+            assert ask(served.port, step("tick", f"big{i}", b"x" * MB, seq=1)).body == b"x" * MB
         until(lambda: len(served.gateway._connections) == 1)
 
 
@@ -847,7 +847,7 @@ def test_a_known_header_block_is_read_with_other_numbers_or_not_at_all(
         lines += [b"seq:%d" % seq] if numbered else []
         return b"POST /step HTTP/1.1\r\n" + b"\r\n".join(lines if length_first else lines[::-1]) + b"\r\n\r\n"
 
-    known = KnownHead.learned(block(7, 42), b"s", None, numbered)
+    known = KnownHead.learned(block(7, 42), b"s", NOTHING_ASKED, numbered)
     assert known is not None
     head = block(seq, length)
     assert known.read(head + b"body") == (len(head), length, seq if numbered else -1)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from ludus.actor.actor import Actor
 from ludus.actor.session import SessionLimits, Sessions
 from ludus.errors import Refused
+from ludus.game.protocol import NOTHING_ASKED
 from ludus.model.batching import Batcher
 
 P = ParamSpec("P")
@@ -69,7 +70,7 @@ class Table:
 
     def send(self, kind: str, id_: str = "a", body: bytes = b"", seq: int = -1) -> Asked:
         asked = Asked()
-        self.loop.call_soon(self.sessions.handle, kind, id_.encode(), seq, None, body, asked)
+        self.loop.call_soon(self.sessions.handle, kind, id_.encode(), seq, NOTHING_ASKED, body, asked)
         return asked
 
     async def ask(self, kind: str, id_: str = "a", body: bytes = b"", seq: int = -1) -> Reply:
@@ -103,7 +104,7 @@ async def until(true: Callable[[], bool]) -> None:
 def refusal(reply: Reply) -> tuple[int, str]:
     status, body = reply
     data = json.loads(body)
-    assert set(data) == {"error", "message", "hint"}
+    assert set(data) - {"last"} == {"error", "message", "hint"}
     return status, data["error"]
 
 
@@ -249,10 +250,42 @@ async def test_a_repeated_number_hears_the_same_and_the_actor_is_called_once() -
         for kind, seq in (("start", 7), ("tick", 8), ("tick", 9), ("end", 10)):
             first = await games.ask(kind, body=b"first", seq=seq)
             assert first[0] == 200
-            assert await games.ask(kind, body=b"again", seq=seq) == first
-            assert await games.ask(kind, body=b"again", seq=seq) == first
+            assert await games.ask(kind, body=b"first", seq=seq) == first
+            assert await games.ask(kind, body=b"first", seq=seq) == first
         assert games.sessions.stats.repeated == 8
     assert [call[0] for call in calls] == ["start", "tick", "tick", "end"]
+
+
+@on_loop
+async def test_a_repeated_number_with_another_body_is_no_retry() -> None:
+    """Else a request that a game gave up, and that arrives late, would have its reply taken for that of the next one."""
+    calls: list[Any] = []
+    async with table(lambda: Diary(calls)) as games:
+        await games.open(seq=0)
+        first = await games.ask("tick", body=b"late", seq=1)
+        other = await games.ask("tick", body=b"new", seq=1)
+        assert refusal(other) == (409, "seq")
+        assert json.loads(other[1])["last"] == 1
+        assert await games.ask("tick", body=b"late", seq=1) == first
+        assert (await games.ask("tick", body=b"new", seq=2))[0] == 200
+    assert [call[1] for call in calls if call[0] == "tick"] == [b"late", b"new"]
+
+
+@on_loop
+async def test_after_a_refusal_the_reply_before_can_still_be_asked_for() -> None:
+    class Strict(Diary):
+        async def tick(self, body: bytes) -> bytes:
+            if body == b"wrong":
+                raise Refused(422, "observation", "It does not fit.")
+            return b"fits"
+
+    async with table(lambda: Strict([])) as games:
+        await games.open(seq=0)
+        first = await games.ask("tick", body=b"right", seq=1)
+        assert refusal(await games.ask("tick", body=b"wrong", seq=2)) == (422, "observation")
+        assert await games.ask("tick", body=b"right", seq=1) == first
+        skipped = await games.ask("tick", body=b"right", seq=3)
+        assert json.loads(skipped[1])["last"] == 1
 
 
 @on_loop
@@ -393,7 +426,7 @@ async def test_a_refused_tick_leaves_the_session_open_and_its_number_free(kind_o
         assert bad.retry_after_s == 3.0
         assert await games.ask("start", seq=0) == (200, b"fine")  # what was answered before is still remembered
         assert await games.ask("tick", body=b"good", seq=1) == (200, b"fine")
-        assert await games.ask("tick", body=b"", seq=1) == (200, b"fine")
+        assert await games.ask("tick", body=b"good", seq=1) == (200, b"fine")
         assert refusal(await games.ask("end", body=b"bad", seq=2)) == (422, "observation")
         assert (await games.ask("end", seq=2))[0] == 200
         assert games.sessions.stats.refused == 2
@@ -1330,7 +1363,7 @@ async def test_closing_right_after_a_request_still_tells_the_actor() -> None:
     async with table(lambda: Plain(calls, hold, began)) as games:
         await games.open()
         asked = Asked()
-        games.loop.call_soon(games.sessions.handle, "tick", b"a", -1, None, b"", asked)
+        games.loop.call_soon(games.sessions.handle, "tick", b"a", -1, NOTHING_ASKED, b"", asked)
         games.loop.call_soon(lambda: games.loop.create_task(games.sessions.close(PATIENCE_S)))
         assert (await asked)[0] in (200, 503)
         await until(lambda: ("end", "shutdown") in calls)

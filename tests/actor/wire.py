@@ -23,6 +23,8 @@ class Reply:
         """Status and error word of a reply that has the form every error has."""
         assert self.headers["content-type"] == "application/json"
         data = json.loads(self.body)
+        last = data.pop("last", None)
+        assert last is None or (isinstance(last, int) and data["error"] == "seq")
         assert set(data) == {"error", "message", "hint"}
         assert all(isinstance(value, str) for value in data.values())
         assert data["error"]

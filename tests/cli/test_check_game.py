@@ -132,8 +132,8 @@ def test_a_request_that_is_wrong_in_its_session(requests: list[tuple[str, str]],
 def test_a_number_that_comes_again_with_another_body() -> None:
     with checking() as checked, connected(checked) as connection:
         exchange(connection, step("start", "a", b"", "seq: 0"))
-        for body in (b"x", b"y"):
-            assert exchange(connection, step("tick", "a", body, "seq: 1")) == 200
+        for body, status in ((b"x", 200), (b"y", 409)):
+            assert exchange(connection, step("tick", "a", body, "seq: 1")) == status
         assert "another body" in checked.hears("seq_changed")
 
 

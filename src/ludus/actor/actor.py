@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ludus.game.protocol import NOTHING_ASKED, About
+
 
 class Actor:
     """One object per session: made at `start`, dropped after `end`. Bytes in, bytes out; what they mean is yours.
@@ -25,6 +27,9 @@ class Actor:
 
     match: str = ""
     """The match id that the game sent with `start`, set before `start` is called: sessions of one match share it."""
+
+    about: About = NOTHING_ASKED
+    """What else the headers of `start` asked for (model, version, temperature), set before `start` is called."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

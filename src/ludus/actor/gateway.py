@@ -9,23 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import socket
+import ssl
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import ludus
-from ludus.actor.http import Connection, Exchange, HttpLimits
+from ludus.actor.http import Connection, Exchange, HttpLimits, Page, Replied
 from ludus.actor.peers import Peers
 from ludus.actor.session import SessionLimits, Sessions
-from ludus.errors import Refused
+from ludus.actor.tokens import Tokens
+from ludus.errors import Refused, UsageError
 from ludus.game import protocol
+from ludus.game.protocol import About
+
+log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.1
 _PAUSE_S = 0.5
+_WATCH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,57 @@ class GatewaySettings:
     http: HttpLimits = field(default_factory=HttpLimits)
     sessions: SessionLimits = field(default_factory=SessionLimits)
     token: str | None = field(default=None, repr=False)
+    token_file: Path | None = None
+    """Several tokens, instead of `token`; read again whenever it changes."""
+    token_rate: float = 0.0
+    """Requests per second of a token whose line says nothing else, in each worker; 0 = unlimited."""
+    tls: tuple[Path, Path] | None = None
+    """Certificate chain and key; read again whenever they change."""
+    drain_s: float = 0.0
+    """How long sessions may play on when the worker is asked to stop."""
     spec: dict[str, Any] = field(default_factory=dict)
     """What `GET /spec` says besides the version: observation and action spaces, seats."""
+
+
+class House(Protocol):
+    """What may stand around a gateway: it adds pages, and does its own things now and then."""
+
+    def moved_in(self, gateway: Gateway) -> None:
+        """On the event loop, before the first request."""
+        ...
+
+    def sweep(self, now: float) -> None:
+        """On the event loop, a few times a second."""
+        ...
+
+    def page(self, path: str) -> Page | None:
+        """For whoever is authorised; None: not a page of ours."""
+        ...
+
+    async def moved_out(self) -> None:
+        """After the last session has ended."""
+        ...
+
+
+class Watched:
+    """Notices that files were changed or replaced."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        seen = []
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                seen.append((status.st_mtime_ns, status.st_ino, status.st_size))
+        return seen
+
+    def changed(self) -> bool:
+        """Since we were asked last."""
+        before, self._seen = self._seen, self._look()
+        return before != self._seen
 
 
 def owner_of(session: bytes, slots: int) -> int:
@@ -55,11 +112,18 @@ class Gateway:
         direct_port: int = 0,
         lost_until: float = -math.inf,
         observer: Callable[[Refused], None] | None = None,
+        house: House | None = None,
     ) -> None:
         settings = settings or GatewaySettings()
+        self._settings, self._house = settings, house
         self.loop = asyncio.get_running_loop()
         self.limits, self.direct_port = settings.http, direct_port
-        self.authorization = f"Bearer {settings.token}".encode() if settings.token else None
+        self.tokens = self._read_tokens()
+        self.logs: Callable[[Replied], None] | None = None
+        self.logs_ticks = False
+        self._tls = None if settings.tls is None else _tls_context(settings.tls)
+        files = [*(settings.tls or ()), *([settings.token_file] if settings.token_file else [])]
+        self._watched, self._watch_at = Watched(*files) if files else None, self.loop.time() + _WATCH_S
         self.sessions = Sessions(make_actor, settings.sessions, self.loop, lost_until=lost_until)
         self.refusals: Counter[str] = Counter()
         self._spec = settings.spec
@@ -72,11 +136,22 @@ class Gateway:
         if self._peers is None:
             self.step = self.sessions.handle  # type: ignore[assignment,method-assign]  # every session is ours
 
+    @property
+    def draining(self) -> bool:
+        return self.sessions.draining
+
+    def drain(self) -> None:
+        """No new sessions from now on; those in play go on."""
+        self.sessions.draining = True
+
     async def start(self, sockets: Sequence[socket.socket]) -> None:
+        if self._house is not None:
+            self._house.moved_in(self)
         if self._peers is not None:
             await self._peers.start()
         for listening in sockets:
-            self._servers.append(await self.loop.create_server(lambda: Connection(self), sock=listening, backlog=1024))
+            serving = self.loop.create_server(lambda: Connection(self), sock=listening, backlog=1024, ssl=self._tls)
+            self._servers.append(await serving)
         self._sweeper = self.loop.create_task(self._sweep())
 
     async def close(self, grace_s: float = 5.0) -> None:
@@ -88,6 +163,8 @@ class Gateway:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.sessions.close(grace_s)
+        if self._house is not None:
+            await self._house.moved_out()
         if self._peers is not None:
             self._peers.close()
         await self._hang_up(self.loop.time() + min(grace_s, self.limits.send_s))
@@ -124,6 +201,31 @@ class Gateway:
         self.sessions.sweep(now)
         for connection in list(self._connections):
             connection.sweep(now)
+        if self._house is not None:
+            self._house.sweep(now)
+        if self._watched is not None and now >= self._watch_at:
+            self._watch_at = now + _WATCH_S
+            if self._watched.changed():
+                self._reread()
+
+    def _read_tokens(self) -> Tokens | None:
+        settings = self._settings
+        if settings.token_file is not None:
+            return Tokens.read(settings.token_file, settings.token_rate)
+        return Tokens.single(settings.token, settings.token_rate) if settings.token else None
+
+    def _reread(self) -> None:
+        """Tokens and certificates as they are now. What cannot be read changes nothing."""
+        try:
+            self.tokens = self._read_tokens()
+            for connection in self._connections:
+                connection.forget_caller()
+            if self._tls is not None and self._settings.tls is not None:
+                _load_certificate(self._tls, self._settings.tls)  # for the connections to come
+        except UsageError as error:
+            log.error("keeping the tokens and certificates of before: %s", error)
+        else:
+            log.info("read the tokens and certificates again")
 
     # -- what a connection asks of us
 
@@ -134,19 +236,20 @@ class Gateway:
     def closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
 
-    def step(self, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+    def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         owner = zlib.crc32(session) % self._slots
         if owner == self._slot or self._peers is None:
-            self.sessions.handle(kind, session, seq, match, body, exchange)
+            self.sessions.handle(kind, session, seq, about, body, exchange)
         else:
-            self._peers.forward(owner, kind, session, seq, match, body, exchange)
+            self._peers.forward(owner, kind, session, seq, about, body, exchange)
 
     def elsewhere(self, session: bytes) -> int:
         owner = owner_of(session, self._slots)
         return -1 if owner == self._slot else owner
 
     def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
-        return self._peers is not None and self._peers.hand_over(connection, slot, data)
+        # What is encrypted can only be read here: then each request is forwarded.
+        return self._peers is not None and self._tls is None and self._peers.hand_over(connection, slot, data)
 
     async def adopt(self, taken: socket.socket, data: bytes) -> None:
         """A connection that another worker accepted, with what it has read of it."""
@@ -155,17 +258,22 @@ class Gateway:
         except OSError:  # the client has gone in the meantime
             taken.close()
 
-    def get(self, path: str, authorized: bool) -> tuple[int, bytes]:
+    def get(self, path: str, authorized: bool) -> Page:
         if path == protocol.HEALTH:
-            return 200, json.dumps({"status": "ok", **(self.counters() if authorized else {})}).encode()
-        if path == protocol.SPEC and not authorized:
+            return Page(200, json.dumps({"status": "ok", **(self.counters() if authorized else {})}).encode())
+        if path == protocol.READY:
+            return Page(503, b'{"status": "draining"}') if self.draining else Page(200, b'{"status": "ready"}')
+        if path in protocol.PAGES and not authorized:
             refused = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
         elif path == protocol.SPEC:
-            return 200, json.dumps({"protocol": protocol.VERSION, "ludus": ludus.__version__, **self._spec}).encode()
+            return Page(200, json.dumps({"protocol": protocol.VERSION, "ludus": ludus.__version__, **self._spec}).encode())
         else:
+            page = self._house.page(path) if self._house is not None and authorized else None
+            if page is not None:
+                return page
             refused = Refused(404, "not_found", f"There is nothing at {path[:80]!r}.", "POST /step, GET /spec or GET /health")
         self.refused(refused)
-        return refused.status, protocol.error_body(refused)
+        return Page(refused.status, protocol.error_body(refused))
 
     def refused(self, refused: Refused) -> None:
         self.refusals[refused.error] += 1
@@ -183,3 +291,24 @@ class Gateway:
             **peers,
             "refused_before": dict(self.refusals),
         }
+
+
+def _tls_context(files: tuple[Path, Path]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load_certificate(context, files)
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, files: tuple[Path, Path]) -> None:
+    certificate, key = files
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise UsageError(f"Cannot use the certificate {certificate} with the key {key}: {reason}.") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key asks for a password")

@@ -7,16 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+from urllib.parse import unquote
 
 import httptools
 
+from ludus.actor.tokens import Caller, Tokens
 from ludus.errors import Refused
 from ludus.game import protocol
-from ludus.game.protocol import END, ENDPOINT_HEADER, KINDS, MAX_NAME_BYTES, MAX_SEQ, REASONS, START, STEP, TICK, error_body
+from ludus.game.protocol import (
+    END,
+    ENDPOINT_HEADER,
+    KINDS,
+    MAX_NAME_BYTES,
+    MAX_SEQ,
+    MAX_TEMPERATURE,
+    NOTHING_ASKED,
+    REASONS,
+    REQUEST_ID_HEADER,
+    START,
+    STEP,
+    TICK,
+    About,
+    error_body,
+)
 
 
 @dataclass(frozen=True)
@@ -34,13 +54,39 @@ class HttpLimits:
     idle_s: float = 300.0
 
 
+class Page(NamedTuple):
+    """What a GET is answered with."""
+
+    status: int
+    body: bytes
+    media: str = "application/json"
+
+
+class Replied(NamedTuple):
+    """What there is to be logged of an answered request. Never its body, never its token."""
+
+    kind: str
+    path: str
+    status: int
+    session: bytes
+    seq: int
+    seconds: float
+    request_id: str
+    caller: str
+    peer: str
+    error: str
+
+
 class Service(Protocol):
     """What stands behind a connection."""
 
     limits: HttpLimits
     loop: asyncio.AbstractEventLoop
-    authorization: bytes | None
-    """The whole value that `Authorization` must have, or None."""
+    tokens: Tokens | None
+    """Who may call; None: anyone."""
+    logs: Callable[[Replied], None] | None
+    """Hears of every reply but good ticks; of those too with `logs_ticks`."""
+    logs_ticks: bool
     direct_port: int
     """Where this worker alone can be reached; 0: nowhere else."""
 
@@ -58,21 +104,25 @@ class Service(Protocol):
         """Give a connection, with what was read from it, to another worker. False when that is not possible now."""
         ...
 
-    def step(self, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None: ...
+    def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None: ...
 
-    def get(self, path: str, authorized: bool) -> tuple[int, bytes]: ...
+    def get(self, path: str, authorized: bool) -> Page: ...
 
     def refused(self, refused: Refused) -> None:
         """Counted, and looked at by whoever checks games."""
         ...
 
 
-_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _CODING, _AUTH, _EXPECT = range(1, 9)
+_SESSION, _KIND, _SEQ, _MATCH, _LENGTH, _CODING, _AUTH, _EXPECT, _MODEL, _VERSION, _TEMPERATURE, _ID = range(1, 13)
 _HEADERS: dict[bytes, int] = {
     **dict.fromkeys(protocol.SESSION_HEADERS, _SESSION),
     **dict.fromkeys(protocol.KIND_HEADERS, _KIND),
     **dict.fromkeys(protocol.SEQ_HEADERS, _SEQ),
     **dict.fromkeys(protocol.MATCH_HEADERS, _MATCH),
+    **dict.fromkeys(protocol.MODEL_HEADERS, _MODEL),
+    **dict.fromkeys(protocol.VERSION_HEADERS, _VERSION),
+    **dict.fromkeys(protocol.TEMPERATURE_HEADERS, _TEMPERATURE),
+    REQUEST_ID_HEADER.lower().encode(): _ID,
     b"content-length": _LENGTH,
     b"transfer-encoding": _CODING,
     b"authorization": _AUTH,
@@ -84,6 +134,11 @@ _HEADS = {length: _OK + str(length).encode() + _TYPE for length in range(1024)}
 _LINGER_S = 2.0
 _STRANGERS_BODY = 4 << 10  # what we read of a request before we know who it is from
 _UNAUTHORIZED = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
+_STEP_TO = b"/step/"  # and the name of a model
+_MAX_ID = 128
+_NUMBERS = itertools.count()
+_BOOT = f"{time.time_ns() // 1_000_000:x}"  # so that ids are not those of an earlier life
+_clock = time.perf_counter
 _HEAD = "head"  # the kind of an exchange whose reply has no body
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UPGRADE = Refused(
@@ -98,20 +153,31 @@ _TOO_MANY_HEADERS = Refused(431, "headers_too_large", "The headers of this reque
 class Exchange:
     """One request on one connection, waiting for its reply."""
 
-    __slots__ = ("_connection", "close", "kind", "raw")
+    __slots__ = ("_connection", "began", "close", "kind", "media", "raw", "request_id", "seq", "session")
 
-    def __init__(self, connection: Connection, kind: str, close: bool) -> None:
+    def __init__(
+        self, connection: Connection, kind: str, close: bool, session: bytes = b"", seq: int = -1, id_: str = ""
+    ) -> None:
         self._connection, self.kind, self.close = connection, kind, close
         self.raw: bytes | None = None  # the reply, while earlier ones are missing
+        self.session, self.seq, self.request_id = session, seq, id_
+        self.media = ""
+        self.began = _clock()
 
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         """`port` is the direct port of the worker that has answered, if that is not this one."""
         connection = self._connection
-        if status == 200 and self.kind is TICK and not self.close:
+        if status == 200 and self.kind is TICK and not self.close and not self.request_id:
             length = len(body)
             head = _HEADS[length] if length < 1024 else _OK + str(length).encode() + _TYPE
+            if connection.logs_ticks:
+                connection.log(self, status, body)
         else:
+            if status != 200 and not self.request_id and connection.logged:
+                self.request_id = f"{_BOOT}-{next(_NUMBERS):x}"
             head = self._head(status, len(body), retry_after_s, port)
+            if status != 200 or self.kind is not TICK or connection.logs_ticks:
+                connection.log(self, status, body)
             if self.kind is _HEAD:
                 body = b""
         pending = connection.pending
@@ -131,12 +197,14 @@ class Exchange:
     def _head(self, status: int, length: int, retry_after_s: float | None, port: int) -> bytes:
         lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}", f"Content-Length: {length}"]
         json_reply = status != 200 or self.kind not in (START, TICK, END)
-        lines.append("Content-Type: application/json" if json_reply else "Content-Type: application/octet-stream")
+        lines.append(f"Content-Type: {self.media or ('application/json' if json_reply else 'application/octet-stream')}")
         endpoint = self._connection.endpoint(port) if self.kind is START and status == 200 else ""
         if endpoint:
             lines.append(f"{ENDPOINT_HEADER}: {endpoint}")
         if retry_after_s is not None:
             lines.append(f"Retry-After: {max(1, math.ceil(retry_after_s))}")
+        if self.request_id:
+            lines.append(f"{REQUEST_ID_HEADER}: {self.request_id}")
         if status == 401:
             lines.append("WWW-Authenticate: Bearer")
         if status == 405:
@@ -152,15 +220,15 @@ _UNKNOWN = (0, 0, 0)
 class KnownHead:
     """A header block that was parsed once, with holes where its numbers stand: Content-Length, and seq when it has one."""
 
-    __slots__ = ("_exact", "_holes", "_last", "_said", "match", "session")
+    __slots__ = ("_exact", "_holes", "_last", "_said", "about", "session")
 
-    def __init__(self, holes: tuple[tuple[bytes, bool], ...], last: bytes, session: bytes, match: bytes | None) -> None:
+    def __init__(self, holes: tuple[tuple[bytes, bool], ...], last: bytes, session: bytes, about: About) -> None:
         self._holes, self._last = holes, last
-        self.session, self.match = session, match
+        self.session, self.about = session, about
         self._exact, self._said = b"\r", _UNKNOWN  # what no request begins with
 
     @classmethod
-    def learned(cls, head: bytes, session: bytes, match: bytes | None, numbered: bool) -> KnownHead | None:
+    def learned(cls, head: bytes, session: bytes, about: About, numbered: bool) -> KnownHead | None:
         """None when the numbers do not stand where they should."""
         holes: list[tuple[bytes, bool]] = []
         after = at = 0
@@ -176,7 +244,7 @@ class KnownHead:
             at += len(line) + 2
         if [is_length for _, is_length in holes].count(True) != 1 or len(holes) != 1 + numbered:
             return None
-        known = cls(tuple(holes), head[after:], session, match)
+        known = cls(tuple(holes), head[after:], session, about)
         if not numbered:  # bodies of one size: then even the numbers are the same
             known._exact, known._said = head, known.read(head)
         return known
@@ -214,6 +282,10 @@ class Connection(asyncio.Protocol):
     def __init__(self, service: Service, *, early: bytes = b"") -> None:
         """`early`: what another worker has read of this connection before it was handed over."""
         self._service, self._step_to = service, service.step
+        self.logs_ticks = service.logs_ticks and service.logs is not None
+        self._caller: Caller | None = None  # who sent the last token that was right, and which that was
+        self._vouched: bytes | None = None
+        self._peer = ""
         self._pipelined = service.limits.pipelined
         self.transport: asyncio.Transport | None = None
         self.pending: deque[Exchange] = deque()
@@ -247,7 +319,8 @@ class Connection(asyncio.Protocol):
         self._session = b""
         self._kind = b""
         self._seq = -1
-        self._match: bytes | None = None
+        self._about = NOTHING_ASKED
+        self._request_id = ""
         self._length = -1
         self._auth = b""
         self._body: list[bytes] = []
@@ -293,9 +366,11 @@ class Connection(asyncio.Protocol):
             at, length, seq = known.read(data)
             if at and len(data) == at + length and length <= self._service.limits.body_bytes:
                 self.requests += 1
-                exchange = Exchange(self, TICK, False)
+                exchange = Exchange(self, TICK, False, known.session, seq)
                 self.pending.append(exchange)
-                self._step_to(TICK, known.session, seq, known.match, data[at:], exchange)
+                caller = self._caller
+                if caller is None or not caller.rate or self._within(caller, exchange):
+                    self._step_to(TICK, known.session, seq, known.about, data[at:], exchange)
                 return
         self._receive(data)
 
@@ -368,8 +443,10 @@ class Connection(asyncio.Protocol):
                 self._wrong = Refused(400, "seq", f"seq is {_shown(value)}.", "It is a whole number: 0, 1, 2, …")
             elif 0 <= before != self._seq:
                 self._wrong = Refused(400, "seq", "This request has two numbers.", "Send one seq header.")
-        elif code == _MATCH:
-            self._match = value
+        elif code in (_MATCH, _MODEL, _VERSION, _TEMPERATURE):
+            self._ask(code, value)
+        elif code == _ID:
+            self._request_id = _identified(value)
         elif code == _AUTH:
             self._auth = value
         elif code == _CODING:
@@ -379,6 +456,28 @@ class Connection(asyncio.Protocol):
             self._expects = True
         else:
             self._wrong = Refused(417, "expectation", f"Expect: {_shown(value)} is not supported.")
+
+    def _ask(self, code: int, value: bytes) -> None:
+        """What else a start may say."""
+        if code == _VERSION:
+            number = _number(value)
+            if number < 0:
+                self._wrong = Refused(400, "version", f"The version is {_shown(value)}.", "It is a whole number.")
+            self._about = self._about._replace(version=number)
+        elif code == _TEMPERATURE:
+            temperature = _decimal(value)
+            if not 0 <= temperature <= MAX_TEMPERATURE:
+                hint = "It is a number from 0 (the most probable action) to 100; 1 draws as in training."
+                self._wrong = Refused(400, "temperature", f"The temperature is {_shown(value)}.", hint)
+            self._about = self._about._replace(temperature=temperature)
+        elif len(value) > MAX_NAME_BYTES:
+            what = "session" if code == _MATCH else "model"
+            self._wrong = Refused(
+                400, what, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes.", "Use a shorter one."
+            )
+        else:
+            text = value.decode("utf-8", "replace")
+            self._about = self._about._replace(match=text) if code == _MATCH else self._about._replace(model=text)
 
     def on_headers_complete(self) -> None:
         self._headers_done = True
@@ -446,7 +545,7 @@ class Connection(asyncio.Protocol):
         if version not in ("1.0", "1.1"):
             wrong = Refused(505, "http_version", f"HTTP/{version} is not spoken here.", "Tell the client to use HTTP/1.1.")
             self._answer_now(wrong, close)
-        elif url != b"/step":
+        elif url != b"/step" and not url.startswith(_STEP_TO):
             self._other(close)
         elif self._parser.get_method() != b"POST":
             self._answer_now(Refused(405, "method", "Steps are sent by POST.", "POST /step"), close)
@@ -459,6 +558,8 @@ class Connection(asyncio.Protocol):
 
     def _step(self, body: bytes, close: bool) -> None:
         kind = KINDS.get(self._kind) or KINDS.get(self._kind.lower())
+        if self.path != STEP:
+            self._ask(_MODEL, unquote(self.path[len(_STEP_TO) :]).encode())
         wrong = self._wrong
         if not self._authorized():
             wrong = _UNAUTHORIZED
@@ -470,46 +571,86 @@ class Connection(asyncio.Protocol):
         elif not self._session:
             hint = "Send a session header (Ludus-Session behind a proxy) with an id of your choice."
             wrong = Refused(400, "session", "The session header is missing or empty.", hint)
-        elif len(self._session) > MAX_NAME_BYTES or len(self._match or b"") > MAX_NAME_BYTES:
-            wrong = Refused(400, "session", f"A session or match id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
+        elif len(self._session) > MAX_NAME_BYTES:
+            wrong = Refused(400, "session", f"The session id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
         if wrong is not None or kind is None:
             assert wrong is not None
             self._answer_now(wrong, close)
             return
-        same = kind is TICK and not close and not self._expects  # would mean the same if it came again
+        same = kind is TICK and not close and not self._expects and not self._request_id  # would mean the same if it came again
         self._remember = same and self._length == len(body) and not self.pending
-        exchange = Exchange(self, kind, close)
+        exchange = Exchange(self, kind, close, self._session, self._seq, self._request_id)
         self.pending.append(exchange)
-        self._step_to(kind, self._session, self._seq, self._match, body, exchange)
+        caller = self._caller
+        if caller is None or not caller.rate or self._within(caller, exchange):
+            self._step_to(kind, self._session, self._seq, self._about, body, exchange)
+
+    def _within(self, caller: Caller, exchange: Exchange) -> bool:
+        """Whether this caller may ask once more now; else it has been told."""
+        if caller.allow(_clock()):
+            return True
+        refused = Refused(429, "too_many_requests", "This token sends too many requests.", "Slow down.", 1 / caller.rate)
+        self._service.refused(refused)
+        exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
+        return False
 
     def _other(self, close: bool) -> None:
         method = self._parser.get_method()
         if method not in (b"GET", b"HEAD"):
             what = f"{self.path[:80]} does not take {method.decode('latin-1')}."
-            known = self.path in (protocol.SPEC, protocol.HEALTH)
+            known = self.path in protocol.PAGES
             wrong = Refused(405, "method", what, "GET it.") if known else Refused(404, "not_found", what, "POST /step")
             self._answer_now(wrong, close)
             return
-        status, body = self._service.get(self.path, self._authorized())
-        exchange = Exchange(self, _HEAD if method == b"HEAD" else "", close)
+        page = self._service.get(self.path, self._authorized())
+        exchange = Exchange(self, _HEAD if method == b"HEAD" else "", close, id_=self._request_id)
+        exchange.media = page.media
         self.pending.append(exchange)
-        exchange.reply(status, body)
+        exchange.reply(page.status, page.body)
 
     def _answer_now(self, refused: Refused, close: bool) -> None:
         self._service.refused(refused)
-        exchange = Exchange(self, _HEAD if self._parser.get_method() == b"HEAD" else "", close)
+        kind = _HEAD if self._parser.get_method() == b"HEAD" else ""
+        exchange = Exchange(self, kind, close, self._session[:MAX_NAME_BYTES], self._seq, self._request_id)
         self.pending.append(exchange)
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 
     def _authorized(self) -> bool:
-        wanted = self._service.authorization
-        return wanted is None or hmac.compare_digest(self._auth, wanted)
+        tokens = self._service.tokens
+        if tokens is None:
+            return True
+        if self._vouched is None or not hmac.compare_digest(self._auth, self._vouched):
+            caller = tokens.caller(self._auth)
+            if caller is None:
+                return False
+            self._caller, self._vouched = caller, self._auth
+        return True
+
+    @property
+    def logged(self) -> bool:
+        return self._service.logs is not None
+
+    def forget_caller(self) -> None:
+        """The tokens have changed: who this is must be shown again."""
+        self._known = self._caller = self._vouched = None
+
+    def log(self, exchange: Exchange, status: int, body: bytes) -> None:
+        logs = self._service.logs
+        if logs is None:
+            return
+        if not self._peer and self.transport is not None:
+            self._peer = str((self.transport.get_extra_info("peername") or ("",))[0])
+        error = "" if status == 200 else protocol.refusal_from(status, body).error
+        took, caller = _clock() - exchange.began, "" if self._caller is None or status == 401 else self._caller.name
+        path = STEP if exchange.session else self.path[:MAX_NAME_BYTES]
+        said = (exchange.session, exchange.seq, took, exchange.request_id, caller, self._peer, error)
+        logs(Replied(exchange.kind, path, status, *said))
 
     def _learn(self, data: bytes) -> None:
         """`data` was exactly one plain tick: the same header block again will mean the same, but for its numbers."""
         end = data.find(b"\r\n\r\n") + 4
         if len(data) == end + self._length:
-            self._known = KnownHead.learned(data[:end], self._session, self._match, self._seq >= 0)
+            self._known = KnownHead.learned(data[:end], self._session, self._about, self._seq >= 0)
 
     # -- handing over
 
@@ -619,6 +760,19 @@ def _number(value: bytes) -> int:
         number = int(value)
         return number if number <= MAX_SEQ else -1
     return -1
+
+
+def _decimal(value: bytes) -> float:
+    try:
+        return float(value) if len(value) < 40 else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _identified(value: bytes) -> str:
+    """A request id that may be written into a header and a log."""
+    text = value[:_MAX_ID].decode("latin-1")
+    return text if text.isascii() and text.isprintable() else ""
 
 
 def _shown(value: bytes) -> str:

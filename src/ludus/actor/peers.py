@@ -13,13 +13,13 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 
 from ludus.actor.session import lost, refuse
 from ludus.errors import Refused
-from ludus.game.protocol import END, START, TICK
+from ludus.game.protocol import END, START, TICK, About
 
 if TYPE_CHECKING:
     from ludus.actor.gateway import Gateway
@@ -106,14 +106,12 @@ class Peers:
 
     # -- single requests
 
-    def forward(
-        self, owner: int, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange
-    ) -> None:
+    def forward(self, owner: int, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         link = self._links.get(owner)
         if link is None or link.lost:
             link = self._links[owner] = _Link(self._gateway.loop, self._paths[owner] + ".f")
         self.forwarded += 1
-        link.send(kind, session, seq, match, body, exchange)
+        link.send(kind, session, seq, about, body, exchange)
 
 
 class _Frames(asyncio.Protocol):
@@ -178,7 +176,7 @@ class _Link(_Frames):
         early, self._early = self._early, bytearray()
         self.transport.write(early)  # type: ignore[union-attr]
 
-    def send(self, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+    def send(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         transport = self.transport
         behind = len(self._early) if transport is None else transport.get_write_buffer_size()
         if behind > _MAX_BEHIND:
@@ -186,7 +184,7 @@ class _Link(_Frames):
             return
         self._number += 1
         self._waiting[self._number] = (kind, exchange)
-        framed = _framed([self._number, _KIND_CODES[kind], session, seq, match, body])
+        framed = _framed([self._number, _KIND_CODES[kind], session, seq, about, body])
         if transport is None:
             self._early += framed
         else:
@@ -227,14 +225,14 @@ class _Incoming(_Frames):
         self._all.discard(self)
 
     def frame(self, message: list[object]) -> None:
-        number, kind, session, seq, match, body = message
+        number, kind, session, seq, about, body = message
         exchange = _Forwarded(self, cast(int, number))
         handle = self._gateway.sessions.handle
         handle(
             _KINDS[cast(int, kind)],
             cast(bytes, session),
             cast(int, seq),
-            cast("bytes | None", match),
+            About(*cast("list[Any]", about)),
             cast(bytes, body),
             exchange,
         )

@@ -7,17 +7,21 @@ import contextvars
 import inspect
 import logging
 import math
+import time
 from asyncio.tasks import _enter_task, _leave_task  # for tasks of one's own: docs.python.org/3/library/asyncio-extending.html
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from ludus.actor.meter import Meter
 from ludus.errors import Refused
-from ludus.game.protocol import END, START, TICK, error_body
+from ludus.game.protocol import END, START, TICK, About, error_body
 from ludus.model.batching import Answer
 
 log = logging.getLogger(__name__)
+_clock = time.perf_counter
 
 
 class Exchange(Protocol):
@@ -70,13 +74,15 @@ class Session:
 
     __slots__ = (
         "__weakref__", "_cancel_message", "_cancels", "_context", "_coroutine", "_fut_waiter", "_must_cancel", "_table",
-        "actor", "allowance", "busy", "call", "exchange", "id", "kind", "last", "last_kind", "match", "name", "opened", "over",
-        "seen", "seq", "settled", "since", "task", "tick", "waiting",
+        "about", "actor", "allowance", "began", "busy", "call", "exchange", "id", "kind", "last", "last_kind", "last_said", "meter",
+        "name", "opened", "over", "said", "seen", "seq", "settled", "since", "task", "tick", "waiting",
     )  # fmt: skip
 
-    def __init__(self, table: Sessions, id_: bytes, match: bytes | None, now: float) -> None:
+    def __init__(self, table: Sessions, id_: bytes, about: About, now: float) -> None:
         self._table = table
-        self.id, self.name, self.match = id_, id_.decode("utf-8", "replace"), match
+        self.id, self.name, self.about = id_, id_.decode("utf-8", "replace"), about
+        self.meter = table.meter  # its actor may bring another
+        self.began = _clock()  # when the request came that is being answered
         self.actor: Any = None
         self.tick: Callable[[bytes], Coroutine[Any, Any, Any]] | None = None  # the actor's, when it is async
         self.opened = False  # its start has returned
@@ -88,6 +94,7 @@ class Session:
         self.exchange: Exchange | None = None
         self.waiting: list[Exchange] | None = None
         self.kind, self.seq = START, -1  # of the last accepted request; -1: this game does not number them
+        self.said = self.last_said = 0  # the hash of its body
         self.last: tuple[int, bytes] = (200, b"")  # what was answered last, and to what
         self.last_kind = START
         self.since = self.seen = now  # when the last request came; when it was last looked at while busy
@@ -226,7 +233,7 @@ class Session:
         try:
             if kind is START:
                 self.actor = self._table.make_actor()
-                self.actor.match = "" if self.match is None else self.match.decode("utf-8", "replace")
+                self.actor.match, self.actor.about = self.about.match, self.about
                 reply = await self._call("start", self.name, body)
             else:
                 reply = await self._call(kind, body)
@@ -253,6 +260,7 @@ class Session:
         self.opened = True
         if inspect.iscoroutinefunction(self.actor.tick):
             self.tick = self.actor.tick
+        self.meter = getattr(self.actor, "meter", self.meter)
         self._table.stats.started += 1
         self._answer(reply)
 
@@ -273,7 +281,12 @@ class Session:
             return
         self.busy = False
         self.task = None
-        self.last_kind = self.kind
+        self.last_kind, self.last_said = self.kind, self.said
+        if self.kind is TICK:
+            took = _clock() - self.began
+            meter = self.meter  # Meter.took, without the call
+            meter.seconds += took
+            meter.buckets[int(took * 1e6).bit_length()] += 1
         if self.seq >= 0:  # without numbers nothing can be repeated
             self.last = (200, reply)
         exchange, self.exchange = self.exchange, None
@@ -293,6 +306,7 @@ class Session:
             log.warning("session %s: its actor raised in %s", self.name, self.kind, exc_info=error)
             self.over = "failed"
             self._table.stats.failed += 1
+            self.meter.failed += 1
             where = f"The actor raised {type(error).__name__} in {self.kind}; the server's log has the traceback."
             self._finish(Refused(500, "actor_failed", where, "This session is over; start another."))
             self._table.see_off(self, None)
@@ -304,10 +318,11 @@ class Session:
     def _refused(self, refused: Refused) -> None:
         """The request was wrong, not the session; it may be sent again, corrected, with the same number."""
         self._table.stats.refused += 1
+        self._table.refusals[refused.error] += 1
         self.busy = False
         self.task = None
         if self.opened:
-            self.kind, self.seq = self.last_kind, max(-1, self.seq - 1)
+            self.kind, self.said, self.seq = self.last_kind, self.last_said, max(-1, self.seq - 1)
         else:
             self._table.drop(self)
         self._tell(refused.status, error_body(refused), refused.retry_after_s)
@@ -406,6 +421,8 @@ class Sessions:
     ) -> None:
         self.make_actor, self.limits, self.loop = make_actor, limits, loop
         self.stats = SessionStats()
+        self.meter = Meter()
+        self.refusals: Counter[str] = Counter()  # by their words
         self.requests = 0
         self.abandoned = 0
         self.pool = ThreadPoolExecutor(limits.threads, thread_name_prefix="actor")
@@ -413,7 +430,7 @@ class Sessions:
         self._ended: dict[bytes, _Ended] = {}
         self._lost_until = lost_until
         self._leaving: set[asyncio.Task[None]] = set()
-        self.closing = False
+        self.closing = self.draining = False
 
     def __len__(self) -> int:
         return len(self._live)
@@ -423,39 +440,43 @@ class Sessions:
         """Every thread of the pool is held by a call that was given up: nothing plain will ever run again."""
         return self.abandoned >= self.limits.threads
 
-    def handle(self, kind: str, id_: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+    def handle(self, kind: str, id_: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         """Accept one request. The exchange is answered now or when the actor has; this never blocks and never raises."""
         self.requests += 1
         session = self._live.get(id_)
         if session is None:
             if kind is START:
-                self._start(id_, seq, match, body, exchange)
+                self._start(id_, seq, about, body, exchange)
             else:
                 self._absent(id_, kind, seq, exchange)
             return
         if session.busy or kind is START or (seq != session.seq + 1 if session.seq >= 0 else seq >= 0):
-            self._out_of_turn(session, kind, seq, exchange)
+            self._out_of_turn(session, kind, seq, body, exchange)
             return
         if self.limits.requests_per_s and not self._within_rate(session):
             wait = 1 / self.limits.requests_per_s
-            refuse(exchange, Refused(429, "too_many_requests", "This session sends too many requests.", "Slow down.", wait))
+            self._refuse(exchange, Refused(429, "too_many_requests", "This session sends too many requests.", "Slow down.", wait))
             return
-        session.kind, session.seq = kind, seq
+        session.kind, session.seq, session.said = kind, seq, hash(body) if seq >= 0 else 0
         session.busy = True
         session.exchange = exchange
         session.since = self.loop.time()
+        session.began = _clock()
         session.begin(kind, body)
 
-    def _out_of_turn(self, session: Session, kind: str, seq: int, exchange: Exchange) -> None:
-        """Everything but the next request of an idle session: a retry, or a mistake."""
-        if 0 <= seq == session.seq and kind is session.kind:
+    def _out_of_turn(self, session: Session, kind: str, seq: int, body: bytes, exchange: Exchange) -> None:
+        """Everything but the next request of an idle session: a retry, or a mistake.
+
+        What a game gave up may arrive after it asked for something else by the same number: another body is no retry.
+        """
+        if 0 <= seq == session.seq and kind is session.kind and hash(body) == session.said:
             self.stats.repeated += 1
             if session.busy:
                 session.waiting = [*(session.waiting or ()), exchange]
             else:
                 exchange.reply(*session.last)
             return
-        refuse(exchange, _mistake(session, kind, seq))
+        self._refuse(exchange, _mistake(session, kind, seq))
 
     def _within_rate(self, session: Session) -> bool:
         now, rate = self.loop.time(), self.limits.requests_per_s
@@ -466,22 +487,30 @@ class Sessions:
         session.allowance -= 1
         return True
 
-    def _start(self, id_: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+    def _refuse(self, exchange: Exchange, refused: Refused) -> None:
+        self.refusals[refused.error] += 1
+        refuse(exchange, refused)
+
+    def _start(self, id_: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         if self.closing:
-            refuse(exchange, Refused(503, "stopping", "This server is stopping.", "Try another one.", 1))
+            self._refuse(exchange, Refused(503, "stopping", "This server is stopping.", "Try another one.", 1))
             return
         ended = self._ended.get(id_)
         if ended is not None and 0 <= seq == ended.seq and ended.kind is START:  # it failed; a retry hears the same
             exchange.reply(*ended.reply)
             return
+        if self.draining:
+            message = "This server takes no new sessions any more; those in play go on."
+            self._refuse(exchange, Refused(503, "draining", message, "Start elsewhere.", 1))
+            return
         if len(self._live) >= self.limits.sessions:
             message = f"This worker has {len(self._live)} open sessions, its limit."
-            refuse(exchange, Refused(503, "too_many_sessions", message, "End sessions, or raise the limit.", 1))
+            self._refuse(exchange, Refused(503, "too_many_sessions", message, "End sessions, or raise the limit.", 1))
             return
         self._ended.pop(id_, None)
-        session = Session(self, id_, match, self.loop.time())
+        session = Session(self, id_, about, self.loop.time())
         self._live[id_] = session
-        session.seq, session.busy, session.exchange = seq, True, exchange
+        session.seq, session.said, session.busy, session.exchange = seq, hash(body), True, exchange
         session.begin(START, body)
 
     def _absent(self, id_: bytes, kind: str, seq: int, exchange: Exchange) -> None:
@@ -493,14 +522,14 @@ class Sessions:
                 return
             if ended.reason != "game":
                 why = _WHY.get(ended.reason, ended.reason)
-                refuse(exchange, Refused(410, "session_lost", f"This session was ended: {why}.", "Start again."))
+                self._refuse(exchange, Refused(410, "session_lost", f"This session was ended: {why}.", "Start again."))
                 return
-            refuse(exchange, Refused(404, "unknown_session", "This session has ended.", "Send start first."))
+            self._refuse(exchange, Refused(404, "unknown_session", "This session has ended.", "Send start first."))
         elif self.loop.time() < self._lost_until:
-            refuse(exchange, lost())
+            self._refuse(exchange, lost())
         else:
             message = "There is no open session of this id."
-            refuse(exchange, Refused(404, "unknown_session", message, f"Send start before {kind}."))
+            self._refuse(exchange, Refused(404, "unknown_session", message, f"Send start before {kind}."))
 
     def drop(self, session: Session) -> None:
         """Forget it as if it had never been."""
@@ -531,6 +560,7 @@ class Sessions:
                 session.seen = now
                 if now - session.since > limits.tick_s:
                     self.stats.timed_out += 1
+                    session.meter.timed_out += 1
                     message = f"The actor did not answer this {session.kind} within {limits.tick_s:g} s."
                     session.cut("timeout", Refused(504, "actor_timeout", message, "This session is over; start another."))
             elif now - max(session.seen, session.since) > limits.silent_s:
@@ -566,7 +596,9 @@ def _mistake(session: Session, kind: str, seq: int) -> Refused:
         said = "had a seq header, this has none" if session.seq >= 0 else "had no seq header, this has one"
         return Refused(400, "seq", f"The start of this session {said}.", "Number all requests of a session, or none.")
     if 0 <= seq == session.seq:
-        return Refused(409, "seq", f"seq {seq} was a {session.kind}; this is a {kind}.", "Add 1 for every new request.")
+        other = f"this is a {kind}" if kind is not session.kind else "this has another body"
+        hint = "Add 1 for every new request."
+        return Refused(409, "seq", f"seq {seq} was a {session.kind}; {other}.", hint, last=session.seq)
     if kind is START:
         hint = "End it first, or use a fresh id for every match."
         return Refused(409, "already_started", "A session of this id is open.", hint)
@@ -574,7 +606,7 @@ def _mistake(session: Session, kind: str, seq: int) -> Refused:
         message = f"The {session.kind} before is still being answered."
         return Refused(409, "busy", message, "Wait for each reply before the next request.")
     hint = "Repeat the last number to retry, add 1 for a new request."
-    return Refused(409, "seq", f"seq is {seq}, the last was {session.seq}.", hint)
+    return Refused(409, "seq", f"seq is {seq}, the last was {session.seq}.", hint, last=session.seq)
 
 
 def lost(why: str = "its worker died") -> Refused:

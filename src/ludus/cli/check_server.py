@@ -12,12 +12,12 @@ import numpy as np
 
 from ludus.actor.actor import Actor
 from ludus.actor.gateway import Gateway, GatewaySettings
-from ludus.actor.http import Connection, Exchange, HttpLimits
+from ludus.actor.http import Connection, Exchange, HttpLimits, Page
 from ludus.actor.session import SessionLimits
 from ludus.errors import Refused
 from ludus.game.bodies import ONLY_SEAT, SeatSpaces, encode, is_msgpack, plain_spec, random_action
 from ludus.game.check import Answered, Closed, Conformance, Event, Finding, HungUp, OldHttp, Silenced, Summary, TurnedAway
-from ludus.game.protocol import END, TICK
+from ludus.game.protocol import END, TICK, About
 
 
 class CheckServer:
@@ -115,7 +115,8 @@ class Desk:
     def __init__(self, server: CheckServer, gateway: Gateway) -> None:
         self._gateway = gateway
         self.see = server.see
-        self.limits, self.loop, self.authorization = gateway.limits, gateway.loop, gateway.authorization
+        self.limits, self.loop, self.tokens = gateway.limits, gateway.loop, gateway.tokens
+        self.logs, self.logs_ticks = gateway.logs, gateway.logs_ticks
         self.direct_port = 0
         self._connection: Connection | None = None
         self._steps = 0
@@ -134,14 +135,14 @@ class Desk:
     def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
         return False
 
-    def step(self, kind: str, session: bytes, seq: int, match: bytes | None, body: bytes, exchange: Exchange) -> None:
+    def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         self._steps += 1
         began = self._connection.began if self._connection else 0.0
         took = self.loop.time() - began if began else 0.0
         noted: Any = Noted(self, exchange, (kind, session, seq), body, took)
-        self._gateway.step(kind, session, seq, match, body, noted)
+        self._gateway.step(kind, session, seq, about, body, noted)
 
-    def get(self, path: str, authorized: bool) -> tuple[int, bytes]:
+    def get(self, path: str, authorized: bool) -> Page:
         return self._gateway.get(path, authorized)
 
     def refused(self, refused: Refused) -> None:

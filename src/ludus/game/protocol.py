@@ -3,6 +3,7 @@
 POST /step      headers session, step_kind (start | tick | end), optionally seq, match, Authorization: Bearer …
                 body: opaque bytes; reply: opaque bytes
 GET  /spec      protocol version, observation and action spaces
+GET  /health, /ready, /metrics
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ludus.errors import Refused, UsageError
 
@@ -19,6 +20,9 @@ VERSION: Final = 1
 STEP: Final = "/step"
 SPEC: Final = "/spec"
 HEALTH: Final = "/health"
+READY: Final = "/ready"
+METRICS: Final = "/metrics"
+PAGES: Final = (SPEC, HEALTH, READY, METRICS)
 
 START: Final = "start"
 TICK: Final = "tick"
@@ -31,11 +35,16 @@ SESSION_HEADERS: Final = frozenset({b"session", b"game_id", b"game-id", b"ludus-
 KIND_HEADERS: Final = frozenset({b"step_kind", b"step-kind", b"ludus-step"})
 SEQ_HEADERS: Final = frozenset({b"seq", b"ludus-seq"})
 MATCH_HEADERS: Final = frozenset({b"match", b"ludus-match"})
+MODEL_HEADERS: Final = frozenset({b"model", b"ludus-model"})
+VERSION_HEADERS: Final = frozenset({b"version", b"ludus-version"})
+TEMPERATURE_HEADERS: Final = frozenset({b"temperature", b"ludus-temperature"})
+REQUEST_ID_HEADER: Final = "X-Request-Id"
 ENDPOINT_HEADER: Final = "Ludus-Endpoint"
 """In the reply to `start`: where this session's worker can be reached without a detour."""
 
 MAX_NAME_BYTES: Final = 256
 """Of a session id or match id."""
+MAX_TEMPERATURE: Final = 100.0
 MAX_SEQ: Final = (1 << 63) - 1
 
 REASONS: Final[Mapping[int, str]] = {
@@ -60,16 +69,35 @@ REASONS: Final[Mapping[int, str]] = {
 }
 
 
+class About(NamedTuple):
+    """What `start` may say besides its session: nothing of it need be there."""
+
+    match: str = ""
+    model: str = ""
+    version: int = -1
+    """Of the model; -1: whatever is current."""
+    temperature: float = -1.0
+    """Below 0: as the server was told."""
+
+
+NOTHING_ASKED: Final = About()
+
+
 def error_body(refused: Refused) -> bytes:
     """The JSON of every reply that is not 200."""
-    return json.dumps({"error": refused.error, "message": refused.message, "hint": refused.hint}).encode()
+    said: dict[str, Any] = {"error": refused.error, "message": refused.message, "hint": refused.hint}
+    if refused.last is not None:
+        said["last"] = refused.last
+    return json.dumps(said).encode()
 
 
 def refusal_from(status: int, body: bytes) -> Refused:
     """What a client makes of a reply that is not 200; also of one that is not ours."""
     try:
         data: Any = json.loads(body)
-        return Refused(status, str(data["error"]), str(data["message"]), str(data.get("hint", "")))
+        last = data.get("last")
+        last = last if type(last) is int and 0 <= last <= MAX_SEQ else None
+        return Refused(status, str(data["error"]), str(data["message"]), str(data.get("hint", "")), last=last)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Refused(status, "http", f"The server answered {status} {REASONS.get(status, '')}.".replace(" .", "."))
 

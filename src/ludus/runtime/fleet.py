@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludus.actor.gateway import Gateway, GatewaySettings
+from ludus.actor.gateway import Gateway, GatewaySettings, House
 from ludus.errors import UsageError, WorkerFailed
 from ludus.runtime.processes import ALWAYS, Context, Process, Supervisor
 from ludus.runtime.scratch import Scratch
@@ -28,6 +28,8 @@ _BEAT_S = 0.2
 _STARTS = 3  # that may fail before we believe that it will not start
 _REPORT_S = 1.0
 _GRACE_S = 3.0
+_STOP_S = 5.0
+_DRAINED_S = 0.05
 
 
 class GatewayFleet:
@@ -45,9 +47,11 @@ class GatewayFleet:
         settings: GatewaySettings | None = None,
         prepare: Callable[[], None] | None = None,
         report: Callable[[str, Mapping[str, Any]], None] | None = None,
+        house: House | None = None,
     ) -> None:
         settings = settings or GatewaySettings()
-        check_exposure(host if listening is None else listening.getsockname()[0], settings.token)
+        check_exposure(host if listening is None else listening.getsockname()[0], settings.token or settings.token_file)
+        self._grace_s = settings.drain_s + _STOP_S
         self._scratch = Scratch(_near(Path(tempfile.gettempdir())))
         self._sockets: list[socket.socket] = []
         self.workers: list[Process] = []
@@ -70,6 +74,7 @@ class GatewayFleet:
                         paths,
                         prepare,
                         report,
+                        house,
                         restart=ALWAYS,
                         fds=(shared.fileno(), direct.fileno()),
                         hang_s=settings.sessions.tick_s + _GRACE_S,
@@ -104,10 +109,13 @@ class GatewayFleet:
                         raise
 
     def close(self) -> None:
+        """Sessions in play get the time that the settings give them. Returns when every worker is gone."""
         for bound in self._sockets:
             bound.close()
         for worker in self.workers:
-            worker.stop()
+            worker.ask_to_stop(self._grace_s)
+        for worker in self.workers:
+            worker.stop(self._grace_s)
         self._scratch.close()
 
 
@@ -133,12 +141,12 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def check_exposure(host: str, token: str | None) -> None:
+def check_exposure(host: str, secret: str | Path | None) -> None:
     """Beyond this machine we listen only with a token."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
-    if host != "localhost" and not token:
+    if host != "localhost" and not secret:
         raise UsageError(f"Listening on {host} without a token would let anyone in.", "Give a token, or listen on 127.0.0.1.")
 
 
@@ -160,6 +168,7 @@ def _serve(
     paths: Sequence[str],
     prepare: Callable[[], None] | None,
     report: Callable[[str, Mapping[str, Any]], None] | None,
+    house: House | None,
 ) -> None:
     """A worker's life: `prepare` once, then serve; `report` gets its counters every second."""
     torch = sys.modules.get("torch")
@@ -168,7 +177,7 @@ def _serve(
     if prepare is not None:
         prepare()
     gc.freeze()  # what is loaded stays: collections need not look at it again
-    run_loop(_worker(context, make_actor, settings, slot, paths, report))
+    run_loop(_worker(context, make_actor, settings, slot, paths, report, house))
 
 
 async def _worker(
@@ -178,6 +187,7 @@ async def _worker(
     slot: int,
     paths: Sequence[str],
     report: Callable[[str, Mapping[str, Any]], None] | None,
+    house: House | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -195,6 +205,7 @@ async def _worker(
         peer_paths=paths,
         direct_port=sockets[1].getsockname()[1],
         lost_until=lost_until,
+        house=house,
     )
     await gateway.start(sockets)
     context.ready()
@@ -207,4 +218,9 @@ async def _worker(
             context.beat()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _BEAT_S)
+    gateway.drain()
+    drained_by = loop.time() + settings.drain_s
+    while len(gateway.sessions) and loop.time() < drained_by:
+        context.beat()
+        await asyncio.sleep(_DRAINED_S)
     await gateway.close()

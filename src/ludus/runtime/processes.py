@@ -126,9 +126,13 @@ class Process:
         """True when it is over for good: done, failed or stopped."""
         return self._supervisor._wait(lambda: self.state in OVER, timeout_s)
 
-    def stop(self, grace_s: float = 5.0) -> None:
-        """SIGTERM, after `grace_s` SIGKILL, no replacement. Returns when it is over."""
+    def ask_to_stop(self, grace_s: float = 5.0) -> None:
+        """SIGTERM, after `grace_s` SIGKILL, no replacement. Returns at once."""
         self._supervisor._tell(lambda: self._supervisor._stop(self, grace_s))
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """The same, and returns when it is over."""
+        self.ask_to_stop(grace_s)
         if not self.wait(grace_s + 2 * STUCK_S) and not self._supervisor._in_monitor():
             log.error("the worker %s (pid %s) could not be stopped", self.name, self.pid)
 
