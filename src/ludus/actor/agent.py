@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from ludus import spaces
+from ludus.actor.raw import RawForm
 from ludus.actor.recorder import Recorder, RecorderStats
 from ludus.errors import ConfigError, EnvironmentFault, Refused
 from ludus.memory.memory import Room
@@ -49,6 +50,7 @@ class Seat:
         self.fit = spaces.Fit(policy.observation_space)
         self.choices = spaces.choices(policy.action_space)
         self.state_spec = policy.state_spec()
+        self.raw = RawForm(policy.observation_space, policy.action_space)
         self.origins = itertools.count(first_origin)
         self.stats = RecorderStats()
 
@@ -100,8 +102,9 @@ class Agent:
     Keeps the recurrent state, and writes segments with log-probabilities, values and versions when the seat has a memory.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, seat: Seat, temperature: float | None = None) -> None:
+        """`temperature`: 0 takes the most probable action, 1 draws as in training; by default as the model was told."""
+        self._seat, self._temperature = seat, temperature
         self._state: State | None = None
         self._reward = 0.0
         self._acted = False
@@ -112,6 +115,20 @@ class Agent:
     def playing(self) -> bool:
         """An action was chosen, and its episode is not over."""
         return self._acted
+
+    def move(self, seat: Seat, *, carry: bool) -> bool:
+        """Go on with another model, between two calls: with the same recurrent state, or from a fresh one. True: carried.
+
+        A state of other shapes cannot be carried. What was being recorded ends here: an episode of a recording has one model.
+        """
+        if self._recorder is not None:
+            self._recorder.break_off()
+            self._recorder = None
+        carried = carry and seat.state_spec == self._seat.state_spec
+        self._seat = seat
+        if not carried:
+            self._state = None
+        return carried
 
     async def act(self, observation: Any, mask: Any = None, reward: float = 0.0) -> Any:
         """The action, as the game takes it. Raises Refused (422) when the observation, mask or reward does not fit.
@@ -128,7 +145,7 @@ class Agent:
         if self._closing is not None:
             await Finished(self._closing)
         before = self._state
-        decision = await self._seat.model.decide(seen, before, allowed)
+        decision = await self._seat.model.decide(seen, before, allowed, self._temperature)
         if not usable(decision):
             raise EnvironmentFault(
                 f"The model answers this observation with value {decision.value:g}, log-probability {decision.log_prob:g}.",

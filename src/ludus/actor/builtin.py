@@ -5,6 +5,7 @@
     tick   {"seats": {"blue": {"observation": …, "reward": 0}, …}}                → {"actions": {"blue": …}}
     end    empty, or the same with the last reward (and, when truncated, the last observation)
 
+A game whose `start` says {"format": "raw"} sends and gets arrays as they are in memory instead: `ludus.actor.raw`.
 The reward of a tick belongs to the action before it. The format of the reply is that of the request.
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from ludus.actor.actor import Actor
 from ludus.actor.agent import Agent, Seat
+from ludus.actor.raw import MASKED, TERMINATED, TRUNCATED, RawForm, RawStep
 from ludus.errors import Refused
 from ludus.plugins import did_you_mean
 from ludus.tree import map_tree
@@ -36,11 +38,41 @@ class BuiltinActor(Actor):
     """Plays every seat of a session with the model of that seat, and records when there is somebody to learn."""
 
     def __init__(self, seats: Mapping[str, Seat]) -> None:
-        self._seats = seats
         self._agents: dict[str, Agent] = {}
+        self.sit(seats)
+        self._raw: RawForm | None = None
+        self._temperature: float | None = None
+
+    def sit(self, seats: Mapping[str, Seat]) -> None:
+        """Before the first tick: which seats there are, and who plays them."""
+        self._seats = seats
         self._single = set(seats) == {ONLY_SEAT}
 
+    def move(self, seats: Mapping[str, Seat], *, carry: bool) -> bool:
+        """Between two calls: go on with other models in the same seats. True: every recurrent state was carried over."""
+        self._seats = seats
+        carried = [agent.move(seats[name], carry=carry) for name, agent in self._agents.items()]
+        return all(carried)
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        try:
+            form = decoded(body)[0].get("format", "")
+        except Refused:  # what else a game says at its start is its own affair
+            form = ""
+        if form == "raw":
+            self._raw = self._raw_form()
+        elif form not in ("", "json", "msgpack"):
+            raise Refused(422, "format", f"The format is {reprlib.repr(form)}.", "It is json, msgpack or raw.")
+        return b""
+
+    def _raw_form(self) -> RawForm:
+        if not self._single:
+            raise Refused(422, "format", "A game with several seats cannot send raw arrays.", "Send JSON or msgpack.")
+        return self._seats[ONLY_SEAT].raw
+
     async def tick(self, body: bytes) -> bytes:
+        if self._raw is not None:
+            return await self._raw_tick(self._raw, body)
         message, packed = decoded(body)
         parts = {name: self._checked(name, part) for name, part in self._parts(message).items()}
         # All of them are right: from here on nothing can be refused.
@@ -52,8 +84,26 @@ class BuiltinActor(Actor):
             raise failed
         return encoded({"actions": dict(zip(parts, actions, strict=True))}, packed)
 
+    async def _raw_tick(self, raw: RawForm, body: bytes) -> bytes:
+        step = raw.read(body)
+        agent = self._agents.get(ONLY_SEAT) or self._agent(ONLY_SEAT)
+        if step.plain and step.flags == 0:  # the path of nearly every tick
+            if step.reward:
+                agent.reward(step.reward)
+            return raw.write(await agent.act_on(step.observation, None))
+        part = _Part(self._seats[ONLY_SEAT], agent, _said(step), False)
+        action = await part.play(agent, as_it_is=True)
+        return b"" if action is None else raw.write(action)
+
     async def end(self, body: bytes) -> bytes:
         if self.ended_by != "game":
+            for agent in self._agents.values():
+                agent.break_off()
+            return b""
+        if self._raw is not None:
+            if body:
+                part = _Part(self._seats[ONLY_SEAT], self._agents.get(ONLY_SEAT), _said(self._raw.read(body)), True)
+                await part.conclude(self._agent(ONLY_SEAT))
             for agent in self._agents.values():
                 agent.break_off()
             return b""
@@ -67,7 +117,7 @@ class BuiltinActor(Actor):
 
     def _agent(self, name: str) -> Agent:
         if name not in self._agents:
-            self._agents[name] = Agent(self._seats[name])
+            self._agents[name] = Agent(self._seats[name], self._temperature)
         return self._agents[name]
 
     def _parts(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -112,18 +162,26 @@ class _Part:
         self.seen = None if self._raw is None else seat.observation(self._raw)
         self.allowed = None if over else seat.mask(given.get("action_mask"))
 
-    async def play(self, agent: Agent) -> Any:
+    async def play(self, agent: Agent, *, as_it_is: bool = False) -> Any:
         if self.reward:
             agent.reward(self.reward)
         if self.terminated or self.truncated:
             await agent.finish(self.terminated, self.truncated, None if self.terminated else self._raw)
             return None
-        return plain(await agent.act_on(self.seen, self.allowed))
+        action = await agent.act_on(self.seen, self.allowed)
+        return action if as_it_is else plain(action)
 
     async def conclude(self, agent: Agent) -> None:
         if self.reward:
             agent.reward(self.reward)
         await agent.finish(self.terminated, self.truncated, None if self.terminated else self._raw)
+
+
+def _said(step: RawStep) -> dict[str, Any]:
+    """A raw step as the other formats would have said it."""
+    flags = {"terminated": bool(step.flags & TERMINATED), "truncated": bool(step.flags & TRUNCATED)}
+    mask = {"action_mask": step.mask} if step.flags & MASKED else {}
+    return {"observation": step.observation, "reward": step.reward, **flags, **mask}
 
 
 def _flag(given: dict[str, Any], key: str) -> bool:

@@ -128,13 +128,17 @@ class Gateway:
         self.refusals: Counter[str] = Counter()
         self._spec = settings.spec
         self._observer = observer
-        self._slot, self._slots = slot, max(1, len(peer_paths))
+        self.slot, self._slots = slot, max(1, len(peer_paths))
         self._peers = Peers(self, slot, peer_paths) if len(peer_paths) > 1 else None
         self._connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
         if self._peers is None:
             self.step = self.sessions.handle  # type: ignore[assignment,method-assign]  # every session is ours
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
 
     @property
     def draining(self) -> bool:
@@ -238,14 +242,14 @@ class Gateway:
 
     def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         owner = zlib.crc32(session) % self._slots
-        if owner == self._slot or self._peers is None:
+        if owner == self.slot or self._peers is None:
             self.sessions.handle(kind, session, seq, about, body, exchange)
         else:
             self._peers.forward(owner, kind, session, seq, about, body, exchange)
 
     def elsewhere(self, session: bytes) -> int:
         owner = owner_of(session, self._slots)
-        return -1 if owner == self._slot else owner
+        return -1 if owner == self.slot else owner
 
     def hand_over(self, connection: Connection, slot: int, data: bytes) -> bool:
         # What is encrypted can only be read here: then each request is forwarded.
@@ -283,7 +287,7 @@ class Gateway:
     def counters(self) -> dict[str, Any]:
         peers = {} if self._peers is None else {"handed_over": self._peers.handed_over, "forwarded": self._peers.forwarded}
         return {
-            "slot": self._slot,
+            "slot": self.slot,
             "requests": self.sessions.requests,
             "connections": len(self._connections),
             "sessions": len(self.sessions),

@@ -10,7 +10,7 @@ import math
 import time
 from asyncio.tasks import _enter_task, _leave_task  # for tasks of one's own: docs.python.org/3/library/asyncio-extending.html
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -434,6 +434,10 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def idle(self) -> Iterator[Session]:
+        """Those that are open and not being answered."""
+        return (session for session in list(self._live.values()) if session.opened and not session.busy)
 
     @property
     def stuck(self) -> bool:

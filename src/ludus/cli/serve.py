@@ -1,29 +1,99 @@
-"""`ludus serve`: a trained agent answers games over HTTP."""
+"""`ludus serve`: trained agents answer games over HTTP."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from ludus.errors import NotFound, UsageError
 
+if TYPE_CHECKING:
+    from ludus.actor.gateway import GatewaySettings
+    from ludus.experiment.service import RunningService
+    from ludus.experiment.serving import Source
+    from ludus.serve.release import Backend
+
+_Word = TypeVar("_Word", bound=str)
+_OPS, _VERSIONS = "Operations", "Versions"
+
 
 def serve(
-    where: Annotated[
-        str,
+    runs: Annotated[
+        list[str],
         typer.Argument(
-            metavar="RUN|CONFIG", help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run."
+            metavar="[NAME=]RUN|CONFIG …",
+            help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several, each with a name, "
+            "share the port; a game asks for one by the header model, or at /step/NAME.",
+            show_default=False,
         ),
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that games must send.", show_default=False)] = None,
-    explore: Annotated[bool, typer.Option("--explore", help="Draw actions at random, as in training.")] = False,
+    backend: Annotated[str, typer.Option(help="torch, onnx or onnx-int8; the latter two are verified first.")] = "torch",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Read again when "
+            "it changes.",
+            show_default=False,
+            rich_help_panel=_OPS,
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(min=0, help="Requests per second of each token, in each worker; 0 = any.", rich_help_panel=_OPS)
+    ] = 0.0,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate chain (PEM): serve https.", show_default=False, rich_help_panel=_OPS)
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_OPS)] = None,
+    drain_s: Annotated[
+        float, typer.Option(min=0, help="After SIGTERM sessions in play may go on for so long.", rich_help_panel=_OPS)
+    ] = 30.0,
+    access_log: Annotated[
+        str | None,
+        typer.Option(help="File for one JSON line per start, end and refusal; - = here.", show_default=False, rich_help_panel=_OPS),
+    ] = None,
+    log_ticks: Annotated[bool, typer.Option("--log-ticks", help="And one per tick.", rich_help_panel=_OPS)] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Directory for a part of the matches, to train from.", show_default=False, rich_help_panel=_OPS),
+    ] = None,
+    record_fraction: Annotated[float, typer.Option(min=0, max=1, help="Of the sessions.", rich_help_panel=_OPS)] = 0.01,
+    record_mb: Annotated[int, typer.Option(min=1, help="The directory never grows beyond this.", rich_help_panel=_OPS)] = 1024,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Take up new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
+    ] = False,
+    version: Annotated[
+        int | None, typer.Option(help="Serve this version, not the newest.", show_default=False, rich_help_panel=_VERSIONS)
+    ] = None,
+    level: Annotated[
+        list[int] | None,
+        typer.Option(help="Another version that a session may ask for; repeat it.", show_default=False, rich_help_panel=_VERSIONS),
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0, max=100, help="0 = the most probable action, 1 = as in training; a session may say its own.",
+            rich_help_panel=_VERSIONS,
+        ),
+    ] = 0.0,
+    max_live_versions: Annotated[
+        int, typer.Option(min=1, help="That are played side by side; then the oldest sessions move.", rich_help_panel=_VERSIONS)
+    ] = 2,
+    on_move: Annotated[
+        str, typer.Option(help="carry or reset: the recurrent state of a session that moves.", rich_help_panel=_VERSIONS)
+    ] = "carry",
+    canary: Annotated[
+        float,
+        typer.Option(min=0, max=100, help="Percent of new sessions that try a new version first.", rich_help_panel=_VERSIONS),
+    ] = 0.0,
+    canary_s: Annotated[float, typer.Option(min=0, help="A trial lasts at least so long.", rich_help_panel=_VERSIONS)] = 300.0,
+    canary_requests: Annotated[int, typer.Option(min=1, help="And so many requests.", rich_help_panel=_VERSIONS)] = 500,
     tick_timeout_s: Annotated[
         float | None, typer.Option(help="Longest time that an answer may take. [default: as in training]", show_default=False)
     ] = None,
@@ -31,40 +101,90 @@ def serve(
         float | None,
         typer.Option(help="A session without a request for so long is ended. [default: as in training]", show_default=False),
     ] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Open at once in each worker.")] = 20_000,
     local_dir: Annotated[Path, typer.Option(help="Where the runs of a YAML file are.")] = Path("runs"),
     json_: Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")] = False,
-) -> None:
-    """Serve a trained agent. Games send start, tick, tick, …, end to POST /step, as in training. Ctrl-C stops it."""
+) -> None:  # fmt: skip
+    """Serve trained agents. Games send start, tick, tick, …, end to POST /step, as in training. Ctrl-C stops it."""
+    import logging
     import time
 
     from ludus.actor.gateway import GatewaySettings
-    from ludus.cli.display import say
-    from ludus.experiment.serving import limits_of, run_of, served
-    from ludus.game.protocol import read_token
-    from ludus.runtime.fleet import GatewayFleet
+    from ludus.experiment.service import RunningService
+    from ludus.experiment.serving import Offering, named_sources
     from ludus.runtime.machine import stop_on_signals
-    from ludus.runtime.processes import Supervisor
+    from ludus.serve.canary import CanarySettings
+    from ludus.serve.service import Recording, ServiceSettings
 
-    try:
-        found = run_of(where, local_dir)
-        made, spec = served(found, deterministic=not explore)
-        http, limits = limits_of(found)
-    except NotFound as error:
-        raise UsageError(error.message, error.hint) from error
-    limits = limits if tick_timeout_s is None else replace(limits, tick_s=tick_timeout_s)
-    limits = limits if silent_s is None else replace(limits, silent_s=silent_s)
-    settings = GatewaySettings(http=http, sessions=limits, token=read_token(token_file), spec=spec)
-    with stop_on_signals() as stop, Supervisor() as supervisor:
-        fleet = GatewayFleet(supervisor, made, host=host, port=port, workers=workers, settings=settings, prepare=made.load)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if (tls_cert is None) != (tls_key is None):
+        raise UsageError("--tls-cert and --tls-key go together.")
+    recording = None if record is None else Recording(record, record_fraction, record_mb << 20)
+    settings = ServiceSettings(
+        temperature=temperature,
+        max_live_versions=max_live_versions,
+        carry_state=_one_of("--on-move", on_move, ("carry", "reset")) == "carry",
+        access_log=access_log,
+        log_ticks=log_ticks,
+        recording=recording,
+    )
+    trial = CanarySettings(hold_s=canary_s, min_requests=canary_requests)
+    offering = Offering(_backend(backend), version, tuple(level or ()), follow, canary_percent=canary, canary=trial)
+    gateway = GatewaySettings(
+        token_file=token_file,
+        token_rate=rate,
+        tls=None if tls_cert is None or tls_key is None else (tls_cert, tls_key),
+        drain_s=drain_s,
+    )
+    with stop_on_signals() as stop:
         try:
-            fleet.wait_ready(60)
-            shown, bound = fleet.address
-            versions = ", ".join(f"{name} version {version}" for name, (_, _, version) in made.models.items())
-            if json_:
-                print(json.dumps({"host": shown, "port": bound, "workers": workers}), flush=True)
-            else:
-                say(f"serving {versions} at http://{shown}:{bound}/step with {workers} worker{'s' if workers > 1 else ''}")
+            sources = named_sources(runs, local_dir)
+            gateway = _limited(gateway, sources, tick_timeout_s, silent_s, max_sessions)
+            running = RunningService(sources, offering, settings, gateway, host=host, port=port, workers=workers)
+        except NotFound as error:
+            raise UsageError(error.message, error.hint) from error
+        with running:
+            _announce(running, workers, tls_cert is not None, json_)
             while not stop():
+                running.look_after()
                 time.sleep(0.1)
-        finally:
-            fleet.close()
+            if not json_:
+                logging.getLogger(__name__).info("draining: sessions in play may go on for %g s", drain_s)
+
+
+def _limited(
+    gateway: GatewaySettings, sources: dict[str, Source], tick_s: float | None, silent_s: float | None, most: int
+) -> GatewaySettings:
+    """What the first run accepted in training, unless the command line says otherwise."""
+    http, limits = next(iter(sources.values())).limits()
+    limits = replace(limits, sessions=most)
+    limits = limits if tick_s is None else replace(limits, tick_s=tick_s)
+    limits = limits if silent_s is None else replace(limits, silent_s=silent_s)
+    return replace(gateway, http=http, sessions=limits)
+
+
+def _announce(running: RunningService, workers: int, secure: bool, as_json: bool) -> None:
+    from ludus.cli.display import say
+
+    host, port = running.fleet.address
+    versions = {name: agent.current for name, agent in running.follower.lineup.agents.items()}
+    if as_json:
+        print(json.dumps({"host": host, "port": port, "workers": workers, "versions": versions}), flush=True)
+        return
+    told = ", ".join(f"{name} version {number}" for name, number in versions.items())
+    scheme = "https" if secure else "http"
+    say(f"serving {told} at {scheme}://{host}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
+
+
+def _backend(given: str) -> Backend:
+    from ludus.serve.release import BACKENDS
+
+    found: Backend = _one_of("--backend", given, BACKENDS)
+    return found
+
+
+def _one_of(option: str, given: str, known: tuple[_Word, ...]) -> _Word:
+    for word in known:
+        if word == given:
+            return word
+    raise UsageError(f"{option} is {given!r}.", f"Use {' or '.join(known)}.")

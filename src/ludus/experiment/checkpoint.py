@@ -165,13 +165,13 @@ def retain(store: Store, keep: int | None, fresh: str | None = None) -> dict[str
     if keep is None:
         return {}
     best = best_name(store)
-    gone = {name: _versions(store, name) for name in names(store)[:-keep] if name not in (best, fresh)}
+    gone = {name: versions_of(store, name) for name in names(store)[:-keep] if name not in (best, fresh)}
     for name in gone:
         store.delete(f"{FOLDER}/{name}")
     return gone
 
 
-def _versions(store: Store, name: str) -> dict[str, int]:
+def versions_of(store: Store, name: str) -> dict[str, int]:
     try:
         models = json.loads(store.get(f"{FOLDER}/{name}/state.json"))["models"]
         return {model: int(entry["version"]) for model, entry in models.items()}

@@ -1,47 +1,39 @@
-"""From a checkpoint to a service: which seats the game has, and which model plays each."""
+"""From runs to a service: which seats a game has, which model plays each, and how new checkpoints reach the games."""
 
 from __future__ import annotations
 
 import json
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ludus import config as configs
 from ludus.actor.http import HttpLimits
 from ludus.actor.session import SessionLimits
-from ludus.errors import NotFound
+from ludus.errors import IncompatibleCheckpoint, LudusError, NotFound, UsageError
 from ludus.experiment import checkpoint, external
 from ludus.experiment.external import GameSeats
 from ludus.experiment.run import find_runs
-from ludus.model import saved
-from ludus.serve.service import Served
+from ludus.model import pool, saved
+from ludus.model.policy import Policy
+from ludus.serve import canary, exposition, release
+from ludus.serve.canary import CanarySettings, Counts
+from ludus.serve.lineup import Agent, Lineup
+from ludus.serve.release import Backend, Part, Release
 from ludus.store.local import LocalStore
 
+log = logging.getLogger(__name__)
 
-def served(where: str | Path, *, deterministic: bool = True) -> tuple[Served, dict[str, Any]]:
-    """The service of a run or checkpoint, and what `GET /spec` says of it. Raises NotFound, Damaged."""
-    _, found = checkpoint.open_checkpoint(where)
-    seats = _seats(found)
-    models = {
-        name: (
-            json.dumps(found.state["models"][name]["description"]).encode(),
-            saved.encode_weights(found.weights[name]),
-            int(found.state["models"][name]["version"]),
-        )
-        for name in seats.models
-    }
-    return Served(seats.seats, models, deterministic), seats.spec()
+DEFAULT_AGENT = "default"
+_KEPT_S = 60.0  # how long the files of a version that is not offered any more stay, for whoever is reading them
 
 
-def limits_of(where: str | Path) -> tuple[HttpLimits, SessionLimits]:
-    """What was accepted in training is accepted in service."""
-    _, found = checkpoint.open_checkpoint(where)
-    config = found.state["config"]
-    if config["env"] != configs.EXTERNAL:
-        return HttpLimits(), SessionLimits()
-    outside = configs.external_config(config["config"]["env_config"])
-    settings = external.settings_of(outside.model_copy(update={"token_file": None}), external.seats_of(outside))
-    return settings.http, settings.sessions
+# -- runs ---------------------------------------------------------------------------------------------------------------
 
 
 def run_of(where: str, local_dir: Path) -> str:
@@ -55,6 +47,69 @@ def run_of(where: str, local_dir: Path) -> str:
     return str(max(runs, key=lambda run: run.stat().st_mtime))
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the releases of one agent come from: a run (its newest checkpoint), RUN/best, or one checkpoint."""
+
+    where: str
+
+    def newest(self) -> str:
+        """The name of the checkpoint that is to be served now. Raises NotFound."""
+        return checkpoint.locate(self.where)[1]
+
+    def release(self, name: str | None = None) -> Release:
+        """Raises NotFound, Damaged, IncompatibleCheckpoint."""
+        run, newest = checkpoint.locate(self.where)
+        return _release(checkpoint.read(LocalStore(run), name or newest))
+
+    def version(self, number: int) -> Release:
+        """The release of this version, from whichever checkpoint has it, or from the versions that the run has kept."""
+        run, newest = checkpoint.locate(self.where)
+        store = LocalStore(run)
+        for name in reversed(checkpoint.names(store)):
+            if number in checkpoint.versions_of(store, name).values():
+                return _release(checkpoint.read(store, name))
+        found = _release(checkpoint.read(store, newest))
+        kept = {name: pool.stored_versions(store, name) for name in found.parts}
+        if len(found.parts) == 1 and number in next(iter(kept.values())):
+            (name, part) = next(iter(found.parts.items()))
+            weights = saved.encode_weights(pool.stored_weights(store, name, number))
+            return Release(number, found.seats, {name: replace(part, weights=weights, version=number)})
+        there = sorted({v for n in checkpoint.names(store) for v in checkpoint.versions_of(store, n).values()})
+        there = sorted({*there, *(v for versions in kept.values() for v in versions)})
+        raise NotFound(f"{run} has no version {number}.", f"It has {', '.join(map(str, there))}.")
+
+    def spec(self) -> dict[str, Any]:
+        """What `GET /spec` says of it."""
+        return _seats(self._newest()).spec()
+
+    def limits(self) -> tuple[HttpLimits, SessionLimits]:
+        """What was accepted in training is accepted in service."""
+        config = self._newest().state["config"]
+        if config["env"] != configs.EXTERNAL:
+            return HttpLimits(), SessionLimits()
+        outside = configs.external_config(config["config"]["env_config"])
+        settings = external.settings_of(outside.model_copy(update={"token_file": None}), external.seats_of(outside))
+        return settings.http, settings.sessions
+
+    def _newest(self) -> checkpoint.Checkpoint:
+        return checkpoint.open_checkpoint(self.where)[1]
+
+
+def _release(found: checkpoint.Checkpoint) -> Release:
+    seats, models = _seats(found), found.state["models"]
+    parts = {
+        name: Part(
+            json.dumps(models[name]["description"]).encode(),
+            saved.encode_weights(found.weights[name]),
+            int(models[name]["version"]),
+        )
+        for name in seats.models
+    }
+    first = next(iter(seats.seats.values()))
+    return Release(parts[first].version, dict(seats.seats), parts)
+
+
 def _seats(found: checkpoint.Checkpoint) -> GameSeats:
     """As the games were told in training; an agent trained in environments plays the only seat."""
     config = found.state["config"]
@@ -63,3 +118,235 @@ def _seats(found: checkpoint.Checkpoint) -> GameSeats:
     (name,) = found.weights
     policy = found.policy(name)
     return GameSeats({name: (policy.observation_space, policy.action_space)}, {"": name})
+
+
+# -- what is offered, now and later ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offering:
+    """How releases come into the line-up."""
+
+    backend: Backend = "torch"
+    version: int | None = None
+    """Serve this one, and not the newest."""
+    levels: tuple[int, ...] = ()
+    """Versions that sessions may ask for, besides."""
+    follow: bool = False
+    follow_s: float = 1.0
+    canary_percent: float = 0.0
+    """Of the new sessions that try a new version first; 0: all sessions get it at once."""
+    canary: CanarySettings = field(default_factory=CanarySettings)
+
+
+class Follower:
+    """Keeps the line-up of a service. Lives in the process that started the workers; its time is not theirs."""
+
+    def __init__(self, sources: Mapping[str, Source], directory: Path, offering: Offering) -> None:
+        self._sources, self._directory, self._offering = sources, directory, offering
+        self._serving: dict[str, Release] = {}
+        self._seen: dict[str, str] = {}
+        self._trials: dict[str, _Trial] = {}
+        self._exported: dict[str, tuple[bytes, bytes]] = {}  # model → its description, its ONNX form
+        self._leaving: list[tuple[float, Path]] = []
+        self._look_at = 0.0
+        self.lineup = Lineup()
+        self.refused: Counter[str] = Counter()
+        self.rolled_back: Counter[str] = Counter()
+        self.promoted: Counter[str] = Counter()
+
+    def open(self) -> None:
+        """The first line-up. Raises NotFound, Damaged, IncompatibleCheckpoint, UsageError."""
+        agents = {}
+        for name, source in self._sources.items():
+            self._seen[name] = source.newest()
+            wanted = self._offering.version
+            first = source.release(self._seen[name]) if wanted is None else source.version(wanted)
+            levels = {number: source.version(number) for number in self._offering.levels}
+            levels.pop(first.version, None)
+            for found in (first, *levels.values()):
+                self._write(name, found, None if found is first else first)
+            self._serving[name] = first
+            paths = {number: _path(name, number) for number in (first.version, *levels)}
+            agents[name] = Agent(first.version, paths, tuple(levels))
+        self._announce(Lineup(agents))
+
+    def poll(self, restarts: int = 0) -> None:
+        """Now and then: look for new versions, judge those on trial. Never raises for what a version has wrong."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + self._offering.follow_s
+        for name in self._sources:
+            if name in self._trials:
+                self._judge(name, now)
+            elif self._offering.follow:
+                self._follow(name, now)
+        self._sweep(now)
+        counted = {"refused": dict(self.refused), "rolled_back": dict(self.rolled_back), "promoted": dict(self.promoted)}
+        exposition.write_snapshot(self._directory, exposition.FOLLOWER, {**counted, "restarts": restarts})
+
+    def _follow(self, name: str, now: float) -> None:
+        source, found = self._sources[name], ""
+        try:
+            found = source.newest()
+            if found == self._seen[name]:
+                return
+            offered = source.release(found)
+            self._seen[name] = found
+            serving = self._serving[name]
+            if offered.version == serving.version:
+                return
+            if offered.version < serving.version and not source.where.rstrip("/").endswith("/best"):
+                raise IncompatibleCheckpoint(f"Its version {offered.version} comes before {serving.version}, which is served.")
+            self._write(name, offered, serving)
+        except Exception as error:  # whatever a new version has wrong, the old one goes on serving
+            self._seen[name] = found or self._seen[name]
+            self.refused[name] += 1
+            what = str(error) if isinstance(error, LudusError) else repr(error)
+            log.error("%s: checkpoint %s is refused, version %s goes on: %s", name, found, self._serving[name].version, what)
+            return
+        self._take(name, offered, now)
+
+    def _take(self, name: str, offered: Release, now: float) -> None:
+        agent = self.lineup.agents[name]
+        releases = {**agent.releases, offered.version: _path(name, offered.version)}
+        if self._offering.canary_percent > 0:
+            log.info("%s: version %s is on trial", name, offered.version)
+            self._trials[name] = _Trial(offered, now, _Tally(self._directory, name, (agent.current, offered.version)))
+            trial = replace(agent, releases=releases, canary=offered.version, percent=self._offering.canary_percent)
+            self._announce_one(name, trial)
+        else:
+            self._make_current(name, offered)
+
+    def _make_current(self, name: str, offered: Release) -> None:
+        agent = self.lineup.agents[name]
+        log.info("%s: version %s is served now", name, offered.version)
+        releases = {n: path for n, path in agent.releases.items() if n in agent.levels}
+        releases[offered.version] = _path(name, offered.version)
+        self._serving[name] = offered
+        self._announce_one(name, Agent(offered.version, releases, agent.levels, withdrawn=agent.withdrawn))
+
+    def _judge(self, name: str, now: float) -> None:
+        trial, agent = self._trials[name], self.lineup.agents[name]
+        stable, tried = (trial.tally.counts(number) for number in trial.tally.refresh())
+        verdict = canary.judge(stable, tried, now - trial.since, self._offering.canary)
+        if verdict.what == canary.WAIT:
+            return
+        del self._trials[name]
+        if verdict.what == canary.PROMOTE:
+            self.promoted[name] += 1
+            log.info("%s: version %s has passed its trial: %s", name, trial.offered.version, verdict.reason)
+            self._make_current(name, trial.offered)
+            return
+        self.rolled_back[name] += 1
+        log.error("%s: version %s is taken back: %s", name, trial.offered.version, verdict.reason)
+        releases = {n: path for n, path in agent.releases.items() if n != trial.offered.version}
+        withdrawn = (*agent.withdrawn, trial.offered.version)
+        self._announce_one(name, replace(agent, releases=releases, canary=None, percent=0.0, withdrawn=withdrawn))
+
+    def _announce_one(self, name: str, agent: Agent) -> None:
+        self._announce(Lineup({**self.lineup.agents, name: agent}))
+
+    def _announce(self, lineup: Lineup) -> None:
+        before, self.lineup = self.lineup, lineup
+        lineup.write(self._directory)
+        offered = {path for agent in lineup.agents.values() for path in agent.releases.values()}
+        gone = {path for agent in before.agents.values() for path in agent.releases.values()} - offered
+        self._leaving += [(time.monotonic() + _KEPT_S, self._directory / path) for path in gone]
+
+    def _sweep(self, now: float) -> None:
+        for at, path in [item for item in self._leaving if item[0] <= now]:
+            self._leaving.remove((at, path))
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, name: str, offered: Release, serving: Release | None) -> None:
+        policies = release.tried(offered, serving)
+        artefacts = None
+        if self._offering.backend != "torch":
+            artefacts = {model: self._artefact(model, policy, offered) for model, policy in policies.items()}
+        release.write(offered, self._directory / _path(name, offered.version), artefacts)
+
+    def _artefact(self, model: str, policy: Policy, offered: Release) -> bytes:
+        """The model as ONNX, compared with the network it is made of. Raises IncompatibleCheckpoint when they differ."""
+        from ludus.model import export, parity
+
+        part = offered.parts[model]
+        before = self._exported.get(model)
+        if before is not None and before[0] == part.description:  # the same network: only its weights are exchanged
+            exported = export.with_weights(before[1], policy.weights(), part.version)
+        else:
+            exported = export.export_policy(policy, name=model, version=part.version)
+        self._exported[model] = part.description, exported
+        if self._offering.backend == "onnx-int8":
+            exported = export.quantize(exported, parity.calibration_of(policy))
+        report = parity.verify(policy, exported)
+        if not report.passed:
+            raise IncompatibleCheckpoint(
+                f"{model!r} as {self._offering.backend} does not act as it should: {' '.join(report.reasons)}",
+                "Serve it with another --backend.",
+            )
+        return exported
+
+
+def _path(name: str, version: int) -> str:
+    safe = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}" for c in name)
+    return f"releases/{safe}/{version:06d}"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    offered: Release
+    since: float
+    tally: _Tally
+
+
+class _Tally:
+    """What was counted of two versions since the trial began, over all workers, whatever became of them meanwhile."""
+
+    def __init__(self, directory: Path, agent: str, versions: tuple[int, int]) -> None:
+        self._directory, self._agent, self._versions = directory, agent, versions
+        self._last: dict[tuple[str, int], tuple[int, list[int]]] = {}
+        self._errors: Counter[int] = Counter()
+        self._buckets: dict[int, Counter[int]] = {version: Counter() for version in versions}
+        self.refresh()
+        self._errors.clear()
+        for counts in self._buckets.values():
+            counts.clear()
+
+    def refresh(self) -> tuple[int, int]:
+        """Look again; the two versions, the stable one first."""
+        for worker, numbers in exposition.snapshots(self._directory).items():
+            found = numbers.get("agents", {}).get(self._agent, {}).get("versions", {})
+            for version in self._versions:
+                if str(version) in found:
+                    self._add(worker, version, found[str(version)])
+        return self._versions
+
+    def _add(self, worker: str, version: int, counted: Mapping[str, Any]) -> None:
+        errors, buckets = counted["failed"] + counted["timed_out"], counted["buckets"]
+        before_errors, before = self._last.get((worker, version), (0, []))
+        if errors < before_errors or sum(buckets) < sum(before):  # another worker in its place: it began at zero
+            before_errors, before = 0, []
+        self._last[worker, version] = errors, buckets
+        self._errors[version] += errors - before_errors
+        for k, count in enumerate(buckets):
+            self._buckets[version][k] += count - (before[k] if k < len(before) else 0)
+
+    def counts(self, version: int) -> Counts:
+        buckets = self._buckets[version]
+        latency: Sequence[int] = [buckets[k] for k in range(max(buckets, default=-1) + 1)]
+        return Counts(sum(latency) + self._errors[version], self._errors[version], latency)
+
+
+def named_sources(given: Sequence[str], local_dir: Path) -> dict[str, Source]:
+    """`RUN` or `NAME=RUN`, several only with names. Raises UsageError, NotFound."""
+    found: dict[str, Source] = {}
+    for item in given:
+        name, equals, where = item.partition("=")
+        if not equals or "/" in name or Path(item).exists():
+            name, where = DEFAULT_AGENT, item
+        if name in found:
+            raise UsageError(f"Two runs are called {name!r}.", "Name them: ludus serve easy=RUN hard=RUN")
+        found[name] = Source(run_of(where, local_dir))
+    return found

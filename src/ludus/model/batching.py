@@ -40,6 +40,8 @@ class Batcher(Generic[Row, Out]):
         self._looked = 0  # how many rows there were a turn ago
         self._last = 0
         self.batches = self.answered = 0
+        self.sizes = [0] * 32
+        """How many batches there were of below 2^k rows, and not below 2^(k-1)."""
 
     def submit(self, row: Row) -> asyncio.Future[Out]:
         """On the event loop only. A caller that is cancelled leaves the batch unharmed."""
@@ -71,6 +73,7 @@ class Batcher(Generic[Row, Out]):
         self._last = len(rows)
         self.batches += 1
         self.answered += len(rows)
+        self.sizes[len(rows).bit_length()] += 1
         try:
             results = self._run(rows)
             if len(results) != len(rows):

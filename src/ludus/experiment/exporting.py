@@ -1,0 +1,178 @@
+"""From a checkpoint to an ONNX file that has been compared with it, and the report of that comparison beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ludus import spaces
+from ludus.actor.trained import TrainedAgent
+from ludus.config import EXTERNAL
+from ludus.errors import LudusError, UsageError
+from ludus.experiment import checkpoint, rollout
+from ludus.experiment.checkpoint import Checkpoint
+from ludus.game.environment import make_one
+from ludus.model import export
+from ludus.model.export import named, regrown
+from ludus.model.parity import RECORDED_ROWS, Report
+from ludus.model.policy import Policy
+from ludus.spaces import ArraySpec
+from ludus.store.local import LocalStore
+from ludus.tree import Array, Tree, leaves
+
+log = logging.getLogger(__name__)
+
+PLAYED_STEPS = 1000
+_DAMAGED = (OSError, ValueError, KeyError, zipfile.BadZipFile)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`file` is None when the comparison failed: then nothing was written."""
+
+    file: Path | None
+    report_file: Path | None
+    report: Report
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        files = {
+            "file": str(self.file) if self.file else None,
+            "report_file": str(self.report_file) if self.report_file else None,
+        }
+        return {**files, "sha256": self.sha256, **self.report.to_json()}
+
+
+def export_checkpoint(
+    where: str | Path,
+    *,
+    model: str | None = None,
+    int8: bool = False,
+    opset: int = export.OPSET,
+    out: Path | None = None,
+    observations: Path | None = None,
+) -> Exported:
+    """Export a model of a run or checkpoint, compare the two, and write file and report only if they agree.
+
+    `observations` is the file of a rollout; without one, the newest of the run is taken. For int8, whose ranges are measured
+    on what the agent sees, the agent plays its environment a little if there is none. Raises NotFound, Damaged, UsageError.
+    """
+    run, found = checkpoint.open_checkpoint(where)
+    name = _chosen(found, model)
+    policy = found.policy(name)
+    version = int(found.state["models"][name]["version"])
+    recorded, notes = _recorded(run, found, policy, name, observations, int8)
+    data, report = export.artefact(policy, name=name, version=version, opset=opset, int8=int8, recorded=recorded)
+    report.notes += notes
+    digest = hashlib.sha256(data).hexdigest()
+    if not report.passed:
+        return Exported(None, None, report, digest)
+    file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
+    told = Exported(file, file.with_suffix(".report.json"), report, digest)
+    store = LocalStore(file.parent)
+    # The report first: a file without one must never be seen. The digest tells which file it speaks of.
+    store.put(file.with_suffix(".report.json").name, json.dumps(told.to_json(), indent=1).encode())
+    store.put(file.name, data)
+    return told
+
+
+def _chosen(found: Checkpoint, model: str | None) -> str:
+    names = list(found.weights)
+    if model is None and len(names) > 1:
+        raise UsageError(f"The checkpoint has {len(names)} models: {', '.join(names)}.", "Say which with --model.")
+    if model is not None and model not in names:
+        raise UsageError(f"The checkpoint has no model {model!r}.", f"It has {', '.join(names)}.")
+    return model or names[0]
+
+
+def _file(run: Path, out: Path | None, usual: str) -> Path:
+    if out is None:
+        return run / "exports" / usual
+    if out.suffix == ".onnx" and not out.is_dir():
+        return out.expanduser()
+    if out.suffix and not out.is_dir():
+        raise UsageError(f"--out {out} is neither a directory nor a file that ends in .onnx.")
+    return out.expanduser() / usual
+
+
+# -- observations from play ---------------------------------------------------------------------------------------------
+
+
+def _recorded(
+    run: Path, found: Checkpoint, policy: Policy, model: str, given: Path | None, play: bool
+) -> tuple[Tree | None, list[str]]:
+    """(observations, notes about them)."""
+    if given is not None:
+        try:
+            return recorded_observations(given, policy), []
+        except _DAMAGED as error:
+            raise UsageError(
+                f"{given} has no observations of this agent: {error}.", "Give the steps.npz of a rollout."
+            ) from error
+    rollouts = sorted((run / "rollouts").glob("*/steps.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in rollouts:
+        try:
+            return recorded_observations(path, policy), []
+        except _DAMAGED as error:
+            log.info("%s is of no use here: %s", path, error)
+    note = "Compared on random observations alone: the run has no rollout. `ludus rollout` makes one."
+    config = found.state["config"]
+    if not play or config["env"] == EXTERNAL:
+        return None, [note]
+    try:
+        with tempfile.TemporaryDirectory(prefix="ludus-export-") as folder:
+            return _played(found, policy, model, Path(folder) / "steps.npz"), []
+    except (LudusError, *_DAMAGED) as error:
+        return None, [f"{note} The environment could not be played either: {error}"]
+
+
+def _played(found: Checkpoint, policy: Policy, model: str, file: Path) -> Tree:
+    config = found.state["config"]
+    environment = make_one(config["env"], config["config"].get("env_config", {}))
+    try:
+        agent = TrainedAgent(policy)
+        rollout.play(
+            agent, environment, config["env"], episodes=PLAYED_STEPS, max_steps=PLAYED_STEPS, deterministic=False, steps_file=file
+        )
+    finally:
+        environment.close()
+    return recorded_observations(file, policy)
+
+
+def recorded_observations(path: Path, policy: Policy) -> Tree:
+    """The first observations in the file of a rollout, as the policy takes them. Raises one of several errors if they are not."""
+    specs = spaces.array_spec(policy.observation_space)
+    with zipfile.ZipFile(path) as archive:
+        columns = set(archive.namelist())
+        flat = []
+        for name, spec in named("observation", specs):
+            # Beside an action mask the only other entry is called `observation` too.
+            column = next(c for c in (f"{name}.npy", f"observation.{name}.npy", "") if c in columns or not c)
+            if not column:
+                raise KeyError(f"no column {name}")
+            with archive.open(column) as file:
+                flat.append(_first_rows(file, name, spec))
+    tree = regrown(specs, iter(flat))
+    if len(next(leaves(tree))[1]) == 0:
+        raise ValueError("there are no steps in it")
+    return tree
+
+
+def _first_rows(file: IO[bytes], name: str, spec: ArraySpec) -> Array:
+    """Not all of them: pictures of a long rollout may not fit into memory."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if tuple(shape[1:]) != spec.shape or fortran or dtype.hasobject or not np.can_cast(dtype, spec.dtype, "same_kind"):
+        raise ValueError(f"{name} is {dtype}{list(shape[1:])}, not {spec.dtype}{list(spec.shape)}")
+    rows = min(int(shape[0]), RECORDED_ROWS)
+    size = rows * int(np.prod(spec.shape, dtype=np.int64)) * dtype.itemsize
+    return np.frombuffer(file.read(size), dtype).reshape(rows, *spec.shape).astype(spec.dtype)

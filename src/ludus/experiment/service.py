@@ -1,0 +1,92 @@
+"""A whole service on this machine: workers on one port, and somebody who looks after what they serve."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ludus.actor.gateway import GatewaySettings
+from ludus.experiment.serving import Follower, Offering, Source
+from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.processes import Supervisor
+from ludus.runtime.scratch import Scratch
+from ludus.serve.service import Service, ServiceSettings
+
+_READY_S = 120.0
+
+
+class RunningService:
+    """Serves when it is entered; leaving it drains and stops.
+
+    with RunningService({"default": Source("runs/duel")}, port=8000) as service:
+        while …:
+            service.look_after()
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        offering: Offering | None = None,
+        settings: ServiceSettings | None = None,
+        gateway: GatewaySettings | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        workers: int = 1,
+    ) -> None:
+        self._scratch = Scratch(Path(tempfile.gettempdir()))
+        self._supervisor = Supervisor()
+        try:
+            self.follower = Follower(sources, self._scratch.path, offering or Offering())
+            self.follower.open()
+            told = replace(gateway or GatewaySettings(), spec=spec_of(sources))
+            service = Service(self._scratch.path, settings or ServiceSettings())
+            self.fleet = GatewayFleet(
+                self._supervisor,
+                service,
+                host=host,
+                port=port,
+                workers=workers,
+                settings=told,
+                prepare=service.load,
+                house=service,
+            )
+        except BaseException:
+            self._supervisor.close()
+            self._scratch.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        host, port = self.fleet.address
+        return f"http://{host}:{port}"
+
+    def __enter__(self) -> RunningService:
+        try:
+            self.fleet.wait_ready(_READY_S)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.fleet.close()
+        finally:
+            self._supervisor.close()
+            self._scratch.close()
+
+    def look_after(self) -> None:
+        """Call it a few times a second: new versions, trials, numbers."""
+        self.follower.poll(sum(worker.incarnation - 1 for worker in self.fleet.workers))
+
+
+def spec_of(sources: Mapping[str, Source]) -> dict[str, Any]:
+    """What `GET /spec` says: of the first agent, and of each by its name where there are several."""
+    specs = {name: source.spec() for name, source in sources.items()}
+    first = next(iter(specs.values()))
+    return first if len(specs) == 1 else {**first, "models": specs}
