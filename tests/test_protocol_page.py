@@ -149,7 +149,8 @@ def test_every_refusal_in_the_code_is_on_the_page_and_no_other() -> None:
 
 
 def _refusals_in_code() -> Iterator[tuple[int, str]]:
-    for path in (Path(ludus.__file__).parent / "actor").glob("*.py"):
+    source = Path(ludus.__file__).parent
+    for path in (*(source / "actor").glob("*.py"), *(source / "serve").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Refused":
                 status, word = node.args[:2]
@@ -171,6 +172,7 @@ def test_limits_are_those_of_the_code() -> None:
 def test_every_spelling_of_a_header_is_on_the_page_and_works() -> None:
     spelled = {word.lower().encode() for row in rows("Requests") for word in re.findall(r"`([\w-]+)`", " ".join(row[:2]))}
     known = protocol.SESSION_HEADERS | protocol.KIND_HEADERS | protocol.SEQ_HEADERS | protocol.MATCH_HEADERS
+    known |= protocol.MODEL_HEADERS | protocol.VERSION_HEADERS | protocol.TEMPERATURE_HEADERS
     assert known <= spelled
     kinds = {word.encode() for row in rows("Requests") if row[0] == "`step_kind`" for word in re.findall(r"`(\w+)`", row[2])}
     assert kinds == set(protocol.KINDS)

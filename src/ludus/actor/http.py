@@ -471,10 +471,9 @@ class Connection(asyncio.Protocol):
                 self._wrong = Refused(400, "temperature", f"The temperature is {_shown(value)}.", hint)
             self._about = self._about._replace(temperature=temperature)
         elif len(value) > MAX_NAME_BYTES:
-            what = "session" if code == _MATCH else "model"
-            self._wrong = Refused(
-                400, what, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes.", "Use a shorter one."
-            )
+            match, message = code == _MATCH, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes."
+            hint = "Use a shorter one."
+            self._wrong = Refused(400, "session", message, hint) if match else Refused(400, "model", message, hint)
         else:
             text = value.decode("utf-8", "replace")
             self._about = self._about._replace(match=text) if code == _MATCH else self._about._replace(model=text)
