@@ -144,15 +144,26 @@ class Agent:
         """The same for what `Seat.observation` and `Seat.mask` have checked. Raises EnvironmentFault: the model is at a loss."""
         if self._closing is not None:
             await Finished(self._closing)
-        before = self._state
-        decision = await self._seat.model.decide(seen, before, allowed, self._temperature)
+        return self.take(seen, allowed, await self.ask(seen, allowed))
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of the episode before is still being computed: `ask` may be called."""
+        return self._closing is None
+
+    def ask(self, seen: Tree, allowed: Bools | None) -> asyncio.Future[Decision]:
+        """The first half of `act_on`; the second is `take`, and nothing else comes between them."""
+        return self._seat.model.decide(seen, self._state, allowed, self._temperature)
+
+    def take(self, seen: Tree, allowed: Bools | None, decision: Decision) -> Any:
+        """Raises EnvironmentFault."""
         if not usable(decision):
             raise EnvironmentFault(
                 f"The model answers this observation with value {decision.value:g}, log-probability {decision.log_prob:g}.",
                 "Are all numbers of the observation of a usual size?",
             )
         if self._recorder is not None:
-            self._recorder.step(seen, allowed, decision, self._reward, self._kept(before))
+            self._recorder.step(seen, allowed, decision, self._reward, self._kept(self._state))
         self._state, self._reward, self._acted = decision.state, 0.0, True
         return decision.action
 

@@ -77,7 +77,7 @@ class Watched:
     """Notices that files were changed or replaced."""
 
     def __init__(self, *paths: Path) -> None:
-        self._paths = paths
+        self._paths = [path.expanduser() for path in paths]
         self._seen = self._look()
 
     def _look(self) -> list[tuple[int, int, int]]:
@@ -118,12 +118,12 @@ class Gateway:
         self._settings, self._house = settings, house
         self.loop = asyncio.get_running_loop()
         self.limits, self.direct_port = settings.http, direct_port
-        self.tokens = self._read_tokens()
-        self.logs: Callable[[Replied], None] | None = None
-        self.logs_ticks = False
-        self._tls = None if settings.tls is None else _tls_context(settings.tls)
         files = [*(settings.tls or ()), *([settings.token_file] if settings.token_file else [])]
         self._watched, self._watch_at = Watched(*files) if files else None, self.loop.time() + _WATCH_S
+        self.tokens = read_tokens(settings)
+        self.logs: Callable[[Replied], None] | None = None
+        self.logs_ticks = False
+        self._tls = None if settings.tls is None else tls_context(settings.tls)
         self.sessions = Sessions(make_actor, settings.sessions, self.loop, lost_until=lost_until)
         self.refusals: Counter[str] = Counter()
         self._spec = settings.spec
@@ -148,13 +148,21 @@ class Gateway:
         """No new sessions from now on; those in play go on."""
         self.sessions.draining = True
 
+    async def in_play(self) -> bool:
+        """Whether sessions go on that need this worker: its own, or another's whose requests come by its connections."""
+        if len(self.sessions):
+            return True
+        return self._peers is not None and bool(self._connections) and await self._peers.in_play()
+
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         if self._house is not None:
             self._house.moved_in(self)
         if self._peers is not None:
             await self._peers.start()
         for listening in sockets:
-            serving = self.loop.create_server(lambda: Connection(self), sock=listening, backlog=1024, ssl=self._tls)
+            # Who has connected and does not shake hands has as long as who sends half a request.
+            secured = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": self.limits.receive_s}
+            serving = self.loop.create_server(lambda: Connection(self), sock=listening, backlog=1024, **secured)
             self._servers.append(await serving)
         self._sweeper = self.loop.create_task(self._sweep())
 
@@ -212,24 +220,24 @@ class Gateway:
             if self._watched.changed():
                 self._reread()
 
-    def _read_tokens(self) -> Tokens | None:
-        settings = self._settings
-        if settings.token_file is not None:
-            return Tokens.read(settings.token_file, settings.token_rate)
-        return Tokens.single(settings.token, settings.token_rate) if settings.token else None
-
     def _reread(self) -> None:
         """Tokens and certificates as they are now. What cannot be read changes nothing."""
         try:
-            self.tokens = self._read_tokens()
+            self.tokens = read_tokens(self._settings)
             for connection in self._connections:
                 connection.forget_caller()
-            if self._tls is not None and self._settings.tls is not None:
-                _load_certificate(self._tls, self._settings.tls)  # for the connections to come
+            if self._settings.token_file is not None:
+                log.info("read the tokens again")
         except UsageError as error:
-            log.error("keeping the tokens and certificates of before: %s", error)
-        else:
-            log.info("read the tokens and certificates again")
+            log.error("keeping the tokens of before: %s", error)
+        if self._tls is None or self._settings.tls is None:
+            return
+        try:
+            tls_context(self._settings.tls)  # a pair of which one half is not there yet would spoil the one that is in use
+            _load_certificate(self._tls, self._settings.tls)  # for the connections to come
+            log.info("read the certificate again")
+        except UsageError as error:
+            log.error("keeping the certificate of before: %s", error)
 
     # -- what a connection asks of us
 
@@ -297,7 +305,15 @@ class Gateway:
         }
 
 
-def _tls_context(files: tuple[Path, Path]) -> ssl.SSLContext:
+def read_tokens(settings: GatewaySettings) -> Tokens | None:
+    """Raises UsageError."""
+    if settings.token_file is not None:
+        return Tokens.read(settings.token_file, settings.token_rate)
+    return Tokens.single(settings.token, settings.token_rate) if settings.token else None
+
+
+def tls_context(files: tuple[Path, Path]) -> ssl.SSLContext:
+    """Raises UsageError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])

@@ -208,7 +208,7 @@ class Exchange:
         if status == 401:
             lines.append("WWW-Authenticate: Bearer")
         if status == 405:
-            lines.append("Allow: POST" if self._connection.path == STEP else "Allow: GET")
+            lines.append("Allow: GET" if self._connection.path in protocol.PAGES else "Allow: POST")
         if self.close:
             lines.append("Connection: close")
         return ("\r\n".join(lines) + "\r\n\r\n").encode()

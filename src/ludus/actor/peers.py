@@ -19,7 +19,7 @@ import msgpack
 
 from ludus.actor.session import lost, refuse
 from ludus.errors import Refused
-from ludus.game.protocol import END, START, TICK, About
+from ludus.game.protocol import END, NOTHING_ASKED, START, TICK, About
 
 if TYPE_CHECKING:
     from ludus.actor.gateway import Gateway
@@ -29,8 +29,10 @@ log = logging.getLogger(__name__)
 
 _MAX_HANDED = 64 << 10  # bytes that travel with a socket; more would not fit into one datagram
 _MAX_BEHIND = 64 << 20  # bytes that may wait for one worker
-_KIND_CODES = {START: 0, TICK: 1, END: 2}
-_KINDS = (START, TICK, END)
+_COUNT = "count"  # asks how many sessions the other worker has
+_KIND_CODES = {START: 0, TICK: 1, END: 2, _COUNT: 3}
+_KINDS = (START, TICK, END, _COUNT)
+_COUNT_S = 1.0
 _SIZE = struct.Struct("!I")
 
 
@@ -113,6 +115,17 @@ class Peers:
         self.forwarded += 1
         link.send(kind, session, seq, about, body, exchange)
 
+    async def in_play(self) -> bool:
+        """Whether a worker to which we have forwarded requests still has sessions, or does not say so in time."""
+        asked = []
+        for link in self._links.values():
+            if not link.lost:
+                asked.append(_Asked(self._gateway.loop))
+                link.send(_COUNT, b"", -1, NOTHING_ASKED, b"", asked[-1])
+        if asked:
+            await asyncio.wait([ask.answer for ask in asked], timeout=_COUNT_S)
+        return any(not ask.answer.done() or ask.answer.result() for ask in asked)
+
 
 class _Frames(asyncio.Protocol):
     """Length, then a msgpack array; both ends are ours."""
@@ -160,7 +173,7 @@ class _Link(_Frames):
     def __init__(self, loop: asyncio.AbstractEventLoop, path: str) -> None:
         super().__init__()
         self.lost = False
-        self._waiting: dict[int, tuple[str, Exchange]] = {}
+        self._waiting: dict[int, tuple[str, Exchange | _Asked]] = {}
         self._number = 0
         self._early = bytearray()
         self._connecting = loop.create_task(self._connect(loop, path))
@@ -176,7 +189,7 @@ class _Link(_Frames):
         early, self._early = self._early, bytearray()
         self.transport.write(early)  # type: ignore[union-attr]
 
-    def send(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
+    def send(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange | _Asked) -> None:
         transport = self.transport
         behind = len(self._early) if transport is None else transport.get_write_buffer_size()
         if behind > _MAX_BEHIND:
@@ -227,6 +240,9 @@ class _Incoming(_Frames):
     def frame(self, message: list[object]) -> None:
         number, kind, session, seq, about, body = message
         exchange = _Forwarded(self, cast(int, number))
+        if kind == _KIND_CODES[_COUNT]:
+            exchange.reply(200, b"%d" % len(self._gateway.sessions))
+            return
         handle = self._gateway.sessions.handle
         handle(
             _KINDS[cast(int, kind)],
@@ -236,6 +252,17 @@ class _Incoming(_Frames):
             cast(bytes, body),
             exchange,
         )
+
+
+class _Asked:
+    """How many sessions another worker has; none when it is gone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.answer: asyncio.Future[int] = loop.create_future()
+
+    def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
+        if not self.answer.done():
+            self.answer.set_result(int(body) if status == 200 else 0)
 
 
 class _Forwarded:

@@ -67,6 +67,8 @@ class RawForm:
 
     def write(self, action: Tree) -> bytes:
         if self._lone_action is not None:
+            if action.dtype is self._lone_action:
+                return action.tobytes()  # type: ignore[no-any-return]
             return np.asarray(action, self._lone_action).tobytes()
         return b"".join(
             np.asarray(leaf, _little(spec.dtype)).tobytes()

@@ -21,90 +21,123 @@ _Word = TypeVar("_Word", bound=str)
 _OPS, _VERSIONS = "Operations", "Versions"
 
 
+_Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]RUN|CONFIG …",
+        help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several, each with a name, "
+        "share the port; a game asks for one by the header model, or at /step/NAME.",
+        show_default=False,
+    ),
+]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")]
+_Host = Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")]
+_Workers = Annotated[int, typer.Option(min=1, help="Processes that share the port.")]
+_Backend = Annotated[str, typer.Option(help="torch, onnx or onnx-int8; the latter two are verified first.")]
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Read again when "
+        "it changes.",
+        show_default=False,
+        rich_help_panel=_OPS,
+    ),
+]
+_Rate = Annotated[
+    float, typer.Option(min=0, help="Requests per second of each token, in each worker; 0 = any.", rich_help_panel=_OPS)
+]
+_TlsCert = Annotated[
+    Path | None, typer.Option(help="Certificate chain (PEM): serve https.", show_default=False, rich_help_panel=_OPS)
+]
+_TlsKey = Annotated[Path | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_OPS)]
+_DrainS = Annotated[
+    float, typer.Option(min=0, help="After SIGTERM sessions in play may go on for so long.", rich_help_panel=_OPS)
+]
+_AccessLog = Annotated[
+    str | None,
+    typer.Option(help="File for one JSON line per start, end and refusal; - = here.", show_default=False, rich_help_panel=_OPS),
+]
+_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="And one per tick.", rich_help_panel=_OPS)]
+_Record = Annotated[
+    Path | None,
+    typer.Option(help="Directory for a part of the matches, to train from.", show_default=False, rich_help_panel=_OPS),
+]
+_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Of the sessions.", rich_help_panel=_OPS)]
+_RecordMb = Annotated[int, typer.Option(min=1, help="The directory never grows beyond this.", rich_help_panel=_OPS)]
+_Follow = Annotated[
+    bool, typer.Option("--follow", help="Take up new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
+]
+_Version = Annotated[
+    int | None, typer.Option(help="Serve this version, not the newest.", show_default=False, rich_help_panel=_VERSIONS)
+]
+_Level = Annotated[
+    list[int] | None,
+    typer.Option(help="Another version that a session may ask for; repeat it.", show_default=False, rich_help_panel=_VERSIONS),
+]
+_Temperature = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=100,
+        help="0 = the most probable action, 1 = as in training; a session may say its own.",
+        rich_help_panel=_VERSIONS,
+    ),
+]
+_MaxLiveVersions = Annotated[
+    int, typer.Option(min=1, help="That are played side by side; then the oldest sessions move.", rich_help_panel=_VERSIONS)
+]
+_OnMove = Annotated[
+    str, typer.Option(help="carry or reset: the recurrent state of a session that moves.", rich_help_panel=_VERSIONS)
+]
+_Canary = Annotated[
+    float,
+    typer.Option(min=0, max=100, help="Percent of new sessions that try a new version first.", rich_help_panel=_VERSIONS),
+]
+_CanaryS = Annotated[float, typer.Option(min=0, help="A trial lasts at least so long.", rich_help_panel=_VERSIONS)]
+_CanaryRequests = Annotated[int, typer.Option(min=1, help="And so many requests.", rich_help_panel=_VERSIONS)]
+_TickTimeoutS = Annotated[
+    float | None, typer.Option(help="Longest time that an answer may take. [default: as in training]", show_default=False)
+]
+_SilentS = Annotated[
+    float | None,
+    typer.Option(help="A session without a request for so long is ended. [default: as in training]", show_default=False),
+]
+_MaxSessions = Annotated[int, typer.Option(min=1, help="Open at once in each worker.")]
+_LocalDir = Annotated[Path, typer.Option(help="Where the runs of a YAML file are.")]
+_Json = Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")]
+
+
 def serve(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[NAME=]RUN|CONFIG …",
-            help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several, each with a name, "
-            "share the port; a game asks for one by the header model, or at /step/NAME.",
-            show_default=False,
-        ),
-    ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
-    backend: Annotated[str, typer.Option(help="torch, onnx or onnx-int8; the latter two are verified first.")] = "torch",
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Read again when "
-            "it changes.",
-            show_default=False,
-            rich_help_panel=_OPS,
-        ),
-    ] = None,
-    rate: Annotated[
-        float, typer.Option(min=0, help="Requests per second of each token, in each worker; 0 = any.", rich_help_panel=_OPS)
-    ] = 0.0,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="Certificate chain (PEM): serve https.", show_default=False, rich_help_panel=_OPS)
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_OPS)] = None,
-    drain_s: Annotated[
-        float, typer.Option(min=0, help="After SIGTERM sessions in play may go on for so long.", rich_help_panel=_OPS)
-    ] = 30.0,
-    access_log: Annotated[
-        str | None,
-        typer.Option(help="File for one JSON line per start, end and refusal; - = here.", show_default=False, rich_help_panel=_OPS),
-    ] = None,
-    log_ticks: Annotated[bool, typer.Option("--log-ticks", help="And one per tick.", rich_help_panel=_OPS)] = False,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Directory for a part of the matches, to train from.", show_default=False, rich_help_panel=_OPS),
-    ] = None,
-    record_fraction: Annotated[float, typer.Option(min=0, max=1, help="Of the sessions.", rich_help_panel=_OPS)] = 0.01,
-    record_mb: Annotated[int, typer.Option(min=1, help="The directory never grows beyond this.", rich_help_panel=_OPS)] = 1024,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Take up new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
-    ] = False,
-    version: Annotated[
-        int | None, typer.Option(help="Serve this version, not the newest.", show_default=False, rich_help_panel=_VERSIONS)
-    ] = None,
-    level: Annotated[
-        list[int] | None,
-        typer.Option(help="Another version that a session may ask for; repeat it.", show_default=False, rich_help_panel=_VERSIONS),
-    ] = None,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0, max=100, help="0 = the most probable action, 1 = as in training; a session may say its own.",
-            rich_help_panel=_VERSIONS,
-        ),
-    ] = 0.0,
-    max_live_versions: Annotated[
-        int, typer.Option(min=1, help="That are played side by side; then the oldest sessions move.", rich_help_panel=_VERSIONS)
-    ] = 2,
-    on_move: Annotated[
-        str, typer.Option(help="carry or reset: the recurrent state of a session that moves.", rich_help_panel=_VERSIONS)
-    ] = "carry",
-    canary: Annotated[
-        float,
-        typer.Option(min=0, max=100, help="Percent of new sessions that try a new version first.", rich_help_panel=_VERSIONS),
-    ] = 0.0,
-    canary_s: Annotated[float, typer.Option(min=0, help="A trial lasts at least so long.", rich_help_panel=_VERSIONS)] = 300.0,
-    canary_requests: Annotated[int, typer.Option(min=1, help="And so many requests.", rich_help_panel=_VERSIONS)] = 500,
-    tick_timeout_s: Annotated[
-        float | None, typer.Option(help="Longest time that an answer may take. [default: as in training]", show_default=False)
-    ] = None,
-    silent_s: Annotated[
-        float | None,
-        typer.Option(help="A session without a request for so long is ended. [default: as in training]", show_default=False),
-    ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Open at once in each worker.")] = 20_000,
-    local_dir: Annotated[Path, typer.Option(help="Where the runs of a YAML file are.")] = Path("runs"),
-    json_: Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")] = False,
-) -> None:  # fmt: skip
+    runs: _Runs,
+    port: _Port = 8000,
+    host: _Host = "127.0.0.1",
+    workers: _Workers = 1,
+    backend: _Backend = "torch",
+    token_file: _TokenFile = None,
+    rate: _Rate = 0.0,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    drain_s: _DrainS = 30.0,
+    access_log: _AccessLog = None,
+    log_ticks: _LogTicks = False,
+    record: _Record = None,
+    record_fraction: _RecordFraction = 0.01,
+    record_mb: _RecordMb = 1024,
+    follow: _Follow = False,
+    version: _Version = None,
+    level: _Level = None,
+    temperature: _Temperature = 0.0,
+    max_live_versions: _MaxLiveVersions = 2,
+    on_move: _OnMove = "carry",
+    canary: _Canary = 0.0,
+    canary_s: _CanaryS = 300.0,
+    canary_requests: _CanaryRequests = 500,
+    tick_timeout_s: _TickTimeoutS = None,
+    silent_s: _SilentS = None,
+    max_sessions: _MaxSessions = 20_000,
+    local_dir: _LocalDir = Path("runs"),
+    json_: _Json = False,
+) -> None:
     """Serve trained agents. Games send start, tick, tick, …, end to POST /step, as in training. Ctrl-C stops it."""
     import logging
     import time

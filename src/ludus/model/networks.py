@@ -422,15 +422,17 @@ class FrozenMLP:
     environments that takes a third of the time of the modules it copies; outputs differ by float32 rounding.
     """
 
-    def __init__(self, policy: list[Dense], value: list[Dense], activation: str) -> None:
+    def __init__(self, policy: list[Dense], value: list[Dense], activation: str, *, values: bool = True) -> None:
         self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
         (first_p, *self._policy), (first_v, *self._value) = (_folded(tower, activation) for tower in (policy, value))
-        self._width = policy[0].out_features
-        self._first = torch.cat([first_p[0], first_v[0]]), torch.cat([first_p[1], first_v[1]])
+        self._width, self._values = policy[0].out_features, values
+        self._first = (torch.cat([first_p[0], first_v[0]]), torch.cat([first_p[1], first_v[1]])) if values else first_p
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, inputs] → (outputs [N, …], value [N])."""
         both = self._squash(F.linear(x, *self._first))
+        if not self._values:
+            return self._tower(both, self._policy), both.new_zeros(len(both))
         outputs = self._tower(both[:, : self._width], self._policy)
         return outputs, self._tower(both[:, self._width :], self._value).squeeze(-1)
 
@@ -489,6 +491,7 @@ class Network(nn.Module):
         order = [i for i in range(num_outputs) if i not in set(free)] + free
         self.output_order = None if order == sorted(order) else np.argsort(order).tolist()
         self._frozen: FrozenMLP | None = None
+        self._values = True
 
     def normalise_observations(self) -> None:
         """Give the network running statistics for its vector part; before the first step."""
@@ -504,18 +507,22 @@ class Network(nn.Module):
             observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
         return observation
 
-    def freeze(self) -> None:
-        """Promise that the weights do not change until `thaw`: where there is a faster form of them, it is used."""
+    def freeze(self, *, values: bool = True) -> None:
+        """Promise that the weights do not change until `thaw`: where there is a faster form of them, it is used.
+
+        Without `values`: nobody will ask what an observation is worth; all values are 0.
+        """
+        self._values = values
         if self.core is not None or self.value_trunk is None or len(self.trunk.images) or len(self.trunk.sets):
             return
         hidden: list[list[Dense]] = [list(t.dense) for t in (self.trunk, self.value_trunk)]  # type: ignore[arg-type]
         activations = {layer.activation for tower in hidden for layer in tower}
         if activations in ({"tanh"}, {"relu"}):
             towers = [*hidden[0], self.head], [*hidden[1], self.value_head]
-            self._frozen = FrozenMLP(*towers, activations.pop())
+            self._frozen = FrozenMLP(*towers, activations.pop(), values=values)
 
     def thaw(self) -> None:
-        self._frozen = None
+        self._frozen, self._values = None, True
 
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
@@ -530,8 +537,10 @@ class Network(nn.Module):
         if self.core is not None:
             assert first is not None
             features, state = self.core(features.float(), state, first)
-        value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
         outputs = self._ordered(self.head(features).float())
+        if not self._values:
+            return outputs, outputs.new_zeros(outputs.shape[:-1]), state
+        value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
         return outputs, self.value_head(value_features).squeeze(-1).float(), state
 
     def _ordered(self, outputs: Tensor) -> Tensor:

@@ -130,25 +130,25 @@ class Loaded:
     descriptions: Mapping[str, bytes]
 
 
-def read(directory: Path) -> Loaded:
-    """Raises Damaged, IncompatibleCheckpoint, NotFound or OSError."""
+def read(directory: Path, *, values: bool = True) -> Loaded:
+    """Without `values` the players do not say what an observation is worth, which is quicker. Raises Damaged, IncompatibleCheckpoint, NotFound or OSError."""
     facts = json.loads((directory / "release.json").read_text(encoding="utf-8"))
     players: dict[str, Acts] = {}
     versions, descriptions = {}, {}
     for number, model in enumerate(facts["models"]):
         name, description = model["name"], (directory / f"{number}.json").read_bytes()
-        players[name] = _player(directory, number, description, name)
+        players[name] = _player(directory, number, description, name, values)
         versions[name], descriptions[name] = model["version"], description
     return Loaded(facts["version"], facts["seats"], players, versions, descriptions)
 
 
-def _player(directory: Path, number: int, description: bytes, name: str) -> Acts:
+def _player(directory: Path, number: int, description: bytes, name: str, values: bool) -> Acts:
     exported = directory / f"{number}.onnx"
     if exported.exists():
         from ludus.model.onnx import OnnxPolicy
 
-        return OnnxPolicy(exported)
+        return OnnxPolicy(exported, value=values)
     policy = saved.policy_from(description)
     policy.load_weights(saved.decode_weights((directory / f"{number}.safetensors").read_bytes(), name)[0])
-    policy.network.freeze()
+    policy.network.freeze(values=values)
     return policy

@@ -154,7 +154,7 @@ class Service:
         self._log: AccessLog | None = None
         self._snapshot_at, self._again_at = 0.0, math.inf
         for name, version, path in self._missing(self._lineup):
-            self._live[name, version] = Live(name, release.read(path), self.settings)
+            self._live[name, version] = Live(name, self._read(path), self.settings)
 
     def __call__(self) -> ServedActor:
         return ServedActor(self)
@@ -179,6 +179,9 @@ class Service:
             if (name, version) not in self._live
         ]
 
+    def _read(self, path: Path) -> release.Loaded:
+        return release.read(path, values=self.settings.recording is not None)  # only who learns asks for them
+
     def _look(self) -> None:
         """Begin to load what the line-up has and we have not."""
         try:
@@ -189,7 +192,7 @@ class Service:
         missing = self._missing(wanted)
 
         def loaded() -> dict[tuple[str, int], release.Loaded]:
-            return {(name, version): release.read(path) for name, version, path in missing}
+            return {(name, version): self._read(path) for name, version, path in missing}
 
         self._loading = asyncio.get_running_loop().run_in_executor(self._pool, loaded)
         self._loading.add_done_callback(lambda done: self._take_up(wanted, done))

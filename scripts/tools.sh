@@ -1,0 +1,74 @@
+#!/bin/sh
+# Installs programs that the tests of clients and proxies use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
+# On Debian, as root. godot4 is not in Debian 12: it is unpacked from Debian's unstable suite into ~/.cache/ludus/godot4
+# (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run.
+set -eu
+
+packages() {
+    case $1 in
+        g++) echo g++ libc6-dev ;;
+        mcs | mono) echo mono-mcs mono-runtime ;;
+        godot3-server) echo godot3-server ;;
+        promtool) echo prometheus ;;
+        nginx) echo nginx-light ;;
+        haproxy) echo haproxy ;;
+        *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
+    esac
+}
+
+install_packages() {
+    export DEBIAN_FRONTEND=noninteractive
+    apt() { apt-get -qq -o DPkg::Lock::Timeout=300 -o Acquire::Retries=2 -o Acquire::http::Timeout=60 "$@" >/dev/null; }
+    apt install -y --no-install-recommends "$@" 2>/dev/null && return  # without an update when the lists are there and good
+    apt update
+    apt install -y --no-install-recommends "$@"
+}
+
+unpack_godot4() {
+    root=${XDG_CACHE_HOME:-$HOME/.cache}/ludus/godot4
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/empty" "$work/debs"
+    : >"$work/status"  # as if nothing was installed: everything that it needs is unpacked beside it
+    site=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | grep '/debian$' | head -n 1)
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $site sid main" >"$work/sources.list"
+    cat >"$work/apt.conf" <<END
+Dir::Etc::sourcelist "$work/sources.list";
+Dir::Etc::sourceparts "$work/empty";
+Dir::Etc::preferencesparts "$work/empty";
+Dir::State::Lists "$work/lists";
+Dir::State::status "$work/status";
+Dir::Cache "$work/cache";
+APT::Sandbox::User "root";
+Acquire::Languages "none";
+Acquire::Retries "2";
+Acquire::http::Timeout "60";
+END
+    export APT_CONFIG="$work/apt.conf"
+    apt-get -qq update
+    # Without what only drawing needs: half of the megabytes.
+    names=$(apt-get -s install --no-install-recommends godot | awk '/^Inst/ {print $2}' |
+        grep -vE '^(libllvm|libz3|mesa-|libgl1-mesa|libgallium|fonts-|xkb-data|libicu.*-dev)')
+    (cd "$work/debs" && apt-get -qq download $names)
+    rm -rf "$root" && mkdir -p "$root"
+    for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$root"; done
+    libraries=$root/usr/lib/$(uname -m)-linux-gnu
+    loader=$(find "$libraries" -name 'ld-linux-*.so.*' | head -n 1)
+    cat >"$root/run" <<END
+#!/bin/sh
+exec "$loader" --library-path "$libraries:$libraries/pulseaudio" "$root/usr/bin/godot" "\$@"
+END
+    chmod +x "$root/run"
+    "$root/run" --headless --version >/dev/null  # the last step: a `run` that is there works
+}
+
+[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy godot4
+wanted=
+for program in "$@"; do
+    if [ "$program" = godot4 ]; then continue; fi
+    wanted="$wanted $(packages "$program")"
+done
+if [ -n "$wanted" ]; then install_packages $wanted; fi
+for program in "$@"; do
+    if [ "$program" = godot4 ]; then unpack_godot4; fi
+done

@@ -1,0 +1,48 @@
+"""Programs that some tests need and Python does not bring: compilers, engines, proxies."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_INSTALLER = Path(__file__).parents[1] / "scripts" / "tools.sh"
+_INSTALL_S = 240.0  # measured: 5 s for each from the mirror, 25 s for godot4
+_INSTALLABLE = frozenset({"g++", "mcs", "mono", "godot3-server", "promtool", "nginx", "haproxy", "godot4"})
+
+
+def need(program: str) -> str:
+    """Where the program is. It is installed first where that is possible, else the test is skipped, with the reason."""
+    found = _find(program)
+    if found is None and (reason := _install(program)):
+        pytest.skip(reason)
+    found = found or _find(program)
+    if found is None:
+        pytest.skip(f"{program} was installed but is not on the PATH")
+    return found
+
+
+def _find(program: str) -> str | None:
+    if program != "godot4":
+        return shutil.which(program)
+    unpacked = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ludus" / "godot4" / "run"
+    return shutil.which(program) or (str(unpacked) if unpacked.exists() else None)
+
+
+@functools.cache  # at most one attempt in a session
+def _install(program: str) -> str:
+    """Why it could not be installed; empty when it was."""
+    if program not in _INSTALLABLE:
+        return f"{program} is not installed, and there is no package for it here"
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return f"{program} is not installed (as root on Debian it would be: scripts/tools.sh {program})"
+    try:
+        done = subprocess.run([_INSTALLER, program], capture_output=True, text=True, timeout=_INSTALL_S)
+    except subprocess.TimeoutExpired:
+        return f"{program}: scripts/tools.sh took longer than {_INSTALL_S:g} s"
+    return "" if done.returncode == 0 else f"{program}: scripts/tools.sh failed: {done.stderr.strip()[-300:]}"
