@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus.cli import check_game, demo, fake, rollout, runs, serve, train
+from ludus.cli import check_game, demo, export, fake, rollout, runs, serve, train
 from ludus.errors import LudusError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
+app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")
 app.command("demo")(demo.demo)
 app.add_typer(fake.app, name="fake")

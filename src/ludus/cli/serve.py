@@ -58,6 +58,7 @@ _AccessLog = Annotated[
     typer.Option(help="File for one JSON line per start, end and refusal; - = here.", show_default=False, rich_help_panel=_OPS),
 ]
 _LogTicks = Annotated[bool, typer.Option("--log-ticks", help="And one per tick.", rich_help_panel=_OPS)]
+_LogFormat = Annotated[str, typer.Option(help="text or json: errors and events, on stderr.", rich_help_panel=_OPS)]
 _Record = Annotated[
     Path | None,
     typer.Option(help="Directory for a part of the matches, to train from.", show_default=False, rich_help_panel=_OPS),
@@ -120,6 +121,7 @@ def serve(
     drain_s: _DrainS = 30.0,
     access_log: _AccessLog = None,
     log_ticks: _LogTicks = False,
+    log_format: _LogFormat = "text",
     record: _Record = None,
     record_fraction: _RecordFraction = 0.01,
     record_mb: _RecordMb = 1024,
@@ -146,10 +148,12 @@ def serve(
     from ludus.experiment.service import RunningService
     from ludus.experiment.serving import Offering, named_sources
     from ludus.runtime.machine import stop_on_signals
+    from ludus.serve import logs
     from ludus.serve.canary import CanarySettings
     from ludus.serve.service import Recording, ServiceSettings
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    form = _one_of("--log-format", log_format, logs.FORMS)
+    logs.configure(form, "follower")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together.")
     recording = None if record is None else Recording(record, record_fraction, record_mb << 20)
@@ -160,6 +164,7 @@ def serve(
         access_log=access_log,
         log_ticks=log_ticks,
         recording=recording,
+        log_form=form,
     )
     trial = CanarySettings(hold_s=canary_s, min_requests=canary_requests)
     offering = Offering(_backend(backend), version, tuple(level or ()), follow, canary_percent=canary, canary=trial)

@@ -88,7 +88,8 @@ def _of_workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
 
 
 def _ended(stats: Mapping[str, int]) -> dict[str, int]:
-    return {"game": stats["ended"], "silent": stats["silent"], "timeout": stats["timed_out"], "failed": stats["failed"]}
+    words = {"game": "ended", "silent": "silent", "timeout": "timed_out", "failed": "failed", "shutdown": "shut_down"}
+    return {word: stats[key] for word, key in words.items()}
 
 
 def _versions(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:

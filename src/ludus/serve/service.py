@@ -29,7 +29,7 @@ from ludus.game import protocol
 from ludus.memory.recorded import RecordedRoom
 from ludus.model import saved
 from ludus.model.acting import Acts, Deciding
-from ludus.serve import exposition, lineup, release
+from ludus.serve import exposition, lineup, logs, release
 from ludus.serve.accesslog import AccessLog
 from ludus.serve.lineup import Lineup
 
@@ -62,6 +62,8 @@ class ServiceSettings:
     """A file, or "-"."""
     log_ticks: bool = False
     recording: Recording | None = None
+    log_form: logs.Form | None = None
+    """Of what the workers say on the standard error; None: as Python does it."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class ServedActor(BuiltinActor):
     """The built-in actor, with the version and temperature that its session is given."""
 
     meter: Meter
+    live: Live
 
     def __init__(self, service: Service) -> None:
         super().__init__({})
@@ -126,10 +129,19 @@ class ServedActor(BuiltinActor):
         live = service.live_for(session, self.about)
         temperature = self.about.temperature if self.about.temperature >= 0 else service.settings.temperature
         self.sit(live.recorded_seats(temperature) if service.is_recorded(session) else live.seats)
-        self._temperature, self.meter = temperature, live.meter
+        self._temperature = temperature
         reply = await super().start(session, body)
-        live.sessions.add(self)  # from here on nothing can be refused
+        self.join(live)  # from here on nothing can be refused
         return reply
+
+    async def end(self, body: bytes) -> bytes:
+        reply = await super().end(body)
+        self.live.sessions.discard(self)
+        return reply
+
+    def join(self, live: Live) -> None:
+        self.live, self.meter = live, live.meter
+        live.sessions.add(self)
 
 
 @dataclass
@@ -152,6 +164,7 @@ class Service:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="release")
         self._gateway: Gateway | None = None
         self._log: AccessLog | None = None
+        self._began = time.time()
         self._snapshot_at, self._again_at = 0.0, math.inf
         for name, version, path in self._missing(self._lineup):
             self._live[name, version] = Live(name, self._read(path), self.settings)
@@ -186,8 +199,9 @@ class Service:
         """Begin to load what the line-up has and we have not."""
         try:
             wanted = Lineup.read(self.directory)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.error("the line-up cannot be read; the versions of before go on: %s", error)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.error("the line-up cannot be read; the versions of before go on: %r", error)
+            self._again_at = asyncio.get_running_loop().time() + _AGAIN_S
             return
         missing = self._missing(wanted)
 
@@ -202,10 +216,9 @@ class Service:
         if loading.cancelled():
             return
         error = loading.exception()
-        if error is not None:
-            if not isinstance(error, (LudusError, OSError, ValueError, KeyError)):
-                raise error
-            log.error("a new version cannot be loaded; those of before go on: %s", error)
+        if error is not None:  # whatever a new version has wrong: runtimes of models raise exceptions of their own
+            what = str(error) if isinstance(error, LudusError) else repr(error)
+            log.error("a new version cannot be loaded; those of before go on: %s", what)
             self._again_at = asyncio.get_running_loop().time() + _AGAIN_S
             return
         for (name, version), found in loading.result().items():
@@ -225,7 +238,8 @@ class Service:
         leaving = [live for live in living if live.version not in staying]
         too_many = max(0, len(living) - self.settings.max_live_versions)
         gone = [*leaving[:too_many], *(live for live in leaving if live.version in agent.withdrawn)]
-        self._retired += [live for live in dict.fromkeys(gone) if live not in self._retired]
+        before = [live for live in self._retired if live.agent != name or live.version not in staying]  # one may come back
+        self._retired = list(dict.fromkeys([*before, *gone]))
 
     def _move(self) -> None:
         """Sessions of retired versions go on with the current one. Those that are being answered do so a little later."""
@@ -234,15 +248,14 @@ class Service:
         retired = set(self._retired)
         for session in self._gateway.sessions.idle():
             actor = session.actor
-            for live in retired if isinstance(actor, ServedActor) else ():
-                if actor in live.sessions:
-                    target = self._live[live.agent, self._lineup.agents[live.agent].current]
-                    carried = actor.move(target.seats, carry=self.settings.carry_state)
-                    live.sessions.discard(actor)
-                    target.sessions.add(actor)
-                    actor.meter = session.meter = target.meter
-                    self._moved[live.agent, "carried" if carried else "reset"] += 1
-                    break
+            if not isinstance(actor, ServedActor) or actor.live not in retired:
+                continue
+            target = self._live[actor.live.agent, self._lineup.agents[actor.live.agent].current]
+            carried = actor.move(target.seats, carry=self.settings.carry_state)
+            actor.live.sessions.discard(actor)
+            actor.join(target)
+            session.meter = target.meter
+            self._moved[target.agent, "carried" if carried else "reset"] += 1
         self._retired = [live for live in self._retired if live.sessions]
 
     def _tidy(self) -> None:
@@ -261,6 +274,8 @@ class Service:
 
     def moved_in(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        if self.settings.log_form is not None:
+            logs.configure(self.settings.log_form, f"worker {gateway.slot}")
         if self.settings.access_log is not None:
             self._log = AccessLog(self.settings.access_log)
             gateway.logs, gateway.logs_ticks = self._note, self.settings.log_ticks
@@ -331,6 +346,7 @@ class Service:
             }
         return {
             "at": time.time(),
+            "began": self._began,
             "draining": gateway.draining,
             "connections": gateway.connections,
             "sessions_limit": gateway.sessions.limits.sessions,
