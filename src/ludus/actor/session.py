@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from ludus.actor.meter import Meter
 from ludus.errors import Refused
@@ -56,6 +56,7 @@ class SessionStats:
     silent: int = 0
     timed_out: int = 0
     failed: int = 0
+    shut_down: int = 0
     refused: int = 0
     repeated: int = 0
 
@@ -128,22 +129,23 @@ class Session:
     def _step(self, thrown: BaseException | None) -> None:
         coroutine, loop = self._coroutine, self._table.loop
         assert coroutine is not None
-        resume = coroutine.send if thrown is None else coroutine.throw
-        _enter_task(loop, cast(Any, self))
+        resume: Any = coroutine.send if thrown is None else coroutine.throw
+        task: Any = self
+        _enter_task(loop, task)
         try:
-            waited = self._context.run(resume, cast(Any, thrown))
+            waited = self._context.run(resume, thrown)
         except StopIteration as stop:
-            _leave_task(loop, cast(Any, self))
+            _leave_task(loop, task)
             self._left()
             self._answer(stop.value)
         except BaseException as error:
-            _leave_task(loop, cast(Any, self))
+            _leave_task(loop, task)
             self._left()
             self._raised(error)
             if isinstance(error, KeyboardInterrupt):
                 raise
         else:
-            _leave_task(loop, cast(Any, self))
+            _leave_task(loop, task)
             if waited.__class__ is Answer and waited.waiter is None:
                 waited._asyncio_future_blocking = False
                 waited.waiter = self
@@ -585,6 +587,7 @@ class Sessions:
         """End every session; actors are told."""
         self.closing = True
         for session in list(self._live.values()):
+            self.stats.shut_down += 1
             session.cut("shutdown", Refused(503, "stopping", "This server is stopping.", "Start again elsewhere.", 1))
         if self._leaving:
             await asyncio.wait(set(self._leaving), timeout=grace_s)
