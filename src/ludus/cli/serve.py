@@ -156,6 +156,8 @@ def serve(
     logs.configure(form, "follower")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together.")
+    if follow and version is not None:
+        raise UsageError("--follow and --version do not go together.", "Leave one of them out, or offer the version by --level.")
     recording = None if record is None else Recording(record, record_fraction, record_mb << 20)
     settings = ServiceSettings(
         temperature=temperature,
