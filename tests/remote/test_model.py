@@ -163,7 +163,7 @@ def test_what_is_on_disk_is_data(run: Session) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"use_onnx": "train"}, "arrives with serving"),
+        ({"use_onnx": "fast"}, "use_onnx='fast'"),
         ({"local_mode": True, "num_workers": 2}, "contradict"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"max_batch_size": 0}, "max_batch_size=0"),

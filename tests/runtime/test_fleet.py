@@ -330,6 +330,70 @@ def test_closing_tells_the_actors_and_leaves_nothing(supervisor: Supervisor, tmp
     bind("127.0.0.1", port).close()
 
 
+# -- draining
+
+
+def closing(served: GatewayFleet) -> threading.Thread:
+    thread = threading.Thread(target=served.close, daemon=True)
+    thread.start()
+    return thread
+
+
+def drained(supervisor: Supervisor, drain_s: float, workers: int = 2) -> GatewayFleet:
+    made = GatewayFleet(supervisor, Local, port=0, workers=workers, settings=GatewaySettings(drain_s=drain_s))
+    made.wait_ready(SOON_S)
+    return made
+
+
+def test_a_fleet_that_closes_lets_sessions_finish_and_ends_with_the_last_of_them(supervisor: Supervisor) -> None:
+    served = drained(supervisor, drain_s=60)
+    owners, (mine,), (theirs,) = pids(served), owned(0, 2), owned(1, 2)
+    with Wire(served.direct_addresses[0][1]) as wire, Wire(served.direct_addresses[0][1]) as lone:
+        assert wire.ask(raw("GET /spec")).status == 200  # it stays with worker 0, which forwards
+        assert wire.ask(step("start", theirs)).body == owners[1]
+        assert lone.ask(step("start", mine)).body == owners[0]
+        closed = closing(served)
+        until(lambda: wire.ask(raw("GET /ready")).status == 503)
+        until(lambda: ask(served.address[1], step("start", "another")).refusal == (503, "draining"))
+        assert lone.ask(step("tick", mine, b"x")).body == owners[0] + b":x"
+        assert lone.ask(step("end", mine)).body == owners[0]
+        for n in range(10):  # worker 0 has none of its own any more, but this one comes by its connection
+            assert wire.ask(step("tick", theirs, b"%d" % n)).body == owners[1] + b":%d" % n
+            time.sleep(0.03)
+        assert closed.is_alive()
+        assert wire.ask(step("end", theirs)).body == owners[1]
+        closed.join(SOON_S)
+    assert not closed.is_alive(), "it waits for nobody any more"
+    assert [worker.state for worker in served.workers] == ["stopped", "stopped"]
+
+
+def test_who_does_not_finish_in_time_is_told(supervisor: Supervisor) -> None:
+    served = drained(supervisor, drain_s=0.5, workers=1)
+    with Wire(served.address[1]) as wire:
+        assert wire.ask(step("start", "slow")).status == 200
+        began = time.monotonic()
+        closed = closing(served)
+        last: list[Reply] = []
+        with contextlib.suppress(ConnectionError):
+            while True:
+                last.append(wire.ask(step("tick", "slow", b"x")))
+                time.sleep(0.01)
+        closed.join(SOON_S)
+        assert time.monotonic() - began >= 0.5
+        assert {reply.status for reply in last} <= {200, 503}
+        assert last[-1].status == 200 or last[-1].refusal == (503, "stopping")
+    assert not closed.is_alive()
+
+
+def test_a_fleet_without_sessions_does_not_wait(supervisor: Supervisor) -> None:
+    served = drained(supervisor, drain_s=600)
+    with Wire(served.address[1]) as idle:
+        assert idle.ask(raw("GET /ready")).status == 200
+        closed = closing(served)
+        closed.join(SOON_S)
+        assert not closed.is_alive()
+
+
 def _fail() -> None:
     raise LookupError("the model is not there")
 

@@ -159,10 +159,11 @@ class Gateway:
             self._house.moved_in(self)
         if self._peers is not None:
             await self._peers.start()
+        handshake_s = None if self._tls is None else self.limits.receive_s
         for listening in sockets:
-            # Who has connected and does not shake hands has as long as who sends half a request.
-            secured = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": self.limits.receive_s}
-            serving = self.loop.create_server(lambda: Connection(self), sock=listening, backlog=1024, **secured)
+            serving = self.loop.create_server(
+                lambda: Connection(self), sock=listening, backlog=1024, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
             self._servers.append(await serving)
         self._sweeper = self.loop.create_task(self._sweep())
 

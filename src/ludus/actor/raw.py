@@ -3,7 +3,8 @@
     tick     float32 reward, uint32 flags, the leaves of the observation, with flag 4 one byte per option of the mask
     reply    the leaves of the action
 
-Little-endian, C order, no padding; leaves in the order of `GET /spec`, the keys of a Dict sorted, each in its own dtype.
+Little-endian, C order, no padding; leaves in the order of `GET /spec`, the keys of a Dict sorted. Real numbers are float32,
+Discrete and MultiDiscrete int64, MultiBinary int8; any other Box has its own dtype.
 """
 
 from __future__ import annotations

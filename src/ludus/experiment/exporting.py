@@ -69,13 +69,13 @@ def export_checkpoint(
     name = _chosen(found, model)
     policy = found.policy(name)
     version = int(found.state["models"][name]["version"])
+    file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
     recorded, notes = _recorded(run, found, policy, name, observations, int8)
     data, report = export.artefact(policy, name=name, version=version, opset=opset, int8=int8, recorded=recorded)
     report.notes += notes
     digest = hashlib.sha256(data).hexdigest()
     if not report.passed:
         return Exported(None, None, report, digest)
-    file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
     told = Exported(file, file.with_suffix(".report.json"), report, digest)
     store = LocalStore(file.parent)
     # The report first: a file without one must never be seen. The digest tells which file it speaks of.

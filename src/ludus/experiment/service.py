@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ludus.actor.gateway import GatewaySettings
+from ludus.actor.gateway import GatewaySettings, read_tokens, tls_context
 from ludus.experiment.serving import Follower, Offering, Source
 from ludus.runtime.fleet import GatewayFleet
 from ludus.runtime.processes import Supervisor
 from ludus.runtime.scratch import Scratch
+from ludus.serve.accesslog import AccessLog
 from ludus.serve.service import Service, ServiceSettings
 
 _READY_S = 120.0
@@ -38,12 +39,15 @@ class RunningService:
         port: int = 0,
         workers: int = 1,
     ) -> None:
+        gateway = gateway or GatewaySettings()
+        _check(gateway, settings or ServiceSettings())
+        self._plain = gateway.tls is None
         self._scratch = Scratch(Path(tempfile.gettempdir()))
         self._supervisor = Supervisor()
         try:
             self.follower = Follower(sources, self._scratch.path, offering or Offering())
             self.follower.open()
-            told = replace(gateway or GatewaySettings(), spec=spec_of(sources))
+            told = replace(gateway, spec=spec_of(sources))
             service = Service(self._scratch.path, settings or ServiceSettings())
             self.fleet = GatewayFleet(
                 self._supervisor,
@@ -63,7 +67,7 @@ class RunningService:
     @property
     def url(self) -> str:
         host, port = self.fleet.address
-        return f"http://{host}:{port}"
+        return f"{'http' if self._plain else 'https'}://{host}:{port}"
 
     def __enter__(self) -> RunningService:
         try:
@@ -83,6 +87,15 @@ class RunningService:
     def look_after(self) -> None:
         """Call it a few times a second: new versions, trials, numbers."""
         self.follower.poll(sum(worker.incarnation - 1 for worker in self.fleet.workers))
+
+
+def _check(gateway: GatewaySettings, settings: ServiceSettings) -> None:
+    """What every worker would stumble over is told here, once. Raises UsageError."""
+    read_tokens(gateway)
+    if gateway.tls is not None:
+        tls_context(gateway.tls)
+    if settings.access_log is not None:
+        AccessLog(settings.access_log).close()
 
 
 def spec_of(sources: Mapping[str, Source]) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class Source:
         store = LocalStore(run)
         for name in reversed(checkpoint.names(store)):
             if number in checkpoint.versions_of(store, name).values():
-                return _release(checkpoint.read(store, name))
+                offered = _release(checkpoint.read(store, name))
+                if offered.version == number:  # and not that of another of its models
+                    return offered
         found = _release(checkpoint.read(store, newest))
         kept = {name: pool.stored_versions(store, name) for name in found.parts}
         if len(found.parts) == 1 and number in next(iter(kept.values())):
@@ -146,6 +148,7 @@ class Follower:
         self._sources, self._directory, self._offering = sources, directory, offering
         self._serving: dict[str, Release] = {}
         self._seen: dict[str, str] = {}
+        self._complaints: dict[str, str] = {}
         self._trials: dict[str, _Trial] = {}
         self._exported: dict[str, tuple[bytes, bytes]] = {}  # model → its description, its ONNX form
         self._leaving: list[tuple[float, Path]] = []
@@ -162,13 +165,12 @@ class Follower:
             self._seen[name] = source.newest()
             wanted = self._offering.version
             first = source.release(self._seen[name]) if wanted is None else source.version(wanted)
-            levels = {number: source.version(number) for number in self._offering.levels}
-            levels.pop(first.version, None)
-            for found in (first, *levels.values()):
+            others = [source.version(number) for number in self._offering.levels if number != first.version]
+            for found in (first, *others):
                 self._write(name, found, None if found is first else first)
             self._serving[name] = first
-            paths = {number: _path(name, number) for number in (first.version, *levels)}
-            agents[name] = Agent(first.version, paths, tuple(levels))
+            paths = {found.version: _path(name, found.version) for found in (first, *others)}
+            agents[name] = Agent(first.version, paths, self._offering.levels)
         self._announce(Lineup(agents))
 
     def poll(self, restarts: int = 0) -> None:
@@ -179,7 +181,10 @@ class Follower:
         self._look_at = now + self._offering.follow_s
         for name in self._sources:
             if name in self._trials:
-                self._judge(name, now)
+                try:
+                    self._judge(name, now)
+                except OSError as error:  # the line-up could not be written: the trial goes on
+                    log.error("%s: the trial of version %s goes on: %s", name, self._trials[name].offered.version, error)
             elif self._offering.follow:
                 self._follow(name, now)
         self._sweep(now)
@@ -191,6 +196,7 @@ class Follower:
         try:
             found = source.newest()
             if found == self._seen[name]:
+                self._complaints.pop(name, None)
                 return
             offered = source.release(found)
             self._seen[name] = found
@@ -200,32 +206,43 @@ class Follower:
             if offered.version < serving.version and not source.where.rstrip("/").endswith("/best"):
                 raise IncompatibleCheckpoint(f"Its version {offered.version} comes before {serving.version}, which is served.")
             self._write(name, offered, serving)
+            self._take(name, offered, now)
         except Exception as error:  # whatever a new version has wrong, the old one goes on serving
             self._seen[name] = found or self._seen[name]
-            self.refused[name] += 1
-            what = str(error) if isinstance(error, LudusError) else repr(error)
-            log.error("%s: checkpoint %s is refused, version %s goes on: %s", name, found, self._serving[name].version, what)
+            self._refuse(name, found, error)
+
+    def _refuse(self, name: str, found: str, error: Exception) -> None:
+        what = str(error) if isinstance(error, LudusError) else repr(error)
+        complaint = f"checkpoint {found} is refused" if found else "there is nothing to follow"
+        if self._complaints.get(name) == complaint + what:  # a run that is not there is not there a second later either
             return
-        self._take(name, offered, now)
+        self._complaints[name] = complaint + what
+        self.refused[name] += 1
+        log.error("%s: %s, version %s goes on: %s", name, complaint, self._serving[name].version, what)
 
     def _take(self, name: str, offered: Release, now: float) -> None:
         agent = self.lineup.agents[name]
         releases = {**agent.releases, offered.version: _path(name, offered.version)}
         if self._offering.canary_percent > 0:
+            tally = _Tally(self._directory, name, (agent.current, offered.version))
+            withdrawn = tuple(number for number in agent.withdrawn if number != offered.version)  # it gets another chance
+            percent = self._offering.canary_percent
+            self._announce_one(
+                name, replace(agent, releases=releases, canary=offered.version, percent=percent, withdrawn=withdrawn)
+            )
+            self._trials[name] = _Trial(offered, now, tally)
             log.info("%s: version %s is on trial", name, offered.version)
-            self._trials[name] = _Trial(offered, now, _Tally(self._directory, name, (agent.current, offered.version)))
-            trial = replace(agent, releases=releases, canary=offered.version, percent=self._offering.canary_percent)
-            self._announce_one(name, trial)
         else:
             self._make_current(name, offered)
 
     def _make_current(self, name: str, offered: Release) -> None:
         agent = self.lineup.agents[name]
-        log.info("%s: version %s is served now", name, offered.version)
         releases = {n: path for n, path in agent.releases.items() if n in agent.levels}
         releases[offered.version] = _path(name, offered.version)
+        withdrawn = tuple(number for number in agent.withdrawn if number != offered.version)
+        self._announce_one(name, Agent(offered.version, releases, agent.levels, withdrawn=withdrawn))
         self._serving[name] = offered
-        self._announce_one(name, Agent(offered.version, releases, agent.levels, withdrawn=agent.withdrawn))
+        log.info("%s: version %s is served now", name, offered.version)
 
     def _judge(self, name: str, now: float) -> None:
         trial, agent = self._trials[name], self.lineup.agents[name]
@@ -233,26 +250,29 @@ class Follower:
         verdict = canary.judge(stable, tried, now - trial.since, self._offering.canary)
         if verdict.what == canary.WAIT:
             return
-        del self._trials[name]
+        version = trial.offered.version
         if verdict.what == canary.PROMOTE:
-            self.promoted[name] += 1
-            log.info("%s: version %s has passed its trial: %s", name, trial.offered.version, verdict.reason)
             self._make_current(name, trial.offered)
-            return
-        self.rolled_back[name] += 1
-        log.error("%s: version %s is taken back: %s", name, trial.offered.version, verdict.reason)
-        releases = {n: path for n, path in agent.releases.items() if n != trial.offered.version}
-        withdrawn = (*agent.withdrawn, trial.offered.version)
-        self._announce_one(name, replace(agent, releases=releases, canary=None, percent=0.0, withdrawn=withdrawn))
+            self.promoted[name] += 1
+            log.info("%s: version %s has passed its trial: %s", name, version, verdict.reason)
+        else:
+            releases = {n: path for n, path in agent.releases.items() if n != version or n in agent.levels}
+            withdrawn = (*agent.withdrawn, version)
+            self._announce_one(name, replace(agent, releases=releases, canary=None, percent=0.0, withdrawn=withdrawn))
+            self.rolled_back[name] += 1
+            log.error("%s: version %s is taken back: %s", name, version, verdict.reason)
+        del self._trials[name]
 
     def _announce_one(self, name: str, agent: Agent) -> None:
         self._announce(Lineup({**self.lineup.agents, name: agent}))
 
     def _announce(self, lineup: Lineup) -> None:
-        before, self.lineup = self.lineup, lineup
         lineup.write(self._directory)
+        before, self.lineup = self.lineup, lineup
         offered = {path for agent in lineup.agents.values() for path in agent.releases.values()}
         gone = {path for agent in before.agents.values() for path in agent.releases.values()} - offered
+        back = {self._directory / path for path in offered}
+        self._leaving = [(at, path) for at, path in self._leaving if path not in back]
         self._leaving += [(time.monotonic() + _KEPT_S, self._directory / path) for path in gone]
 
     def _sweep(self, now: float) -> None:
@@ -306,7 +326,7 @@ class _Tally:
 
     def __init__(self, directory: Path, agent: str, versions: tuple[int, int]) -> None:
         self._directory, self._agent, self._versions = directory, agent, versions
-        self._last: dict[tuple[str, int], tuple[int, list[int]]] = {}
+        self._last: dict[tuple[str, int], tuple[float, int, list[int]]] = {}
         self._errors: Counter[int] = Counter()
         self._buckets: dict[int, Counter[int]] = {version: Counter() for version in versions}
         self.refresh()
@@ -320,15 +340,15 @@ class _Tally:
             found = numbers.get("agents", {}).get(self._agent, {}).get("versions", {})
             for version in self._versions:
                 if str(version) in found:
-                    self._add(worker, version, found[str(version)])
+                    self._add(worker, version, numbers["began"], found[str(version)])
         return self._versions
 
-    def _add(self, worker: str, version: int, counted: Mapping[str, Any]) -> None:
+    def _add(self, worker: str, version: int, began: float, counted: Mapping[str, Any]) -> None:
         errors, buckets = counted["failed"] + counted["timed_out"], counted["buckets"]
-        before_errors, before = self._last.get((worker, version), (0, []))
-        if errors < before_errors or sum(buckets) < sum(before):  # another worker in its place: it began at zero
+        life, before_errors, before = self._last.get((worker, version), (began, 0, []))
+        if life != began:  # another worker in its place: it counts from zero
             before_errors, before = 0, []
-        self._last[worker, version] = errors, buckets
+        self._last[worker, version] = began, errors, buckets
         self._errors[version] += errors - before_errors
         for k, count in enumerate(buckets):
             self._buckets[version][k] += count - (before[k] if k < len(before) else 0)

@@ -5,6 +5,10 @@
         action = client.tick("match-17", observation)
         client.end("match-17")
 
+A game that cannot wait gives its ticks a deadline, and says what to do instead:
+
+    with Client(deadline_s=0.03, fallback="repeat", default=NOTHING) as client: …
+
 Standard library only. `AsyncClient` has the same methods, to be awaited.
 """
 
@@ -15,21 +19,41 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Generator
-from typing import Any, NamedTuple, cast
+from collections.abc import Generator, Mapping
+from typing import Any, Literal, NamedTuple, cast, get_args
 from urllib.parse import urlsplit
 
-from ludus.errors import Refused, Unreachable, UsageError
-from ludus.game.protocol import END, ENDPOINT_HEADER, MAX_NAME_BYTES, REASONS, SPEC, START, STEP, TICK, refusal_from
+from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
+from ludus.game.protocol import (
+    END,
+    ENDPOINT_HEADER,
+    MAX_NAME_BYTES,
+    MAX_SEQ,
+    MAX_TEMPERATURE,
+    REASONS,
+    SPEC,
+    START,
+    STEP,
+    TICK,
+    refusal_from,
+)
 
 _PAUSE_S = 0.2
 """Before the second retry after a broken connection; the first is made at once: most often an idle connection was closed."""
+_BUSY_PAUSE_S, _MAX_BUSY_PAUSE_S = 0.002, 0.02
+"""Between requests to a session that still computes a tick that was given up."""
 _MAX_HEAD = 64 << 10
 _MAX_BODY = 256 << 20
+_MAX_CHUNK_LINE = 1024
+_MAX_INTERIM = 8
+"""Replies 1xx before the one that counts."""
 _OVER = frozenset({404, 410, 500, 504})
 """After these the session is no more."""
+_NOT_NOW = frozenset({429, 503})
+"""After these the same request may be sent again, later."""
 
 Address = tuple[str, int]
+Fallback = Literal["error", "repeat", "default"]
 
 
 class Client:
@@ -38,7 +62,12 @@ class Client:
     Raises Refused for every answer that is not 200 (after the retries, for 429 and 503), Unreachable when none comes. After
     Unreachable it is not known whether the request counted: repeat it with the same body, or end the session.
 
+    `deadline_s` is for a tick with all its retries. When it is missed, `tick` returns the fallback: `repeat` the last reply to a
+    tick of this session (before the first one `default`), `default` those bytes, `error` none: it raises DeadlineMissed. In every
+    case `missed` goes up, and the next tick may say something else: the client finds out what has counted.
+
     `direct`: after `start` go to the worker that owns the session (`Ludus-Endpoint`), past the shared port.
+    `cafile`: with https, the certificates to trust instead of the system's.
     """
 
     def __init__(
@@ -48,9 +77,14 @@ class Client:
         timeout_s: float = 10.0,
         retries: int = 2,
         direct: bool = False,
+        *,
+        deadline_s: float | None = None,
+        fallback: Fallback = "error",
+        default: bytes | None = None,
+        cafile: str | None = None,
     ) -> None:
-        self._talk = _Talk(url, token, timeout_s, retries, direct)
-        self._timeout_s = timeout_s
+        self._talk = _Talk(url, token, timeout_s, retries, direct, cafile)
+        self._talk.fall_back(deadline_s, fallback, default)
         self._sockets: dict[Address, tuple[socket.socket, _Reader]] = {}
 
     def __enter__(self) -> Client:
@@ -64,15 +98,37 @@ class Client:
         while self._sockets:
             self._sockets.popitem()[1][0].close()
 
+    @property
+    def missed(self) -> int:
+        """How many ticks were not answered by their deadline."""
+        return self._talk.missed
+
+    def missed_of(self, session: str) -> int:
+        """Those of one session, while it is open; 0 for any other."""
+        return self._talk.missed_of(session)
+
     def spec(self) -> dict[str, Any]:
         """The protocol's version, and the observation and action spaces if the server has told them."""
         return _spec_from(self._drive(self._talk.get(SPEC)))
 
-    def start(self, session: str, body: bytes = b"", match: str | None = None) -> bytes:
-        return self._drive(self._talk.step(START, session, body, match))
+    def start(
+        self,
+        session: str,
+        body: bytes = b"",
+        match: str | None = None,
+        *,
+        model: str | None = None,
+        version: int | None = None,
+        temperature: float | None = None,
+    ) -> bytes:
+        """`model`, `version` and `temperature` ask for what plays; left out, the server decides."""
+        about = _about(match, model, version, temperature)
+        return self._drive(self._talk.step(START, session, body, about))
 
-    def tick(self, session: str, body: bytes) -> bytes:
-        return self._drive(self._talk.step(TICK, session, body))
+    def tick(self, session: str, body: bytes, deadline_s: float | None = None) -> bytes:
+        """`deadline_s`: for this one, instead of the client's."""
+        until = self._talk.until(deadline_s)
+        return self._drive(self._talk.step(TICK, session, body) if until is None else self._talk.tick(session, body, until))
 
     def end(self, session: str, body: bytes = b"") -> bytes:
         return self._drive(self._talk.step(END, session, body))
@@ -91,14 +147,16 @@ class Client:
             return cast(bytes, stop.value)
 
     def _once(self, attempt: _Attempt) -> _Reply:
-        address, deadline = attempt.address, time.monotonic() + self._timeout_s
+        address, until = attempt.address, _Until(attempt.timeout_s)
         kept = self._sockets.pop(address) if address in self._sockets else None
-        connected, reader = kept or (self._connect(address), _Reader())
+        connected, reader = kept or (self._connect(address, until), _Reader())
         try:
-            connected.settimeout(self._timeout_s)
+            connected.settimeout(max(until.left_s, 1e-3))
             connected.sendall(attempt.request)
             while (reply := reader.feed(connected.recv(65536))) is None:
-                connected.settimeout(max(deadline - time.monotonic(), 1e-3))
+                if until.left_s <= 0:
+                    raise TimeoutError("timed out")
+                connected.settimeout(until.left_s)
         except BaseException:  # also when interrupted: what comes later on this connection is not the answer to the next request
             connected.close()
             raise
@@ -108,12 +166,15 @@ class Client:
             self._sockets[address] = connected, reader
         return reply
 
-    def _connect(self, address: Address) -> socket.socket:
-        connected = socket.create_connection(address, self._timeout_s)
+    def _connect(self, address: Address, until: _Until) -> socket.socket:
+        connected = socket.create_connection(address, until.limit_s)
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tls = self._talk.tls
-            return connected if tls is None else tls.wrap_socket(connected, server_hostname=address[0])
+            if tls is None:
+                return connected
+            connected.settimeout(max(until.left_s, 1e-3))
+            return tls.wrap_socket(connected, server_hostname=self._talk.address[0])  # a worker has the certificate of the house
         except BaseException:
             connected.close()
             raise
@@ -129,9 +190,14 @@ class AsyncClient:
         timeout_s: float = 10.0,
         retries: int = 2,
         direct: bool = False,
+        *,
+        deadline_s: float | None = None,
+        fallback: Fallback = "error",
+        default: bytes | None = None,
+        cafile: str | None = None,
     ) -> None:
-        self._talk = _Talk(url, token, timeout_s, retries, direct)
-        self._timeout_s = timeout_s
+        self._talk = _Talk(url, token, timeout_s, retries, direct, cafile)
+        self._talk.fall_back(deadline_s, fallback, default)
         self._wires: dict[Address, _Wire] = {}
         self._turn = asyncio.Lock()
 
@@ -147,38 +213,73 @@ class AsyncClient:
             self._wires.popitem()[1].close()
         await asyncio.sleep(0)  # the sockets are closed in the next turn of the loop
 
+    @property
+    def missed(self) -> int:
+        """How many ticks were not answered by their deadline."""
+        return self._talk.missed
+
+    def missed_of(self, session: str) -> int:
+        """Those of one session, while it is open; 0 for any other."""
+        return self._talk.missed_of(session)
+
     async def spec(self) -> dict[str, Any]:
         """The protocol's version, and the observation and action spaces if the server has told them."""
         return _spec_from(await self._drive(self._talk.get(SPEC)))
 
-    async def start(self, session: str, body: bytes = b"", match: str | None = None) -> bytes:
-        return await self._drive(self._talk.step(START, session, body, match))
+    async def start(
+        self,
+        session: str,
+        body: bytes = b"",
+        match: str | None = None,
+        *,
+        model: str | None = None,
+        version: int | None = None,
+        temperature: float | None = None,
+    ) -> bytes:
+        """`model`, `version` and `temperature` ask for what plays; left out, the server decides."""
+        about = _about(match, model, version, temperature)
+        return await self._drive(self._talk.step(START, session, body, about))
 
-    async def tick(self, session: str, body: bytes) -> bytes:
-        return await self._drive(self._talk.step(TICK, session, body))
+    async def tick(self, session: str, body: bytes, deadline_s: float | None = None) -> bytes:
+        """`deadline_s`: for this one, instead of the client's."""
+        until = self._talk.until(deadline_s)
+        if until is None:
+            return await self._drive(self._talk.step(TICK, session, body))
+        # Whoever has the connection may keep it for longer than this tick can wait.
+        try:
+            async with asyncio.timeout(max(0.0, until.left_s)):
+                await self._turn.acquire()
+        except TimeoutError:
+            return self._talk.miss(session, DeadlineMissed(f"The connection was not free within {until.limit_s:g} s.", _GOES_ON))
+        try:
+            return await self._converse(self._talk.tick(session, body, until))
+        finally:
+            self._turn.release()
 
     async def end(self, session: str, body: bytes = b"") -> bytes:
         return await self._drive(self._talk.step(END, session, body))
 
     async def _drive(self, talk: _Conversation) -> bytes:
         async with self._turn:
-            try:
-                attempt = next(talk)
-                while True:
-                    if attempt.after_s:
-                        await asyncio.sleep(attempt.after_s)
-                    try:
-                        attempt = talk.send(await self._once(attempt))
-                    except OSError as error:
-                        attempt = talk.send(error)
-            except StopIteration as stop:
-                return cast(bytes, stop.value)
+            return await self._converse(talk)
+
+    async def _converse(self, talk: _Conversation) -> bytes:
+        try:
+            attempt = next(talk)
+            while True:
+                if attempt.after_s:
+                    await asyncio.sleep(attempt.after_s)
+                try:
+                    attempt = talk.send(await self._once(attempt))
+                except OSError as error:
+                    attempt = talk.send(error)
+        except StopIteration as stop:
+            return cast(bytes, stop.value)
 
     async def _once(self, attempt: _Attempt) -> _Reply:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
-        wire = self._wires.pop(attempt.address, None) or await self._connect(attempt.address)
-        late = loop.call_at(deadline, wire.fail, TimeoutError("timed out"))
+        until = _Until(attempt.timeout_s)
+        wire = self._wires.pop(attempt.address, None) or await self._connect(attempt.address, until)
+        late = asyncio.get_running_loop().call_later(max(0.0, until.left_s), wire.fail, TimeoutError("timed out"))
         try:
             reply = await wire.ask(attempt.request)
         except BaseException:  # also when cancelled: what comes later on this connection is not the answer to the next request
@@ -192,14 +293,31 @@ class AsyncClient:
             self._wires[attempt.address] = wire
         return reply
 
-    async def _connect(self, address: Address) -> _Wire:
+    async def _connect(self, address: Address, until: _Until) -> _Wire:
         loop, tls = asyncio.get_running_loop(), self._talk.tls
-        async with asyncio.timeout(self._timeout_s):
-            _, wire = await loop.create_connection(_Wire, *address, ssl=tls, server_hostname=address[0] if tls else None)
+        named = self._talk.address[0] if tls else None  # a worker has the certificate of the house
+        async with asyncio.timeout(until.left_s):
+            _, wire = await loop.create_connection(_Wire, *address, ssl=tls, server_hostname=named)
         return wire
 
 
 # -- what both share: numbers, retries, what a reply means. No sockets in here. ------------------------------------------
+
+
+_GOES_ON = "The session goes on with the next tick."
+
+
+class _Until:
+    """A time that is running out."""
+
+    __slots__ = ("_at", "limit_s")
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._at = limit_s, time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        return self._at - time.monotonic()
 
 
 class _Attempt(NamedTuple):
@@ -207,6 +325,8 @@ class _Attempt(NamedTuple):
     request: bytes
     after_s: float
     """To be waited first."""
+    timeout_s: float
+    """From connecting to the last byte of the reply."""
 
 
 class _Reply(NamedTuple):
@@ -222,17 +342,22 @@ _Conversation = Generator[_Attempt, _Reply | OSError, bytes]
 
 
 class _Session:
-    __slots__ = ("endpoint", "head", "seq", "unsure")
+    __slots__ = ("action", "adrift", "endpoint", "head", "missed", "seq", "unsure")
 
     def __init__(self, head: bytes, seq: int) -> None:
         self.head, self.seq = head, seq
         """`seq` is the number of the next request."""
-        self.unsure: tuple[str, bytes] | None = None  # what was sent with that number and never answered
+        self.unsure: tuple[str, bytes, bytes] | None = None  # what was sent with that number and never answered
+        self.adrift = False  # ticks were given up: `seq` is our best guess, and the server corrects it
+        self.missed = 0
+        self.action: bytes | None = None  # the last reply to a tick
         self.endpoint: Address | None = None
 
 
 class _Talk:
-    def __init__(self, url: str, token: str | None, timeout_s: float, retries: int, direct: bool) -> None:
+    def __init__(
+        self, url: str, token: str | None, timeout_s: float, retries: int, direct: bool, cafile: str | None = None
+    ) -> None:
         parts = urlsplit(url)
         hint = "It looks like http://127.0.0.1:8000."
         try:
@@ -243,9 +368,7 @@ class _Talk:
             raise UsageError(f"The url {url!r} does not name a server.", hint)
         if not (timeout_s > 0 and retries >= 0):
             raise UsageError(f"timeout_s is {timeout_s}, retries is {retries}.", "The first is above 0, the second 0 or more.")
-        if direct and parts.scheme == "https":
-            raise UsageError("direct=True does not go with https://: the direct ports of workers speak plain HTTP.")
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.tls = _tls(parts.scheme, cafile)
         self.address: Address = (parts.hostname, port or (443 if self.tls else 80))
         self._path = parts.path.rstrip("/")
         self._common = f"Host: {_header('url', parts.netloc.rpartition('@')[2])}\r\n"
@@ -254,6 +377,24 @@ class _Talk:
         self._timeout_s, self._retries, self._direct = timeout_s, retries, direct
         self._sessions: dict[str, _Session] = {}
         self._starts = 0
+        self.missed = 0
+        self.fall_back(None, "error", None)
+
+    def fall_back(self, deadline_s: float | None, fallback: Fallback, default: bytes | None) -> None:
+        """What to do when a tick takes too long."""
+        if fallback not in get_args(Fallback):
+            raise UsageError(f"fallback is {fallback!r}.", f"It is one of {', '.join(get_args(Fallback))}.")
+        if fallback == "default" and default is None:
+            raise UsageError("fallback is 'default', and there is no default.", "Give the bytes of an action as default.")
+        self._deadline_s, self._fallback, self._default = _deadline(deadline_s), fallback, default
+
+    def until(self, deadline_s: float | None) -> _Until | None:
+        """When a tick that begins now is too late; None: never."""
+        limit_s = self._deadline_s if deadline_s is None else _deadline(deadline_s)
+        return None if limit_s is None else _Until(limit_s)
+
+    def missed_of(self, session: str) -> int:
+        return self._sessions[session].missed if session in self._sessions else 0
 
     def get(self, path: str) -> _Conversation:
         reply = yield from self._insist(f"GET {self._path}{path} HTTP/1.1\r\n{self._common}\r\n".encode("latin-1"), None)
@@ -261,34 +402,125 @@ class _Talk:
             raise _refused(reply)
         return reply.body
 
-    def step(self, kind: str, session: str, body: bytes, match: str | None = None) -> _Conversation:
-        known = self._begin(session, body) if kind is START else self._open(session)
-        earlier, known.unsure = known.unsure, (kind, body)
-        if earlier is not None and earlier != (kind, body) and kind is TICK:
+    def step(self, kind: str, session: str, body: bytes, about: bytes = b"") -> _Conversation:
+        """A step that insists. After Unreachable the same step may be made again, or the end."""
+        known = self._begin(session, body, about) if kind is START else self._open(session)
+        if known.adrift:
+            reply = yield from self._by(known, kind, body, _Until(self._timeout_s))
+            return self._settled(session, known, kind, reply)
+        earlier, known.unsure = known.unsure, (kind, body, about)
+        if earlier is not None and earlier != known.unsure and kind is TICK:
             known.unsure = earlier
             raise Unreachable(
                 f"The last {earlier[0]} of session {session!r} was never answered; it may have counted.",
                 "Send the same body again, or end the session.",
             )
-        reply = yield from self._insist(_request(known, kind, body, match), known)
+        reply = yield from self._insist(_request(known, kind, body, about), known)
         if kind is END and earlier is not None and earlier[0] is not END and reply.status == 409:
             known.seq += 1  # what was never answered did count
-            reply = yield from self._insist(_request(known, kind, body, match), known)
+            known.adrift = True
+            reply = yield from self._by(known, kind, body, _Until(self._timeout_s))
         known.unsure = None
+        if reply.status == 200:
+            known.seq += kind is not END
+        return self._settled(session, known, kind, reply)
+
+    def tick(self, session: str, body: bytes, until: _Until) -> _Conversation:
+        """A tick that gives up: its reply, or the fallback."""
+        known = self._open(session)
+        if known.unsure is not None:
+            if known.unsure[0] is not TICK:
+                return (yield from self.step(TICK, session, body))  # says what is missing
+            known.unsure, known.adrift, known.seq = None, True, known.seq + 1
+        try:
+            reply = yield from self._by(known, TICK, body, until)
+        except Unreachable as error:
+            return self.miss(session, error)
+        if _not_now(reply):
+            return self.miss(session, _refused(reply))
+        return self._settled(session, known, TICK, reply)
+
+    def miss(self, session: str, error: LudusError) -> bytes:
+        """The fallback. Raises the error when there is none."""
+        known = self._open(session)
+        known.missed += 1
+        self.missed += 1
+        instead = known.action if self._fallback == "repeat" else None
+        if instead is None and self._fallback != "error":
+            instead = self._default
+        if instead is None:
+            raise error
+        return instead
+
+    def _settled(self, session: str, known: _Session, kind: str, reply: _Reply) -> bytes:
+        """The server has answered: what that means for the session. Raises Refused."""
         if reply.status != 200:
             if kind is START or reply.status in _OVER:
                 self._sessions.pop(session, None)
             raise _refused(reply)
-        known.seq += 1
         if kind is END:
             del self._sessions[session]
-        elif kind is START and self._direct and reply.endpoint:
+        elif kind is TICK:
+            known.action = reply.body
+        elif self._direct and reply.endpoint:
             known.endpoint = _address(reply.endpoint)
         return reply.body
 
-    def _begin(self, session: str, body: bytes) -> _Session:
+    def _by(self, known: _Session, kind: str, body: bytes, until: _Until) -> Generator[_Attempt, _Reply | OSError, _Reply]:
+        """One request by a given time, however often it has to be sent. Raises Unreachable.
+
+        Whatever happens in between, an interrupt included, the session is left such that the next request finds its place: a
+        tick that may have counted keeps its number for ever, so that no reply is taken for that of another request.
+        """
+        after_s, failures, rounds = 0.0, 0, 0
+        while True:
+            left_s = until.left_s - after_s
+            if left_s <= 0:
+                raise _late(kind, until)
+            number, adrift = known.seq, known.adrift
+            address = known.endpoint or self.address
+            request = _request(known, kind, body, b"")
+            if kind is TICK:
+                known.seq, known.adrift = number + 1, True
+            outcome = yield _Attempt(address, request, after_s, left_s)
+            if not isinstance(outcome, _Reply):
+                known.endpoint = None  # the shared port may know more
+                failures += 1
+                if until.left_s <= 0 or isinstance(outcome, TimeoutError):
+                    raise _late(kind, until) from outcome
+                if failures > self._retries:
+                    raise _unreachable(address, outcome, until.limit_s, self._retries) from outcome
+                known.seq, known.adrift = number, adrift  # the same again: it counts once
+                after_s = _PAUSE_S * (failures - 1)
+                if after_s >= until.left_s:
+                    known.seq, known.adrift = number + (kind is TICK), True
+                    raise _unreachable(address, outcome, until.limit_s, failures - 1) from outcome
+                continue
+            known.seq, known.adrift = number, adrift
+            if outcome.status == 200:
+                known.seq, known.adrift = number + 1, False
+            elif outcome.status == 409 and adrift:
+                refused = refusal_from(outcome.status, outcome.body)
+                if refused.error == "seq" and refused.last is not None:
+                    known.seq = refused.last + 1
+                elif refused.error != "busy":
+                    return outcome
+                rounds += 1
+                wait = refused.error == "busy" or rounds > 2
+                after_s = min(_BUSY_PAUSE_S * rounds, _MAX_BUSY_PAUSE_S) if wait else 0.0
+                continue
+            elif _not_now(outcome):
+                failures += 1
+                after_s = _PAUSE_S * failures if outcome.retry_after_s is None else outcome.retry_after_s
+                if failures <= self._retries and after_s < until.left_s:
+                    continue
+                if kind is TICK and outcome.status not in _NOT_NOW:  # a proxy: the request may have passed it
+                    known.seq, known.adrift = number + 1, True
+            return outcome
+
+    def _begin(self, session: str, body: bytes, about: bytes) -> _Session:
         known = self._sessions.get(session)
-        if known is not None and known.unsure == (START, body):
+        if known is not None and known.unsure == (START, body, about):
             return known  # the same start again
         head = f"POST {self._path}{STEP} HTTP/1.1\r\n{self._common}Ludus-Session: {_header('session', session)}\r\n"
         # Every start has a number of its own: a new one is never taken for the retry of one that failed.
@@ -308,9 +540,9 @@ class _Talk:
         after_s = 0.0
         for attempt in range(self._retries + 1):
             address = (known and known.endpoint) or self.address
-            outcome = yield _Attempt(address, request, after_s)
+            outcome = yield _Attempt(address, request, after_s, self._timeout_s)
             if isinstance(outcome, _Reply):
-                if outcome.status not in (429, 503):
+                if outcome.status not in _NOT_NOW:
                     return outcome
                 asked = outcome.retry_after_s
                 after_s = _PAUSE_S * (attempt + 1) if asked is None else asked
@@ -325,11 +557,42 @@ class _Talk:
         raise _unreachable(address, outcome, self._timeout_s, self._retries) from outcome
 
 
-def _request(known: _Session, kind: str, body: bytes, match: str | None) -> bytes:
-    paired = b"" if match is None else f"Ludus-Match: {_header('match', match)}\r\n".encode()
+def _request(known: _Session, kind: str, body: bytes, about: bytes) -> bytes:
     return b"%bLudus-Step: %b\r\nLudus-Seq: %d\r\n%bContent-Length: %d\r\n\r\n%b" % (
-        known.head, kind.encode(), known.seq, paired, len(body), body,
+        known.head, kind.encode(), known.seq, about, len(body), body,
     )  # fmt: skip
+
+
+def _about(match: str | None, model: str | None, version: int | None, temperature: float | None) -> bytes:
+    """The headers that only a start has."""
+    if version is not None and not 0 <= version <= MAX_SEQ:
+        raise UsageError(f"version is {version}.", "It is a whole number, 0 or more.")
+    if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
+        raise UsageError(f"temperature is {temperature}.", f"It is a number from 0 to {MAX_TEMPERATURE:g}.")
+    named = {"match": match, "model": model}
+    lines = [f"Ludus-{name.title()}: {_header(name, value)}\r\n" for name, value in named.items() if value is not None]
+    if version is not None:
+        lines.append(f"Ludus-Version: {version}\r\n")
+    if temperature is not None:
+        lines.append(f"Ludus-Temperature: {temperature}\r\n")
+    return "".join(lines).encode()
+
+
+def _deadline(deadline_s: float | None) -> float | None:
+    if deadline_s is not None and not 0 < deadline_s < float("inf"):
+        raise UsageError(f"deadline_s is {deadline_s}.", "It is a number of seconds above 0, or None.")
+    return deadline_s
+
+
+def _tls(scheme: str, cafile: str | None) -> ssl.SSLContext | None:
+    if scheme != "https":
+        if cafile is not None:
+            raise UsageError(f"cafile is {cafile!r}, and the url has no https://.", "Correct the url, or leave cafile out.")
+        return None
+    try:
+        return ssl.create_default_context(cafile=cafile)
+    except OSError as error:
+        raise UsageError(f"There are no certificates in {cafile!r}: {error.strerror or error}.", "It is a PEM file.") from error
 
 
 def _header(what: str, value: str) -> str:
@@ -343,6 +606,18 @@ def _header(what: str, value: str) -> str:
 def _refused(reply: _Reply) -> Refused:
     found = refusal_from(reply.status, reply.body)
     return Refused(found.status, found.error, found.message, found.hint, reply.retry_after_s)
+
+
+def _not_now(reply: _Reply) -> bool:
+    """The server is full, or a proxy does not reach it."""
+    if reply.status in (502, 504):
+        return refusal_from(reply.status, reply.body).error == "http"
+    return reply.status in _NOT_NOW
+
+
+def _late(kind: str, until: _Until) -> DeadlineMissed:
+    hint = _GOES_ON if kind is TICK else "Try again, or leave the session to end by itself."
+    return DeadlineMissed(f"No answer to this {kind} within {until.limit_s:g} s.", hint)
 
 
 def _unreachable(address: Address, error: OSError, timeout_s: float, retries: int) -> Unreachable:
@@ -380,27 +655,45 @@ def _spec_from(body: bytes) -> dict[str, Any]:
 # -- replies ------------------------------------------------------------------------------------------------------------
 
 
+class _Head(NamedTuple):
+    status: int
+    length: int
+    """Of the body; -1: it comes in chunks."""
+    retry_after_s: float | None
+    endpoint: str
+    close: bool
+
+
 class _Reader:
     """Bytes in, replies out, one at a time. Raises ConnectionError on anything that is not a reply of known length."""
 
     def __init__(self) -> None:
         self._buffer = b""
-        self._head = b""  # of the reply before, which is mostly that of the next one too
-        self._parsed: tuple[int, int, float | None, str, bool] = (0, 0, None, "", False)
+        self._raw = b""  # the head of the reply before, which is mostly that of the next one too
+        self._head = _Head(0, 0, None, "", False)
+        self._chunks: list[bytes] | None = None  # those of the reply that is being read
+        self._interim = 0
 
     def feed(self, data: bytes) -> _Reply | None:
         if not data:
             raise ConnectionResetError("it was closed by the server")
         buffer = self._buffer = self._buffer + data if self._buffer else data
+        if self._chunks is not None:
+            return self._in_chunks(self._chunks)
         end = buffer.find(b"\r\n\r\n") + 4
         if end < 4:
             if len(buffer) > _MAX_HEAD or not b"HTTP/1.".startswith(buffer[:7]):
                 raise ConnectionError("what came back is not HTTP/1.1")
             return None
-        head = buffer[:end]
-        if head != self._head:
-            self._parsed, self._head = _parse_head(head), head
-        status, length, retry_after_s, endpoint, close = self._parsed
+        raw = buffer[:end]
+        if raw != self._raw:
+            self._head, self._raw = _parse_head(raw), raw
+        status, length, retry_after_s, endpoint, close = self._head
+        if status < 200:
+            return self._after_interim(buffer[end:])
+        if length < 0:
+            self._buffer, self._chunks = buffer[end:], []
+            return self._in_chunks(self._chunks)
         if len(buffer) < end + length:
             return None
         if len(buffer) > end + length:
@@ -408,23 +701,87 @@ class _Reader:
         self._buffer = b""
         return _Reply(status, buffer[end:], retry_after_s, endpoint, close)
 
+    def _after_interim(self, rest: bytes) -> _Reply | None:
+        self._interim += 1
+        if self._interim > _MAX_INTERIM or self._head.status == 101:
+            raise ConnectionError("it never comes to an answer")
+        self._buffer = b""
+        reply = self.feed(rest) if rest else None
+        if reply is not None:
+            self._interim = 0
+        return reply
 
-def _parse_head(head: bytes) -> tuple[int, int, float | None, str, bool]:
-    first, *lines = head.decode("latin-1").split("\r\n")
+    def _in_chunks(self, chunks: list[bytes]) -> _Reply | None:
+        buffer, at = self._buffer, 0
+        while True:
+            end = buffer.find(b"\r\n", at)
+            self._buffer = buffer[at:]
+            if end < 0:
+                if len(buffer) - at > _MAX_CHUNK_LINE:
+                    raise ConnectionError("the size of a chunk does not end")
+                return None
+            size = _chunk_size(buffer[at:end])
+            if not size:
+                break
+            if sum(map(len, chunks)) + size > _MAX_BODY:
+                raise ConnectionError("the reply is too large")
+            begin, at = end + 2, end + 4 + size
+            if len(buffer) < at:
+                return None
+            if buffer[at - 2 : at] != b"\r\n":
+                raise ConnectionError("a chunk does not end where it should")
+            chunks.append(buffer[begin : at - 2])
+        stop = buffer.find(b"\r\n\r\n", end) + 4  # trailers mean nothing to us
+        if stop < 4:
+            if len(buffer) - end > _MAX_HEAD:
+                raise ConnectionError("its trailers do not end")
+            return None
+        if stop < len(buffer):
+            raise ConnectionError("more came back than was asked for")
+        self._buffer, self._chunks = b"", None
+        return _Reply(self._head.status, b"".join(chunks), self._head.retry_after_s, self._head.endpoint, self._head.close)
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].rstrip()
+    if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
+        raise ConnectionError("a chunk has no size")
+    return int(digits, 16)
+
+
+def _parse_head(raw: bytes) -> _Head:
+    first, *lines = raw.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
-    code = rest[:3]
-    if version not in ("HTTP/1.1", "HTTP/1.0") or not (code.isascii() and code.isdigit() and len(code) == 3):
+    code, after = rest[:3], rest[3:4]
+    if version not in ("HTTP/1.1", "HTTP/1.0") or not (
+        code.isascii() and code.isdigit() and len(code) == 3 and after in ("", " ")
+    ):
         raise ConnectionError(f"what came back is not HTTP/1.1 ({first[:40]!r})")
-    fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
-    length = fields.get("content-length", "")
-    if not (length.isascii() and length.isdigit()) or int(length) > _MAX_BODY:
-        raise ConnectionError(f"a reply {code} {REASONS.get(int(code), '')} came without a usable Content-Length")
+    fields: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines if line):
+        name, value = name.lower(), value.strip()
+        if name in ("content-length", "transfer-encoding") and fields.get(name, value) != value:
+            raise ConnectionError(f"a reply {code} has two lengths")
+        fields[name] = value
+    close = version == "HTTP/1.0" or fields.get("connection", "").lower() == "close"
     try:
         retry_after_s = max(0.0, float(fields["retry-after"]))
     except (KeyError, ValueError):  # it may also be a date; our server does not send one
         retry_after_s = None
-    close = version == "HTTP/1.0" or fields.get("connection", "").lower() == "close"
-    return int(code), int(length), retry_after_s, fields.get(ENDPOINT_HEADER.lower(), ""), close
+    return _Head(int(code), _length(code, fields), retry_after_s, fields.get(ENDPOINT_HEADER.lower(), ""), close)
+
+
+def _length(code: str, fields: Mapping[str, str]) -> int:
+    length, coding = fields.get("content-length"), fields.get("transfer-encoding")
+    if code[0] == "1" and length is coding is None:
+        return 0
+    if coding is not None and length is None and coding.lower() == "chunked":
+        return -1
+    if coding is not None or length is None or not (length.isascii() and length.isdigit()) or len(length) > 18:
+        raise ConnectionError(f"a reply {code} {REASONS.get(int(code), '')} came without a usable Content-Length")
+    if int(length) > _MAX_BODY:
+        raise ConnectionError("the reply is too large")
+    return int(length)
 
 
 class _Wire(asyncio.Protocol):

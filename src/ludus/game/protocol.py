@@ -98,7 +98,7 @@ def refusal_from(status: int, body: bytes) -> Refused:
         last = data.get("last")
         last = last if type(last) is int and 0 <= last <= MAX_SEQ else None
         return Refused(status, str(data["error"]), str(data["message"]), str(data.get("hint", "")), last=last)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Refused(status, "http", f"The server answered {status} {REASONS.get(status, '')}.".replace(" .", "."))
 
 

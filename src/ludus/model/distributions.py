@@ -163,7 +163,8 @@ class Bernoulli:
 
     @staticmethod
     def _log_prob(logits: Tensor, bits: Tensor) -> Tensor:
-        return F.logsigmoid(torch.where(bits, logits, -logits)).sum(dim=-1)
+        # −softplus(−x) is logsigmoid(x); as ONNX the latter would be log(sigmoid(x)), which is −∞ from −88 on.
+        return -F.softplus(torch.where(bits, -logits, logits)).sum(dim=-1)
 
     def to_environment(self, action: Tree) -> Tree:
         return action

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from ludus.errors import UsageError
 from ludus.model import module as modules
 from ludus.model import saved
-from ludus.model.acting import Deciding, Decision, State
+from ludus.model.acting import Acts, ActsSource, Deciding, Decision, State
 from ludus.model.board import BoardReader, stage
 from ludus.model.inference import MAX_BATCH_SIZE, Engine, Inference, Newest
 from ludus.model.policy import Policy
@@ -24,6 +24,9 @@ from ludus.remote.session import Session, current
 from ludus.remote.workers import Crew, RemoteInference
 from ludus.tree import Tree, map_tree
 from ludus.types import Bools
+
+if TYPE_CHECKING:
+    from ludus.model.following import OnnxEngine
 
 get_torch_model_weights = modules.weights_of
 set_torch_model_weights = modules.load_weights
@@ -46,8 +49,10 @@ class Shared:
         self.frozen, self.workers = bool(info["frozen"]), list(info["workers"])
         self.max_batch_size = int(max_batch_size or info["settings"].get("max_batch_size") or MAX_BATCH_SIZE)
         self.reader = BoardReader(Path(info["board"]))
+        self.graph: str | None = info["settings"].get("graph")
+        """The file of the traced model, where onnxruntime executes it."""
         self.shapes = modules.shapes_in(self.reader.read()[1])
-        self._deciding: dict[asyncio.AbstractEventLoop, Deciding[Policy]] = {}
+        self._deciding: dict[asyncio.AbstractEventLoop, Deciding[Acts]] = {}
         self._noise = torch.Generator()
         self._noise.seed()
         self._noise_lock = threading.Lock()
@@ -70,7 +75,17 @@ class Shared:
             return RemoteInference(self.session, self.workers, inputs, self.max_batch_size)
         if self.session.threads is not None:
             torch.set_num_threads(self.session.threads)
-        return Inference(self.build(), inputs, self.reader, self.max_batch_size)
+        inference = Inference(self.build(), inputs, self.reader, self.max_batch_size)
+        if self.graph:
+            inference.engine = self.onnx_engine()
+        return inference
+
+    def onnx_engine(self) -> OnnxEngine:
+        """Another engine by onnxruntime, with the newest weights."""
+        assert self.graph
+        from ludus.model.following import OnnxEngine, read_graph  # onnxruntime is an extra
+
+        return OnnxEngine(self.build(), self.reader, read_graph(self.graph))
 
     @functools.cached_property
     def policy(self) -> Policy:
@@ -86,9 +101,16 @@ class Shared:
                 self._deciding.pop(other, None)
             if self.session.threads is not None:
                 torch.set_num_threads(self.session.threads)
-            source = Newest(Engine(self.build(), self.reader))  # one for each loop: they never wait for each other
-            deciding = self._deciding[loop] = Deciding(source, max_batch_size=self.max_batch_size)
+            deciding = self._deciding[loop] = Deciding(self._source(), max_batch_size=self.max_batch_size)
         return deciding.decide(observation, state, mask, temperature)
+
+    def _source(self) -> ActsSource[Acts]:
+        """One for each loop: they never wait for each other."""
+        if not self.graph:
+            return Newest(Engine(self.build(), self.reader))
+        from ludus.model.following import NewestOnnx
+
+        return NewestOnnx(self.onnx_engine())
 
     async def _decide_there(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> Decision:
         """The same through the workers: noise and initial state come from here, so that a worker needs no memory."""
@@ -119,6 +141,10 @@ class RemoteModel:
     networks, and which `local_mode` asks for even where there are workers. `checkpoint_interval` says after how many versions one is stored durably (None: every ten minutes), and `keep`
     how many of those stay (None: all). Making a model again attaches to it; another model of the same name is refused,
     unless `override_model` is given.
+
+    `use_onnx` lets onnxruntime compute the answers: True or "infer" in float32 ("train" means the same), "quantize" in 8-bit
+    integers. The model is traced and compared with the original where it is made, which takes seconds, and follows
+    new weights like any other. It needs the `serve` extra, and `forward_args` unless the model is a ludus Policy.
     """
 
     def __init__(
@@ -136,13 +162,10 @@ class RemoteModel:
         checkpoint_interval: int | None = None,
         keep: int | None = None,
         override_model: bool = False,
-        use_onnx: Any = None,
+        use_onnx: bool | str | None = None,
     ) -> None:
         _check_numbers(max_batch_size, num_workers, checkpoint_interval, keep)
-        if use_onnx not in (None, False):
-            raise UsageError(
-                f"use_onnx={use_onnx!r}: ONNX inference arrives with serving.", "Leave it out: torch runs the model."
-            )
+        precision = _precision(use_onnx)
         if local_mode and num_workers:
             raise UsageError(f"local_mode=True and num_workers={num_workers} contradict each other.", "Give one of them.")
         self.name = name
@@ -152,13 +175,17 @@ class RemoteModel:
         if model is None:
             given: dict[str, Any] = {"model_args": model_args, "model_kwargs": model_kwargs, "override_model": override_model}
             given |= {"forward_args": forward_args, "forward_kwargs": forward_kwargs}
-            given |= {"checkpoint_interval": checkpoint_interval, "keep": keep}
+            given |= {"checkpoint_interval": checkpoint_interval, "keep": keep, "use_onnx": use_onnx}
             _refuse_for_attaching(name, given)
             info = session.client.call({"op": "model.find", "name": name}) if num_workers or local_mode else None
         else:
             inputs = modules.inputs_of(forward_args, forward_kwargs or {}) if forward_args or forward_kwargs else None
             described = modules.describe(model, model_args, model_kwargs, inputs, session.main_file)
-            settings = {"max_batch_size": max_batch_size}
+            settings: dict[str, Any] = {"max_batch_size": max_batch_size}
+            if precision and (override_model or not _has_graph(session, name, precision)):
+                settings |= _traced(session, described, forward_args, forward_kwargs or {}, precision)
+            elif override_model or use_onnx is False:
+                settings |= {"graph": "", "precision": ""}
             info = _created(session, name, described, override_model, checkpoint_interval, keep, settings)
             session.classes[name] = type(described.module)
         if info is not None:
@@ -306,8 +333,37 @@ def _placed(
             info = {**info, "workers": Crew(session, name, num_workers).paths}
         if local_mode:
             info = {**info, "workers": []}
-        if known is None or anew or ((num_workers or local_mode) and known.workers != info["workers"]):
+        other = known is not None and known.graph != info["settings"].get("graph")
+        if known is None or anew or other or ((num_workers or local_mode) and known.workers != info["workers"]):
             session.shared["model", name] = Shared(session, info, max_batch_size)
+
+
+def _precision(use_onnx: bool | str | None) -> str | None:
+    if use_onnx in (None, False):
+        return None
+    if use_onnx is True or use_onnx in ("infer", "train"):
+        return "float32"
+    if use_onnx == "quantize":
+        return "int8"
+    raise UsageError(f"use_onnx={use_onnx!r} is not known.", 'Use True or "infer" for float32, "quantize" for int8.')
+
+
+def _has_graph(session: Session, name: str, precision: str) -> bool:
+    """Whether another process of the run has traced this model already."""
+    if name not in session.client.call({"op": "names"})["models"]:
+        return False
+    settings = session.client.call({"op": "model.find", "name": name})["settings"]
+    return bool(settings.get("graph")) and settings.get("precision") == precision
+
+
+def _traced(
+    session: Session, described: modules.Described, args: Sequence[Tree], kwargs: Mapping[str, Tree], precision: str
+) -> dict[str, Any]:
+    """Trace and check a model, and lay the result where all processes of the run find it. Raises UsageError."""
+    from ludus.model.following import Graph, write_graph  # onnxruntime is an extra
+
+    graph = Graph.of(described.module, described.description.get("inputs"), args, kwargs, precision)
+    return {"graph": str(write_graph(Path(session.place.staging).parent, graph)), "precision": precision}
 
 
 def _created(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.model.batching import Batcher
@@ -72,8 +72,15 @@ def work(context: Context, ticket: Ticket, name: str, path: str) -> None:
     torch.set_num_threads(ticket.threads or 1)
     info = session.client.call({"op": "model.find", "name": name})
     module = model_from(info["description"], session.classes.get(name.split("/")[0]))
-    engine = Engine(module, BoardReader(Path(info["board"])))
+    reader, graph = BoardReader(Path(info["board"])), info["settings"].get("graph")
+    engine = _onnx_engine(module, reader, graph) if graph else Engine(module, reader)
     asyncio.run(_serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256)))
+
+
+def _onnx_engine(module: nn.Module, reader: BoardReader, graph: str) -> Engine:
+    from ludus.model.following import OnnxEngine, read_graph  # onnxruntime is an extra
+
+    return OnnxEngine(module, reader, read_graph(graph))
 
 
 async def _serve(context: Context, engine: Engine, path: Path, max_rows: int) -> None:
@@ -143,10 +150,10 @@ class _Worker:
 
 
 def _arrays(outputs: Any, count: int) -> Tree:
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, (Tensor, np.ndarray)):
         if outputs.ndim == 0 or outputs.shape[0] != count:
             rows_of(outputs, count)  # says what is wrong
-        return outputs.detach().cpu().numpy()
+        return outputs.detach().cpu().numpy() if isinstance(outputs, Tensor) else outputs
     if isinstance(outputs, Mapping):
         return {str(key): _arrays(item, count) for key, item in outputs.items()}
     if isinstance(outputs, (tuple, list)):

@@ -220,7 +220,7 @@ async def _worker(
             await asyncio.wait_for(stop.wait(), _BEAT_S)
     gateway.drain()
     drained_by = loop.time() + settings.drain_s
-    while len(gateway.sessions) and loop.time() < drained_by:
+    while loop.time() < drained_by and await gateway.in_play():
         context.beat()
         await asyncio.sleep(_DRAINED_S)
     await gateway.close()

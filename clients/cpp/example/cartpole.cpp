@@ -1,0 +1,107 @@
+// CartPole, written in C++, played by a Ludus server in the raw format: 4 floats out, 1 action in.
+//
+//     ludus train -f examples/cartpole_http/cartpole.yaml      # learns from whoever plays
+//     make && ./cartpole 127.0.0.1 8000 2000 10000             # host, port, matches, deadline in ms: while it learns we wait
+//
+//     ludus serve examples/cartpole_http/cartpole.yaml         # what was learned
+//     ./cartpole 127.0.0.1 8000 10
+//
+// It prints the length of every match and the mean; 500 frames are the most. A bot that does not answer within the deadline
+// pushes as it did before.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "../ludus.hpp"
+
+namespace {
+
+// The pole of Barto, Sutton and Anderson (1983), by Euler's method.
+class CartPole {
+public:
+    explicit CartPole(unsigned seed) : state_(), random_(seed) {
+        std::uniform_real_distribution<float> near_zero(-0.05f, 0.05f);
+        for (float& value : state_) value = near_zero(random_);
+    }
+
+    void push(bool right) {
+        const float gravity = 9.8f, cart = 1.0f, pole = 0.1f, half_length = 0.5f, force = 10.0f, seconds = 0.02f;
+        const float total = cart + pole, moment = pole * half_length;
+        float& x = state_[0];
+        float& speed = state_[1];
+        float& angle = state_[2];
+        float& turn = state_[3];
+        const float sine = std::sin(angle), cosine = std::cos(angle);
+        const float pressed = ((right ? force : -force) + moment * turn * turn * sine) / total;
+        const float turning = (gravity * sine - cosine * pressed) / (half_length * (4.0f / 3.0f - pole * cosine * cosine / total));
+        const float pushed = pressed - moment * turning * cosine / total;
+        x += seconds * speed;
+        speed += seconds * pushed;
+        angle += seconds * turn;
+        turn += seconds * turning;
+    }
+
+    bool fallen() const { return std::fabs(state_[0]) > 2.4f || std::fabs(state_[2]) > 12.0f * 3.14159265f / 180.0f; }
+    const float* seen() const { return state_; }
+
+private:
+    float state_[4];
+    std::mt19937 random_;
+};
+
+const int most_frames = 500;
+
+int fail(const char* what, const ludus::Reply& reply) {
+    std::fprintf(stderr, "%s: %s %s\n", what, reply.message.c_str(), reply.hint.c_str());
+    return -1;
+}
+
+// How long the pole stood; below 0: it could not be played.
+int play(ludus::Client& client, unsigned seed) {
+    CartPole game(seed);
+    ludus::Session session;
+    ludus::Reply reply;
+    ludus::RawWriter out;
+    if (!client.start(session, ludus::raw_start(), reply)) return fail("start", reply);
+    int frames = 0;
+    while (frames < most_frames && !game.fallen()) {
+        out.begin(frames ? 1.0f : 0.0f).f32s(game.seen(), 4);  // the reward is that of the push before
+        if (!client.tick(session, out.body(), reply)) return fail("tick", reply);
+        ludus::RawReader action(reply.body);
+        const bool right = action.i64() == 1;
+        if (!action.ok() || action.left()) {
+            std::fprintf(stderr, "tick: the action has %zu bytes. Are these the spaces of CartPole?\n", reply.body.size());
+            return -1;
+        }
+        game.push(right);
+        ++frames;
+    }
+    out.begin(1.0f, game.fallen(), !game.fallen()).f32s(game.seen(), 4);
+    if (!client.end(session, out.body(), reply)) return fail("end", reply);
+    if (session.missed()) std::printf("(%llu late) ", static_cast<unsigned long long>(session.missed()));
+    return frames;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    ludus::Options options;
+    if (count > 1) options.host = words[1];
+    if (count > 2) options.port = static_cast<std::uint16_t>(std::atoi(words[2]));
+    const int matches = count > 3 ? std::atoi(words[3]) : 10;
+    if (const char* token = std::getenv("LUDUS_TOKEN")) options.token = token;
+    options.deadline_ms = count > 4 ? std::atoi(words[4]) : 20;  // a frame of the physics
+    options.fallback = ludus::Fallback::Repeat;
+    options.default_body = std::string(8, '\0');  // push to the left
+    ludus::Client client(options);
+    double sum = 0;
+    for (int match = 0; match < matches; ++match) {
+        const int frames = play(client, static_cast<unsigned>(match));
+        if (frames < 0) return 1;
+        std::printf("match %d: %d frames\n", match + 1, frames);
+        sum += frames;
+    }
+    if (matches > 0) std::printf("mean %.1f frames, %llu ticks late\n", sum / matches, static_cast<unsigned long long>(client.missed()));
+    return 0;
+}

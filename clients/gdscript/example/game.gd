@@ -1,0 +1,139 @@
+# A pole stands on a cart, by the engine's own physics, and falls unless somebody pushes the cart the right way.
+#
+#     godot3 --path clients/gdscript/example --keys                                        you play: the arrow keys
+#     ludus train -f examples/cartpole_http/cartpole.yaml                                  then, as fast as it can:
+#     godot3-server --path clients/gdscript/example --fixed-fps 60 --matches=3000
+#     ludus serve RUN                                                                      then, live:
+#     godot3 --path clients/gdscript/example --deadline=12
+#
+# In training every action counts, so the game waits for each of them. Live (--deadline, in milliseconds) it never waits longer
+# than a frame allows: a late action is replaced by the one before.
+extends Node2D
+
+const Ludus = preload("res://ludus.gd")
+const METRE = 100.0
+const PUSH = 10.0
+const LIMIT = 500
+
+var options = {"url": "http://127.0.0.1:8000", "token": "", "matches": "1", "deadline": "0", "seed": "0"}
+var keys = false
+var ludus
+var random = RandomNumberGenerator.new()
+var cart
+var pole
+var frames = 0
+var matches = 0
+
+
+class Cart extends RigidBody2D:
+	# On its rail, whatever pulls at it.
+	func _integrate_forces(state):
+		state.linear_velocity.y = 0
+		state.transform.origin.y = 0
+
+
+func _ready():
+	for argument in OS.get_cmdline_args():
+		var parts = argument.trim_prefix("--").split("=")
+		keys = keys or argument == "--keys"
+		if parts.size() == 2 and options.has(parts[0]):
+			options[parts[0]] = parts[1]
+	random.seed = int(options["seed"])
+	var asked = {"token": options["token"]}
+	if int(options["deadline"]) > 0:
+		asked["deadline_ms"] = int(options["deadline"])
+		asked["fallback"] = "repeat"
+		asked["default"] = PoolByteArray([0, 0, 0, 0, 0, 0, 0, 0])  # to the left: an action of this game is an int64
+	ludus = Ludus.new(options["url"], asked)
+	position = Vector2(512, 400)
+	begin()
+
+
+func begin():
+	for body in [cart, pole]:
+		if body != null:
+			body.free()
+	cart = Cart.new()
+	cart.mode = RigidBody2D.MODE_CHARACTER
+	cart.gravity_scale = 0
+	pole = RigidBody2D.new()
+	pole.mass = 0.1
+	pole.position = Vector2(0, -METRE / 2)
+	pole.angular_velocity = random.randf_range(-0.05, 0.05)
+	for body in [cart, pole]:
+		var shape = CollisionShape2D.new()
+		shape.shape = RectangleShape2D.new()
+		shape.shape.extents = Vector2(20, 10) if body == cart else Vector2(2, METRE / 2)
+		body.add_child(shape)
+		body.collision_layer = 0
+		body.collision_mask = 0
+		body.linear_damp = 0
+		body.angular_damp = 0
+		body.can_sleep = false
+		add_child(body)
+	var joint = PinJoint2D.new()
+	cart.add_child(joint)
+	joint.node_a = cart.get_path()
+	joint.node_b = pole.get_path()
+	frames = 0
+	if not keys and not ludus.start({}, Ludus.raw_start()):
+		give_up()
+
+
+func _physics_process(_delta):
+	if fell() or frames >= LIMIT:
+		finish()
+		return
+	var action = 0
+	if keys:
+		action = 1 if Input.is_action_pressed("ui_right") else 0
+	elif not ludus.tick(seen(0.0 if frames == 0 else 1.0, false)):
+		if ludus.error == "lost":
+			begin()
+		else:
+			give_up()
+		return
+	else:
+		action = Ludus.raw_read(ludus.reply).get_64()
+	cart.applied_force = Vector2(PUSH * METRE * (1 if action == 1 else -1), 0)
+	frames += 1
+	update()
+
+
+func fell() -> bool:
+	return abs(cart.position.x) > 2.4 * METRE or abs(pole.rotation) > 0.21
+
+
+# What the agent sees, as the raw format has it. The reward is that of the action before.
+func seen(reward: float, last: bool) -> PoolByteArray:
+	var buffer = Ludus.raw_begin(reward, last and fell(), last and not fell())
+	buffer.put_float(cart.position.x / METRE)
+	buffer.put_float(cart.linear_velocity.x / METRE)
+	buffer.put_float(pole.rotation)
+	buffer.put_float(pole.angular_velocity)
+	return Ludus.raw_end(buffer)
+
+
+func finish():
+	matches += 1
+	print("match %d: %d frames, %d missed" % [matches, frames, ludus.missed])
+	if not keys and not ludus.end(seen(1.0, true)) and ludus.error != "lost":
+		give_up()
+	elif matches >= int(options["matches"]):
+		get_tree().quit()
+	else:
+		begin()
+
+
+func give_up():
+	printerr("%s %s %s" % [ludus.error, ludus.message, ludus.hint])
+	set_physics_process(false)
+	OS.exit_code = 1
+	get_tree().quit()
+
+
+func _draw():
+	draw_line(Vector2(-2.4 * METRE, 0), Vector2(2.4 * METRE, 0), Color.gray, 2)
+	if cart != null:
+		draw_rect(Rect2(cart.position - Vector2(20, 10), Vector2(40, 20)), Color.steelblue)
+		draw_line(cart.position, cart.position + Vector2(0, -METRE).rotated(pole.rotation), Color.orange, 5)

@@ -1,0 +1,170 @@
+"""A model of a run that onnxruntime executes: traced and checked once, where it is made; then it follows new weights everywhere.
+
+graph = Graph.of(module, inputs, args, kwargs, int8=False)      # raises UsageError when it does not do what the module does
+engine = OnnxEngine(module, reader, graph)
+outputs, version = engine.run(structure, leaves, rows)
+"""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ludus.errors import Damaged, UsageError
+from ludus.model import export, parity
+from ludus.model.export import Feed, named
+from ludus.model.inference import Engine, Versions, unflatten
+from ludus.model.onnx import OnnxModule, OnnxPolicy
+from ludus.model.policy import Policy
+from ludus.spaces import array_spec
+from ludus.store.local import LocalStore
+from ludus.tree import Array, Tree, decode, encode, map_tree
+
+FLOAT32, INT8 = "float32", "int8"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The traced model with the weights it had then, and typical inputs for int8 (none: float32)."""
+
+    model: bytes
+    calibration: tuple[Feed, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        inputs: Mapping[str, Any] | None,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        precision: str,
+    ) -> Graph:
+        """Trace and check. A policy needs no declared inputs; `args` and `kwargs` are the examples of another module's."""
+        if isinstance(module, Policy):
+            return cls._of_policy(module, precision)
+        if not inputs or not (inputs["args"] or inputs["kwargs"]):
+            raise UsageError("use_onnx needs to know the inputs.", "Give examples of them: forward_args=(…).")
+        graph = cls(export.export_module(module, inputs))
+        feeds = parity.module_feeds(args, kwargs)
+        arguments = export.arguments_of(inputs)
+        _refuse(type(module).__name__, parity.verify_module(module, graph.model, feeds, arguments))
+        if precision == INT8:
+            graph = cls(graph.model, tuple(feeds[:8]))
+            _refuse(type(module).__name__, parity.verify_module(module, graph.ready(), feeds, arguments), "use_onnx=True")
+        return graph
+
+    @classmethod
+    def _of_policy(cls, policy: Policy, precision: str) -> Graph:
+        model, report = export.artefact(policy)
+        _refuse("The policy", report.reasons)
+        if precision == FLOAT32:
+            return cls(model)
+        graph = cls(model, tuple(parity.calibration_of(policy)))
+        error = parity.rounding_error(policy, graph.ready())
+        if not error <= parity.INT8_ERROR:
+            _refuse("The policy", [f"rounding changes the logits by {error:.1%} of how much they vary"], "use_onnx=True")
+        return graph
+
+    def ready(self, weights: Mapping[str, Array] | None = None) -> bytes:
+        """The model as it is executed, with these weights."""
+        model = self.model if weights is None else export.with_weights(self.model, weights)
+        return export.quantize(model, self.calibration) if self.calibration else model
+
+    def encode(self) -> bytes:
+        return encode({"model": np.frombuffer(self.model, np.uint8), "calibration": self.calibration})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Graph:
+        """Raises Damaged."""
+        tree, _ = decode(data)
+        try:
+            return cls(tree["model"].tobytes(), tuple(tree["calibration"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"This is not a traced model: {error!r}.") from error
+
+
+def write_graph(directory: Path, graph: Graph) -> Path:
+    """A file of its own below `directory`, seen whole or not at all. Raises StoreFull."""
+    store, name = LocalStore(directory), f"graph-{uuid.uuid4().hex}"
+    store.put(name, graph.encode())
+    return directory / name
+
+
+def read_graph(path: str) -> Graph:
+    """Raises NotFound, Damaged."""
+    file = Path(path)
+    return Graph.decode(LocalStore(file.parent).get(file.name))
+
+
+def _refuse(what: str, reasons: Sequence[str], instead: str = "leave use_onnx out") -> None:
+    if reasons:
+        raise UsageError(
+            f"{what} as ONNX does not do what it does in PyTorch: {'; '.join(reasons)}.", f"Use it as it is: {instead}."
+        )
+
+
+class OnnxEngine(Engine):
+    """An `Engine` whose batches onnxruntime computes. The module itself only says what it is."""
+
+    def __init__(self, module: nn.Module, versions: Versions, graph: Graph) -> None:
+        super().__init__(module, versions)
+        self._graph, self._following = graph, versions
+        self._runner: OnnxPolicy | OnnxModule | None = None
+        self._signature = inspect.signature(Policy.step) if isinstance(module, Policy) else None
+
+    def refresh_if_newer(self) -> None:
+        if self._runner is not None and self._following.version == self.version:
+            return
+        version, weights = self._following.read()
+        data = self._graph.ready(weights)
+        self._runner = OnnxPolicy(data) if self._signature else OnnxModule(data)
+        self.version = version
+
+    def run(self, structure: Hashable, leaves: list[Array], count: int) -> tuple[Any, int]:
+        with self.lock:
+            self.refresh_if_newer()
+            self.batches += 1
+            self.rows += count
+            args, kwargs = unflatten(structure, list(leaves))
+            runner = self._runner
+            if isinstance(runner, OnnxPolicy):
+                return self._step(runner, args, kwargs), self.version
+            assert runner is not None
+            feed: Feed = dict(named("args", args)) | dict(named("kwargs", kwargs))
+            return runner({name: feed[name] for name in runner.inputs}), self.version
+
+    def _step(self, policy: OnnxPolicy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """`Policy.step`, whose arguments these are."""
+        assert self._signature is not None
+        given = self._signature.bind(None, *args, **kwargs).arguments
+        state, first = given.get("state", ()), given.get("first")
+        if first is not None:
+            state = tuple(part * ~first.astype(np.bool_)[:, None] for part in state)
+        specs = array_spec(policy.observation_space)
+        seen = map_tree(lambda spec, x: x.astype(spec.dtype, copy=False), specs, given["observation"])
+        acted = policy.act(seen, state, given.get("mask"), given.get("noise"))
+        return acted.chosen, acted.log_prob, acted.value, acted.state
+
+
+class NewestOnnx:
+    """An engine's policy as a source of players: the newest weights each time it is asked. For one event loop alone."""
+
+    def __init__(self, engine: OnnxEngine) -> None:
+        self._engine = engine
+
+    def newest(self) -> tuple[OnnxPolicy, int]:
+        with self._engine.lock:
+            self._engine.refresh_if_newer()
+            if not isinstance(self._engine._runner, OnnxPolicy):
+                raise UsageError(
+                    f"{type(self._engine.module).__name__} does not choose actions by itself.",
+                    "Use forward(), or give a ludus Policy.",
+                )
+            return self._engine._runner, self._engine.version

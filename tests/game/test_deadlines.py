@@ -1,0 +1,291 @@
+"""Deadlines, fallbacks and finding one's place again: what all clients promise, held by the Python client, blocking and async."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+
+from ludus.actor.gateway import GatewaySettings
+from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
+from ludus.game.client import AsyncClient, Client
+from tests.clients.contract import Bot, Contract, HostileContract, actor
+from tests.clients.driving import Driver, Outcome
+from tests.clients.hostile import OK, Wire, answering, wire
+from tests.serving import Served, gateway
+
+_LOST = {"unknown_session", "session_lost", "actor_failed", "actor_timeout"}
+
+
+class Played(Driver):
+    """The client in this process, led like those of other languages."""
+
+    def __init__(self, form: Literal["blocking", "async"], retries: int = 2) -> None:
+        self._form, self._retries = form, retries
+        self._runner = asyncio.Runner()
+        self._client: Client | AsyncClient | None = None
+        self._session = ""
+        self.other = []
+
+    def do(self, command: str, body: bytes | None = None, **more: Any) -> Outcome:
+        if command == "open":
+            self._missed = 0
+        before, began = self._count(), time.monotonic()
+        status, word, hint = 0, "-", ""
+        try:
+            kind, said = "ok", self._call(command, body or b"", more)
+        except LudusError as error:
+            kind, said, hint = _kind(error), error.message.encode(), error.hint
+            if isinstance(error, Refused):
+                status, word = error.status, error.error
+        self._missed += self._count() - before
+        told = {"status": str(status), "word": word, "hint": "x" + hint.encode().hex(), "missed": str(self._missed)}
+        flag = str(int(self._count() > before))
+        return Outcome(kind, said, {**told, "flag": flag, "ms": str(1e3 * (time.monotonic() - began))})
+
+    def _count(self) -> int:
+        return 0 if self._client is None else self._client.missed
+
+    def _run(self, result: Any) -> Any:
+        return self._runner.run(result) if self._form == "async" else result
+
+    def _call(self, command: str, body: bytes, more: dict[str, Any]) -> bytes:
+        if command == "open":
+            self._open(more)
+            return b""
+        client = self._client
+        assert client is not None
+        if command == "spec":
+            return str(self._run(client.spec())).replace("'", '"').encode()
+        if command == "start":
+            self._missed = 0
+            self._session = more.pop("session", uuid.uuid4().hex)
+            return bytes(self._run(client.start(self._session, body, **more)))
+        if command == "end":
+            return bytes(self._run(client.end(self._session, body)))
+        if command == "raw":
+            body = struct.pack("<fI2fqBid2B3B", -1.5, 2 | 4, 0.25, -3.0, -2, 200, 7, 0.1, 1, 2, 1, 0, 1)
+        deadline_s = more["deadline_ms"] / 1e3 if "deadline_ms" in more else None
+        return bytes(self._run(client.tick(self._session, body, deadline_s)))
+
+    def _open(self, more: dict[str, Any]) -> None:
+        self.close()
+        make: Callable[..., Client | AsyncClient] = Client if self._form == "blocking" else AsyncClient
+
+        async def made() -> Client | AsyncClient:
+            return make(
+                more["url"],
+                more.get("token"),
+                more.get("timeout_ms", 10_000) / 1e3,
+                self._retries,
+                deadline_s=more.get("deadline_ms", 10_000) / 1e3,
+                fallback=more.get("fallback", "error"),
+                default=bytes.fromhex(more["default"]) if "default" in more else None,
+                cafile=str(more["certificate"]) if "certificate" in more else None,
+            )
+
+        self._client = self._runner.run(made())
+        self._missed = 0
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            self._run(client.close())
+
+    @contextlib.contextmanager
+    def until_the_end(self) -> Iterator[Played]:
+        with self._runner:
+            yield self
+            self.close()
+
+
+def _kind(error: LudusError) -> str:
+    if isinstance(error, Refused):
+        return "lost" if error.error in _LOST else "refused"
+    kinds = {DeadlineMissed: "deadline", Unreachable: "unreachable", UsageError: "usage"}
+    return kinds[type(error)]
+
+
+class _Python(Contract):
+    """As in other languages, with two differences, from the times before there were deadlines."""
+
+    def test_a_session_that_the_server_lost_is_told_apart(self, driver: Driver, served: Served) -> None:
+        """The client forgets it at once."""
+        driver.open(served.url, fallback="default", default="00")
+        driver.ok("start")
+        assert driver.do("tick", b"raise").refusal == ("lost", 500, "actor_failed")
+        assert driver.do("tick", b"x").refusal == ("lost", 404, "unknown_session")
+        assert driver.ok("start", session="again") == b"started again  "
+
+    def test_start_and_end_have_no_fallback(self, driver: Driver, between: Wire) -> None:
+        """The time-out is that of an attempt."""
+        driver.open(between.url, fallback="default", default="00", timeout_ms=100, deadline_ms=5000)
+        between.plan(*["swallow request"] * 3)
+        assert driver.do("start").kind == "unreachable"
+        driver.ok("start")
+        assert driver.ok("tick", b"a") == b"1 a"
+        between.plan(*["swallow reply"] * 3)
+        assert driver.do("end", b"bye").kind == "unreachable"
+        assert driver.ok("end", b"bye") == b"ended 1 bye"
+        assert len(set(between.requests[-4:])) == 1
+
+
+class TestBlocking(_Python):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> Iterator[Driver]:
+        with Played("blocking").until_the_end() as played:
+            yield played
+
+
+class TestAsync(_Python):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> Iterator[Driver]:
+        with Played("async").until_the_end() as played:
+            yield played
+
+
+class TestBlockingAgainstHostileServers(HostileContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> Iterator[Driver]:
+        with Played("blocking", retries=1).until_the_end() as played:
+            yield played
+
+
+class TestAsyncAgainstHostileServers(HostileContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> Iterator[Driver]:
+        with Played("async", retries=1).until_the_end() as played:
+            yield played
+
+
+# -- what only this client has
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    Bot.patience.clear()
+    with gateway(actor, GatewaySettings()) as served:
+        yield served
+    Bot.patience.set()
+
+
+def test_missed_ticks_are_counted_for_the_client_and_for_each_session(served: Served) -> None:
+    with Client(served.url, deadline_s=0.05, fallback="default", default=b"nothing") as client:
+        for name in ("a", "b"):
+            client.start(name)
+        assert client.tick("a", b"wait") == b"nothing"
+        assert client.tick("a", b"wait") == b"nothing"
+        assert client.tick("b", b"x", deadline_s=10.0) == b"1 x"
+        assert (client.missed, client.missed_of("a"), client.missed_of("b"), client.missed_of("c")) == (2, 2, 0, 0)
+        Bot.patience.set()
+        client.end("a")
+        assert (client.missed, client.missed_of("a")) == (2, 0)
+
+
+def test_a_tick_without_a_deadline_after_a_missed_one_finds_its_place(served: Served) -> None:
+    with Client(served.url) as client:
+        client.start("a")
+        with pytest.raises(DeadlineMissed) as missed:
+            client.tick("a", b"wait", deadline_s=0.05)
+        assert missed.value.hint == "The session goes on with the next tick."
+        threading.Timer(0.1, Bot.patience.set).start()
+        assert client.tick("a", b"x") == b"2 x"
+        assert client.tick("a", b"y") == b"3 y"
+
+
+def test_a_deadline_helps_after_a_tick_that_had_none_was_never_answered(served: Served) -> None:
+    with wire(served.port) as between, Client(between.url, timeout_s=0.05, retries=0) as client:
+        client.start("a")
+        between.plan("swallow reply")
+        with pytest.raises(Unreachable):
+            client.tick("a", b"x")
+        with pytest.raises(Unreachable, match="never answered"):
+            client.tick("a", b"y")
+        assert client.tick("a", b"y", deadline_s=10.0) == b"2 y"
+
+
+def test_the_end_waits_for_a_tick_without_a_deadline_that_is_still_being_computed(served: Served) -> None:
+    with wire(served.port) as between, Client(between.url, timeout_s=0.3, retries=0) as client:
+        client.start("a")
+        with pytest.raises(Unreachable):
+            client.tick("a", b"wait")
+        threading.Timer(0.1, Bot.patience.set).start()
+        assert client.end("a") == b"ended 1 "
+
+
+def test_a_tick_of_one_task_does_not_wait_longer_for_the_connection_than_its_deadline(served: Served) -> None:
+    async def play() -> tuple[bytes, bytes, bytes]:
+        async with AsyncClient(served.url, fallback="default", default=b"nothing") as client:
+            await client.start("slow")
+            await client.start("hasty")
+            slow = asyncio.create_task(client.tick("slow", b"wait"))
+            while served.gateway.sessions.requests < 3:
+                await asyncio.sleep(0.005)
+            hasty = await client.tick("hasty", b"x", deadline_s=0.05)
+            assert client.missed_of("hasty") == 1
+            Bot.patience.set()
+            return await slow, hasty, await client.tick("hasty", b"y", deadline_s=10.0)
+
+    assert asyncio.run(play()) == (b"1 wait", b"nothing", b"1 y")
+
+
+def test_a_cancelled_tick_with_a_deadline_does_not_answer_the_next_one(served: Served) -> None:
+    async def play() -> bytes:
+        async with AsyncClient(served.url, deadline_s=10.0) as client:
+            await client.start("a")
+            task = asyncio.create_task(client.tick("a", b"wait"))
+            while served.gateway.sessions.requests < 2:
+                await asyncio.sleep(0.005)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            Bot.patience.set()
+            return await client.tick("a", b"next")
+
+    assert asyncio.run(play()) == b"2 next"
+
+
+@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"504 Gateway Timeout", b"503 Service Unavailable"])
+def test_a_proxy_that_does_not_reach_the_server_costs_a_tick(status: bytes) -> None:
+    page = b"HTTP/1.1 %b\r\nContent-Length: 6\r\n\r\n<html>" % status
+    with answering(OK, page) as server, Client(server.url, retries=0, deadline_s=5.0, fallback="default", default=b"") as client:
+        client.start("a")
+        assert client.tick("a", b"x") == b""
+        assert client.missed == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"deadline_s": 0},
+        {"deadline_s": float("nan")},
+        {"deadline_s": float("inf")},
+        {"fallback": "Repeat"},
+        {"fallback": "default"},
+        {"cafile": "/nowhere"},
+        {"url": "https://host", "cafile": "/nowhere"},
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Client(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"version": -1}, {"temperature": -0.5}, {"temperature": float("nan")}, {"model": "a\nb"}])
+def test_impossible_wishes_are_refused(wrong: dict[str, Any]) -> None:
+    with Client("http://127.0.0.1:9") as client, pytest.raises(UsageError):
+        client.start("a", **wrong)
+
+
+def test_the_direct_way_may_be_a_safe_one() -> None:
+    Client("https://host", direct=True).close()

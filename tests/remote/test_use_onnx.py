@@ -1,0 +1,143 @@
+"""RemoteModel(use_onnx=…): onnxruntime answers, and follows whatever is published."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ludus
+from ludus.errors import UsageError
+from ludus.model.following import OnnxEngine
+from ludus.model.inference import Inference
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+from ludus.remote.session import Session
+from tests.remote.parts import Scale
+
+X = np.linspace(-1, 1, 4, dtype=np.float32)
+
+
+class Small(nn.Module):
+    """At the top level of a module, where worker processes find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
+        return {"logits": y, "best": y.argmax(dim=-1)}
+
+
+def policy() -> Policy:
+    return Policy(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3), NetworkConfig(core="gru", cell_size=8, fcnet_hiddens=(8,)))
+
+
+def by_torch(model: ludus.RemoteModel, x: Any) -> Any:
+    with torch.inference_mode():
+        return model.get_model().eval()(torch.from_numpy(x[None]))["logits"][0].numpy()
+
+
+def published(model: ludus.RemoteModel, seed: int) -> int:
+    random = np.random.default_rng(seed)
+    weights = ludus.get_torch_model_weights(model.get_model())
+    return model.publish_weights({k: random.normal(size=v.shape).astype(v.dtype) for k, v in weights.items()})
+
+
+async def asked(model: ludus.RemoteModel) -> tuple[Any, int]:
+    return await model.forward_versioned(X)
+
+
+def check_follows(model: ludus.RemoteModel, atol: float) -> None:
+    """The answers are those of torch with the newest weights, and say so."""
+    for seed in range(3):
+        version = published(model, seed)
+        answer, seen = asyncio.run(asked(model))
+        assert seen == version == model.version
+        expected = by_torch(model, X)
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(answer["logits"], expected, atol=atol * np.abs(expected).max())
+        np.testing.assert_allclose(model(X)["logits"], answer["logits"], atol=1e-6)
+
+
+def test_a_module_is_run_by_onnxruntime_and_follows_new_weights(run: Session) -> None:
+    model = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx=True)
+    inference = model._shared.asked
+    assert isinstance(inference, Inference)
+    assert isinstance(inference.engine, OnnxEngine)
+    np.testing.assert_allclose(model(X)["logits"], by_torch(model, X), atol=1e-5)
+    assert model(X)["best"].dtype == np.int64
+    check_follows(model, 1e-5)
+    assert ludus.RemoteModel("small")._shared is model._shared
+    again = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx="train")  # made already: not traced again
+    assert again._shared.graph == model._shared.graph
+    frozen = model.clone()
+    before = frozen(X)["logits"]
+    published(model, 7)
+    assert frozen._shared.graph == model._shared.graph
+    np.testing.assert_array_equal(frozen(X)["logits"], before)
+    assert np.abs(model(X)["logits"] - before).max() > 0.1
+
+
+def test_int8_follows_new_weights(run: Session) -> None:
+    model = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx="quantize")
+    check_follows(model, 0.1)
+    assert np.abs(model(X)["logits"] - by_torch(model, X)).max() > 1e-6  # it is int8 that answers
+
+
+def test_a_policy_decides_as_in_torch(run: Session) -> None:
+    made = policy()
+    model = ludus.RemoteModel("agent", made, use_onnx=True)
+
+    async def play(deterministic: float) -> list[Any]:
+        one = await model.decide(X, temperature=deterministic)
+        return [one, await model.decide(X, one.state, np.array([True, False, True]), temperature=deterministic)]
+
+    for seed in range(2):
+        version = published(model, seed)
+        now = model.get_model()
+        assert isinstance(now, Policy)
+        one, two = asyncio.run(play(0.0))
+        first = now.act(X[None], (np.zeros((1, 8), np.float32),))
+        second = now.act(X[None], first.state, np.array([[True, False, True]]))
+        assert (one.action, two.action, one.version) == (first.action[0], second.action[0], version)
+        np.testing.assert_allclose([one.log_prob, two.log_prob], [first.log_prob[0], second.log_prob[0]], atol=1e-4)
+        np.testing.assert_allclose(two.state[0], second.state[0][0], atol=1e-4)
+        # `forward` takes what Policy.step takes; `first` sets the state back
+        chosen, _, _, after = model(X.astype(np.float64), one.state, np.bool_(True), None, np.zeros(3, np.float32))
+        assert chosen == first.action[0]
+        np.testing.assert_allclose(after[0], first.state[0][0], atol=1e-4)
+    assert {int(d.action) for _ in range(30) for d in asyncio.run(play(50.0))} == {0, 1, 2}
+
+
+def test_another_model_under_the_name_is_another_graph(run: Session) -> None:
+    ludus.RemoteModel("it", Small(), forward_args=(X,), use_onnx=True)
+    plain = ludus.RemoteModel("it", Scale(2.0), forward_args=(X,), override_model=True)
+    np.testing.assert_array_equal(plain(X), 2 * X)
+
+
+def test_what_cannot_be_is_refused_before_anything_is_made(run: Session) -> None:
+    with pytest.raises(UsageError, match="'fast'"):
+        ludus.RemoteModel("a", Small(), forward_args=(X,), use_onnx="fast")
+    with pytest.raises(UsageError, match="forward_args"):
+        ludus.RemoteModel("a", Small(), use_onnx=True)
+    with pytest.raises(UsageError, match="cannot be written as ONNX"):
+        ludus.RemoteModel("a", Scale(), forward_args=(X,), use_onnx=True)
+    assert run.client.call({"op": "names"})["models"] == []
+    ludus.RemoteModel("b", Small())
+    with pytest.raises(UsageError, match="use_onnx"):
+        ludus.RemoteModel("b", use_onnx=True)
+
+
+def test_workers_run_it_too(busy: Session) -> None:
+    model = ludus.RemoteModel("apart", Small(), forward_args=(X,), use_onnx=True, num_workers=1)
+    process = busy.supervisor._processes["inference-apart-0"]
+    process.wait_ready(60)
+    check_follows(model, 1e-5)
+    process.stop()
