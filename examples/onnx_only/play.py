@@ -1,6 +1,6 @@
 """Play CartPole with an exported agent, onnxruntime and NumPy: nothing else is imported.
 
-ludus train --env CartPole-v1 --stop '{"timesteps": 50000}' && ludus export RUN
+ludus train --env CartPole-v1 --stop timesteps=60000 && ludus export RUN
 python examples/onnx_only/play.py RUN/exports/model-000021.onnx
 """
 

@@ -74,6 +74,7 @@ def test_a_run_becomes_a_file_with_its_report(call: Call, run: Path) -> None:
     assert str(file) in out
     report = json.loads(file.with_suffix(".report.json").read_text())
     assert report["passed"]
+    assert report["file"] == file.name
     assert report["decisions"] >= 4000
     assert report["max_logit_difference"] <= 1e-4
     assert report["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()

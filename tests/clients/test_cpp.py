@@ -217,7 +217,7 @@ class TestMore:
     def test_a_start_without_an_answer_may_be_made_again(self, driven: Driver, served: Served) -> None:
         before = served.gateway.sessions.stats.started
         with wire(served.port) as between:
-            driven.open(between.url, timeout_ms=150)
+            driven.open(between.url, timeout_ms=300)
             between.plan("swallow reply")
             assert driven.do("start", b"map").kind == "unreachable"
             assert driven.ok("start", b"map", again=1).startswith(b"started")
@@ -227,7 +227,7 @@ class TestMore:
 
     def test_an_end_without_an_answer_may_be_made_again(self, driven: Driver, served: Served) -> None:
         with wire(served.port) as between:
-            driven.open(between.url, timeout_ms=150)
+            driven.open(between.url, timeout_ms=300)
             driven.ok("start")
             between.plan("swallow reply")
             assert driven.do("end", b"won").kind == "unreachable"

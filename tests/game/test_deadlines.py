@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import struct
 import threading
 import time
@@ -18,7 +19,7 @@ from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, Usage
 from ludus.game.client import AsyncClient, Client
 from tests.clients.contract import Bot, Contract, HostileContract, actor
 from tests.clients.driving import Driver, Outcome
-from tests.clients.hostile import OK, Wire, answering, wire
+from tests.clients.hostile import OK, Wire, answering, listening, read_request, wire
 from tests.serving import Served, gateway
 
 _LOST = {"unknown_session", "session_lost", "actor_failed", "actor_timeout"}
@@ -253,6 +254,27 @@ def test_a_cancelled_tick_with_a_deadline_does_not_answer_the_next_one(served: S
             return await client.tick("a", b"next")
 
     assert asyncio.run(play()) == b"2 next"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_reply_in_chunks_is_read_however_it_is_cut(size: int) -> None:
+    reply = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\na\r\n\r\nb\r\nhello world\r\n0\r\nx: y\r\n\r\n"
+
+    def serve(connected: socket.socket, over: threading.Event) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while read_request(connected) is not None:
+            for at in range(0, len(reply), size):
+                connected.sendall(reply[at : at + size])
+
+    with listening(serve) as port, Client(f"http://127.0.0.1:{port}") as client:
+        assert [client.start("a"), client.tick("a", b"x"), client.end("a")] == [b"a\r\nhello world"] * 3
+
+
+def test_a_flood_of_small_chunks_is_read_in_time() -> None:
+    """Each costs as much as the first."""
+    flood = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\n"
+    with answering(flood) as server, Client(server.url, timeout_s=8.0, retries=0) as client:
+        assert client.start("a") == b"x" * 200_000
 
 
 @pytest.mark.parametrize("status", [b"502 Bad Gateway", b"504 Gateway Timeout", b"503 Service Unavailable"])

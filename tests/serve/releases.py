@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,25 @@ class Twin:
         """The session has moved."""
         ((_, state),) = self.left.values()
         self.left = {0: (made, state if carry else _fresh(made))}
+
+
+class Wanderer:
+    """Plays a session whose version may change: each answer is that of a version, with all that was seen before; versions only
+    go up."""
+
+    def __init__(self, versions: Sequence[Policy]) -> None:
+        self.versions, self.at, self.moves = versions, -1, 0
+        self._state: tuple[Array, ...] = ()
+
+    def check(self, observation: Any, answer: Any) -> bool:
+        for number in range(max(0, self.at), len(self.versions)):
+            made = self.versions[number]
+            acted = made.act(np.array([observation], np.float32), self._state if self.at >= 0 else _fresh(made))
+            if np.allclose(acted.action[0], answer, atol=1e-4):
+                self.moves += 0 <= self.at != number
+                self.at, self._state = number, acted.state
+                return True
+        return False
 
 
 def _fresh(made: Policy) -> tuple[Array, ...]:

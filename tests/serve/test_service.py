@@ -24,6 +24,7 @@ from tests.serve.releases import (
     HUGE,
     SOON_S,
     Twin,
+    Wanderer,
     agent,
     broken,
     current,
@@ -149,44 +150,23 @@ def test_between_models_with_and_without_a_memory_sessions_move_too(one: Path) -
 
 
 class Player(threading.Thread):
-    """Ticks as fast as it can; knows which versions there may be, and that they only go up."""
+    """Ticks as fast as it can."""
 
     def __init__(self, port: int, name: str, versions: list[Policy], stop: threading.Event) -> None:
         super().__init__(daemon=True)
-        self.port, self.id_, self.versions, self.stop = port, name, versions, stop
-        self.ticks, self.moves, self.wrong = 0, 0, ""
+        self.port, self.id_, self.stop = port, name, stop
+        self.played, self.ticks, self.wrong = Wanderer(versions), 0, ""
 
     def run(self) -> None:
-        at, twin = -1, Twin(*self.versions)
         with Match(self.port, self.id_) as match:
             while not self.stop.is_set():
                 seen = observations(1, seed=self.ticks)[0]
                 action = match.tick(seen)
-                if at >= 0:
-                    before = Twin(self.versions[at])
-                    before.left = dict(twin.left)
-                if not twin.check(seen, action):
-                    later = next((n for n in range(at + 1, len(self.versions)) if self._moved(before, n, seen, action)), -1)
-                    if at < 0 or later < 0:
-                        self.wrong = f"{self.id_}: tick {self.ticks}: {action}"
-                        return
-                    twin = Twin(self.versions[later])
-                    ((made, state),) = before.left.values()
-                    twin.left = {later: (self.versions[later], state)}
-                    assert twin.check(seen, action)
-                    self.moves += 1
-                if len(twin.left) == 1:
-                    (at,) = twin.left
-                    if at not in range(len(self.versions)):
-                        at = -1
+                if not self.played.check(seen, action):
+                    self.wrong = f"{self.id_}: tick {self.ticks}: {action}"
+                    return
                 self.ticks += 1
             match.end()
-
-    def _moved(self, before: Twin, to: int, seen: list[float], action: Any) -> bool:
-        moved = Twin(self.versions[to])
-        ((_, state),) = before.left.values()
-        moved.left = {to: (self.versions[to], state)}
-        return moved.check(seen, action)
 
 
 def test_sessions_that_are_being_answered_move_a_little_later_and_nothing_is_lost(one: Path) -> None:
@@ -205,7 +185,7 @@ def test_sessions_that_are_being_answered_move_a_little_later_and_nothing_is_los
         for player in players:
             player.join(SOON_S)
         assert [player.wrong for player in players] == [""] * len(players)
-        assert [player.moves for player in players] == [5] * len(players)
+        assert [player.played.moves for player in players] == [5] * len(players)
         found = metrics(served.port)
         assert total(found, "ludus_sessions_moved_total", how="carried") == 5 * len(players)
         assert total(found, "ludus_errors_total") == 0

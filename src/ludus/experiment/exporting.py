@@ -79,7 +79,8 @@ def export_checkpoint(
     told = Exported(file, file.with_suffix(".report.json"), report, digest)
     store = LocalStore(file.parent)
     # The report first: a file without one must never be seen. The digest tells which file it speaks of.
-    store.put(file.with_suffix(".report.json").name, json.dumps(told.to_json(), indent=1).encode())
+    written = {"file": file.name, "sha256": digest, **report.to_json()}  # both may be moved: no paths in it
+    store.put(file.with_suffix(".report.json").name, json.dumps(written, indent=1).encode())
     store.put(file.name, data)
     return told
 

@@ -672,6 +672,7 @@ class _Reader:
         self._raw = b""  # the head of the reply before, which is mostly that of the next one too
         self._head = _Head(0, 0, None, "", False)
         self._chunks: list[bytes] | None = None  # those of the reply that is being read
+        self._chunked = 0  # their bytes
         self._interim = 0
 
     def feed(self, data: bytes) -> _Reply | None:
@@ -715,31 +716,36 @@ class _Reader:
         buffer, at = self._buffer, 0
         while True:
             end = buffer.find(b"\r\n", at)
-            self._buffer = buffer[at:]
-            if end < 0:
-                if len(buffer) - at > _MAX_CHUNK_LINE:
-                    raise ConnectionError("the size of a chunk does not end")
-                return None
-            size = _chunk_size(buffer[at:end])
-            if not size:
-                break
-            if sum(map(len, chunks)) + size > _MAX_BODY:
+            if end < 0 and len(buffer) - at > _MAX_CHUNK_LINE:
+                raise ConnectionError("the size of a chunk does not end")
+            size = _chunk_size(buffer[at:end]) if end >= 0 else 0
+            self._chunked += size
+            if self._chunked > _MAX_BODY:
                 raise ConnectionError("the reply is too large")
-            begin, at = end + 2, end + 4 + size
-            if len(buffer) < at:
+            begin, after = end + 2, end + 4 + size
+            if end < 0 or (size and len(buffer) < after):
+                self._chunked -= size
+                self._buffer = buffer[at:]
                 return None
-            if buffer[at - 2 : at] != b"\r\n":
+            if not size:
+                return self._after_chunks(buffer[end:], b"".join(chunks))
+            if buffer[after - 2 : after] != b"\r\n":
                 raise ConnectionError("a chunk does not end where it should")
-            chunks.append(buffer[begin : at - 2])
-        stop = buffer.find(b"\r\n\r\n", end) + 4  # trailers mean nothing to us
+            chunks.append(buffer[begin : after - 2])
+            at = after
+
+    def _after_chunks(self, rest: bytes, body: bytes) -> _Reply | None:
+        """Trailers mean nothing to us; an empty line ends them."""
+        stop = rest.find(b"\r\n\r\n") + 4
         if stop < 4:
-            if len(buffer) - end > _MAX_HEAD:
+            if len(rest) > _MAX_HEAD:
                 raise ConnectionError("its trailers do not end")
+            self._buffer = b"0" + rest
             return None
-        if stop < len(buffer):
+        if stop < len(rest):
             raise ConnectionError("more came back than was asked for")
-        self._buffer, self._chunks = b"", None
-        return _Reply(self._head.status, b"".join(chunks), self._head.retry_after_s, self._head.endpoint, self._head.close)
+        self._buffer, self._chunks, self._chunked = b"", None, 0
+        return _Reply(self._head.status, body, self._head.retry_after_s, self._head.endpoint, self._head.close)
 
 
 def _chunk_size(line: bytes) -> int:
