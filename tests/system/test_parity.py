@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +26,7 @@ from ludus.model.policy import Policy
 from ludus.serve.release import Backend
 from ludus.serve.service import Recording, ServiceSettings
 from ludus.tree import Array
-from tests.clients import test_cpp, test_csharp
+from tests.clients import test_cpp, test_csharp, test_gdscript
 from tests.clients.contract import environment
 from tests.clients.driving import CLIENTS, DRIVERS, driver
 from tests.experiment import small
@@ -55,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recurrent agent that has learned something, with normalised observations."""
     where: Path = tmp_path_factory.mktemp("parity") / "run"
     model = {"fcnet_hiddens": [32], "use_lstm": True, "lstm_cell_size": 16}
-    settings = {"train_batch_size": 1024, "minibatch_size": 256, "num_epochs": 4, "lr": 2e-3}
+    settings: dict[str, Any] = {"train_batch_size": 1024, "minibatch_size": 256, "num_epochs": 4, "lr": 2e-3}
     small.train(where, 25, model=model, observation_filter="MeanStdFilter", **settings)
     return where
 
@@ -101,14 +100,11 @@ def python(url: str, where: Path) -> Iterator[Play]:
         yield play
 
 
-def _driven(command: list[str | Path], url: str, where: Path) -> AbstractContextManager[Play]:
-    @contextmanager
-    def playing() -> Iterator[Play]:
-        with driver(command, environment(where)) as driven:
-            driven.open(url)
-            yield lambda kind, session, body: driven.ok(kind, body, **({"session": session} if kind == "start" else {}))
-
-    return playing()
+@contextmanager
+def _driven(command: list[str | Path], url: str, where: Path, *, by_port: bool = False) -> Iterator[Play]:
+    with driver(command, environment(where), by_port=by_port) as driven:
+        driven.open(url)
+        yield lambda kind, session, body: driven.ok(kind, body, **({"session": session} if kind == "start" else {}))
 
 
 def cpp(url: str, where: Path) -> AbstractContextManager[Play]:
@@ -121,11 +117,14 @@ def csharp(url: str, where: Path) -> AbstractContextManager[Play]:
     return _driven([need("mono"), program], url, where)
 
 
-def gdscript(url: str, where: Path) -> AbstractContextManager[Play]:
-    shutil.copy(CLIENTS / "gdscript" / "ludus.gd", where / "ludus.gd")
-    shutil.copy(DRIVERS / "driver.gd", where / "driver.gd")
-    (where / "project.godot").write_text('config_version=4\n[application]\nconfig/name="driver"\n')
-    return _driven([need("godot3-server"), "--path", where, "-s", "driver.gd"], url, where)
+def godot3(url: str, where: Path) -> AbstractContextManager[Play]:
+    test_gdscript.project(where, CLIENTS / "gdscript" / "ludus.gd", DRIVERS / "driver.gd", 4)
+    return _driven([need("godot3-server"), "--path", where, "-s", "driver.gd"], url, where, by_port=True)
+
+
+def godot4(url: str, where: Path) -> AbstractContextManager[Play]:
+    test_gdscript.project(where, CLIENTS / "gdscript" / "godot4" / "ludus.gd", DRIVERS / "driver4.gd", 5)
+    return _driven([need("godot4"), "--headless", "--path", where, "-s", "driver.gd"], url, where, by_port=True)
 
 
 def replayed(play: Play, episodes: list[Episode], name: str) -> list[list[int]]:
@@ -158,7 +157,7 @@ def served(request: pytest.FixtureRequest, run: Path) -> Iterator[Served]:
         yield Served(service.url, request.param)
 
 
-@pytest.mark.parametrize("client", [python, cpp, csharp, gdscript])
+@pytest.mark.parametrize("client", [python, cpp, csharp, godot3, godot4])
 def test_every_backend_acts_through_every_client_as_the_trained_policy(
     served: Served, episodes: list[Episode], client: Callable[[str, Path], AbstractContextManager[Play]], tmp_path: Path
 ) -> None:
