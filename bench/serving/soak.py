@@ -15,6 +15,7 @@ import psutil
 from bench.serving import agents, generator, services
 from bench.serving.generator import Load, percentile_ms
 from bench.serving.process import serving
+from bench.serving.stacks import Stack
 from bench.train import Row
 
 SAMPLE_S = 5.0
@@ -39,10 +40,10 @@ class Watch:
 def _sizes(tree: list[psutil.Process]) -> Row:
     total = {"rss_mb": 0.0, "files": 0, "threads": 0, "processes": 0}
     for process in tree:
-        if process.name() == "load":
-            continue
         try:
             with process.oneshot():
+                if process.name() == "load":
+                    continue
                 total["rss_mb"] += process.memory_info().rss / 1e6
                 total["files"] += process.num_fds()
                 total["threads"] += process.num_threads()
@@ -93,12 +94,14 @@ class Plan:
     backend: str = "torch"
     workers: int = 1
 
+    def stack(self, agent: services.Served) -> Stack:
+        return services.ludus(agent, self.backend, workers=self.workers, pinned=self.workers == 1)
+
 
 def measure(plan: Plan, agent: services.Served, binary: Path, busy: Callable[[], float]) -> Row:
     """Raises ServerFailed."""
     traffic = agents.make_traffic("lstm", [agents.make_policy("lstm", 1)], MATCH)
-    stack = services.ludus(agent, plan.backend, workers=plan.workers, pinned=plan.workers == 1)
-    with serving(stack) as server:
+    with serving(plan.stack(agent)) as server:
         load = Load(traffic, plan.connections, 60 * plan.minutes, "soak", plan.sessions, plan.rate, plan.slice_s)
         watch = Watch(server.tree, load.seconds)
         driven = generator.drive(binary, server, load, busy, watch)

@@ -19,6 +19,7 @@ from bench.serving import agents, generator, services
 from bench.serving.agents import Array, Traffic
 from bench.serving.generator import Driven, Load, percentile_ms
 from bench.serving.process import serving
+from bench.serving.stacks import Stack
 from bench.train import Row
 from ludus.model.policy import Policy
 
@@ -48,6 +49,10 @@ class Plan:
         kept = "kept" if self.live >= self.versions else "moved"
         return f"{kept}, {f'{self.rate:,.0f} ticks/s' if self.rate else 'closed loop'}, {self.workers} worker{'s'[: self.workers - 1]}"
 
+    def stack(self, agent: services.Served) -> Stack:
+        options = ("--follow", "--max-live-versions", str(self.live))
+        return services.ludus(agent, self.backend, options, workers=self.workers, pinned=self.workers == 1)
+
     @property
     def seconds(self) -> float:
         return self.quiet_s + self.gap_s * (self.versions - 1)
@@ -73,10 +78,8 @@ class Drops:
 def measure(plan: Plan, agent: services.Served, policies: list[Policy], binary: Path, busy: Callable[[], float]) -> Row:
     """`agent` is a fresh run with the first of the policies. Raises ServerFailed."""
     traffic = agents.make_traffic("lstm", policies, MATCH)
-    options = ("--follow", "--max-live-versions", str(plan.live))
-    stack = services.ludus(agent, plan.backend, options, workers=plan.workers, pinned=plan.workers == 1)
     drops = Drops(agent.run, policies, plan)
-    with serving(stack) as server:
+    with serving(plan.stack(agent)) as server:
         load = Load(traffic, plan.connections, plan.seconds, "u", plan.sessions, plan.rate, SLICE_S, plan.traced)
         driven = generator.drive(binary, server, load, busy, drops)
     return _row(plan, driven, drops, traffic, policies)

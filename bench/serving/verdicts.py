@@ -63,15 +63,17 @@ def judged(what: str, found: Sequence[float], asked: str) -> Verdict | None:
 
 def verdicts(rows: Sequence[Row], calls: Sequence[Row]) -> list[Verdict]:
     rounds = Rounds(rows)
-    rate, p99 = "requests_per_s", "p99_ms"
+    rate, p99, cpu = "requests_per_s", "p99_ms", "cpu_us_per_request"
     found: list[Verdict | None] = []
     mlp = "ludus serve mlp (torch)"
     found.append(rounds.ratio("service ÷ bare gateway, mlp, 64 connections", rate, mlp, BARE, 64, "≥ 0.8"))
+    found.append(rounds.ratio("the same by CPU µs/request, which others disturb less", cpu, BARE, mlp, 64))
     for call in calls:
         asked = "≥ 1.3" if (call["model"], call["batch"]) == ("mlp", 1) else ""
         what = f"model call, {call['model']}, batch {call['batch']}: ONNX ÷ torch ({call['torch_us']} µs, {call['onnx_us']} µs)"
         found.append(judged(what, [call["ratio"]], asked))
     found.append(rounds.ratio("requests/s, ONNX ÷ torch, mlp, 1 connection", rate, "ludus serve mlp (onnx)", mlp, 1, "≥ 1.3"))
+    found.append(rounds.ratio("the same by CPU µs/request", cpu, mlp, "ludus serve mlp (onnx)", 1))
     for kind in ("mlp", "lstm", "cnn"):
         first = kind == "mlp"
         asked_of = {
@@ -86,6 +88,7 @@ def verdicts(rows: Sequence[Row], calls: Sequence[Row]) -> list[Verdict]:
             for peer, (asked_rate, asked_p99) in asked_of.items():
                 theirs = f"{peer} {kind}"
                 found.append(rounds.ratio(f"requests/s, {ours} ÷ {theirs}, 64 connections", rate, ours, theirs, 64, asked_rate))
+                found.append(rounds.ratio(f"CPU µs/request, {theirs} ÷ {ours}, 64 connections", cpu, theirs, ours, 64))
                 found.append(rounds.ratio(f"p99, {ours} ÷ {theirs}, 64 connections", p99, ours, theirs, 64, asked_p99))
             found.append(rounds.queueing(ours))
     return [verdict for verdict in found if verdict is not None]

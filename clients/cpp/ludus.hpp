@@ -138,7 +138,8 @@ private:
     std::int64_t next_;  // the number of the next request
     std::uint64_t missed_;
     State state_;
-    bool unsure_;      // requests were given up: the server may correct next_
+    // An attempt was never answered. It may still arrive, after any number of others: from then on the server corrects next_.
+    bool unsure_;
     bool has_action_;
     std::string action_;  // the last reply to a tick
     std::string made_id_;
@@ -616,11 +617,12 @@ public:
         // A server may have closed what was idle; and what it says unasked is the answer to nothing.
         if (handle_ != no_handle && wait_for(handle_, true, false, 0)) close();
         if (handle_ == no_handle && !connect(host, port, clock)) return false;
-        if (!send(request, clock) || !receive(max_body, clock, answer, body)) {
+        bool whole;
+        if (!send(request, clock, &whole) || !receive(max_body, clock, answer, body)) {
             close();
             return false;
         }
-        if (answer->close) close();
+        if (answer->close || !whole) close();  // the next request would be taken for the rest of this one
         return true;
     }
 
@@ -700,7 +702,9 @@ private:
         return error == 0 || fail_with(error);
     }
 
-    bool send(const std::string& request, const Clock& clock) {
+    // True also when the answer is there before everything was sent: a refusal.
+    bool send(const std::string& request, const Clock& clock, bool* whole) {
+        *whole = false;
 #ifdef MSG_NOSIGNAL
         const int flags = MSG_NOSIGNAL;
 #else
@@ -723,9 +727,10 @@ private:
             if (interrupted(error)) continue;
             if (!would_block(error)) return fail_with(error);
             int ready = wait_for(handle_, true, true, clock.poll_ms());
-            if (ready == 1) return true;  // it answers before it has heard all: a refusal
+            if (ready == 1) return true;
             if (!ready && clock.over()) return fail("timed out");
         }
+        *whole = true;
         return true;
     }
 
@@ -1048,6 +1053,7 @@ private:
             const std::int64_t number = session.next_;
             compose(kind, session, body, size);
             if (!once(clock, &answer, reply)) {
+                if (!starting) session.unsure_ = true;
                 if (!clock.over() && ++failures <= options_.retries && sleep(clock, detail::retry_pause_ms * (failures - 1)))
                     continue;  // the same number: it counts once
                 if (ticking) give_up(session, number);
@@ -1055,7 +1061,6 @@ private:
             }
             if (answer.status == 200) {
                 session.next_ = number + 1;
-                session.unsure_ = false;
                 return true;
             }
             if (answer.status == 409 && session.unsure_ && !starting && answer.ours) {
@@ -1073,10 +1078,13 @@ private:
                 continue;
             }
             if (not_now(answer.status, answer.ours)) {
+                const bool foreign = answer.status >= 500 && !answer.ours;  // a proxy: the request may have passed it
+                if (foreign && !starting) session.unsure_ = true;
                 ++failures;
                 double pause_ms = answer.retry_after_s < 0 ? detail::retry_pause_ms * failures : answer.retry_after_s * 1000;
                 if (failures <= options_.retries && pause_ms < clock.left_ms() && sleep(clock, static_cast<int>(pause_ms) + 1)) continue;
-                if (ticking && !answer.ours) give_up(session, number);  // a proxy: the request may have passed it
+                if (foreign && ticking) give_up(session, number);
+                if (foreign && answer.status != 503) return in_its_stead(answer, reply);
             }
             refuse(answer, reply);
             if (reply.error == Error::Lost) session.next_ = number + 1;  // or the server would repeat what it said to this one
@@ -1110,7 +1118,7 @@ private:
     }
 
     // Worth trying again: the server is full, or a proxy does not reach it.
-    static bool not_now(int status, bool ours) { return status == 429 || status == 502 || status == 503 || (status == 504 && !ours); }
+    static bool not_now(int status, bool ours) { return status == 429 || status == 503 || (status >= 500 && !ours); }
 
     static bool refuse(const detail::Answer& answer, Reply& reply) {
         const detail::Refusal& said = answer.refusal;
@@ -1123,6 +1131,18 @@ private:
         reply.message = answer.ours ? said.message : "The server answered " + detail::decimal(status) + ".";
         reply.hint = answer.ours ? said.hint : "";
         reply.retry_after_s = answer.retry_after_s;
+        return false;
+    }
+
+    // A proxy did not hear the server's answer.
+    bool in_its_stead(const detail::Answer& answer, Reply& reply) const {
+        reply.body.clear();
+        reply.error = Error::Unreachable;
+        reply.status = answer.status;
+        reply.word = "unreachable";
+        reply.message = options_.host + ":" + detail::decimal(options_.port) + " answered " + detail::decimal(answer.status) +
+                        ", which is no answer of a Ludus server.";
+        reply.hint = "Is it running?";
         return false;
     }
 

@@ -263,7 +263,7 @@ namespace Ludus
         readonly string _head;
         Connection _connection;
         long _last;      // the number of the last request that counted, as far as we know; the next one has 1 more
-        bool _unsure;    // the last one may have counted or not: 409 tells
+        bool _unsure;    // an attempt was never answered and may still arrive, after any number of others: 409 corrects _last
         int _asking;
         byte[] _good;    // the last reply to a tick
 
@@ -418,20 +418,19 @@ namespace Ludus
                 catch (IOException)
                 {
                     Drop();  // what comes later on this connection is not the answer to the next request
+                    _unsure |= kind != "start";
                     if (!clock.Over && ++failures <= _client.Options.Retries)
                     {
                         clock.Sleep(RetryPauseMs * (failures - 1));  // at first at once: most often an idle connection was closed
                         continue;  // the same number: it counts once
                     }
-                    if (kind != "end") _last = number;  // perhaps it did count; an end may only be followed by itself
-                    _unsure = true;
+                    GiveUp(kind, number);
                     throw;
                 }
                 if (reply.Close) Drop();
                 if (reply.Status == 200)
                 {
                     _last = number;
-                    _unsure = false;
                     return reply;
                 }
                 if (_unsure && reply.Status == 409 && kind != "start")
@@ -445,20 +444,26 @@ namespace Ludus
                 }
                 if (reply.NotNow)
                 {
+                    bool foreign = reply.Status >= 500 && !reply.Ours;  // a proxy between: the request may have passed it
+                    _unsure |= foreign && kind != "start";
                     double pauseMs = (reply.RetryAfterSeconds ?? RetryPauseMs * (failures + 1) / 1000.0) * 1000;
                     if (++failures <= _client.Options.Retries && pauseMs < clock.LeftMs)
                     {
                         clock.Sleep((int)pauseMs);
                         continue;
                     }
-                    if (!reply.Ours)  // a proxy between: the request may have passed it
-                    {
-                        _last = number;
-                        _unsure = true;
-                    }
+                    if (foreign) GiveUp(kind, number);
+                    if (foreign && reply.Status != 503)
+                        throw new IOException("the answer was " + reply.Status + ", and not that of a Ludus server");
                 }
                 return reply;
             }
+        }
+
+        /// <summary>Perhaps it did count: its number is not used again, except by an end, which may only be followed by itself.</summary>
+        void GiveUp(string kind, long number)
+        {
+            if (kind == "tick") _last = number;
         }
 
         Reply Once(string kind, long number, byte[] body, string extra, Clock clock)
@@ -662,7 +667,7 @@ namespace Ludus
         /// <summary>Worth trying again: the server is full, or a proxy does not reach it.</summary>
         public bool NotNow
         {
-            get { return Status == 429 || Status == 502 || Status == 503 || (Status == 504 && !Ours); }
+            get { return Status == 429 || Status == 503 || (Status >= 500 && !Ours); }
         }
 
         public void ReadRefusal()

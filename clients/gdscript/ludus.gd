@@ -84,7 +84,7 @@ var _chunks = PoolByteArray()
 
 var _open = false  # a session is
 var _last = 0  # the number of the last request that counted, as far as we know; the next one has 1 more
-var _unsure = false  # the last one may have counted or not: 409 tells
+var _unsure = false  # an attempt was never answered and may still arrive, after any number of others: 409 corrects _last
 var _good = null  # the last reply to a tick
 
 
@@ -312,18 +312,22 @@ func _pause(ms) -> void:
 # The attempt failed: another one, or the end of the request.
 func _broken(why: String) -> void:
 	_drop()  # what comes later on this connection is not the answer to the next request
+	_unsure = _unsure or _kind in ["tick", "end"]
 	if OS.get_ticks_usec() < _deadline and _failures < retries:
 		_pause(RETRY_PAUSE_MS * _failures)  # at first at once: most often an idle connection was closed
 		_failures += 1  # the same number again: it counts once
 		return
-	if _kind != "spec":
-		_unsure = true
-		if _kind != "end":
-			_last = _number  # perhaps it did count; an end may only be followed by itself
+	_give_up()
 	var late = _kind == "tick" and OS.get_ticks_usec() >= _deadline
 	_fail("deadline" if late else "unreachable", 0, "", "%s:%d did not answer: %s." % [_host, _port, why],
 			"The session goes on." if late else "Is it a Ludus server, and is it running?")
 	_miss()
+
+
+# Perhaps it did count: its number is not used again, except by an end, which may only be followed by itself.
+func _give_up() -> void:
+	if _kind == "tick":
+		_last = _number
 
 
 # A whole reply has come.
@@ -333,7 +337,6 @@ func _answered(code: int, body: PoolByteArray, retry_after) -> void:
 	if code == 200:
 		if _kind != "spec":
 			_last = _number
-			_unsure = false
 			_open = _kind != "end"
 		if _kind == "tick":
 			_good = body
@@ -348,18 +351,22 @@ func _answered(code: int, body: PoolByteArray, retry_after) -> void:
 			_pause(0 if refusal["last"] >= 0 and _rounds < 2 else min(MAX_BUSY_PAUSE_MS, 2 * (_rounds + 1)))
 			_rounds += 1
 			return
-	var not_now = code in [429, 502, 503] or (code == 504 and not refusal["ours"])
+	var foreign = code >= 500 and not refusal["ours"]  # a proxy between: the request may have passed it
+	var not_now = code in [429, 503] or foreign
+	_unsure = _unsure or (foreign and _kind in ["tick", "end"])
 	if not_now:
 		var pause_ms = RETRY_PAUSE_MS * (_failures + 1) if retry_after == null else retry_after * 1000
 		_failures += 1
 		if _failures <= retries and OS.get_ticks_usec() + pause_ms * 1000 < _deadline:
 			_pause(pause_ms)
 			return
-		if not refusal["ours"] and _kind != "spec":  # a proxy between: the request may have passed it
-			_last = _number
-			_unsure = true
+		if foreign:
+			_give_up()
 	var lost = refusal["ours"] and (code in [410, 500, 504] or refusal["word"] == "unknown_session")
-	_fail("lost" if lost else "refused", code, refusal["word"], refusal["message"], refusal["hint"])
+	if foreign and code != 503:
+		_fail("unreachable", code, "", "%s:%d answered %d, which is no answer of a Ludus server." % [_host, _port, code], "Is it running?")
+	else:
+		_fail("lost" if lost else "refused", code, refusal["word"], refusal["message"], refusal["hint"])
 	if not_now:
 		_miss()
 

@@ -214,7 +214,10 @@ def trusts(port: int, certificate_: Path) -> bool:
 
 
 def test_sessions_are_played_over_tls(pair: tuple[Path, Path]) -> None:
-    with gateway(Echo, GatewaySettings(tls=pair, token="t"), direct_port=4711) as server, SecureWire(server.port, pair[0]) as wire:
+    with (
+        gateway(Echo, GatewaySettings(tls=pair, token="t"), direct_port=4711) as server,
+        SecureWire(server.port, pair[0]) as wire,
+    ):
         started = wire.ask(step("start", "s", headers=bearer("t")))
         assert started.headers["ludus-endpoint"] == "127.0.0.1:4711"
         large = os.urandom(1 << 20)
@@ -281,7 +284,9 @@ def workers(directory: Path, settings: GatewaySettings) -> Iterator[list[Served]
     """Two of them, in threads."""
     paths = [str(directory / str(slot)) for slot in range(2)]
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(gateway(Echo, settings, slot=slot, peer_paths=paths, direct_port=1 + slot)) for slot in range(2)]
+        yield [
+            stack.enter_context(gateway(Echo, settings, slot=slot, peer_paths=paths, direct_port=1 + slot)) for slot in range(2)
+        ]
 
 
 def owned(slot: int, count: int) -> list[str]:
@@ -543,5 +548,3 @@ def test_a_page_of_the_house_is_shown_to_whoever_has_a_token(tmp_path: Path) -> 
         with Wire(server.port) as wire:
             wire.send(raw("HEAD /metrics", bearer("t")))
             assert wire.read(bodiless=True).headers["content-length"] == "7"
-
-

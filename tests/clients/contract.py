@@ -46,6 +46,8 @@ from tests.tools import need
 
 SOON_S = 8.0
 """Far beyond every deadline and time-out in here, far below what a client that waits for its peer would take."""
+MISS_MS = 100
+"""A deadline that is missed, by a tick that is sent at once all the same. Nothing in here that is to succeed has less than seconds."""
 
 
 class Bot(Actor):
@@ -53,6 +55,8 @@ class Bot(Actor):
 
     patience = threading.Event()
     """A tick that says `wait` is answered when this is set."""
+    asked = threading.Event()
+    """Such a tick is here."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -67,6 +71,8 @@ class Bot(Actor):
             raise Refused(422, "observation", "It does not fit: größer.", 'Send "another".')
         if body == b"raise":
             raise RuntimeError("broken")
+        if body == b"wait":
+            self.asked.set()
         while body == b"wait" and not self.patience.is_set():
             await asyncio.sleep(0.005)
         return body if body[:4] == struct.pack("<f", -1.5) else b"%d %b" % (self.ticks, body)
@@ -80,10 +86,16 @@ def actor() -> Bot:
     return Bot()
 
 
-class Contract:
-    """The driver is made once for a class; every test opens a client and sessions of its own."""
+def left_waiting(driver: Driver) -> Outcome:
+    """A tick that the actor has got when this returns, and that the game did not wait for."""
+    Bot.asked.clear()
+    late = driver.do("tick", b"wait", deadline_ms=MISS_MS)
+    assert Bot.asked.wait(SOON_S)
+    return late
 
-    has_tls = True
+
+class EssentialContract:
+    """The driver is made once for a class; every test opens a client and sessions of its own."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -71,6 +71,7 @@ MISBEHAVIOURS: dict[str, Misbehaviour] = {
     "has another version": Misbehaviour(b"HTTP/9.9 200 OK\r\nContent-Length: 0\r\n\r\n"),
     "has no length": Misbehaviour(_HEAD + b"\r\nabc", stay=True),
     "has a huge length": Misbehaviour(_length("9000000000000000000"), stay=True),
+    "has a length that overflows": Misbehaviour(_length("18446744073709551618") + b"ok"),
     "has an endless length": Misbehaviour(_length("9" * 400), stay=True),
     "has a negative length": Misbehaviour(_length("-5") + b"abcde"),
     "has a length in hex": Misbehaviour(_length("0x2") + b"ab"),
@@ -83,6 +84,7 @@ MISBEHAVIOURS: dict[str, Misbehaviour] = {
     "has chunks of no size": Misbehaviour(CHUNKED + b"zz\r\nab\r\n0\r\n\r\n"),
     "has chunks of negative size": Misbehaviour(CHUNKED + b"-2\r\nab\r\n0\r\n\r\n"),
     "has huge chunks": Misbehaviour(CHUNKED + b"7fffffffffffffff\r\nab", stay=True),
+    "has chunks whose size overflows": Misbehaviour(CHUNKED + b"10000000000000002\r\nok\r\n0\r\n\r\n"),
     "has chunks without ends": Misbehaviour(CHUNKED + b"2\r\nabXX0\r\n\r\n"),
     "has endless headers": Misbehaviour(_HEAD, pour=b"x: y\r\n" * 1000),
     "has an endless header": Misbehaviour(_HEAD + b"x: ", pour=b"x" * 4096),
@@ -148,8 +150,9 @@ def mutated(rng: random.Random) -> bytes:
     return bytes(whole)
 
 
-def refusal(body: bytes, status: str = "409 Conflict") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+def refusal(body: bytes, status: str = "409 Conflict", retry_after_s: float | None = None) -> bytes:
+    after = "" if retry_after_s is None else f"Retry-After: {retry_after_s:g}\r\n"
+    return f"HTTP/1.1 {status}\r\n{after}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 # -- servers ------------------------------------------------------------------------------------------------------------
@@ -208,6 +211,17 @@ FATES = {
     "swallow request": "nothing arrives, and nothing breaks",
     "swallow reply": "the request arrives, its reply never does, and nothing breaks",
     "delay request": "the request arrives when its client has given up",
+    "hold request": "the request arrives when the test says so",
+    "hang up": "the request arrives, and the connection breaks at once",
+    "full": "the server has no room, for longer than anybody waits",
+    "500": "the request arrives, and a proxy answers",
+    "502": "the request arrives, and a proxy answers",
+    "504": "the request arrives, and a proxy answers",
+}
+_FULL = refusal(b'{"error": "worker_busy", "message": "m", "hint": "wait"}', "503 Service Unavailable", 30)
+_PROXY = {
+    status: refusal(b"<html>", f"{status} {reason}", 0.01)
+    for status, reason in (("500", "Internal Server Error"), ("502", "Bad Gateway"), ("504", "Gateway Timeout"))
 }
 
 
@@ -219,7 +233,10 @@ class Wire:
     port: int = 0
     fates: list[str] = field(default_factory=list)
     requests: list[bytes] = field(default_factory=list)
-    arrived: threading.Condition = field(default_factory=threading.Condition)
+    done: int = 0
+    """Requests whose way to the server, and the reply's way here, are over."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    released: threading.Event = field(default_factory=threading.Event)
 
     @property
     def url(self) -> str:
@@ -228,36 +245,59 @@ class Wire:
     def plan(self, *fates: str) -> None:
         """Of the next requests; those after them pass."""
         assert set(fates) <= FATES.keys()
-        with self.arrived:
+        with self.changed:
             self.fates[:] = fates
 
     @property
     def seqs(self) -> list[int]:
         return [int(header(request, "ludus-seq")) for request in self.requests]
 
+    def heard(self, count: int) -> None:
+        """Wait until so many requests have come."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.requests) >= count, PATIENCE_S), (count, self.requests)
+
+    def settled(self, count: int) -> None:
+        """Wait until so many requests have met their fate: a client that gives up may be faster than its request."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.done >= count, PATIENCE_S), (count, self.done, self.requests)
+
+    def release(self) -> None:
+        """What is held arrives now. Wait for `settled` to know that it has been answered."""
+        self.released.set()
+
     def serve(self, connected: socket.socket, over: threading.Event) -> None:
         with socket.create_connection(("127.0.0.1", self.port_behind), PATIENCE_S) as behind:
             while (request := read_request(connected)) is not None:
-                with self.arrived:
+                with self.changed:
                     self.requests.append(request)
                     fate = self.fates.pop(0) if self.fates else "pass"
-                if fate == "lose request":
-                    return
-                if fate in ("swallow request", "delay request"):
-                    wait_for_end(connected, over)
-                if fate == "swallow request":
-                    return
-                behind.sendall(request)
+                    self.changed.notify_all()
                 if fate == "delay request":
-                    read_reply(behind)
-                    return
-                reply = read_reply(behind)
-                if fate == "lose reply":
-                    return
-                if fate == "swallow reply":
                     wait_for_end(connected, over)
+                while fate == "hold request" and not self.released.wait(0.02) and not over.is_set():
+                    pass
+                reply = self._carried(request, fate, behind)
+                with self.changed:
+                    self.done += 1
+                    self.changed.notify_all()
+                if fate in ("swallow request", "swallow reply"):
+                    wait_for_end(connected, over)
+                if not reply:
                     return
                 connected.sendall(reply)
+
+    def _carried(self, request: bytes, fate: str, behind: socket.socket) -> bytes:
+        """To the server and back: what the client gets, if anything."""
+        if fate in ("lose request", "swallow request"):
+            return b""
+        if fate == "full":
+            return _FULL
+        behind.sendall(request)
+        if fate == "hang up":
+            return b""
+        reply = read_reply(behind)
+        return reply if fate == "pass" else _PROXY.get(fate, b"")
 
 
 @contextlib.contextmanager

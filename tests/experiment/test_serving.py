@@ -113,7 +113,12 @@ def test_several_agents_are_told_by_their_names(runs: dict[str, Path], tmp_path:
 
 def test_exploring_actions_vary_and_others_do_not(runs: dict[str, Path], tmp_path: Path) -> None:
     same = [{"observation": [0.1, 0.1]}] * 60
-    for default, about, different in ((0.0, None, 1), (0.0, About(temperature=1.0), 2), (1.0, None, 2), (1.0, About(temperature=0.0), 1)):
+    for default, about, different in (
+        (0.0, None, 1),
+        (0.0, About(temperature=1.0), 2),
+        (1.0, None, 2),
+        (1.0, About(temperature=0.0), 1),
+    ):
         service, _ = loaded(tmp_path, runs["one"], settings=ServiceSettings(temperature=default))
         assert len({answer["action"] for answer in answers(service(), same, about)}) == different
 
@@ -138,7 +143,10 @@ def test_a_config_stands_for_its_newest_run_with_a_checkpoint(tmp_path: Path) ->
 def test_runs_are_named_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a=b").mkdir()
     assert serving.named_sources(["runs/x"], tmp_path) == {"default": Source("runs/x")}
-    assert serving.named_sources(["easy=runs/x", "hard=runs/y=z"], tmp_path) == {"easy": Source("runs/x"), "hard": Source("runs/y=z")}
+    assert serving.named_sources(["easy=runs/x", "hard=runs/y=z"], tmp_path) == {
+        "easy": Source("runs/x"),
+        "hard": Source("runs/y=z"),
+    }
     there = str(tmp_path / "a=b")
     assert serving.named_sources([there], tmp_path) == {"default": Source(there)}, "what exists is a path"
     for twice in (["runs/x", "runs/y"], ["a=x", "a=y"]):
@@ -418,6 +426,10 @@ TRIAL = CanarySettings(hold_s=0.0, min_requests=60, give_up_s=3600, max_latency_
 """How fast an answer comes says nothing on a busy machine."""
 
 
+def tries(made: Follower) -> int | None:
+    return made.lineup.agents["default"].canary
+
+
 def trial(run: Path, directory: Path, settings: CanarySettings = TRIAL) -> Follower:
     return follower(run, directory, canary_percent=50.0, canary=settings)
 
@@ -446,7 +458,7 @@ def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path
         traffic(served.port, 10, "before")
         checkpointed(run, 2, policy(2))
         made.poll()
-        assert (serves(made), made.lineup.agents["default"].canary) == (1, 2)
+        assert (serves(made), tries(made)) == (1, 2)
         until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         made.poll()
         assert serves(made) == 1, "nobody has played it"
@@ -498,11 +510,10 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
             assert all(tick(seen) for seen in observations(5))
         assert set(traffic(served.port, 10, "after", bad=2)) == {200}
         made.poll()
-        assert serves(made) == 1, "the same checkpoint is not tried again"
-        assert made.lineup.agents["default"].canary is None
+        assert (serves(made), tries(made)) == (1, None), "the same checkpoint is not tried again"
         checkpointed(run, 3, policy(3))
         made.poll()
-        assert made.lineup.agents["default"].canary == 3, "the next one is"
+        assert (serves(made), tries(made)) == (1, 3), "the next one is"
     assert "is taken back" in caplog.text
 
 
@@ -656,6 +667,7 @@ def test_what_is_wrong_is_told_with_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = [str(runs["one"]) if word == "RUN" else word for word in words]
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # the log of the command is not that of these tests
     error = CliRunner().invoke(app, ["serve", *given, "--port", "0"]).exception
     assert isinstance(error, UsageError), error
     assert error.exit_code == 2

@@ -146,9 +146,7 @@ def test_ten_thousand_sessions_move_under_load_without_a_failed_tick_or_a_lost_m
             for line in lines:
                 line.close()
 
-    with RunningService(
-        {"default": Source(str(tmp_path / "run"))}, offering, settings, gateway, workers=WORKERS
-    ) as service:
+    with RunningService({"default": Source(str(tmp_path / "run"))}, offering, settings, gateway, workers=WORKERS) as service:
         load, moved = asyncio.run(play(service))
     record(
         "hot updates of ten thousand open sessions",

@@ -121,7 +121,7 @@ def observations(count: int, seed: int = 0) -> list[list[float]]:
 
 def offer(directory: Path, agents: Mapping[str, Agent], policies: Mapping[int, Policy] | None = None) -> None:
     """Write the releases that are not there, then the line-up."""
-    for name, agent in agents.items():
+    for agent in agents.values():
         for version, path in agent.releases.items():
             if not (directory / path).exists():
                 release.write(released(version, (policies or {}).get(version)), directory / path)

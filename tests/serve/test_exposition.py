@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,24 @@ from ludus.actor.session import SessionStats
 from ludus.serve import exposition
 from tests.serve.releases import samples, total
 
+NOW = 1000.0
 STATS = SessionStats(started=9, ended=4, silent=1, timed_out=2, failed=1, refused=5, repeated=3).to_json()
 
 
 def version(meter: Meter, sessions: int = 1, batches: list[int] | None = None, answered: int = 0) -> dict[str, Any]:
-    return {"sessions": sessions, "batches": batches or [0] * 32, "answered": answered, **meter.to_json()}
+    return {
+        "sessions": sessions,
+        "batches": batches or [0] * 32,
+        "batch_seconds": [0.0] * 32,
+        "answered": answered,
+        **meter.to_json(),
+    }
 
 
 def worker(**changes: Any) -> dict[str, Any]:
     """What a worker leaves, as it comes back from its file."""
     numbers = {
-        "at": 1.0,
+        "at": NOW,
         "began": 0.0,
         "draining": False,
         "connections": 7,
@@ -43,6 +51,10 @@ def worker(**changes: Any) -> dict[str, Any]:
     return found
 
 
+def told(found: Mapping[str, Mapping[str, Any]], now: float = NOW) -> bytes:
+    return exposition.text(found, now)
+
+
 def took(*seconds: float, failed: int = 0) -> Meter:
     meter = Meter()
     for one in seconds:
@@ -52,7 +64,7 @@ def took(*seconds: float, failed: int = 0) -> Meter:
 
 
 def test_a_worker_that_has_done_nothing_is_told_whole() -> None:
-    found = samples(exposition.text({"0": worker()}))
+    found = samples(told({"0": worker()}))
     assert found['ludus_up{worker="0"}'] == 1
     assert found['ludus_connections{worker="0"}'] == 7
     assert found['ludus_sessions_ended_total{by="timeout",worker="0"}'] == 2
@@ -63,16 +75,22 @@ def test_a_worker_that_has_done_nothing_is_told_whole() -> None:
     assert total(found, "ludus_canary_version") == 0
 
 
+def test_a_worker_that_is_not_heard_of_any_more_is_down_and_tells_nothing_else() -> None:
+    found = samples(told({"0": worker(), "1": worker(at=NOW - 60)}))
+    assert (found['ludus_up{worker="0"}'], found['ludus_up{worker="1"}']) == (1, 0)
+    assert [name for name in found if 'worker="1"' in name] == ['ludus_up{worker="1"}']
+
+
 def test_no_worker_at_all_is_told_too() -> None:
-    assert samples(exposition.text({})) == {}
-    assert samples(exposition.text({exposition.FOLLOWER: {"refused": {"default": 2}, "restarts": 1}})) == {
+    assert samples(told({})) == {}
+    assert samples(told({exposition.FOLLOWER: {"refused": {"default": 2}, "restarts": 1}})) == {
         'ludus_update_refused_total{model="default"}': 2,
         "ludus_worker_restarts_total{}": 1,
     }
 
 
 def test_every_family_has_its_type_and_help_once_and_its_name_says_what_it_is() -> None:
-    text = exposition.text({"0": worker(), "1": worker(), exposition.FOLLOWER: {"restarts": 0, "promoted": {"default": 1}}})
+    text = told({"0": worker(), "1": worker(), exposition.FOLLOWER: {"restarts": 0, "promoted": {"default": 1}}})
     found = list(families(text.decode()))
     assert len({family.name for family in found}) == len(found)
     assert all(family.documentation for family in found)
@@ -89,7 +107,7 @@ def test_labels_of_any_text_come_through(name: str) -> None:
     data = worker(agents={name: {"current": 3, "canary": 4, "moved": {}, "versions": {"3": version(took(0.001))}}})
     found = [
         sample.labels["model"]
-        for family in families(exposition.text({"0": data}).decode())
+        for family in families(told({"0": data}).decode())
         for sample in family.samples
         if "model" in sample.labels
     ]
@@ -105,7 +123,7 @@ def test_histograms_count_what_was_measured(seconds: list[float], batches: list[
         sizes[size.bit_length()] += 1
     counted = version(took(*seconds), batches=sizes, answered=sum(batches))
     data = worker(agents={"default": {"current": 3, "canary": None, "moved": {}, "versions": {"3": counted}}})
-    found = {family.name: family for family in families(exposition.text({"0": data}).decode())}
+    found = {family.name: family for family in families(told({"0": data}).decode())}
     for name, values in (("ludus_request_seconds", seconds), ("ludus_batch_rows", batches)):
         buckets = [s for s in found[name].samples if s.name.endswith("_bucket")]
         bounds = [float(sample.labels["le"]) for sample in buckets]
@@ -122,7 +140,7 @@ def test_histograms_count_what_was_measured(seconds: list[float], batches: list[
 def test_the_ticks_that_are_told_are_those_of_the_histogram() -> None:
     versions = {"3": version(took(0.001, 0.002, failed=2)), "4": version(took(0.1))}
     data = worker(agents={"default": {"current": 4, "canary": 4, "moved": {}, "versions": versions}})
-    found = samples(exposition.text({"0": data, "1": data}))
+    found = samples(told({"0": data, "1": data}))
     assert total(found, "ludus_requests_total", kind="tick") == 6 == total(found, "ludus_request_seconds_count")
     assert total(found, "ludus_requests_total", kind="tick", version="3", worker="1") == 2
     assert total(found, "ludus_requests_total", kind="start") == 18
@@ -137,9 +155,9 @@ def test_a_snapshot_that_cannot_be_read_hides_nobody_else(tmp_path: Path) -> Non
     (tmp_path / "2.metrics").write_text('{"at": 1')
     (tmp_path / "3.metrics").mkdir()
     assert set(exposition.snapshots(tmp_path)) == {"0", "1"}
-    assert total(samples(exposition.text(exposition.snapshots(tmp_path))), "ludus_connections") == 16
+    assert total(samples(told(exposition.snapshots(tmp_path))), "ludus_connections") == 16
     exposition.write_snapshot(tmp_path, "1", worker(connections=1))
-    assert total(samples(exposition.text(exposition.snapshots(tmp_path))), "ludus_connections") == 8
+    assert total(samples(told(exposition.snapshots(tmp_path))), "ludus_connections") == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.metrics", "1.metrics", "2.metrics", "3.metrics"]
 
 

@@ -98,7 +98,8 @@ def test_a_line_up_is_read_back_as_it_was_written(tmp_path_factory: pytest.TempP
 def test_whoever_reads_while_it_is_replaced_sees_one_or_the_other(tmp_path: Path) -> None:
     lineups = [Lineup({"default": Agent(n, {n: "x" * 50_000 * n})}) for n in (1, 2)]
     lineups[0].write(tmp_path)
-    done, seen, wrong = threading.Event(), set(), []
+    done, seen = threading.Event(), set()
+    wrong: list[int | Exception] = []
 
     def read() -> None:
         while not done.is_set():

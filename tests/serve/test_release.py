@@ -21,9 +21,9 @@ from ludus.serve.release import Part, Release
 from tests.serve.releases import MODEL, broken, observations, policy, released
 
 
-def answers(player: object, count: int = 20) -> list[np.ndarray]:  # type: ignore[type-arg]
+def answers(player: object, count: int = 20) -> list[np.ndarray]:
     state = tuple(np.stack([spec.zeros()]) for spec in policy(1).state_spec())
-    given_: list[np.ndarray] = []  # type: ignore[type-arg]
+    given_: list[np.ndarray] = []
     for row in observations(count):
         acted = player.act(np.array([row], np.float32), state)  # type: ignore[attr-defined]
         state = acted.state

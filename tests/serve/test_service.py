@@ -104,6 +104,7 @@ def test_a_session_keeps_its_version_until_it_ends_and_new_ones_get_the_new(one:
 @pytest.mark.parametrize("carry", [True, False])
 def test_when_too_many_versions_live_the_oldest_sessions_move_and_keep_or_lose_their_memory(one: Path, carry: bool) -> None:
     with serving(one, ServiceSettings(max_live_versions=2, carry_state=carry)) as served:
+        until(lambda: current(served.port) == 1)
         with Match(served.port, "first", Twin(policy(1))) as first, Match(served.port, "fresh", Twin(policy(3))) as fresh:
             first.play(10)
             offer(one, {"default": agent(2)})
@@ -194,6 +195,7 @@ def test_sessions_that_are_being_answered_move_a_little_later_and_nothing_is_los
 def test_levels_stay_while_versions_come_and_go(one: Path) -> None:
     offer(one, {"default": agent(2, 1, levels=(1,))})
     with serving(one, ServiceSettings(max_live_versions=1)) as served:
+        assert current(served.port) == 2
         with Match(served.port, "easy", Twin(policy(1)), "version: 1") as easy, Match(served.port, "m") as other:
             easy.play(5)
             for version in (3, 4):
@@ -283,7 +285,10 @@ def test_a_line_up_that_makes_no_sense_changes_nothing(one: Path, caplog: pytest
 def test_a_model_without_an_answer_ends_that_session_alone_and_is_counted(one: Path) -> None:
     offer(one, {"default": agent(1, 2, levels=(2,))}, {2: broken(2)})
     with serving(one) as served:
-        with Match(served.port, "bad", None, "version: 2") as bad, Match(served.port, "good", Twin(broken(2)), "version: 2") as good:
+        with (
+            Match(served.port, "bad", None, "version: 2") as bad,
+            Match(served.port, "good", Twin(broken(2)), "version: 2") as good,
+        ):
             bad.play(2)
             good.play(2)
             assert bad.tick(HUGE) == (500, "actor_failed")

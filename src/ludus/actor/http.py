@@ -153,14 +153,21 @@ _TOO_MANY_HEADERS = Refused(431, "headers_too_large", "The headers of this reque
 class Exchange:
     """One request on one connection, waiting for its reply."""
 
-    __slots__ = ("_connection", "began", "close", "kind", "media", "raw", "request_id", "seq", "session")
+    __slots__ = ("_connection", "began", "caller", "close", "kind", "media", "raw", "request_id", "seq", "session")
 
     def __init__(
-        self, connection: Connection, kind: str, close: bool, session: bytes = b"", seq: int = -1, id_: str = ""
+        self,
+        connection: Connection,
+        kind: str,
+        close: bool,
+        session: bytes = b"",
+        seq: int = -1,
+        id_: str = "",
+        caller: Caller | None = None,
     ) -> None:
         self._connection, self.kind, self.close = connection, kind, close
         self.raw: bytes | None = None  # the reply, while earlier ones are missing
-        self.session, self.seq, self.request_id = session, seq, id_
+        self.session, self.seq, self.request_id, self.caller = session, seq, id_, caller
         self.media = ""
         self.began = _clock()
 
@@ -176,7 +183,7 @@ class Exchange:
             if status != 200 and not self.request_id and connection.logged:
                 self.request_id = f"{_BOOT}-{next(_NUMBERS):x}"
             head = self._head(status, len(body), retry_after_s, port)
-            if status != 200 or self.kind is not TICK or connection.logs_ticks:
+            if status != 200 or self.kind in (START, END) or (self.kind is TICK and connection.logs_ticks):
                 connection.log(self, status, body)
             if self.kind is _HEAD:
                 body = b""
@@ -220,12 +227,13 @@ _UNKNOWN = (0, 0, 0)
 class KnownHead:
     """A header block that was parsed once, with holes where its numbers stand: Content-Length, and seq when it has one."""
 
-    __slots__ = ("_exact", "_holes", "_last", "_said", "about", "session")
+    __slots__ = ("_exact", "_holes", "_last", "_said", "about", "caller", "session")
 
     def __init__(self, holes: tuple[tuple[bytes, bool], ...], last: bytes, session: bytes, about: About) -> None:
         self._holes, self._last = holes, last
         self.session, self.about = session, about
         self._exact, self._said = b"\r", _UNKNOWN  # what no request begins with
+        self.caller: Caller | None = None  # whose token it has
 
     @classmethod
     def learned(cls, head: bytes, session: bytes, about: About, numbered: bool) -> KnownHead | None:
@@ -366,9 +374,9 @@ class Connection(asyncio.Protocol):
             at, length, seq = known.read(data)
             if at and len(data) == at + length and length <= self._service.limits.body_bytes:
                 self.requests += 1
-                exchange = Exchange(self, TICK, False, known.session, seq)
+                caller = known.caller
+                exchange = Exchange(self, TICK, False, known.session, seq, "", caller)
                 self.pending.append(exchange)
-                caller = self._caller
                 if caller is None or not caller.rate or self._within(caller, exchange):
                     self._step_to(TICK, known.session, seq, known.about, data[at:], exchange)
                 return
@@ -578,9 +586,9 @@ class Connection(asyncio.Protocol):
             return
         same = kind is TICK and not close and not self._expects and not self._request_id  # would mean the same if it came again
         self._remember = same and self._length == len(body) and not self.pending
-        exchange = Exchange(self, kind, close, self._session, self._seq, self._request_id)
-        self.pending.append(exchange)
         caller = self._caller
+        exchange = Exchange(self, kind, close, self._session, self._seq, self._request_id, caller)
+        self.pending.append(exchange)
         if caller is None or not caller.rate or self._within(caller, exchange):
             self._step_to(kind, self._session, self._seq, self._about, body, exchange)
 
@@ -601,11 +609,14 @@ class Connection(asyncio.Protocol):
             wrong = Refused(405, "method", what, "GET it.") if known else Refused(404, "not_found", what, "POST /step")
             self._answer_now(wrong, close)
             return
-        page = self._service.get(self.path, self._authorized())
-        exchange = Exchange(self, _HEAD if method == b"HEAD" else "", close, id_=self._request_id)
-        exchange.media = page.media
+        authorized = self._authorized()
+        caller = self._caller if authorized else None
+        exchange = Exchange(self, _HEAD if method == b"HEAD" else "", close, id_=self._request_id, caller=caller)
         self.pending.append(exchange)
-        exchange.reply(page.status, page.body)
+        if caller is None or not caller.rate or self._within(caller, exchange):
+            page = self._service.get(self.path, authorized)
+            exchange.media = page.media
+            exchange.reply(page.status, page.body)
 
     def _answer_now(self, refused: Refused, close: bool) -> None:
         self._service.refused(refused)
@@ -640,7 +651,7 @@ class Connection(asyncio.Protocol):
         if not self._peer and self.transport is not None:
             self._peer = str((self.transport.get_extra_info("peername") or ("",))[0])
         error = "" if status == 200 else protocol.refusal_from(status, body).error
-        took, caller = _clock() - exchange.began, "" if self._caller is None or status == 401 else self._caller.name
+        took, caller = _clock() - exchange.began, "" if exchange.caller is None else exchange.caller.name
         path = STEP if exchange.session else self.path[:MAX_NAME_BYTES]
         said = (exchange.session, exchange.seq, took, exchange.request_id, caller, self._peer, error)
         logs(Replied(exchange.kind, path, status, *said))
@@ -650,6 +661,8 @@ class Connection(asyncio.Protocol):
         end = data.find(b"\r\n\r\n") + 4
         if len(data) == end + self._length:
             self._known = KnownHead.learned(data[:end], self._session, self._about, self._seq >= 0)
+            if self._known is not None:
+                self._known.caller = self._caller
 
     # -- handing over
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ludus.memory.memory import Room
-from ludus.model.acting import Decision
+from ludus.model.acting import Acts, Decision
 from ludus.model.policy import Policy
 from ludus.spaces import array_spec, mask_size
 from ludus.tree import Tree, map_tree
@@ -18,13 +18,18 @@ _NONE_F, _NONE_I = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 def session_spec(policy: Policy, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
     """The shape of what a session records for `policy`: a mask is always kept, for a game may send one at any time."""
-    every = min(steps, policy.config.max_seq_len) if policy.recurrent else 0
+    return played_spec(policy, steps, policy.config.max_seq_len, model)
+
+
+def played_spec(player: Acts, steps: int, max_seq_len: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
+    """The same for whoever acts; `max_seq_len` is that of the policy which will learn from it."""
+    every = min(steps, max_seq_len) if player.recurrent else 0
     return SegmentSpec(
         steps=steps,
-        observation=array_spec(policy.observation_space),
-        action=array_spec(policy.action_space, "action"),
-        mask_size=mask_size(policy.action_space),
-        state=policy.state_spec(),
+        observation=array_spec(player.observation_space),
+        action=array_spec(player.action_space, "action"),
+        mask_size=mask_size(player.action_space),
+        state=player.state_spec(),
         state_every=every,
         model=model,
     )

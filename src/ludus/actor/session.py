@@ -397,6 +397,7 @@ class Session:
 class _Ended:
     kind: str
     seq: int
+    said: int
     reply: tuple[int, bytes]
     reason: str
     at: float
@@ -437,6 +438,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._live)
 
+    def find(self, id_: bytes) -> Session | None:
+        return self._live.get(id_)
+
     def idle(self) -> Iterator[Session]:
         """Those that are open and not being answered."""
         return (session for session in list(self._live.values()) if session.opened and not session.busy)
@@ -454,7 +458,7 @@ class Sessions:
             if kind is START:
                 self._start(id_, seq, about, body, exchange)
             else:
-                self._absent(id_, kind, seq, exchange)
+                self._absent(id_, kind, seq, body, exchange)
             return
         if session.busy or kind is START or (seq != session.seq + 1 if session.seq >= 0 else seq >= 0):
             self._out_of_turn(session, kind, seq, body, exchange)
@@ -519,10 +523,10 @@ class Sessions:
         session.seq, session.said, session.busy, session.exchange = seq, hash(body), True, exchange
         session.begin(START, body)
 
-    def _absent(self, id_: bytes, kind: str, seq: int, exchange: Exchange) -> None:
+    def _absent(self, id_: bytes, kind: str, seq: int, body: bytes, exchange: Exchange) -> None:
         ended = self._ended.get(id_)
         if ended is not None:
-            if 0 <= seq == ended.seq and kind is ended.kind:
+            if 0 <= seq == ended.seq and kind is ended.kind and hash(body) == ended.said:
                 self.stats.repeated += 1
                 exchange.reply(*ended.reply)
                 return
@@ -548,7 +552,7 @@ class Sessions:
         del self._live[session.id]
         self._ended.pop(session.id, None)
         reply = session.last if session.seq >= 0 else (0, b"")  # without numbers nobody can ask for it again
-        self._ended[session.id] = _Ended(session.kind, session.seq, reply, session.over, self.loop.time())
+        self._ended[session.id] = _Ended(session.kind, session.seq, session.said, reply, session.over, self.loop.time())
         while len(self._ended) > 2 * self.limits.sessions:
             del self._ended[next(iter(self._ended))]
 

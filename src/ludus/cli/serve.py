@@ -103,7 +103,9 @@ _SilentS = Annotated[
     float | None,
     typer.Option(help="A session without a request for so long is ended. [default: as in training]", show_default=False),
 ]
-_MaxSessions = Annotated[int, typer.Option(min=1, help="Open at once in each worker.")]
+_MaxSessions = Annotated[
+    int | None, typer.Option(min=1, help="Open at once in each worker. [default: as in training]", show_default=False)
+]
 _LocalDir = Annotated[Path, typer.Option(help="Where the runs of a YAML file are.")]
 _Json = Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")]
 
@@ -136,7 +138,7 @@ def serve(
     canary_requests: _CanaryRequests = 500,
     tick_timeout_s: _TickTimeoutS = None,
     silent_s: _SilentS = None,
-    max_sessions: _MaxSessions = 20_000,
+    max_sessions: _MaxSessions = None,
     local_dir: _LocalDir = Path("runs"),
     json_: _Json = False,
 ) -> None:
@@ -156,6 +158,10 @@ def serve(
     logs.configure(form, "follower")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together.")
+    if canary and not follow:
+        raise UsageError("--canary tries new versions, and without --follow there are none.", "Add --follow.")
+    if log_ticks and access_log is None:
+        raise UsageError("--log-ticks adds to the access log, and there is none.", "Add --access-log FILE.")
     if follow and version is not None:
         raise UsageError("--follow and --version do not go together.", "Leave one of them out, or offer the version by --level.")
     recording = None if record is None else Recording(record, record_fraction, record_mb << 20)
@@ -185,19 +191,19 @@ def serve(
             raise UsageError(error.message, error.hint) from error
         with running:
             _announce(running, workers, tls_cert is not None, json_)
+            running.follow()
             while not stop():
-                running.look_after()
                 time.sleep(0.1)
             if not json_:
                 logging.getLogger(__name__).info("draining: sessions in play may go on for %g s", drain_s)
 
 
 def _limited(
-    gateway: GatewaySettings, sources: dict[str, Source], tick_s: float | None, silent_s: float | None, most: int
+    gateway: GatewaySettings, sources: dict[str, Source], tick_s: float | None, silent_s: float | None, most: int | None
 ) -> GatewaySettings:
     """What the first run accepted in training, unless the command line says otherwise."""
     http, limits = next(iter(sources.values())).limits()
-    limits = replace(limits, sessions=most)
+    limits = limits if most is None else replace(limits, sessions=most)
     limits = limits if tick_s is None else replace(limits, tick_s=tick_s)
     limits = limits if silent_s is None else replace(limits, silent_s=silent_s)
     return replace(gateway, http=http, sessions=limits)

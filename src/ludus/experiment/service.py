@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +19,18 @@ from ludus.runtime.scratch import Scratch
 from ludus.serve.accesslog import AccessLog
 from ludus.serve.service import Service, ServiceSettings
 
+log = logging.getLogger(__name__)
+
 _READY_S = 120.0
+_LOOK_S = 0.2
+_AGAIN_S = 10.0
 
 
 class RunningService:
     """Serves when it is entered; leaving it drains and stops.
 
     with RunningService({"default": Source("runs/duel")}, port=8000) as service:
-        while …:
-            service.look_after()
+        service.follow()        # in a thread of its own, or call look_after() yourself
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class RunningService:
         gateway = gateway or GatewaySettings()
         _check(gateway, settings or ServiceSettings())
         self._plain = gateway.tls is None
+        self._closing = threading.Event()
+        self._following: threading.Thread | None = None
         self._scratch = Scratch(Path(tempfile.gettempdir()))
         self._supervisor = Supervisor()
         try:
@@ -78,11 +85,31 @@ class RunningService:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closing.set()  # who follows may be in the middle of something: it is not waited for
         try:
             self.fleet.close()
+        except KeyboardInterrupt:  # a second Ctrl-C: at once
+            for worker in self.fleet.workers:
+                worker.kill()
+            raise
         finally:
             self._supervisor.close()
+            if self._following is not None:
+                self._following.join(_READY_S)
             self._scratch.close()
+
+    def follow(self) -> None:
+        """Look after it in the background until it is left."""
+        self._following = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._following.start()
+
+    def _follow(self) -> None:
+        while not self._closing.wait(_LOOK_S):
+            try:
+                self.look_after()
+            except Exception:  # whatever it is, the games go on, and the next look may be better
+                log.exception("looking after the service failed")
+                self._closing.wait(_AGAIN_S)
 
     def look_after(self) -> None:
         """Call it a few times a second: new versions, trials, numbers."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ludus import config as configs
 from ludus.actor.http import HttpLimits
 from ludus.actor.session import SessionLimits
-from ludus.errors import IncompatibleCheckpoint, LudusError, NotFound, UsageError
+from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, NotFound, StoreError, UsageError
 from ludus.experiment import checkpoint, external
 from ludus.experiment.external import GameSeats
 from ludus.experiment.run import find_runs
@@ -30,6 +32,10 @@ from ludus.store.local import LocalStore
 log = logging.getLogger(__name__)
 
 DEFAULT_AGENT = "default"
+_AGAIN_S = 10.0
+_TOUCH_S = 3600.0
+_DEATHS = 2  # of workers during a trial; one may have died of something else
+_WITHDRAWN = 16  # versions whose sessions may still have to be told
 _KEPT_S = 60.0  # how long the files of a version that is not offered any more stay, for whoever is reading them
 
 
@@ -57,6 +63,12 @@ class Source:
         """The name of the checkpoint that is to be served now. Raises NotFound."""
         return checkpoint.locate(self.where)[1]
 
+    @property
+    def fixed(self) -> bool:
+        """It names one checkpoint: nothing new will ever come of it."""
+        path = Path(self.where).expanduser()
+        return path.is_dir() and path.resolve().parent.name == checkpoint.FOLDER
+
     def release(self, name: str | None = None) -> Release:
         """Raises NotFound, Damaged, IncompatibleCheckpoint."""
         run, newest = checkpoint.locate(self.where)
@@ -67,7 +79,8 @@ class Source:
         run, newest = checkpoint.locate(self.where)
         store = LocalStore(run)
         for name in reversed(checkpoint.names(store)):
-            if number in checkpoint.versions_of(store, name).values():
+            versions = checkpoint.versions_of(store, name)
+            if versions and number == _number(name, versions):
                 offered = _release(checkpoint.read(store, name))
                 if offered.version == number:  # and not that of another of its models
                     return offered
@@ -77,8 +90,8 @@ class Source:
             (name, part) = next(iter(found.parts.items()))
             weights = saved.encode_weights(pool.stored_weights(store, name, number))
             return Release(number, found.seats, {name: replace(part, weights=weights, version=number)})
-        there = sorted({v for n in checkpoint.names(store) for v in checkpoint.versions_of(store, n).values()})
-        there = sorted({*there, *(v for versions in kept.values() for v in versions)})
+        numbers = {_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}
+        there = sorted(numbers | (set(next(iter(kept.values()))) if len(kept) == 1 else set()))
         raise NotFound(f"{run} has no version {number}.", f"It has {', '.join(map(str, there))}.")
 
     def spec(self) -> dict[str, Any]:
@@ -108,8 +121,12 @@ def _release(found: checkpoint.Checkpoint) -> Release:
         )
         for name in seats.models
     }
-    first = next(iter(seats.seats.values()))
-    return Release(parts[first].version, dict(seats.seats), parts)
+    return Release(_number(found.name, {name: part.version for name, part in parts.items()}), dict(seats.seats), parts)
+
+
+def _number(name: str, versions: Mapping[str, int]) -> int:
+    """What a game asks for a release by: the version of its model; of several models, the number of their checkpoint."""
+    return next(iter(versions.values())) if len(versions) == 1 else int(name.partition("-")[0])
 
 
 def _seats(found: checkpoint.Checkpoint) -> GameSeats:
@@ -151,6 +168,9 @@ class Follower:
         self._complaints: dict[str, str] = {}
         self._trials: dict[str, _Trial] = {}
         self._exported: dict[str, tuple[bytes, bytes]] = {}  # model → its description, its ONNX form
+        self._again_at: dict[str, float] = {}
+        self._restarts = 0
+        self._touch_at = 0.0
         self._leaving: list[tuple[float, Path]] = []
         self._look_at = 0.0
         self.lineup = Lineup()
@@ -162,6 +182,8 @@ class Follower:
         """The first line-up. Raises NotFound, Damaged, IncompatibleCheckpoint, UsageError."""
         agents = {}
         for name, source in self._sources.items():
+            if source.fixed and self._offering.follow:
+                raise UsageError(f"{source.where} is one checkpoint: there is nothing to follow.", "Give the run, or RUN/best.")
             self._seen[name] = source.newest()
             wanted = self._offering.version
             first = source.release(self._seen[name]) if wanted is None else source.version(wanted)
@@ -179,6 +201,7 @@ class Follower:
         if now < self._look_at:
             return
         self._look_at = now + self._offering.follow_s
+        self._restarts = restarts
         for name in self._sources:
             if name in self._trials:
                 try:
@@ -188,27 +211,35 @@ class Follower:
             elif self._offering.follow:
                 self._follow(name, now)
         self._sweep(now)
+        self._touch(now)
         counted = {"refused": dict(self.refused), "rolled_back": dict(self.rolled_back), "promoted": dict(self.promoted)}
         exposition.write_snapshot(self._directory, exposition.FOLLOWER, {**counted, "restarts": restarts})
 
     def _follow(self, name: str, now: float) -> None:
         source, found = self._sources[name], ""
+        if now < self._again_at.get(name, 0.0):
+            return
         try:
             found = source.newest()
             if found == self._seen[name]:
                 self._complaints.pop(name, None)
                 return
             offered = source.release(found)
-            self._seen[name] = found
             serving = self._serving[name]
             if offered.version == serving.version:
+                self._seen[name] = found
                 return
+            self._again_at.pop(name, None)
             if offered.version < serving.version and not source.where.rstrip("/").endswith("/best"):
                 raise IncompatibleCheckpoint(f"Its version {offered.version} comes before {serving.version}, which is served.")
             self._write(name, offered, serving)
             self._take(name, offered, now)
+            self._seen[name] = found
         except Exception as error:  # whatever a new version has wrong, the old one goes on serving
-            self._seen[name] = found or self._seen[name]
+            if _passing(error):
+                self._again_at[name] = now + _AGAIN_S
+            else:
+                self._seen[name] = found or self._seen[name]
             self._refuse(name, found, error)
 
     def _refuse(self, name: str, found: str, error: Exception) -> None:
@@ -230,7 +261,7 @@ class Follower:
             self._announce_one(
                 name, replace(agent, releases=releases, canary=offered.version, percent=percent, withdrawn=withdrawn)
             )
-            self._trials[name] = _Trial(offered, now, tally)
+            self._trials[name] = _Trial(offered, now, tally, self._restarts)
             log.info("%s: version %s is on trial", name, offered.version)
         else:
             self._make_current(name, offered)
@@ -248,6 +279,9 @@ class Follower:
         trial, agent = self._trials[name], self.lineup.agents[name]
         stable, tried = (trial.tally.counts(number) for number in trial.tally.refresh())
         verdict = canary.judge(stable, tried, now - trial.since, self._offering.canary)
+        deaths = self._restarts - trial.restarts
+        if deaths >= _DEATHS:
+            verdict = canary.Verdict(canary.ROLL_BACK, f"Workers died {deaths} times since its trial began.")
         if verdict.what == canary.WAIT:
             return
         version = trial.offered.version
@@ -257,7 +291,7 @@ class Follower:
             log.info("%s: version %s has passed its trial: %s", name, version, verdict.reason)
         else:
             releases = {n: path for n, path in agent.releases.items() if n != version or n in agent.levels}
-            withdrawn = (*agent.withdrawn, version)
+            withdrawn = (*agent.withdrawn, version)[-_WITHDRAWN:]
             self._announce_one(name, replace(agent, releases=releases, canary=None, percent=0.0, withdrawn=withdrawn))
             self.rolled_back[name] += 1
             log.error("%s: version %s is taken back: %s", name, version, verdict.reason)
@@ -279,6 +313,15 @@ class Follower:
         for at, path in [item for item in self._leaving if item[0] <= now]:
             self._leaving.remove((at, path))
             shutil.rmtree(path, ignore_errors=True)
+
+    def _touch(self, now: float) -> None:
+        """Whoever cleans up temporary files goes by their age; a worker that is replaced needs these."""
+        if now < self._touch_at:
+            return
+        self._touch_at = now + _TOUCH_S
+        for path in (self._directory, *self._directory.rglob("*")):
+            with contextlib.suppress(OSError):
+                os.utime(path)
 
     def _write(self, name: str, offered: Release, serving: Release | None) -> None:
         policies = release.tried(offered, serving)
@@ -319,6 +362,8 @@ class _Trial:
     offered: Release
     since: float
     tally: _Tally
+    restarts: int
+    """Workers that had died before."""
 
 
 class _Tally:
@@ -326,13 +371,16 @@ class _Tally:
 
     def __init__(self, directory: Path, agent: str, versions: tuple[int, int]) -> None:
         self._directory, self._agent, self._versions = directory, agent, versions
-        self._last: dict[tuple[str, int], tuple[float, int, list[int]]] = {}
+        self._last: dict[tuple[str, int], tuple[float, _Seen]] = {}
         self._errors: Counter[int] = Counter()
         self._buckets: dict[int, Counter[int]] = {version: Counter() for version in versions}
+        self._passes: dict[int, Counter[int]] = {version: Counter() for version in versions}
+        self._seconds: dict[int, Counter[int]] = {version: Counter() for version in versions}
         self.refresh()
         self._errors.clear()
-        for counts in self._buckets.values():
-            counts.clear()
+        for version in versions:
+            for counts in (self._buckets[version], self._passes[version], self._seconds[version]):
+                counts.clear()
 
     def refresh(self) -> tuple[int, int]:
         """Look again; the two versions, the stable one first."""
@@ -344,19 +392,39 @@ class _Tally:
         return self._versions
 
     def _add(self, worker: str, version: int, began: float, counted: Mapping[str, Any]) -> None:
-        errors, buckets = counted["failed"] + counted["timed_out"], counted["buckets"]
-        life, before_errors, before = self._last.get((worker, version), (began, 0, []))
+        seen = _Seen(counted["failed"] + counted["timed_out"], counted["buckets"], counted["batches"], counted["batch_seconds"])
+        life, before = self._last.get((worker, version), (began, _Seen()))
         if life != began:  # another worker in its place: it counts from zero
-            before_errors, before = 0, []
-        self._last[worker, version] = began, errors, buckets
-        self._errors[version] += errors - before_errors
-        for k, count in enumerate(buckets):
-            self._buckets[version][k] += count - (before[k] if k < len(before) else 0)
+            before = _Seen()
+        self._last[worker, version] = began, seen
+        self._errors[version] += seen.errors - before.errors
+        for counts, now, then in (
+            (self._buckets, seen.buckets, before.buckets),
+            (self._passes, seen.passes, before.passes),
+            (self._seconds, seen.seconds, before.seconds),
+        ):
+            for k, count in enumerate(now):
+                counts[version][k] += count - (then[k] if k < len(then) else 0)  # type: ignore[assignment]
 
     def counts(self, version: int) -> Counts:
-        buckets = self._buckets[version]
-        latency: Sequence[int] = [buckets[k] for k in range(max(buckets, default=-1) + 1)]
-        return Counts(sum(latency) + self._errors[version], self._errors[version], latency)
+        buckets, passes, seconds = self._buckets[version], self._passes[version], self._seconds[version]
+        latency = [buckets[k] for k in range(max(buckets, default=-1) + 1)]
+        timed = [(passes[k], float(seconds[k])) for k in range(max(passes, default=-1) + 1)]
+        return Counts(sum(latency) + self._errors[version], self._errors[version], latency, timed)
+
+
+class _Seen(NamedTuple):
+    """What a worker had counted of a version when we looked last."""
+
+    errors: int = 0
+    buckets: Sequence[int] = ()
+    passes: Sequence[int] = ()
+    seconds: Sequence[float] = ()
+
+
+def _passing(error: Exception) -> bool:
+    """The disk was full, the run was away: another time the same version may do."""
+    return isinstance(error, (OSError, MemoryError)) or (isinstance(error, StoreError) and not isinstance(error, Damaged))
 
 
 def named_sources(given: Sequence[str], local_dir: Path) -> dict[str, Source]:

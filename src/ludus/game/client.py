@@ -47,10 +47,11 @@ _MAX_BODY = 256 << 20
 _MAX_CHUNK_LINE = 1024
 _MAX_INTERIM = 8
 """Replies 1xx before the one that counts."""
-_OVER = frozenset({404, 410, 500, 504})
-"""After these the session is no more."""
+_OVER = frozenset({410, 500, 504})
+"""After these, in our words, the session is no more."""
 _NOT_NOW = frozenset({429, 503})
 """After these the same request may be sent again, later."""
+_OUT_OF_TURN = 409
 
 Address = tuple[str, int]
 Fallback = Literal["error", "repeat", "default"]
@@ -167,7 +168,7 @@ class Client:
         return reply
 
     def _connect(self, address: Address, until: _Until) -> socket.socket:
-        connected = socket.create_connection(address, until.limit_s)
+        connected = _connected(address, until)
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tls = self._talk.tls
@@ -301,6 +302,22 @@ class AsyncClient:
         return wire
 
 
+def _connected(address: Address, until: _Until) -> socket.socket:
+    """Each address of the host that is left gets its share of the time: the first may be a black hole."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for left, (family, kind, protocol, _, where) in zip(range(len(found), 0, -1), found, strict=True):
+        connected = socket.socket(family, kind, protocol)
+        try:
+            connected.settimeout(max(until.left_s / left, 1e-3))
+            connected.connect(where)
+            return connected
+        except BaseException as error:
+            connected.close()
+            if left == 1 or until.left_s <= 0 or not isinstance(error, OSError):
+                raise
+    raise OSError(f"the host {address[0]!r} has no address")
+
+
 # -- what both share: numbers, retries, what a reply means. No sockets in here. ------------------------------------------
 
 
@@ -342,13 +359,15 @@ _Conversation = Generator[_Attempt, _Reply | OSError, bytes]
 
 
 class _Session:
-    __slots__ = ("action", "adrift", "endpoint", "head", "missed", "seq", "unsure")
+    __slots__ = ("action", "doubt", "endpoint", "head", "missed", "seq", "unsure")
 
     def __init__(self, head: bytes, seq: int) -> None:
         self.head, self.seq = head, seq
         """`seq` is the number of the next request."""
         self.unsure: tuple[str, bytes, bytes] | None = None  # what was sent with that number and never answered
-        self.adrift = False  # ticks were given up: `seq` is our best guess, and the server corrects it
+        # An attempt was never answered. It may still arrive, after any number of others: from then on `seq` is our best guess,
+        # and the server corrects it.
+        self.doubt = False
         self.missed = 0
         self.action: bytes | None = None  # the last reply to a tick
         self.endpoint: Address | None = None
@@ -397,7 +416,8 @@ class _Talk:
         return self._sessions[session].missed if session in self._sessions else 0
 
     def get(self, path: str) -> _Conversation:
-        reply = yield from self._insist(f"GET {self._path}{path} HTTP/1.1\r\n{self._common}\r\n".encode("latin-1"), None)
+        request = f"GET {self._path}{path} HTTP/1.1\r\n{self._common}\r\n".encode("latin-1")
+        reply = yield from self._insist(request, _Session(b"", 0))
         if reply.status != 200:
             raise _refused(reply)
         return reply.body
@@ -405,9 +425,6 @@ class _Talk:
     def step(self, kind: str, session: str, body: bytes, about: bytes = b"") -> _Conversation:
         """A step that insists. After Unreachable the same step may be made again, or the end."""
         known = self._begin(session, body, about) if kind is START else self._open(session)
-        if known.adrift:
-            reply = yield from self._by(known, kind, body, _Until(self._timeout_s))
-            return self._settled(session, known, kind, reply)
         earlier, known.unsure = known.unsure, (kind, body, about)
         if earlier is not None and earlier != known.unsure and kind is TICK:
             known.unsure = earlier
@@ -415,14 +432,14 @@ class _Talk:
                 f"The last {earlier[0]} of session {session!r} was never answered; it may have counted.",
                 "Send the same body again, or end the session.",
             )
-        reply = yield from self._insist(_request(known, kind, body, about), known)
-        if kind is END and earlier is not None and earlier[0] is not END and reply.status == 409:
-            known.seq += 1  # what was never answered did count
-            known.adrift = True
-            reply = yield from self._by(known, kind, body, _Until(self._timeout_s))
-        known.unsure = None
+        reply = yield from self._insist(_request(known, kind, known.seq, body, about), known)
         if reply.status == 200:
             known.seq += kind is not END
+        elif kind is not START and _place(known, reply):
+            if kind is TICK:
+                known.unsure = None  # it has no number yet
+            reply = yield from self._by(known, kind, body, _Until(self._timeout_s))
+        known.unsure = None
         return self._settled(session, known, kind, reply)
 
     def tick(self, session: str, body: bytes, until: _Until) -> _Conversation:
@@ -431,12 +448,12 @@ class _Talk:
         if known.unsure is not None:
             if known.unsure[0] is not TICK:
                 return (yield from self.step(TICK, session, body))  # says what is missing
-            known.unsure, known.adrift, known.seq = None, True, known.seq + 1
+            known.unsure, known.seq = None, known.seq + 1
         try:
             reply = yield from self._by(known, TICK, body, until)
         except Unreachable as error:
             return self.miss(session, error)
-        if _not_now(reply):
+        if reply.status in _NOT_NOW:
             return self.miss(session, _refused(reply))
         return self._settled(session, known, TICK, reply)
 
@@ -455,9 +472,11 @@ class _Talk:
     def _settled(self, session: str, known: _Session, kind: str, reply: _Reply) -> bytes:
         """The server has answered: what that means for the session. Raises Refused."""
         if reply.status != 200:
-            if kind is START or reply.status in _OVER:
+            refused = _refused(reply)
+            lost = refused.error == "unknown_session" or (reply.status in _OVER and refused.error != "http")
+            if kind is START or lost:
                 self._sessions.pop(session, None)
-            raise _refused(reply)
+            raise refused
         if kind is END:
             del self._sessions[session]
         elif kind is TICK:
@@ -472,51 +491,36 @@ class _Talk:
         Whatever happens in between, an interrupt included, the session is left such that the next request finds its place: a
         tick that may have counted keeps its number for ever, so that no reply is taken for that of another request.
         """
-        after_s, failures, rounds = 0.0, 0, 0
+        number, after_s, failures, rounds = known.seq, 0.0, 0, 0
         while True:
             left_s = until.left_s - after_s
             if left_s <= 0:
                 raise _late(kind, until)
-            number, adrift = known.seq, known.adrift
             address = known.endpoint or self.address
-            request = _request(known, kind, body, b"")
-            if kind is TICK:
-                known.seq, known.adrift = number + 1, True
-            outcome = yield _Attempt(address, request, after_s, left_s)
-            if not isinstance(outcome, _Reply):
+            doubt, known.doubt, known.seq = known.doubt, True, number + (kind is TICK)
+            outcome = yield _Attempt(address, _request(known, kind, number, body), after_s, left_s)
+            if not isinstance(outcome, _Reply) or _in_its_stead(outcome):
+                failures += 1
                 known.endpoint = None  # the shared port may know more
-                failures += 1
                 if until.left_s <= 0 or isinstance(outcome, TimeoutError):
-                    raise _late(kind, until) from outcome
-                if failures > self._retries:
-                    raise _unreachable(address, outcome, until.limit_s, self._retries) from outcome
-                known.seq, known.adrift = number, adrift  # the same again: it counts once
-                after_s = _PAUSE_S * (failures - 1)
-                if after_s >= until.left_s:
-                    known.seq, known.adrift = number + (kind is TICK), True
-                    raise _unreachable(address, outcome, until.limit_s, failures - 1) from outcome
-                continue
-            known.seq, known.adrift = number, adrift
+                    raise _late(kind, until) from _cause(outcome)
+                after_s = _pause_s(outcome, failures)
+                if failures > self._retries or after_s >= until.left_s:
+                    raise _unreachable(address, outcome, until.limit_s, failures - 1) from _cause(outcome)
+                continue  # the same number: it counts once
             if outcome.status == 200:
-                known.seq, known.adrift = number + 1, False
-            elif outcome.status == 409 and adrift:
-                refused = refusal_from(outcome.status, outcome.body)
-                if refused.error == "seq" and refused.last is not None:
-                    known.seq = refused.last + 1
-                elif refused.error != "busy":
-                    return outcome
-                rounds += 1
-                wait = refused.error == "busy" or rounds > 2
-                after_s = min(_BUSY_PAUSE_S * rounds, _MAX_BUSY_PAUSE_S) if wait else 0.0
+                known.doubt, known.seq = doubt, number + 1
+                return outcome
+            if _ours(outcome) or outcome.status < 500:
+                known.doubt, known.seq = doubt, number
+            if place := _place(known, outcome):
+                number, rounds = known.seq, rounds + 1
+                after_s = min(_BUSY_PAUSE_S * rounds, _MAX_BUSY_PAUSE_S) if place == "busy" or rounds > 2 else 0.0
                 continue
-            elif _not_now(outcome):
-                failures += 1
-                after_s = _PAUSE_S * failures if outcome.retry_after_s is None else outcome.retry_after_s
-                if failures <= self._retries and after_s < until.left_s:
-                    continue
-                if kind is TICK and outcome.status not in _NOT_NOW:  # a proxy: the request may have passed it
-                    known.seq, known.adrift = number + 1, True
-            return outcome
+            failures += 1
+            after_s = _pause_s(outcome, failures)
+            if outcome.status not in _NOT_NOW or failures > self._retries or after_s >= until.left_s:
+                return outcome
 
     def _begin(self, session: str, body: bytes, about: bytes) -> _Session:
         known = self._sessions.get(session)
@@ -535,31 +539,31 @@ class _Talk:
             message = f"This client has no open session {session!r}."
             raise Refused(404, "unknown_session", message, "Call start first.") from None
 
-    def _insist(self, request: bytes, known: _Session | None) -> Generator[_Attempt, _Reply | OSError, _Reply]:
+    def _insist(self, request: bytes, known: _Session) -> Generator[_Attempt, _Reply | OSError, _Reply]:
         """Attempts until there is an answer. Whether the last is a refusal is for the caller to see."""
         after_s = 0.0
         for attempt in range(self._retries + 1):
-            address = (known and known.endpoint) or self.address
+            address = known.endpoint or self.address
+            doubt, known.doubt = known.doubt, True
             outcome = yield _Attempt(address, request, after_s, self._timeout_s)
-            if isinstance(outcome, _Reply):
-                if outcome.status not in _NOT_NOW:
-                    return outcome
-                asked = outcome.retry_after_s
-                after_s = _PAUSE_S * (attempt + 1) if asked is None else asked
-                if after_s > self._timeout_s:  # longer than we would wait for an answer: the caller knows what to do meanwhile
-                    return outcome
-            else:
-                after_s = _PAUSE_S * attempt
-                if known is not None:
-                    known.endpoint = None  # the shared port may know more
-        if isinstance(outcome, _Reply):
+            after_s = _pause_s(outcome, attempt + 1)
+            if not isinstance(outcome, _Reply):
+                known.endpoint = None  # the shared port may know more
+                continue
+            if _ours(outcome) or outcome.status < 500:
+                known.doubt = doubt
+            if not _in_its_stead(outcome) and outcome.status not in _NOT_NOW:
+                return outcome
+            if after_s > self._timeout_s:  # longer than we would wait for an answer: the caller knows what to do meanwhile
+                break
+        if isinstance(outcome, _Reply) and not _in_its_stead(outcome):
             return outcome
-        raise _unreachable(address, outcome, self._timeout_s, self._retries) from outcome
+        raise _unreachable(address, outcome, self._timeout_s, attempt) from _cause(outcome)
 
 
-def _request(known: _Session, kind: str, body: bytes, about: bytes) -> bytes:
+def _request(known: _Session, kind: str, number: int, body: bytes, about: bytes = b"") -> bytes:
     return b"%bLudus-Step: %b\r\nLudus-Seq: %d\r\n%bContent-Length: %d\r\n\r\n%b" % (
-        known.head, kind.encode(), known.seq, about, len(body), body,
+        known.head, kind.encode(), number, about, len(body), body,
     )  # fmt: skip
 
 
@@ -608,11 +612,36 @@ def _refused(reply: _Reply) -> Refused:
     return Refused(found.status, found.error, found.message, found.hint, reply.retry_after_s)
 
 
-def _not_now(reply: _Reply) -> bool:
-    """The server is full, or a proxy does not reach it."""
-    if reply.status in (502, 504):
-        return refusal_from(reply.status, reply.body).error == "http"
-    return reply.status in _NOT_NOW
+def _ours(reply: _Reply) -> bool:
+    """A server of ours speaks, not a proxy."""
+    return reply.status == 200 or refusal_from(reply.status, reply.body).error != "http"
+
+
+def _in_its_stead(reply: _Reply) -> bool:
+    """A proxy that did not hear the server's answer: nobody knows whether the request counted."""
+    return reply.status >= 500 and reply.status not in _NOT_NOW and not _ours(reply)
+
+
+def _place(known: _Session, reply: _Reply) -> str:
+    """What a reply says about where a session in doubt is: `seq`, and known.seq is right now; `busy`, ask again; or nothing."""
+    if reply.status != _OUT_OF_TURN or not known.doubt:
+        return ""
+    refused = refusal_from(reply.status, reply.body)
+    if refused.error == "seq" and refused.last is not None:
+        known.seq = refused.last + 1
+        return "seq"
+    return "busy" if refused.error == "busy" else ""
+
+
+def _pause_s(outcome: _Reply | OSError, failures: int) -> float:
+    """Before the next attempt."""
+    if not isinstance(outcome, _Reply):
+        return _PAUSE_S * (failures - 1)
+    return _PAUSE_S * failures if outcome.retry_after_s is None else outcome.retry_after_s
+
+
+def _cause(outcome: _Reply | OSError) -> OSError | None:
+    return outcome if isinstance(outcome, OSError) else None
 
 
 def _late(kind: str, until: _Until) -> DeadlineMissed:
@@ -620,9 +649,12 @@ def _late(kind: str, until: _Until) -> DeadlineMissed:
     return DeadlineMissed(f"No answer to this {kind} within {until.limit_s:g} s.", hint)
 
 
-def _unreachable(address: Address, error: OSError, timeout_s: float, retries: int) -> Unreachable:
+def _unreachable(address: Address, error: _Reply | OSError, timeout_s: float, retries: int) -> Unreachable:
     where = f"{address[0]}:{address[1]}"
     tries = f"{retries + 1} attempts" if retries else "1 attempt"
+    if isinstance(error, _Reply):
+        reason = f"{error.status} {REASONS.get(error.status, '')}".rstrip()
+        return Unreachable(f"{where} answered {reason}, which is no answer of a Ludus server ({tries}).", "Is it running?")
     if isinstance(error, TimeoutError):
         hint = "Is the server overloaded, or its actor stuck? timeout_s can be raised."
         return Unreachable(f"{where} did not answer within {timeout_s:g} s ({tries}).", hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -41,7 +42,9 @@ class Batcher(Generic[Row, Out]):
         self._last = 0
         self.batches = self.answered = 0
         self.sizes = [0] * 32
-        """How many batches there were of below 2^k rows, and not below 2^(k-1)."""
+        """How many batches there were of below 2^k rows, and not below 2^(k-1) …"""
+        self.seconds = [0.0] * 32
+        """… and how long they took."""
 
     def submit(self, row: Row) -> asyncio.Future[Out]:
         """On the event loop only. A caller that is cancelled leaves the batch unharmed."""
@@ -54,6 +57,10 @@ class Batcher(Generic[Row, Out]):
         self._rows.append(row)
         self._waiting.append(answer)
         return answer
+
+    def close(self) -> None:
+        """Let go of what runs the batches; nobody asks any more. (Else the two would keep each other alive.)"""
+        self._run = _closed
 
     def _flush(self) -> None:
         rows, waiting = self._rows, self._waiting
@@ -73,9 +80,12 @@ class Batcher(Generic[Row, Out]):
         self._last = len(rows)
         self.batches += 1
         self.answered += len(rows)
-        self.sizes[len(rows).bit_length()] += 1
+        began = time.perf_counter()
         try:
             results = self._run(rows)
+            size = len(rows).bit_length()
+            self.sizes[size] += 1
+            self.seconds[size] += time.perf_counter() - began
             if len(results) != len(rows):
                 raise ValueError(f"A batch of {len(rows)} rows came back with {len(results)} results.")
         except Exception as error:
@@ -92,3 +102,7 @@ class Batcher(Generic[Row, Out]):
                 answer.set_result(result)
                 if answer.waiter is not None:
                     answer.waiter.resume()
+
+
+def _closed(rows: list[Any]) -> Sequence[Any]:
+    raise RuntimeError("This model has been let go.")

@@ -25,6 +25,8 @@ class Counts:
     errors: int = 0
     latency: Sequence[int] = ()
     """How many answers took at most 1, 2, 4, 8 … µs and longer than the bound before; the last bucket has no upper bound."""
+    passes: Sequence[tuple[int, float]] = ()
+    """Forward passes of below 1, 2, 4 … rows: how many, and how many seconds they took together."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ _HOPELESS = 0.5
 _UNSURE = 2.58  # how far the stable version's own share may be off, in standard deviations: 99 % within
 _SURE = 2.33  # 99 %, one-sided: for promoting
 _ALTERNATIVES = 16
+_COMPARABLE = 100  # answers of the stable version, before anything is slower than it
+_PASSES = 50  # of the canary, before their cost is judged
 _LARGEST_ODDS = math.log(999)  # that an answer is bad
 
 
@@ -77,8 +81,13 @@ def judge(stable: Counts, canary: Counts, seconds: float, settings: CanarySettin
     timed, timed_stable = sum(canary.latency), sum(stable.latency)
     lagging = _share_verdict(slow_stable, timed_stable, slow, timed, _slow_limits(settings), settings)
     slower = f"took longer than {_bound_ms(bucket):g} ms"
+    if timed_stable < _COMPARABLE:  # nothing to compare with
+        lagging = PROMOTE
     if lagging == ROLL_BACK:
         return Verdict(ROLL_BACK, f"{_of(slow, timed)} {slower}; of the stable version {_of(slow_stable, timed_stable)}.")
+    heavier = cost_ratio(stable.passes, canary.passes, settings.fast_enough_ms / 1e3)
+    if heavier > settings.max_latency_ratio:
+        return Verdict(ROLL_BACK, f"A forward pass takes {heavier:.1f} times as long as that of the stable version.")
     if seconds < settings.hold_s:
         return Verdict(WAIT, f"{seconds:.0f} of {settings.hold_s:g} s.")
     if failing == lagging == PROMOTE:
@@ -87,6 +96,24 @@ def judge(stable: Counts, canary: Counts, seconds: float, settings: CanarySettin
     if seconds >= settings.give_up_s:
         return Verdict(ROLL_BACK, f"After {seconds:.0f} s it is not proven to be sound: {what}.")
     return Verdict(WAIT, f"Not yet proven to be sound: {what}.")
+
+
+def cost_ratio(stable: Sequence[tuple[int, float]], canary: Sequence[tuple[int, float]], fast_enough_s: float) -> float:
+    """How many times as long a forward pass of the canary takes, for batches of equal size; 0 when that cannot be told.
+
+    Two versions in one worker take turns on one event loop: a slow one delays the answers of both alike, and only its own
+    passes show whose fault it is. Where the stable version had no batch of a size, the nearest larger one stands for it.
+    """
+    known = [(size, seconds / count) for size, (count, seconds) in enumerate(stable) if count]
+    if not known or sum(count for count, _ in canary) < _PASSES:
+        return 0.0
+    took = expected = 0.0
+    for size, (count, seconds) in enumerate(canary):
+        if count:
+            took += seconds
+            expected += count * next((mean for of, mean in known if of >= size), known[-1][1])
+    mean = took / sum(count for count, _ in canary)
+    return took / expected if mean > fast_enough_s and expected > 0 else 0.0
 
 
 class _Limits(NamedTuple):

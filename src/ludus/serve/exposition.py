@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,12 @@ MEDIA = "text/plain; version=0.0.4; charset=utf-8"
 FOLLOWER = "follower"
 """The snapshot of the process that started the workers."""
 
+_DOWN_S = 5.0  # without a snapshot, of which there is one a second
+_WARN_S = 60.0
 _LARGEST_US = 25  # powers of two: 33 s
 _LARGEST_BATCH = 10
+
+_warned: dict[Path, float] = {}
 
 Labels = Mapping[str, str]
 Sample = tuple[Labels, float]
@@ -34,7 +39,10 @@ def write_snapshot(directory: Path, name: str, numbers: Mapping[str, Any]) -> No
         aside.write_text(json.dumps(numbers), encoding="utf-8")
         aside.replace(path)
     except OSError as error:  # numbers that are a little old harm less than a worker that stops
-        log.warning("cannot write %s: %s", path, error)
+        aside.unlink(missing_ok=True)
+        if time.monotonic() >= _warned.get(path, 0.0) + _WARN_S:
+            _warned[path] = time.monotonic()
+            log.warning("cannot write %s: %s", path, error)
 
 
 def snapshots(directory: Path) -> dict[str, dict[str, Any]]:
@@ -46,11 +54,19 @@ def snapshots(directory: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def text(found: Mapping[str, Mapping[str, Any]]) -> bytes:
+def text(found: Mapping[str, Mapping[str, Any]], now: float) -> bytes:
+    """`now` on the clock of the snapshots (time.monotonic): a worker that has not been heard of for a while is down."""
     follower = found.get(FOLLOWER, {})
-    workers = {name: numbers for name, numbers in found.items() if name != FOLLOWER}
+    every = {name: numbers for name, numbers in found.items() if name != FOLLOWER}
+    workers = {name: numbers for name, numbers in every.items() if now - numbers["at"] < _DOWN_S}
+    up: list[Sample] = [({"worker": name}, float(name in workers)) for name in every]
     lines: list[str] = []
-    for name, kind, told, samples in (*_of_workers(workers), *_of_versions(workers), *_of_follower(follower)):
+    for name, kind, told, samples in (
+        ("ludus_up", "gauge", "Whether the worker serves.", up),
+        *_of_workers(workers),
+        *_of_versions(workers),
+        *_of_follower(follower),
+    ):
         lines += [f"# HELP {name} {told}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
     for name, told, rows in _histograms(workers):
@@ -71,7 +87,6 @@ def _of_workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
             for key, value in sorted(values(numbers).items())
         ]
 
-    yield "ludus_up", "gauge", "Whether the worker has been loaded.", each(lambda _: 1)
     yield "ludus_draining", "gauge", "Whether new sessions are refused.", each(lambda n: n["draining"])
     yield "ludus_connections", "gauge", "Open connections.", each(lambda n: n["connections"])
     yield "ludus_sessions_limit", "gauge", "Sessions that may be open.", each(lambda n: n["sessions_limit"])

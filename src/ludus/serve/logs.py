@@ -38,3 +38,6 @@ def configure(form: Form, who: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(who) if form == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    ours = logging.getLogger("ludus")  # which may have a handler of its own, as workers do
+    ours.handlers.clear()
+    ours.propagate = True

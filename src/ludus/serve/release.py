@@ -39,7 +39,7 @@ class Part:
 @dataclass(frozen=True)
 class Release:
     version: int
-    """What a game asks for it by: the version of the model, of the first one where there are several."""
+    """What a game asks for it by: the version of the model; where there are several, the number of the checkpoint."""
     seats: Mapping[str, str]
     """Seat → model."""
     parts: Mapping[str, Part]
@@ -104,19 +104,22 @@ def write(release: Release, directory: Path, artefacts: Mapping[str, bytes] | No
     """Complete or not at all. `artefacts`: the ONNX models that are to be run instead of the networks."""
     aside = directory.with_name(f"{directory.name}.aside-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True, mode=0o700)
-    listed = []
-    for number, (name, part) in enumerate(release.parts.items()):  # model names need not be file names
-        (aside / f"{number}.json").write_bytes(part.description)
-        if artefacts is None:
-            (aside / f"{number}.safetensors").write_bytes(part.weights)
-        else:
-            (aside / f"{number}.onnx").write_bytes(artefacts[name])
-        listed.append({"name": name, "version": part.version})
-    facts = {"version": release.version, "seats": dict(release.seats), "models": listed}
-    (aside / "release.json").write_text(json.dumps(facts), encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    aside.rename(directory)
+    try:
+        aside.mkdir(parents=True, mode=0o700)
+        listed = []
+        for number, (name, part) in enumerate(release.parts.items()):  # model names need not be file names
+            (aside / f"{number}.json").write_bytes(part.description)
+            if artefacts is None:
+                (aside / f"{number}.safetensors").write_bytes(part.weights)
+            else:
+                (aside / f"{number}.onnx").write_bytes(artefacts[name])
+            listed.append({"name": name, "version": part.version})
+        facts = {"version": release.version, "seats": dict(release.seats), "models": listed}
+        (aside / "release.json").write_text(json.dumps(facts), encoding="utf-8")
+        shutil.rmtree(directory, ignore_errors=True)
+        aside.rename(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ side than may, the sessions of the oldest move on to the current one.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -23,11 +24,10 @@ from ludus.actor.builtin import BuiltinActor
 from ludus.actor.gateway import Gateway, Watched
 from ludus.actor.http import Page, Replied
 from ludus.actor.meter import Meter
-from ludus.actor.recorder import session_spec
+from ludus.actor.recorder import played_spec
 from ludus.errors import LudusError
 from ludus.game import protocol
 from ludus.memory.recorded import RecordedRoom
-from ludus.model import saved
 from ludus.model.acting import Acts, Deciding
 from ludus.serve import exposition, lineup, logs, release
 from ludus.serve.accesslog import AccessLog
@@ -99,16 +99,26 @@ class Live:
         for seat, name in self._loaded.seats.items():
             room = self.rooms.get(name)
             if room is None:
-                spec = session_spec(saved.policy_from(self._loaded.descriptions[name]), self._recording.steps, name)
+                longest = json.loads(self._loaded.descriptions[name])["network"]["max_seq_len"]
+                spec = played_spec(self._loaded.players[name], self._recording.steps, longest, name)
                 room = self.rooms[name] = RecordedRoom(spec, self._recording.directory, self._recording.limit_bytes)
             seats[seat] = Seat(self.deciding[name], room.at(temperature), first_origin=int.from_bytes(os.urandom(6), "little"))
         return seats
 
-    def batch_sizes(self) -> list[int]:
-        columns = zip(*(deciding.batcher.sizes for deciding in self.deciding.values()), strict=True)
-        return [sum(column) for column in columns]
+    def numbers(self) -> dict[str, Any]:
+        batchers = [deciding.batcher for deciding in self.deciding.values()]
+        return {
+            "sessions": len(self.sessions),
+            "batches": [sum(column) for column in zip(*(batcher.sizes for batcher in batchers), strict=True)],
+            "batch_seconds": [sum(column) for column in zip(*(batcher.seconds for batcher in batchers), strict=True)],
+            "answered": sum(batcher.answered for batcher in batchers),
+            **self.meter.to_json(),
+        }
 
     def close(self) -> None:
+        """Nobody plays against it any more. May wait for the disk."""
+        for deciding in self.deciding.values():
+            deciding.batcher.close()
         for room in self.rooms.values():
             room.close()
 
@@ -130,9 +140,9 @@ class ServedActor(BuiltinActor):
         temperature = self.about.temperature if self.about.temperature >= 0 else service.settings.temperature
         self.sit(live.recorded_seats(temperature) if service.is_recorded(session) else live.seats)
         self._temperature = temperature
-        reply = await super().start(session, body)
+        await super().start(session, body)
         self.join(live)  # from here on nothing can be refused
-        return reply
+        return json.dumps({"model": live.agent, "version": live.version}).encode()
 
     async def end(self, body: bytes) -> bytes:
         reply = await super().end(body)
@@ -305,10 +315,13 @@ class Service:
         if path != protocol.METRICS:
             return None
         self._snapshot()
-        return Page(200, exposition.text(exposition.snapshots(self.directory)), exposition.MEDIA)
+        return Page(200, exposition.text(exposition.snapshots(self.directory), time.monotonic()), exposition.MEDIA)
 
     def _note(self, replied: Replied) -> None:
         assert self._log is not None
+        assert self._gateway is not None
+        begun = self._gateway.sessions.find(replied.session) if replied.kind is protocol.START else None
+        live = begun.actor.live if begun is not None and begun.opened else None
         self._log.request(
             kind=replied.kind or replied.path,
             status=replied.status,
@@ -319,6 +332,8 @@ class Service:
             caller=replied.caller,
             peer=replied.peer,
             error=replied.error,
+            model=live.agent if live is not None else "",
+            version=live.version if live is not None else 0,
         )
 
     def _snapshot(self) -> None:
@@ -333,19 +348,10 @@ class Service:
                 "current": agent.current,
                 "canary": agent.canary,
                 "moved": {how: self._moved[name, how] for how in ("carried", "reset")},
-                "versions": {
-                    str(live.version): {
-                        "sessions": len(live.sessions),
-                        "batches": live.batch_sizes(),
-                        "answered": sum(deciding.batcher.answered for deciding in live.deciding.values()),
-                        **live.meter.to_json(),
-                    }
-                    for live in self._live.values()
-                    if live.agent == name
-                },
+                "versions": {str(live.version): live.numbers() for live in self._live.values() if live.agent == name},
             }
         return {
-            "at": time.time(),
+            "at": time.monotonic(),  # of this machine, on which they are read
             "began": self._began,
             "draining": gateway.draining,
             "connections": gateway.connections,
