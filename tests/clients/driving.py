@@ -1,9 +1,9 @@
 """A client in another language, led by the hand: a program that does what it is told, line by line, on its standard input; or,
 since not every engine reads that, on the port that LUDUS_DRIVER names.
 
-    open url=… token=… timeout_ms=… deadline_ms=… fallback=error|repeat|default default=HEX certificate=FILE
-    start session=… body=HEX match=… model=… version=… temperature=…
-    tick body=HEX deadline_ms=…
+    open url=… token=… timeout_ms=… deadline_ms=… fallback=error|repeat|default default=HEX retries=… max_reply_bytes=… certificate=FILE
+    start session=… body=HEX match=… model=… version=… temperature=…       again=1: the one before, once more
+    tick body=HEX deadline_ms=…                                            zeros=N: a body of so many
     end body=HEX
     spec
     raw                     writes a raw tick, has it echoed, reads it; replies with what it wrote

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.contract import Contract, CornerContract, HostileContract, can_be_won_and_lost, environment, makes_no_mistakes
+from tests.clients.contract import (
+    Contract,
+    CornerContract,
+    EssentialContract,
+    HostileContract,
+    can_be_won_and_lost,
+    environment,
+    makes_no_mistakes,
+)
 from tests.clients.driving import CLIENTS, DRIVERS, Driver, driver
 from tests.tools import need
 
@@ -40,7 +48,7 @@ class TestBlocking(Contract, HostileContract, CornerContract):
             yield driven
 
 
-class TestTasks(Contract):
+class TestTasks(EssentialContract):
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls, program: Path) -> Iterator[Driver]:

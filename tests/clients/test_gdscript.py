@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.contract import Contract, CornerContract, HostileContract, can_be_won_and_lost, environment, makes_no_mistakes
+from tests.clients.contract import (
+    Contract,
+    CornerContract,
+    EssentialContract,
+    HostileContract,
+    can_be_won_and_lost,
+    environment,
+    makes_no_mistakes,
+)
 from tests.clients.driving import CLIENTS, DRIVERS, Driver, driver
 from tests.tools import need
 
@@ -42,7 +50,7 @@ class TestGodot3(Contract, HostileContract, CornerContract):
             yield driven
 
 
-class TestGodot3FrameByFrame(Contract):
+class TestGodot3FrameByFrame(EssentialContract):
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls, godot3: list[str | Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
@@ -58,12 +66,50 @@ class TestGodot4(Contract, HostileContract, CornerContract):
             yield driven
 
 
-class TestGodot4FrameByFrame(Contract):
+class TestGodot4FrameByFrame(EssentialContract):
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls, godot4: list[str | Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         with driver(godot4, environment(tmp_path_factory.mktemp("home")), "async=1", by_port=True) as driven:
             yield driven
+
+
+_NAMES = {
+    "PoolByteArray": "PackedByteArray",
+    "extends Reference": "extends RefCounted",
+    "StreamPeerSSL": "StreamPeerTLS",
+    "OS.get_ticks_usec": "Time.get_ticks_usec",
+    ".find_last(": ".rfind(",
+    ".to_utf8()": ".to_utf8_buffer()",
+    ".to_ascii()": ".to_ascii_buffer()",
+    ".empty()": ".is_empty()",
+    ".ord_at(": ".unicode_at(",
+}
+"""What Godot 4 calls otherwise."""
+_LINES = {
+    "# Ludus for Godot 3: the game": "# Ludus for Godot 4: the game",
+    "For Godot 4 take godot4/ludus.gd.": "For Godot 3 take ../ludus.gd.",
+    "\t_stream.blocking_handshake = false\n": "",
+    "connect_to_stream(_tcp, true, _host, certificate)": "connect_to_stream(_tcp, _host, TLSOptions.client(certificate))",
+    "\t_tcp.get_status()  # it looks by itself\n": "\t_tcp.poll()\n",
+    "_request.subarray(_sent, _request.size() - 1)": "_request.slice(_sent)",
+    "_buffer.subarray(0, int(min(_buffer.size(), MAX_HEAD)) - 1)": "_buffer.slice(0, MAX_HEAD)",
+    "_buffer.subarray(count, _buffer.size() - 1)": "_buffer.slice(count)",
+    "_buffer.subarray(end + 2, end + 1 + size)": "_buffer.slice(end + 2, end + 2 + size)",
+    "\tvar parsed = JSON.parse(text)\n": "\tvar parser = JSON.new()  # in this form it is silent about what is none\n",
+    "parsed.error != OK or not parsed.result is": "parser.parse(text) != OK or not parser.data is",
+    "var said = parsed.result": "var said = parser.data",
+}
+"""What it does otherwise."""
+
+
+def test_the_two_files_are_the_same_but_for_the_engine() -> None:
+    """What is corrected in one of them is corrected in the other."""
+    made, theirs = ((GDSCRIPT / name).read_text(encoding="utf-8") for name in ("ludus.gd", "godot4/ludus.gd"))
+    for three, four in (_LINES | _NAMES).items():
+        assert three in made, f"nobody needs {three!r} any more"
+        made = made.replace(three, four)
+    assert made.splitlines() == theirs.splitlines()
 
 
 @pytest.fixture(scope="module")

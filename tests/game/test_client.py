@@ -200,10 +200,10 @@ def test_another_clients_session_is_refused_by_the_server(served: Served) -> Non
 
 
 def test_what_is_no_answer_of_ours_is_refused_with_its_status() -> None:
-    page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 6\r\n\r\n<html>"
+    page = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 6\r\n\r\n<html>"
     with scripted(page) as (url, _), Client(url) as client, pytest.raises(Refused) as refused:
         client.start("a")
-    assert (refused.value.status, refused.value.error) == (502, "http")
+    assert (refused.value.status, refused.value.error) == (403, "http")
 
 
 def test_a_spec_that_is_not_json_is_refused() -> None:
@@ -342,7 +342,8 @@ def test_after_no_answer_only_the_same_tick_or_the_end_may_follow() -> None:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_session_can_be_ended_when_it_is_not_known_whether_the_last_tick_counted(counted: bool) -> None:
-    conflict = b"HTTP/1.1 409 Conflict\r\nContent-Length: 0\r\n\r\n"
+    words = b'{"error": "seq", "message": "m", "hint": "h", "last": 1}'
+    conflict = b"HTTP/1.1 409 Conflict\r\nContent-Length: %d\r\n\r\n%b" % (len(words), words)
     with scripted(OK, None, *([conflict] if counted else []), OK) as (url, requests), Client(url, retries=0) as client:
         client.start("a")
         with pytest.raises(Unreachable):

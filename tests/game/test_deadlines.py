@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import socket
 import struct
@@ -16,10 +17,11 @@ import pytest
 
 from ludus.actor.gateway import GatewaySettings
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
-from ludus.game.client import AsyncClient, Client
-from tests.clients.contract import Bot, Contract, HostileContract, actor
+from ludus.game.client import AsyncClient, Client, _Attempt, _Reply, _Talk, _Until
+from ludus.game.protocol import START
+from tests.clients.contract import SOON_S, Bot, Contract, HostileContract, actor
 from tests.clients.driving import Driver, Outcome
-from tests.clients.hostile import OK, Wire, answering, listening, read_request, wire
+from tests.clients.hostile import OK, answering, header, listening, read_request, refusal, wire
 from tests.serving import Served, gateway
 
 _LOST = {"unknown_session", "session_lost", "actor_failed", "actor_timeout"}
@@ -67,7 +69,8 @@ class Played(Driver):
             return str(self._run(client.spec())).replace("'", '"').encode()
         if command == "start":
             self._missed = 0
-            self._session = more.pop("session", uuid.uuid4().hex)
+            if not more.pop("again", 0):
+                self._session = more.pop("session", uuid.uuid4().hex)
             return bytes(self._run(client.start(self._session, body, **more)))
         if command == "end":
             return bytes(self._run(client.end(self._session, body)))
@@ -114,31 +117,7 @@ def _kind(error: LudusError) -> str:
     return kinds[type(error)]
 
 
-class _Python(Contract):
-    """As in other languages, with two differences, from the times before there were deadlines."""
-
-    def test_a_session_that_the_server_lost_is_told_apart(self, driver: Driver, served: Served) -> None:
-        """The client forgets it at once."""
-        driver.open(served.url, fallback="default", default="00")
-        driver.ok("start")
-        assert driver.do("tick", b"raise").refusal == ("lost", 500, "actor_failed")
-        assert driver.do("tick", b"x").refusal == ("lost", 404, "unknown_session")
-        assert driver.ok("start", session="again") == b"started again  "
-
-    def test_start_and_end_have_no_fallback(self, driver: Driver, between: Wire) -> None:
-        """The time-out is that of an attempt."""
-        driver.open(between.url, fallback="default", default="00", timeout_ms=100, deadline_ms=5000)
-        between.plan(*["swallow request"] * 3)
-        assert driver.do("start").kind == "unreachable"
-        driver.ok("start")
-        assert driver.ok("tick", b"a") == b"1 a"
-        between.plan(*["swallow reply"] * 3)
-        assert driver.do("end", b"bye").kind == "unreachable"
-        assert driver.ok("end", b"bye") == b"ended 1 bye"
-        assert len(set(between.requests[-4:])) == 1
-
-
-class TestBlocking(_Python):
+class TestBlocking(Contract):
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls) -> Iterator[Driver]:
@@ -146,7 +125,7 @@ class TestBlocking(_Python):
             yield played
 
 
-class TestAsync(_Python):
+class TestAsync(Contract):
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls) -> Iterator[Driver]:
@@ -176,6 +155,7 @@ class TestAsyncAgainstHostileServers(HostileContract):
 @pytest.fixture
 def served() -> Iterator[Served]:
     Bot.patience.clear()
+    Bot.asked.clear()
     with gateway(actor, GatewaySettings()) as served:
         yield served
     Bot.patience.set()
@@ -198,17 +178,18 @@ def test_a_tick_without_a_deadline_after_a_missed_one_finds_its_place(served: Se
     with Client(served.url) as client:
         client.start("a")
         with pytest.raises(DeadlineMissed) as missed:
-            client.tick("a", b"wait", deadline_s=0.05)
+            client.tick("a", b"wait", deadline_s=0.1)
+        assert Bot.asked.wait(SOON_S)
         assert missed.value.hint == "The session goes on with the next tick."
-        threading.Timer(0.1, Bot.patience.set).start()
+        threading.Timer(0.05, Bot.patience.set).start()
         assert client.tick("a", b"x") == b"2 x"
         assert client.tick("a", b"y") == b"3 y"
 
 
 def test_a_deadline_helps_after_a_tick_that_had_none_was_never_answered(served: Served) -> None:
-    with wire(served.port) as between, Client(between.url, timeout_s=0.05, retries=0) as client:
+    with wire(served.port) as between, Client(between.url, retries=0) as client:
         client.start("a")
-        between.plan("swallow reply")
+        between.plan("lose reply")
         with pytest.raises(Unreachable):
             client.tick("a", b"x")
         with pytest.raises(Unreachable, match="never answered"):
@@ -217,11 +198,13 @@ def test_a_deadline_helps_after_a_tick_that_had_none_was_never_answered(served: 
 
 
 def test_the_end_waits_for_a_tick_without_a_deadline_that_is_still_being_computed(served: Served) -> None:
-    with wire(served.port) as between, Client(between.url, timeout_s=0.3, retries=0) as client:
+    with wire(served.port) as between, Client(between.url, retries=0) as client:
         client.start("a")
+        between.plan("hang up")
         with pytest.raises(Unreachable):
             client.tick("a", b"wait")
-        threading.Timer(0.1, Bot.patience.set).start()
+        assert Bot.asked.wait(SOON_S)
+        threading.Timer(0.05, Bot.patience.set).start()
         assert client.end("a") == b"ended 1 "
 
 
@@ -277,13 +260,72 @@ def test_a_flood_of_small_chunks_is_read_in_time() -> None:
         assert client.start("a") == b"x" * 200_000
 
 
-@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"504 Gateway Timeout", b"503 Service Unavailable"])
-def test_a_proxy_that_does_not_reach_the_server_costs_a_tick(status: bytes) -> None:
-    page = b"HTTP/1.1 %b\r\nContent-Length: 6\r\n\r\n<html>" % status
-    with answering(OK, page) as server, Client(server.url, retries=0, deadline_s=5.0, fallback="default", default=b"") as client:
+@pytest.mark.parametrize("status", ["500", "502", "504"])
+def test_without_a_deadline_too_an_answer_of_a_proxy_leaves_open_what_counted(served: Served, status: str) -> None:
+    with wire(served.port) as between, Client(between.url, retries=1) as client:
         client.start("a")
-        assert client.tick("a", b"x") == b""
-        assert client.missed == 1
+        between.plan(status)
+        assert client.tick("a", b"x") == b"1 x"
+        between.plan(status, status)
+        with pytest.raises(Unreachable, match=f"answered {status}"):
+            client.tick("a", b"y")
+        with pytest.raises(Unreachable, match="never answered"):
+            client.tick("a", b"z")
+        assert client.tick("a", b"y") == b"2 y"
+        between.plan(status, status)
+        with pytest.raises(Unreachable):
+            client.tick("a", b"z")
+        assert client.end("a") == b"ended 3 "
+
+
+def test_a_page_of_somebody_else_ends_no_session(served: Served) -> None:
+    pages = [refusal(b"<html>", status) for status in ("404 Not Found", "410 Gone")]
+    with answering(OK, *pages, OK) as server, Client(server.url) as client:
+        client.start("a")
+        for _ in pages:
+            with pytest.raises(Refused):
+                client.tick("a", b"x")
+        assert client.tick("a", b"x") == b"ok"
+
+
+def test_the_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one drops what knocks, as a firewall does."""
+    with socket.socket() as full, contextlib.ExitStack() as knocking, answering(OK) as server:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            one = knocking.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        tcp = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+        found = [(*tcp, full.getsockname()), (*tcp, ("127.0.0.1", server.port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: found)
+        with Client("http://two-addresses.example", timeout_s=1.0, retries=0) as client:
+            assert client.start("a") == b"ok"
+
+
+@pytest.mark.parametrize("looks", range(2, 7))
+def test_a_tick_that_may_have_counted_keeps_its_number_whenever_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """The clock jumps at one of the moments at which the client looks at it."""
+    talk = _Talk("http://host", None, 1.0, 2, False)
+    start = talk.step(START, "a", b"")
+    began = _number(next(start))
+    with pytest.raises(StopIteration):
+        start.send(_Reply(200, b"", None, "", False))
+    clock = iter([0.0] * looks)
+    monkeypatch.setattr("ludus.game.client.time.monotonic", lambda: next(clock, 100.0))
+    tick = talk.tick("a", b"x", _Until(10.0))
+    assert _number(next(tick)) == began + 1
+    with pytest.raises(Unreachable):
+        collections.deque(tick.send(ConnectionResetError("gone")) for _ in range(3))
+    monkeypatch.undo()
+    assert _number(next(talk.tick("a", b"y", _Until(10.0)))) == began + 2
+
+
+def _number(attempt: _Attempt) -> int:
+    return int(header(attempt.request, "ludus-seq"))
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,11 @@ class Exchange:
     def reply(self, status: int, body: bytes, retry_after_s: float | None = None, port: int = 0) -> None:
         """`port` is the direct port of the worker that has answered, if that is not this one."""
         connection = self._connection
-        if status == 200 and self.kind is TICK and not self.close and not self.request_id:
+        if status == 200 and self.kind is TICK and not self.close:
             length = len(body)
             head = _HEADS[length] if length < 1024 else _OK + str(length).encode() + _TYPE
+            if self.request_id:
+                head = head[:-2] + f"{REQUEST_ID_HEADER}: {self.request_id}\r\n\r\n".encode()
             if connection.logs_ticks:
                 connection.log(self, status, body)
         else:
@@ -221,63 +223,82 @@ class Exchange:
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-_UNKNOWN = (0, 0, 0)
+_UNKNOWN = (0, 0, -1, b"", "")
+_DIGITS = (_LENGTH, _SEQ)
+_PLAIN = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:"
+"""What a session or request id is usually made of. Others are right too, and are parsed."""
 
 
 class KnownHead:
-    """A header block that was parsed once, with holes where its numbers stand: Content-Length, and seq when it has one."""
+    """A header block that was parsed once, with holes where it may differ from one tick to the next: Content-Length, the
+    session, seq and X-Request-Id when it has them."""
 
-    __slots__ = ("_exact", "_holes", "_last", "_said", "about", "caller", "session")
+    __slots__ = ("_exact", "_holes", "_last", "_said", "about", "caller")
 
-    def __init__(self, holes: tuple[tuple[bytes, bool], ...], last: bytes, session: bytes, about: About) -> None:
+    def __init__(self, holes: tuple[tuple[bytes, int], ...], last: bytes, about: About, caller: Caller | None) -> None:
         self._holes, self._last = holes, last
-        self.session, self.about = session, about
+        self.about, self.caller = about, caller
         self._exact, self._said = b"\r", _UNKNOWN  # what no request begins with
-        self.caller: Caller | None = None  # whose token it has
 
     @classmethod
-    def learned(cls, head: bytes, session: bytes, about: About, numbered: bool) -> KnownHead | None:
-        """None when the numbers do not stand where they should."""
-        holes: list[tuple[bytes, bool]] = []
+    def learned(cls, head: bytes, about: About = NOTHING_ASKED, caller: Caller | None = None) -> KnownHead | None:
+        """None when something does not stand where, or as, it should."""
+        holes: list[tuple[bytes, int]] = []
         after = at = 0
         for line in head.split(b"\r\n"):
             name, colon, value = line.partition(b":")
             code = _HEADERS.get(name.lower())
-            if colon and code in (_LENGTH, _SEQ):
+            if colon and code in (_LENGTH, _SEQ, _SESSION, _ID):
                 begin = at + len(line) - len(value.lstrip(b" \t"))
-                if not value.strip(b" \t").isdigit() or line[-1:].isspace():
+                said = value.strip(b" \t")
+                if line[-1:].isspace() or not (said.isdigit() if code in _DIGITS else _is_plain(said)):
                     return None
-                holes.append((head[after:begin], code == _LENGTH))
+                holes.append((head[after:begin], code))
                 after = at + len(line)
             at += len(line) + 2
-        if [is_length for _, is_length in holes].count(True) != 1 or len(holes) != 1 + numbered:
+        codes = [code for _, code in holes]
+        if len(set(codes)) != len(codes) or _LENGTH not in codes or _SESSION not in codes:
             return None
-        known = cls(tuple(holes), head[after:], session, about)
-        if not numbered:  # bodies of one size: then even the numbers are the same
+        known = cls(tuple(holes), head[after:], about, caller)
+        if _SEQ not in codes and _ID not in codes:  # bodies of one size: then all of it is the same
             known._exact, known._said = head, known.read(head)
         return known
 
-    def read(self, data: bytes) -> tuple[int, int, int]:
-        """(where the body begins, its length, seq or -1); (0, 0, 0) when the block is another one."""
+    def read(self, data: bytes) -> tuple[int, int, int, bytes, str]:
+        """(where the body begins, its length, seq or -1, session, request id); the first is 0 when the block is another one."""
         if data.startswith(self._exact):
             return self._said
-        at, length, seq = 0, 0, -1
-        for piece, is_length in self._holes:
+        at, length, seq, session, id_ = 0, 0, -1, b"", b""
+        for piece, code in self._holes:
             if not data.startswith(piece, at):
                 return _UNKNOWN
             at += len(piece)
-            end = data.find(b"\r", at, at + 19)  # eighteen digits at most: they fit into 63 bits
-            digits = data[at:end]
-            if end < 0 or not digits.isdigit():
-                return _UNKNOWN
-            if is_length:
-                length = int(digits)
+            if code in _DIGITS:
+                end = data.find(b"\r", at, at + 19)  # eighteen digits at most: they fit into 63 bits
+                said = data[at:end]
+                if end < 0 or not said.isdigit():
+                    return _UNKNOWN
+                if code == _LENGTH:
+                    length = int(said)
+                else:
+                    seq = int(said)
             else:
-                seq = int(digits)
+                end = data.find(b"\r", at, at + (MAX_NAME_BYTES if code == _SESSION else _MAX_ID) + 1)
+                said = data[at:end]
+                if end < 0 or not _is_plain(said):
+                    return _UNKNOWN
+                if code == _SESSION:
+                    session = said
+                else:
+                    id_ = said
             at = end
         if not data.startswith(self._last, at):
             return _UNKNOWN
-        return at + len(self._last), length, seq
+        return at + len(self._last), length, seq, session, id_.decode()
+
+
+def _is_plain(said: bytes) -> bool:
+    return bool(said) and not said.translate(None, _PLAIN)
 
 
 class Connection(asyncio.Protocol):
@@ -371,14 +392,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         known = self._known
         if known is not None and not self.began and len(self.pending) < self._pipelined:
-            at, length, seq = known.read(data)
+            at, length, seq, session, id_ = known.read(data)
             if at and len(data) == at + length and length <= self._service.limits.body_bytes:
                 self.requests += 1
                 caller = known.caller
-                exchange = Exchange(self, TICK, False, known.session, seq, "", caller)
+                exchange = Exchange(self, TICK, False, session, seq, id_, caller)
                 self.pending.append(exchange)
                 if caller is None or not caller.rate or self._within(caller, exchange):
-                    self._step_to(TICK, known.session, seq, known.about, data[at:], exchange)
+                    self._step_to(TICK, session, seq, known.about, data[at:], exchange)
                 return
         self._receive(data)
 
@@ -584,7 +605,7 @@ class Connection(asyncio.Protocol):
             assert wrong is not None
             self._answer_now(wrong, close)
             return
-        same = kind is TICK and not close and not self._expects and not self._request_id  # would mean the same if it came again
+        same = kind is TICK and not close and not self._expects  # would mean the same if it came again
         self._remember = same and self._length == len(body) and not self.pending
         caller = self._caller
         exchange = Exchange(self, kind, close, self._session, self._seq, self._request_id, caller)
@@ -660,9 +681,7 @@ class Connection(asyncio.Protocol):
         """`data` was exactly one plain tick: the same header block again will mean the same, but for its numbers."""
         end = data.find(b"\r\n\r\n") + 4
         if len(data) == end + self._length:
-            self._known = KnownHead.learned(data[:end], self._session, self._about, self._seq >= 0)
-            if self._known is not None:
-                self._known.caller = self._caller
+            self._known = KnownHead.learned(data[:end], self._about, self._caller)
 
     # -- handing over
 

@@ -236,10 +236,10 @@ class Follower:
             self._take(name, offered, now)
             self._seen[name] = found
         except Exception as error:  # whatever a new version has wrong, the old one goes on serving
-            if _passing(error):
+            if found and _passing(error):
                 self._again_at[name] = now + _AGAIN_S
-            else:
-                self._seen[name] = found or self._seen[name]
+            elif found:
+                self._seen[name] = found
             self._refuse(name, found, error)
 
     def _refuse(self, name: str, found: str, error: Exception) -> None:

@@ -10,11 +10,9 @@ import contextlib
 import functools
 import json
 import logging
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -28,9 +26,6 @@ from ludus.model import module as modules
 from ludus.model.policy import Policy
 from ludus.spaces import ArraySpec, array_spec
 from ludus.tree import Array, Tree, leaves
-
-if TYPE_CHECKING:
-    from ludus.model.parity import Report
 
 EXTRA = "serve"
 OPSET, OLDEST_OPSET, NEWEST_OPSET = 18, 15, 22
@@ -167,18 +162,6 @@ def export_policy(policy: Policy, *, opset: int = OPSET, name: str = "model", ve
     return _traced(_Deciding(policy), example, arguments, "", opset, facts)
 
 
-def artefact(
-    policy: Policy, *, name: str = "model", version: int = 0, opset: int = OPSET, int8: bool = False, recorded: Tree | None = None
-) -> tuple[bytes, Report]:
-    """The exported policy, and what its comparison with the original has shown: see whether it passed before you use it."""
-    from ludus.model import parity  # it runs what is made here
-
-    model = export_policy(policy, opset=opset, name=name, version=version)
-    if int8:
-        model = quantize(model, parity.calibration_of(policy, recorded))
-    return model, parity.verify(policy, model, recorded)
-
-
 # -- any module ---------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +276,7 @@ def _proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, 
     batch = torch.export.Dim("batch", min=1)
     shapes = (*(None for _ in weights), *({0: batch} for _ in inputs))
     try:
-        with _quietly():
+        with quietly():
             program = torch.onnx.export(
                 flat,
                 (*weights.values(), *inputs.values()),
@@ -316,7 +299,7 @@ def _proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, 
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """The exporter tells its progress and other packages' deprecations to whoever listens."""
     names = ("torch.onnx", "torch.onnx._internal.exporter._registration", "onnxscript", "onnx_ir")
     before = {name: logging.getLogger(name).level for name in names}
@@ -477,106 +460,3 @@ def without(data: bytes, outputs: Sequence[str]) -> bytes:
         getattr(graph, field).extend(items)
     graph.ClearField("value_info")
     return bytes(model.SerializeToString())
-
-
-# -- eight bits ---------------------------------------------------------------------------------------------------------
-
-
-def quantize(data: bytes, calibration: Sequence[Feed]) -> bytes:
-    """The same model with its large products in 8-bit integers; `calibration` is a few batches of typical inputs.
-
-    Matrix products measure the range of their input anew in each batch; convolutions have ranges fixed from the calibration.
-    What reads raw numbers and what writes an output stays float32: there the rounding would hurt and hardly save any time.
-    Weights are unsigned: signed ones overflow on CPUs without VNNI, unless they give up a bit, which doubles the error.
-    """
-    onnx, _ = require_onnx("quantisation")
-    quantization = plugins.require("onnxruntime.quantization", EXTRA, "quantisation")
-    model = onnx.load_from_string(data)
-    facts = facts_of(model)
-    _take_gemms_apart(onnx, model)
-    convolutions, products = _quantizable(model)
-    if not convolutions and not products:
-        raise UsageError("This model has no layer between its first and its last one that could be quantised.", "Use float32.")
-    how = {"per_channel": True, "weight_type": quantization.QuantType.QUInt8}
-    with tempfile.TemporaryDirectory(prefix="ludus-int8-") as folder, _quietly():
-        path = Path(folder) / "model.onnx"
-        if convolutions:
-            quantization.quantize_static(
-                model, path, _Calibration(model, calibration), quant_format=quantization.QuantFormat.QDQ,
-                op_types_to_quantize=["Conv", "Relu"], nodes_to_quantize=convolutions, activation_type=quantization.QuantType.QUInt8, **how,
-            )  # fmt: skip
-            model = onnx.load(path)
-        if products:
-            quantization.quantize_dynamic(
-                model, path, op_types_to_quantize=["MatMul"], nodes_to_quantize=products,
-                extra_options={"MatMulConstBOnly": True}, **how,
-            )  # fmt: skip
-            model = onnx.load(path)
-    onnx.helper.set_model_props(model, {META: json.dumps(facts | {"precision": "int8"})})
-    model.producer_name, model.producer_version = "ludus", ludus.__version__
-    return bytes(model.SerializeToString())
-
-
-class _Calibration:
-    """Batches as the quantiser wants to be given them."""
-
-    def __init__(self, model: Any, batches: Sequence[Feed]) -> None:
-        names = {item.name for item in model.graph.input}
-        self._batches = iter([{key: value for key, value in batch.items() if key in names} for batch in batches])
-
-    def get_next(self) -> Feed | None:
-        return next(self._batches, None)
-
-
-_PASSING = frozenset(
-    ["Cast", "Concat", "Flatten", "Mul", "Sub", "Add", "Div", "Clip", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Equal"]
-)
-"""Operators that leave raw numbers raw."""
-
-
-def _take_gemms_apart(onnx: Any, model: Any) -> None:
-    """Gemm by constant weights → MatMul and Add, in place: only of products can the input's range be measured on the way."""
-    graph = model.graph
-    constants = {item.name: item for item in graph.initializer}
-    nodes = []
-    for node in graph.node:
-        given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        scaled = given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0 or given.get("transA")
-        if node.op_type != "Gemm" or scaled or node.input[1] not in constants:
-            nodes.append(node)
-            continue
-        weight = node.input[1]
-        if given.get("transB"):
-            weight = f"{node.name}.weight"
-            turned = onnx.numpy_helper.to_array(constants[node.input[1]]).T
-            graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(turned), weight))
-        bias = node.input[2] if len(node.input) > 2 else ""
-        product = f"{node.name}.product" if bias else node.output[0]
-        nodes.append(onnx.helper.make_node("MatMul", [node.input[0], weight], [product], node.name))
-        if bias:
-            nodes.append(onnx.helper.make_node("Add", [product, bias], [node.output[0]], f"{node.name}.add"))
-    used = {name for node in nodes for name in node.input}
-    kept = [item for item in graph.initializer if item.name in used]
-    for field, items in (("node", nodes), ("initializer", kept)):
-        graph.ClearField(field)
-        getattr(graph, field).extend(items)
-    graph.ClearField("value_info")
-
-
-def _quantizable(model: Any) -> tuple[list[str], list[str]]:
-    """Names of the convolutions (with their activations) and of the matrix products that are worth it."""
-    graph = model.graph
-    weights = {item.name for item in graph.initializer}
-    raw = weights | {item.name for item in graph.input if not item.name.startswith("state.")}
-    for node in graph.node:
-        if node.op_type in _PASSING and set(node.input) <= raw:
-            raw |= set(node.output)
-    last = {item.name for item in graph.output if not item.name.startswith("next_state.")}
-    for node in reversed(graph.node):
-        if node.op_type not in ("Conv", "MatMul") and last & set(node.output):
-            last |= set(node.input)
-    convolved = {name for node in graph.node if node.op_type == "Conv" for name in node.output}
-    convolutions = [n.name for n in graph.node if n.op_type == "Conv" or (n.op_type == "Relu" and n.input[0] in convolved)]
-    products = [node.name for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights]
-    spared = {n.name for n in graph.node if n.op_type == "MatMul" and (n.input[0] in raw or last & set(n.output))}
-    return convolutions, [name for name in products if name not in spared]

@@ -415,6 +415,26 @@ class RunningNorm(nn.Module):
         self.count.copy_(total)
 
 
+class FrozenShared:
+    """A snapshot of a network whose heads share their layers, laid out for acting like FrozenMLP: both heads are one product."""
+
+    def __init__(self, trunk: list[Dense], head: Dense, value_head: Dense, activation: str, *, values: bool = True) -> None:
+        self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
+        *self._hidden, policy = _folded([*trunk, head], activation)
+        value = _folded([*trunk, value_head], activation)[-1]
+        self._heads = (torch.cat([policy[0], value[0]]), torch.cat([policy[1], value[1]])) if values else policy
+        self._outputs, self._values = head.out_features, values
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, inputs] → (outputs [N, …], value [N])."""
+        for weight, bias in self._hidden:
+            x = self._squash(F.linear(x, weight, bias))
+        heads = F.linear(x, *self._heads)
+        if not self._values:
+            return heads, heads.new_zeros(len(heads))
+        return heads[:, : self._outputs], heads[:, self._outputs]
+
+
 class FrozenMLP:
     """A snapshot of a two-tower network, laid out for acting: the first layers of both towers are one product.
 
@@ -490,7 +510,7 @@ class Network(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(len(free))) if free else None
         order = [i for i in range(num_outputs) if i not in set(free)] + free
         self.output_order = None if order == sorted(order) else np.argsort(order).tolist()
-        self._frozen: FrozenMLP | None = None
+        self._frozen: FrozenMLP | FrozenShared | None = None
         self._values = True
 
     def normalise_observations(self) -> None:
@@ -513,11 +533,16 @@ class Network(nn.Module):
         Without `values`: nobody will ask what an observation is worth; all values are 0.
         """
         self._values = values
-        if self.core is not None or self.value_trunk is None or len(self.trunk.images) or len(self.trunk.sets):
+        if self.core is not None or len(self.trunk.images) or len(self.trunk.sets):
             return
-        hidden: list[list[Dense]] = [list(t.dense) for t in (self.trunk, self.value_trunk)]  # type: ignore[arg-type]
+        trunks = [self.trunk] if self.value_trunk is None else [self.trunk, self.value_trunk]
+        hidden: list[list[Dense]] = [list(trunk.dense) for trunk in trunks]  # type: ignore[arg-type]
         activations = {layer.activation for tower in hidden for layer in tower}
-        if activations in ({"tanh"}, {"relu"}):
+        if activations not in ({"tanh"}, {"relu"}):
+            return
+        if self.value_trunk is None:
+            self._frozen = FrozenShared(hidden[0], self.head, self.value_head, activations.pop(), values=values)
+        else:
             towers = [*hidden[0], self.head], [*hidden[1], self.value_head]
             self._frozen = FrozenMLP(*towers, activations.pop(), values=values)
 

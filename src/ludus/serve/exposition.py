@@ -39,7 +39,8 @@ def write_snapshot(directory: Path, name: str, numbers: Mapping[str, Any]) -> No
         aside.write_text(json.dumps(numbers), encoding="utf-8")
         aside.replace(path)
     except OSError as error:  # numbers that are a little old harm less than a worker that stops
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         if time.monotonic() >= _warned.get(path, 0.0) + _WARN_S:
             _warned[path] = time.monotonic()
             log.warning("cannot write %s: %s", path, error)

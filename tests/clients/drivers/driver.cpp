@@ -44,6 +44,10 @@ static std::string unhex(const std::string& text) {
     return data;
 }
 
+static std::string body_of(Words& words) {
+    return words.count("zeros") ? std::string(std::strtoul(words["zeros"].c_str(), nullptr, 10), '\0') : unhex(words["body"]);
+}
+
 static int number(Words& words, const char* key, int otherwise) {
     return words.count(key) ? std::atoi(words[key].c_str()) : otherwise;
 }
@@ -87,13 +91,13 @@ struct Driver {
     }
 
     bool start(Words& words) {
-        if (words.count("again")) return client->start(session, unhex(words["body"]), reply);
+        if (words.count("again")) return client->start(session, body_of(words), reply);
         session = ludus::Session(words["session"]);
         session.match = words["match"];
         session.model = words["model"];
         session.version = number(words, "version", -1);
         if (words.count("temperature")) session.temperature = std::atof(words["temperature"].c_str());
-        return client->start(session, unhex(words["body"]), reply);
+        return client->start(session, body_of(words), reply);
     }
 
     bool tick(const std::string& body, int deadline_ms) {
@@ -122,8 +126,8 @@ struct Driver {
     bool run(const std::string& command, Words& words) {
         if (command == "open") return open(words);
         if (command == "start") return start(words);
-        if (command == "tick") return tick(unhex(words["body"]), number(words, "deadline_ms", 0));
-        if (command == "end") return client->end(session, unhex(words["body"]), reply);
+        if (command == "tick") return tick(body_of(words), number(words, "deadline_ms", 0));
+        if (command == "end") return client->end(session, body_of(words), reply);
         if (command == "spec") return client->spec(reply);
         return command == "raw" && raw();
     }
