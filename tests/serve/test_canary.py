@@ -19,6 +19,7 @@ from ludus.serve.canary import (
     Counts,
     Verdict,
     condemned_above,
+    cost_ratio,
     evidence,
     judge,
     quantile_us,
@@ -139,6 +140,48 @@ def test_a_slower_version_is_rolled_back(times: float, what: str) -> None:
         canary = np.exp(random.normal(math.log(4000 * times), 0.3, 2000))
         outcomes[judge(counts(20_000, 0, histogram(stable)), counts(2000, 0, histogram(canary)), 300).what] += 1
     assert outcomes == {what: 50}
+
+
+def test_without_the_stable_version_nothing_is_slow() -> None:
+    latency = [0] * BUCKETS
+    latency[12] = 5000  # 4 ms
+    assert judge(counts(0), Counts(5000, 0, latency), 300).what == PROMOTE
+
+
+def passes(**by_rows: float) -> list[tuple[int, float]]:
+    """64 rows took so many milliseconds, 100 times."""
+    found = [(0, 0.0)] * 32
+    for rows, ms in by_rows.items():
+        found[int(rows.removeprefix("rows_")).bit_length()] = (100, 100 * ms / 1e3)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stable", "canary", "ratio"),
+    [
+        (passes(rows_64=4.0), passes(rows_64=4.0), 1.0),
+        (passes(rows_64=4.0), passes(rows_64=20.0), 5.0),
+        (passes(rows_64=4.0, rows_4=2.0), passes(rows_4=10.0), 5.0),
+        (passes(rows_64=4.0), passes(rows_4=20.0), 5.0),  # a larger batch stands for the missing one
+        (passes(rows_4=4.0), passes(rows_64=8.0), 2.0),  # or the largest there is
+        (passes(rows_64=0.1), passes(rows_64=0.9), 0.0),  # fast enough
+        ([], passes(rows_64=9.0), 0.0),
+        (passes(rows_64=4.0), [(0, 0.0)] * 6 + [(20, 9.0)], 0.0),  # too few to tell
+    ],
+)
+def test_forward_passes_are_compared_size_by_size(
+    stable: list[tuple[int, float]], canary: list[tuple[int, float]], ratio: float
+) -> None:
+    assert cost_ratio(stable, canary, 1e-3) == pytest.approx(ratio)
+
+
+def test_a_version_whose_passes_are_slow_is_rolled_back_although_both_answer_alike() -> None:
+    """They take turns on one event loop: the slow one delays both."""
+    latency = [0] * BUCKETS
+    latency[14] = 5000
+    stable = Counts(5000, 0, latency, passes(rows_64=2.0))
+    assert judge(stable, Counts(5000, 0, latency, passes(rows_8=10.0)), 300).what == ROLL_BACK
+    assert judge(stable, Counts(5000, 0, latency, passes(rows_8=1.5)), 300).what == PROMOTE
 
 
 def test_bursts_of_slow_answers_that_both_have_condemn_nobody() -> None:

@@ -97,6 +97,7 @@ class BuiltinActor(Actor):
         return b"" if action is None else raw.write(action)
 
     async def end(self, body: bytes) -> bytes:
+        vars(self).pop("tick", None)  # it refers to us: without it we are freed at once, not by some later collection
         if self.ended_by != "game":
             for agent in self._agents.values():
                 agent.break_off()

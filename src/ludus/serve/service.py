@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.gateway import Gateway, Watched
@@ -164,6 +166,7 @@ class Service:
 
     def load(self) -> None:
         """Once, in the worker, before its event loop begins."""
+        np.seterr(over="ignore", invalid="ignore")  # what games send is looked at, and refused, where it matters
         self._watched = Watched(self.directory / lineup.FILE)
         self._lineup = Lineup.read(self.directory)
         self._live: dict[tuple[str, int], Live] = {}
