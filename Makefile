@@ -33,6 +33,8 @@ test: lint
 
 test-long: setup
 	$(BIN)/python -m bench.longrun
+	$(BIN)/python -m bench.serve --update
+	$(BIN)/python -m bench.serve --soak --minutes 60
 
 bench: setup
 	$(BIN)/python -m bench.train

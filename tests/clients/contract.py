@@ -48,7 +48,7 @@ from tests.tools import need
 SOON_S = 8.0
 """Far beyond every deadline and time-out in here, far below what a client that waits for its peer would take."""
 MISS_MS = 100
-"""A deadline that is missed, by a tick that is sent at once all the same. Nothing in here that is to succeed has less than seconds."""
+"""A deadline that is missed by a tick that is sent all the same. Whatever is to succeed has seconds."""
 
 
 class Bot(Actor):

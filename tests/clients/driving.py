@@ -1,7 +1,8 @@
 """A client in another language, led by the hand: a program that does what it is told, line by line, on its standard input; or,
 since not every engine reads that, on the port that LUDUS_DRIVER names.
 
-    open url=… token=… timeout_ms=… deadline_ms=… fallback=error|repeat|default default=HEX retries=… max_reply_bytes=… certificate=FILE
+    open url=… token=… timeout_ms=… deadline_ms=… fallback=error|repeat|default default=HEX
+         retries=… max_reply_bytes=… certificate=FILE
     start session=… body=HEX match=… model=… version=… temperature=…       again=1: the one before, once more
     tick body=HEX deadline_ms=…                                            zeros=N: a body of so many
     end body=HEX

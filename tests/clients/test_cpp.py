@@ -166,7 +166,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As its makefile builds it."""
     directory = tmp_path_factory.mktemp("example") / "cpp"
     shutil.copytree(CLIENT, directory, ignore=shutil.ignore_patterns("cartpole"))
-    command = [need("make"), "-C", directory / "example", f"CXX={need('g++')}", "CXXFLAGS=-O2 " + " ".join(_WARNINGS)]
+    command = [need("make"), "-C", str(directory / "example"), f"CXX={need('g++')}", "CXXFLAGS=-O2 " + " ".join(_WARNINGS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
     assert done.returncode == 0, done.stderr
     return directory / "example" / "cartpole"

@@ -289,8 +289,14 @@ def test_a_page_of_somebody_else_ends_no_session(served: Served) -> None:
 
 
 def test_the_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one drops what knocks, as a firewall does."""
-    with socket.socket() as full, contextlib.ExitStack() as knocking, answering(OK) as server:
+    """The first one drops what knocks, as a firewall does; the second one needs time to answer."""
+
+    def answer(connected: socket.socket, over: threading.Event) -> None:
+        read_request(connected)
+        over.wait(0.05)
+        connected.sendall(OK)
+
+    with socket.socket() as full, contextlib.ExitStack() as knocking, listening(answer) as port:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         for _ in range(4):
@@ -298,7 +304,7 @@ def test_the_addresses_of_a_host_share_the_time(monkeypatch: pytest.MonkeyPatch)
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         tcp = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
-        found = [(*tcp, full.getsockname()), (*tcp, ("127.0.0.1", server.port))]
+        found = [(*tcp, full.getsockname()), (*tcp, ("127.0.0.1", port))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: found)
         with Client("http://two-addresses.example", timeout_s=1.0, retries=0) as client:
             assert client.start("a") == b"ok"

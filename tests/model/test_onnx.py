@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -13,11 +15,12 @@ import pytest
 import torch
 
 from ludus.errors import Damaged, MissingExtra, UsageError
-from ludus.model import export, parity
+from ludus.model import export, parity, saved
 from ludus.model import module as modules
 from ludus.model.acting import Deciding
 from ludus.model.onnx import OnnxPolicy
-from ludus.model.policy import Acted
+from ludus.model.policy import Acted, Policy
+from ludus.serve.release import Part, Release, read, warm, write
 from ludus.tree import leaves
 from tests.model.test_export import made, traced
 
@@ -126,6 +129,28 @@ def test_an_exported_policy_answers_sessions() -> None:
         np.testing.assert_allclose(again.state[0], alone.state[0][0], atol=1e-6)
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_release_has_made_its_first_decisions_before_anybody_plays(exported: bool, tmp_path: Path) -> None:
+    policy = made("mlp")
+    part = Part(json.dumps(policy.description()).encode(), saved.encode_weights(policy.weights()), 7)
+    artefacts = {"it": traced("mlp")} if exported else None
+    write(Release(7, {"": "it"}, {"it": part}), tmp_path / "release", artefacts)
+    player = read(tmp_path / "release", values=False).players["it"]
+    assert isinstance(player, OnnxPolicy if exported else Policy)
+    if isinstance(player, OnnxPolicy):
+        assert player._defaults.keys() == {1, 8, 64}  # inputs that were left out, by batch size
+
+    class Counting(Policy):
+        sizes: ClassVar[list[int]] = []
+
+        def act(self, observation: Any, *rest: Any) -> Acted:
+            self.sizes.append(len(observation))
+            return super().act(observation, *rest)
+
+    warm(Counting(policy.observation_space, policy.action_space))
+    assert Counting.sizes == [1, 8, 64]
 
 
 def test_a_file_is_read_and_a_wrong_one_is_refused(tmp_path: Path) -> None:

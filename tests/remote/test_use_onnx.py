@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import ludus
-from ludus.errors import UsageError
-from ludus.model.following import OnnxEngine
-from ludus.model.inference import Inference
+from ludus.errors import IncompatibleCheckpoint, UsageError
+from ludus.model import module as modules
+from ludus.model.following import FLOAT32, Graph, NewestOnnx, OnnxEngine
+from ludus.model.inference import Inference, Inputs
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.remote.session import Session
@@ -50,16 +53,23 @@ def published(model: ludus.RemoteModel, seed: int) -> int:
     return model.publish_weights({k: random.normal(size=v.shape).astype(v.dtype) for k, v in weights.items()})
 
 
-async def asked(model: ludus.RemoteModel) -> tuple[Any, int]:
-    return await model.forward_versioned(X)
+async def followed(model: ludus.RemoteModel, version: int) -> Any:
+    """The answer of this version: on an event loop the one before goes on until the next is ready."""
+    async with asyncio.timeout(30):
+        while True:
+            answer, seen = await model.forward_versioned(X)
+            if seen == version:
+                return answer
+            assert seen < version
+            await asyncio.sleep(0.01)
 
 
 def check_follows(model: ludus.RemoteModel, atol: float) -> None:
     """The answers are those of torch with the newest weights, and say so."""
     for seed in range(3):
         version = published(model, seed)
-        answer, seen = asyncio.run(asked(model))
-        assert seen == version == model.version
+        answer = asyncio.run(followed(model, version))
+        assert version == model.version
         expected = by_torch(model, X)
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(answer["logits"], expected, atol=atol * np.abs(expected).max())
@@ -114,6 +124,124 @@ def test_a_policy_decides_as_in_torch(run: Session) -> None:
         assert chosen == first.action[0]
         np.testing.assert_allclose(after[0], first.state[0][0], atol=1e-4)
     assert {int(d.action) for _ in range(30) for d in asyncio.run(play(50.0))} == {0, 1, 2}
+    asyncio.run(check_players_are_there(model))
+
+
+async def check_players_are_there(model: ludus.RemoteModel) -> None:
+    """A source of players gives the newest that is ready, and never makes an event loop wait."""
+    engine = model._shared.onnx_engine()
+    source = NewestOnnx(engine)
+    player, before = source.newest()
+    version = published(model, 9)
+    with engine._preparing:  # somebody is at it
+        assert source.newest() == (player, before)
+    async with asyncio.timeout(30):
+        while source.newest()[1] != version:
+            await asyncio.sleep(0.001)
+    assert source.newest()[0] is not player
+
+
+# -- new weights --------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Versions whose weights can be held back, as large ones are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.version, self.reads = 1, 0
+        self.weights = ludus.get_torch_model_weights(module)
+        self.let_go = threading.Event()
+        self.let_go.set()
+
+    def publish(self, change: float) -> None:
+        self.weights = {name: value + np.float32(change) for name, value in self.weights.items()}
+        self.version += 1
+
+    def read(self) -> tuple[int, dict[str, Any]]:
+        self.reads += 1
+        assert self.let_go.wait(5)
+        return self.version, self.weights
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Small, Graph]:
+    module = Small().eval()
+    return module, Graph.of(module, modules.inputs_of((X,), {}), (X,), {}, FLOAT32)
+
+
+def engine_of(small: tuple[Small, Graph]) -> tuple[Held, OnnxEngine, Callable[[], tuple[Any, int]]]:
+    module, graph = small
+    versions = Held(module)
+    engine = OnnxEngine(module, versions, graph)
+    structure, _ = Inputs(modules.inputs_of((X,), {})).taken_apart((X,), {})
+
+    def ask() -> tuple[Any, int]:
+        outputs, version = engine.run(structure, [X[None]], 1)
+        return outputs["logits"][0], version
+
+    return versions, engine, ask
+
+
+def test_an_event_loop_does_not_wait_for_new_weights(small: tuple[Small, Graph]) -> None:
+    versions, engine, ask = engine_of(small)
+    before, _ = ask()
+
+    async def play() -> None:
+        versions.let_go.clear()
+        for _ in range(3):
+            versions.publish(0.1)
+            answer, version = ask()
+            assert version == engine.newest() == 1  # what is said is what answers
+            np.testing.assert_array_equal(answer, before)
+        versions.let_go.set()
+        async with asyncio.timeout(30):
+            while ask()[1] == 1:
+                await asyncio.sleep(0.001)
+        assert ask()[1] == engine.newest() == 4
+        assert np.abs(ask()[0] - before).max() > 0.1
+        assert versions.reads == 2  # the first one, and the newest: not one for each, nor several at once
+
+    asyncio.run(play())
+
+
+def test_plain_code_gets_the_newest(small: tuple[Small, Graph]) -> None:
+    versions, _, ask = engine_of(small)
+    before, _ = ask()
+    versions.publish(0.1)
+    answer, version = ask()
+    assert version == 2
+    assert np.abs(answer - before).max() > 0.1
+
+
+def test_weights_that_do_not_fit_are_told_and_the_version_before_goes_on(
+    small: tuple[Small, Graph], caplog: pytest.LogCaptureFixture
+) -> None:
+    versions, engine, ask = engine_of(small)
+    right = versions.weights
+    versions.weights, versions.version = {}, 2
+
+    async def play() -> None:
+        async with asyncio.timeout(30):
+            while not caplog.records:
+                assert ask()[1] == 1
+                await asyncio.sleep(0.001)
+        reads = versions.reads
+        assert ask()[1] == ask()[1] == 1
+        assert versions.reads == reads == 2  # it is not tried over and over
+        versions.weights, versions.version = right, 3
+        async with asyncio.timeout(30):
+            while ask()[1] != 3:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(play())
+    assert "Version 2" in caplog.text
+    versions.weights, versions.version = {}, 4
+    with pytest.raises(IncompatibleCheckpoint):
+        ask()
+    assert engine.newest() == 3
+
+
+# -- what else it is ----------------------------------------------------------------------------------------------------
 
 
 def test_another_model_under_the_name_is_another_graph(run: Session) -> None:

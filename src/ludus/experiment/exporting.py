@@ -6,21 +6,23 @@ import hashlib
 import json
 import logging
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import gymnasium as gym
 import numpy as np
 
 from ludus import spaces
 from ludus.actor.trained import TrainedAgent
 from ludus.config import EXTERNAL
-from ludus.errors import LudusError, UsageError
+from ludus.errors import EnvironmentFault, LudusError, UsageError
 from ludus.experiment import checkpoint, rollout
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.game.environment import make_one
-from ludus.model import export
+from ludus.model import export, parity
 from ludus.model.export import named, regrown
 from ludus.model.parity import RECORDED_ROWS, Report
 from ludus.model.policy import Policy
@@ -30,7 +32,7 @@ from ludus.tree import Array, Tree, leaves
 
 log = logging.getLogger(__name__)
 
-PLAYED_STEPS = 1000
+PLAYED_STEPS, PLAYED_S = 1000, 60.0
 _DAMAGED = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
 
@@ -70,8 +72,9 @@ def export_checkpoint(
     policy = found.policy(name)
     version = int(found.state["models"][name]["version"])
     file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
-    recorded, notes = _recorded(run, found, policy, name, observations, int8)
-    data, report = export.artefact(policy, name=name, version=version, opset=opset, int8=int8, recorded=recorded)
+    recorded, notes = _recorded(run, found, policy, observations, int8)
+    traced = export.export_policy(policy, opset=opset, name=name, version=version)
+    data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)
     report.notes += notes
     digest = hashlib.sha256(data).hexdigest()
     if not report.passed:
@@ -107,17 +110,32 @@ def _file(run: Path, out: Path | None, usual: str) -> Path:
 # -- observations from play ---------------------------------------------------------------------------------------------
 
 
-def _recorded(
-    run: Path, found: Checkpoint, policy: Policy, model: str, given: Path | None, play: bool
-) -> tuple[Tree | None, list[str]]:
+def _recorded(run: Path, found: Checkpoint, policy: Policy, given: Path | None, play: bool) -> tuple[Tree | None, list[str]]:
     """(observations, notes about them)."""
-    if given is not None:
-        try:
-            return recorded_observations(given, policy), []
-        except _DAMAGED as error:
-            raise UsageError(
-                f"{given} has no observations of this agent: {error}.", "Give the steps.npz of a rollout."
-            ) from error
+    if given is None:
+        return _seen_in_play(run, found, policy, play, PLAYED_S)
+    try:
+        return recorded_observations(given, policy), []
+    except _DAMAGED as error:
+        raise UsageError(f"{given} has no observations of this agent: {error}.", "Give the steps.npz of a rollout.") from error
+
+
+def observations_of(where: str | Path, policy: Policy, *, play: bool, within_s: float) -> Tree | None:
+    """What an agent of this run sees: of its newest rollout, or of steps that it plays now, if that takes no longer than this.
+
+    None where neither can be had, for whatever reason: then random observations have to do.
+    """
+    try:
+        run, found = checkpoint.open_checkpoint(where)
+        return _seen_in_play(run, found, policy, play, within_s)[0]
+    except Exception as error:  # the game's own code runs here, and nobody has asked for it to be played
+        log.info("There are no observations of %s: %r", where, error)
+        return None
+
+
+def _seen_in_play(
+    run: Path, found: Checkpoint, policy: Policy, play: bool, within_s: float
+) -> tuple[Tree | None, list[str]]:  # fmt: skip
     rollouts = sorted((run / "rollouts").glob("*/steps.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in rollouts:
         try:
@@ -125,27 +143,40 @@ def _recorded(
         except _DAMAGED as error:
             log.info("%s is of no use here: %s", path, error)
     note = "Compared on random observations alone: the run has no rollout. `ludus rollout` makes one."
-    config = found.state["config"]
-    if not play or config["env"] == EXTERNAL:
+    if not play or found.state["config"]["env"] == EXTERNAL:
         return None, [note]
     try:
         with tempfile.TemporaryDirectory(prefix="ludus-export-") as folder:
-            return _played(found, policy, model, Path(folder) / "steps.npz"), []
+            return _played(found, policy, Path(folder) / "steps.npz", within_s), []
     except (LudusError, *_DAMAGED) as error:
         return None, [f"{note} The environment could not be played either: {error}"]
 
 
-def _played(found: Checkpoint, policy: Policy, model: str, file: Path) -> Tree:
+def _played(found: Checkpoint, policy: Policy, file: Path, within_s: float) -> Tree:
     config = found.state["config"]
     environment = make_one(config["env"], config["config"].get("env_config", {}))
+    hurried, count = _Hurried(environment, within_s), PLAYED_STEPS
     try:
         agent = TrainedAgent(policy)
         rollout.play(
-            agent, environment, config["env"], episodes=PLAYED_STEPS, max_steps=PLAYED_STEPS, deterministic=False, steps_file=file
-        )
+            agent, hurried, config["env"], episodes=count, max_steps=count, deterministic=False, steps_file=file
+        )  # fmt: skip
     finally:
         environment.close()
     return recorded_observations(file, policy)
+
+
+class _Hurried(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment that is given up when it is slow: what it is played for can be done without."""
+
+    def __init__(self, environment: gym.Env[Any, Any], within_s: float) -> None:
+        super().__init__(environment)
+        self._within_s, self._until = within_s, time.monotonic() + within_s
+
+    def step(self, action: Any) -> Any:
+        if time.monotonic() > self._until:
+            raise EnvironmentFault(f"{PLAYED_STEPS} steps take more than {self._within_s:g} s.")
+        return super().step(action)
 
 
 def recorded_observations(path: Path, policy: Policy) -> Tree:

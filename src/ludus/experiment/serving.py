@@ -28,6 +28,7 @@ from ludus.serve.canary import CanarySettings, Counts
 from ludus.serve.lineup import Agent, Lineup
 from ludus.serve.release import Backend, Part, Release
 from ludus.store.local import LocalStore
+from ludus.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _AGAIN_S = 10.0
 _TOUCH_S = 3600.0
 _DEATHS = 2  # of workers during a trial; one may have died of something else
 _WITHDRAWN = 16  # versions whose sessions may still have to be told
+_PLAY_S = 10.0  # for as long an agent may play, before it is first served, to find out what it sees
 _KEPT_S = 60.0  # how long the files of a version that is not offered any more stay, for whoever is reading them
 
 
@@ -171,6 +173,7 @@ class Follower:
         self._again_at: dict[str, float] = {}
         self._restarts = 0
         self._touch_at = 0.0
+        self._observed: dict[tuple[str, str], Tree | None] = {}  # agent, model → observations from play, to measure int8 on
         self._leaving: list[tuple[float, Path]] = []
         self._look_at = 0.0
         self.lineup = Lineup()
@@ -327,23 +330,25 @@ class Follower:
         policies = release.tried(offered, serving)
         artefacts = None
         if self._offering.backend != "torch":
-            artefacts = {model: self._artefact(model, policy, offered) for model, policy in policies.items()}
+            artefacts = {model: self._artefact(name, model, policy, offered) for model, policy in policies.items()}
         release.write(offered, self._directory / _path(name, offered.version), artefacts)
 
-    def _artefact(self, model: str, policy: Policy, offered: Release) -> bytes:
+    def _artefact(self, name: str, model: str, policy: Policy, offered: Release) -> bytes:
         """The model as ONNX, compared with the network it is made of. Raises IncompatibleCheckpoint when they differ."""
+        from ludus.experiment.exporting import observations_of
         from ludus.model import export, parity
 
-        part = offered.parts[model]
+        part, int8 = offered.parts[model], self._offering.backend == "onnx-int8"
         before = self._exported.get(model)
         if before is not None and before[0] == part.description:  # the same network: only its weights are exchanged
-            exported = export.with_weights(before[1], policy.weights(), part.version)
+            traced = export.with_weights(before[1], policy.weights(), part.version)
         else:
-            exported = export.export_policy(policy, name=model, version=part.version)
-        self._exported[model] = part.description, exported
-        if self._offering.backend == "onnx-int8":
-            exported = export.quantize(exported, parity.calibration_of(policy))
-        report = parity.verify(policy, exported)
+            traced = export.export_policy(policy, name=model, version=part.version)
+        self._exported[model] = part.description, traced
+        if (name, model) not in self._observed:
+            where = self._sources[name].where
+            self._observed[name, model] = observations_of(where, policy, play=int8, within_s=_PLAY_S)
+        exported, report = parity.artefact(policy, traced, int8=int8, recorded=self._observed[name, model])
         if not report.passed:
             raise IncompatibleCheckpoint(
                 f"{model!r} as {self._offering.backend} does not act as it should: {' '.join(report.reasons)}",

@@ -60,8 +60,9 @@ Fallback = Literal["error", "repeat", "default"]
 class Client:
     """Blocks; one per thread, on one kept connection. `timeout_s` is for each attempt, from connecting to the last byte.
 
-    Raises Refused for every answer that is not 200 (after the retries, for 429 and 503), Unreachable when none comes. After
-    Unreachable it is not known whether the request counted: repeat it with the same body, or end the session.
+    Raises Refused for every answer that is not 200 (after the retries, for 429 and 503), Unreachable when none comes, or one
+    from a proxy in its stead (500, 502, 504 without our words). After Unreachable it is not known whether the request counted:
+    repeat it with the same body, or end the session.
 
     `deadline_s` is for a tick with all its retries. When it is missed, `tick` returns the fallback: `repeat` the last reply to a
     tick of this session (before the first one `default`), `default` those bytes, `error` none: it raises DeadlineMissed. In every

@@ -1,13 +1,19 @@
 """A model of a run that onnxruntime executes: traced and checked once, where it is made; then it follows new weights everywhere.
 
-graph = Graph.of(module, inputs, args, kwargs, int8=False)      # raises UsageError when it does not do what the module does
+graph = Graph.of(module, inputs, args, kwargs, FLOAT32)         # raises UsageError when it does not do what the module does
 engine = OnnxEngine(module, reader, graph)
 outputs, version = engine.run(structure, leaves, rows)
+
+New weights need milliseconds to become a session, and tenths of a second in int8. An event loop does not wait for that: the
+version before goes on answering until the new one is ready. Plain code does wait, and gets the newest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
+import threading
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +23,22 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ludus.errors import Damaged, UsageError
+from ludus.errors import Damaged, LudusError, UsageError
 from ludus.model import export, parity
 from ludus.model.export import Feed, named
 from ludus.model.inference import Engine, Versions, unflatten
+from ludus.model.int8 import quantize
 from ludus.model.onnx import OnnxModule, OnnxPolicy
 from ludus.model.policy import Policy
 from ludus.spaces import array_spec
 from ludus.store.local import LocalStore
 from ludus.tree import Array, Tree, decode, encode, map_tree
 
+log = logging.getLogger(__name__)
+
 FLOAT32, INT8 = "float32", "int8"
+
+Runner = OnnxPolicy | OnnxModule
 
 
 @dataclass(frozen=True)
@@ -62,20 +73,23 @@ class Graph:
 
     @classmethod
     def _of_policy(cls, policy: Policy, precision: str) -> Graph:
-        model, report = export.artefact(policy)
-        _refuse("The policy", report.reasons)
+        model = export.export_policy(policy)
+        _refuse("The policy", parity.verify(policy, model).reasons)
         if precision == FLOAT32:
             return cls(model)
         graph = cls(model, tuple(parity.calibration_of(policy)))
-        error = parity.rounding_error(policy, graph.ready())
+        eight = graph.ready()
+        reasons = parity.independent(policy, eight)
+        error = parity.rounding_error(policy, eight)
         if not error <= parity.INT8_ERROR:
-            _refuse("The policy", [f"rounding changes the logits by {error:.1%} of how much they vary"], "use_onnx=True")
+            reasons.append(f"rounding changes the logits by {error:.1%} of how much they vary")
+        _refuse("The policy", reasons, "use_onnx=True")
         return graph
 
     def ready(self, weights: Mapping[str, Array] | None = None) -> bytes:
         """The model as it is executed, with these weights."""
         model = self.model if weights is None else export.with_weights(self.model, weights)
-        return export.quantize(model, self.calibration) if self.calibration else model
+        return quantize(model, self.calibration) if self.calibration else model
 
     def encode(self) -> bytes:
         return encode({"model": np.frombuffer(self.model, np.uint8), "calibration": self.calibration})
@@ -111,32 +125,66 @@ def _refuse(what: str, reasons: Sequence[str], instead: str = "leave use_onnx ou
 
 
 class OnnxEngine(Engine):
-    """An `Engine` whose batches onnxruntime computes. The module itself only says what it is."""
+    """An `Engine` whose batches onnxruntime computes. The module itself only says what it is.
+
+    `version` is that of the weights that answer. One version is prepared at a time, and always the newest.
+    """
 
     def __init__(self, module: nn.Module, versions: Versions, graph: Graph) -> None:
         super().__init__(module, versions)
         self._graph, self._following = graph, versions
-        self._runner: OnnxPolicy | OnnxModule | None = None
         self._signature = inspect.signature(Policy.step) if isinstance(module, Policy) else None
+        self._preparing = threading.Lock()
+        self._refused = -1
+        self.runner, self.version = self._prepared()
 
-    def refresh_if_newer(self) -> None:
-        if self._runner is not None and self._following.version == self.version:
+    def newest(self) -> int:
+        return self.version
+
+    def follow(self) -> None:
+        """Take up the newest weights: at once in plain code, as soon as they are ready on an event loop."""
+        if self._following.version == self.version:
             return
+        if asyncio._get_running_loop() is None:
+            with self._preparing:
+                self._take()
+        elif self._following.version != self._refused and self._preparing.acquire(blocking=False):
+            # Not a daemon: a process that ends waits for it, rather than to tear onnxruntime down under it.
+            threading.Thread(target=self._take_aside, name="ludus-onnx-weights").start()
+
+    def _take_aside(self) -> None:
+        """Holds the lock that `follow` has acquired."""
+        wanted = self._following.version
+        try:
+            self._take()
+        except Exception as error:  # whatever it is, nobody waits here: the version before goes on, and `version` tells so
+            self._refused = wanted
+            what = str(error) if isinstance(error, LudusError) else repr(error)
+            log.error("Version %s of the weights is not taken up, %s goes on: %s", wanted, self.version, what)
+        finally:
+            self._preparing.release()
+
+    def _take(self) -> None:
+        if self._following.version == self.version:
+            return
+        runner, version = self._prepared()
+        with self.lock:  # between two batches
+            self.runner, self.version = runner, version
+
+    def _prepared(self) -> tuple[Runner, int]:
         version, weights = self._following.read()
         data = self._graph.ready(weights)
-        self._runner = OnnxPolicy(data) if self._signature else OnnxModule(data)
-        self.version = version
+        return (OnnxPolicy(data) if self._signature else OnnxModule(data)), version
 
     def run(self, structure: Hashable, leaves: list[Array], count: int) -> tuple[Any, int]:
+        self.follow()
         with self.lock:
-            self.refresh_if_newer()
             self.batches += 1
             self.rows += count
             args, kwargs = unflatten(structure, list(leaves))
-            runner = self._runner
+            runner = self.runner
             if isinstance(runner, OnnxPolicy):
                 return self._step(runner, args, kwargs), self.version
-            assert runner is not None
             feed: Feed = dict(named("args", args)) | dict(named("kwargs", kwargs))
             return runner({name: feed[name] for name in runner.inputs}), self.version
 
@@ -154,17 +202,18 @@ class OnnxEngine(Engine):
 
 
 class NewestOnnx:
-    """An engine's policy as a source of players: the newest weights each time it is asked. For one event loop alone."""
+    """An engine's policy as a source of players: the newest that is ready, each time it is asked."""
 
     def __init__(self, engine: OnnxEngine) -> None:
         self._engine = engine
 
     def newest(self) -> tuple[OnnxPolicy, int]:
-        with self._engine.lock:
-            self._engine.refresh_if_newer()
-            if not isinstance(self._engine._runner, OnnxPolicy):
-                raise UsageError(
-                    f"{type(self._engine.module).__name__} does not choose actions by itself.",
-                    "Use forward(), or give a ludus Policy.",
-                )
-            return self._engine._runner, self._engine.version
+        engine = self._engine
+        engine.follow()
+        with engine.lock:
+            runner, version = engine.runner, engine.version
+        if not isinstance(runner, OnnxPolicy):
+            raise UsageError(
+                f"{type(engine.module).__name__} does not choose actions by itself.", "Use forward(), or give a ludus Policy."
+            )
+        return runner, version

@@ -105,7 +105,8 @@ def _quantizable(model: Any) -> tuple[list[str], list[str]]:
             last |= set(node.input)
     convolved = {name for node in graph.node if node.op_type == "Conv" for name in node.output}
     convolutions = [n.name for n in graph.node if n.op_type == "Conv" or (n.op_type == "Relu" and n.input[0] in convolved)]
-    products = [n.name for n in graph.node if n.op_type == "MatMul" and n.input[1] in weights]
+    matrices = {item.name for item in graph.initializer if len(item.dims) == 2}
+    products = [n.name for n in graph.node if n.op_type == "MatMul" and n.input[1] in matrices]
     spared = {n.name for n in graph.node if n.op_type == "MatMul" and (n.input[0] in raw or last & set(n.output))}
     return convolutions, [name for name in products if name not in spared]
 

@@ -63,8 +63,8 @@ class OnnxPolicy:
         noise = policy.draw_noise(64, generator)
         acted = policy.act(observations, acted.state, mask, noise)  # sampled ones
 
-    `value=False` leaves the value out of the computation, which halves it for networks of two towers; it is then 0, as with `Network.freeze(values=False)`.
-    Calls from several threads are safe.
+    `value=False` leaves the value out of the computation, which halves it for networks of two towers; it is then 0, as with
+    `Network.freeze(values=False)`. Calls from several threads are safe.
     """
 
     def __init__(self, source: str | Path | bytes, *, threads: int = 1, value: bool = True) -> None:
@@ -190,7 +190,7 @@ class OnnxPolicy:
 
 
 class OnnxModule:
-    """Any exported module: called with the inputs of its graph by name, it returns outputs in the structure of the module's own."""
+    """Any exported module: called with the inputs of its graph by name, it returns outputs in the structure of its own."""
 
     def __init__(self, source: str | Path | bytes, threads: int = 1) -> None:
         data = read_model(source)

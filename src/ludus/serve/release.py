@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
 from ludus.errors import Damaged, IncompatibleCheckpoint
 from ludus.model import saved
@@ -25,6 +26,7 @@ from ludus.model.policy import Policy
 Backend = Literal["torch", "onnx", "onnx-int8"]
 BACKENDS: tuple[Backend, ...] = ("torch", "onnx", "onnx-int8")
 _TRIED = 64  # observations
+_WARM = (1, 8, 64)  # rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ def _try(name: str, policy: Acts) -> None:
                 raise Damaged(f"{name!r} answers with {what} that are not numbers.")
 
 
+def warm(player: Acts) -> None:
+    """Batches of the usual sizes, so that no game waits for what a runtime sets up when it first sees one."""
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    for rows in _WARM:
+        state = tuple(spec.zeros(rows) for spec in player.state_spec()) if player.recurrent else ()
+        observations = random_observations(player.observation_space, rows, rng)
+        player.act(observations, state, None, player.draw_noise(rows, generator))
+
+
 # -- as files -----------------------------------------------------------------------------------------------------------
 
 
@@ -134,13 +145,16 @@ class Loaded:
 
 
 def read(directory: Path, *, values: bool = True) -> Loaded:
-    """Without `values` the players do not say what an observation is worth, which is quicker. Raises Damaged, IncompatibleCheckpoint, NotFound or OSError."""
+    """Players that have made their first decisions already. Without `values` they do not say what an observation is worth,
+    which is quicker. Raises Damaged, IncompatibleCheckpoint, NotFound or OSError.
+    """
     facts = json.loads((directory / "release.json").read_text(encoding="utf-8"))
     players: dict[str, Acts] = {}
     versions, descriptions = {}, {}
     for number, model in enumerate(facts["models"]):
         name, description = model["name"], (directory / f"{number}.json").read_bytes()
         players[name] = _player(directory, number, description, name, values)
+        warm(players[name])
         versions[name], descriptions[name] = model["version"], description
     return Loaded(facts["version"], facts["seats"], players, versions, descriptions)
 
