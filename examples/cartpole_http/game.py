@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import time
 import uuid
@@ -18,6 +19,7 @@ from typing import Any
 
 import gymnasium as gym
 
+TOKEN = os.environ.get("LUDUS_TOKEN", "")  # of a server that has one
 LIMIT = 500  # steps after which a match is cut off
 
 
@@ -66,6 +68,7 @@ class Match:
 
     def send(self, kind: str, body: bytes) -> None:
         head = f"POST /step HTTP/1.1\r\nHost: game\r\nsession: {self.session}\r\nstep_kind: {kind}\r\nContent-Length: {len(body)}"
+        head += f"\r\nAuthorization: Bearer {TOKEN}" if TOKEN else ""
         self.socket.sendall(head.encode() + b"\r\n\r\n" + body)
 
     def receive(self) -> bytes:

@@ -509,7 +509,7 @@ def test_the_log_tells_of_starts_ends_and_refusals_and_of_no_secret(tmp_path: Pa
         ("start", 200, "s", None),
         ("tick", 409, "s", "seq"),
         ("end", 200, "s", None),
-        ("/step", 401, "t", "unauthorized"),
+        ("start", 401, "t", "unauthorized"),
         ("start", 200, "f", None),
         ("tick", 500, "f", "actor_failed"),
         ("/nowhere", 404, None, "not_found"),

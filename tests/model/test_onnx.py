@@ -16,13 +16,12 @@ import torch
 
 from ludus.errors import Damaged, MissingExtra, UsageError
 from ludus.model import export, parity, saved
-from ludus.model import module as modules
 from ludus.model.acting import Deciding
 from ludus.model.onnx import OnnxPolicy
 from ludus.model.policy import Acted, Policy
 from ludus.serve.release import Part, Release, read, warm, write
 from ludus.tree import leaves
-from tests.model.test_export import made, traced
+from tests.model.test_export import made, one_layer, traced
 
 LSTM = "lstm, entities, hybrid"
 
@@ -165,9 +164,8 @@ def test_a_file_is_read_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
     del foreign.metadata_props[:]
     with pytest.raises(UsageError, match="not exported by ludus"):
         OnnxPolicy(foreign.SerializeToString())
-    module = export.export_module(torch.nn.Linear(2, 2), modules.inputs_of((np.zeros(2, np.float32),), {}))
     with pytest.raises(UsageError, match="not a policy"):
-        OnnxPolicy(module)
+        OnnxPolicy(one_layer())
 
 
 def test_without_onnxruntime_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,10 +95,12 @@ def test_a_module_is_run_by_onnxruntime_and_follows_new_weights(run: Session) ->
     assert np.abs(model(X)["logits"] - before).max() > 0.1
 
 
-def test_int8_follows_new_weights(run: Session) -> None:
+def test_int8_follows_new_weights_until_another_model_has_the_name(run: Session) -> None:
     model = ludus.RemoteModel("small", Small(), forward_args=(X,), use_onnx="quantize")
     check_follows(model, 0.1)
     assert np.abs(model(X)["logits"] - by_torch(model, X)).max() > 1e-6  # it is int8 that answers
+    plain = ludus.RemoteModel("small", Scale(2.0), forward_args=(X,), override_model=True)
+    np.testing.assert_array_equal(plain(X), 2 * X)
 
 
 def test_a_policy_decides_as_in_torch(run: Session) -> None:
@@ -242,12 +244,6 @@ def test_weights_that_do_not_fit_are_told_and_the_version_before_goes_on(
 
 
 # -- what else it is ----------------------------------------------------------------------------------------------------
-
-
-def test_another_model_under_the_name_is_another_graph(run: Session) -> None:
-    ludus.RemoteModel("it", Small(), forward_args=(X,), use_onnx=True)
-    plain = ludus.RemoteModel("it", Scale(2.0), forward_args=(X,), override_model=True)
-    np.testing.assert_array_equal(plain(X), 2 * X)
 
 
 def test_what_cannot_be_is_refused_before_anything_is_made(run: Session) -> None:

@@ -328,7 +328,10 @@ def _load_certificate(context: ssl.SSLContext, files: tuple[Path, Path]) -> None
         context.load_cert_chain(certificate, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise UsageError(f"Cannot use the certificate {certificate} with the key {key}: {reason}.") from error
+        hint = (
+            "Both are PEM files: the chain with the server's own certificate first, and the key of that one, without a password."
+        )
+        raise UsageError(f"Cannot use the certificate {certificate} with the key {key}: {reason}.", hint) from error
 
 
 def _no_password() -> str:

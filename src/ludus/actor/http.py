@@ -185,7 +185,8 @@ class Exchange:
             if status != 200 and not self.request_id and connection.logged:
                 self.request_id = f"{_BOOT}-{next(_NUMBERS):x}"
             head = self._head(status, len(body), retry_after_s, port)
-            if status != 200 or self.kind in (START, END) or (self.kind is TICK and connection.logs_ticks):
+            told = status not in (200, 503) if self.media else status != 200  # a page that says "not now" refuses nobody
+            if told or self.kind in (START, END) or (self.kind is TICK and connection.logs_ticks):
                 connection.log(self, status, body)
             if self.kind is _HEAD:
                 body = b""
@@ -641,8 +642,9 @@ class Connection(asyncio.Protocol):
 
     def _answer_now(self, refused: Refused, close: bool) -> None:
         self._service.refused(refused)
-        kind = _HEAD if self._parser.get_method() == b"HEAD" else ""
-        exchange = Exchange(self, kind, close, self._session[:MAX_NAME_BYTES], self._seq, self._request_id)
+        kind = _HEAD if self._parser.get_method() == b"HEAD" else KINDS.get(self._kind.lower(), "")
+        caller = None if refused is _UNAUTHORIZED else self._caller
+        exchange = Exchange(self, kind, close, self._session[:MAX_NAME_BYTES], self._seq, self._request_id, caller)
         self.pending.append(exchange)
         exchange.reply(refused.status, error_body(refused), refused.retry_after_s)
 

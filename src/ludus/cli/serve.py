@@ -147,6 +147,7 @@ def serve(
     import time
 
     from ludus.actor.gateway import GatewaySettings
+    from ludus.cli.display import say
     from ludus.experiment.service import RunningService
     from ludus.experiment.serving import Offering, named_sources
     from ludus.runtime.machine import stop_on_signals
@@ -155,7 +156,7 @@ def serve(
     from ludus.serve.service import Recording, ServiceSettings
 
     form = _one_of("--log-format", log_format, logs.FORMS)
-    logs.configure(form, "follower")
+    logs.configure(form, "main")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together.")
     if canary and not follow:
@@ -185,6 +186,9 @@ def serve(
     with stop_on_signals() as stop:
         try:
             sources = named_sources(runs, local_dir)
+            if not json_:
+                proven = "" if backend == "torch" else f", as {backend}, and comparing it with the network"
+                say(f"loading {', '.join(source.where for source in sources.values())}{proven} …")
             gateway = _limited(gateway, sources, tick_timeout_s, silent_s, max_sessions)
             running = RunningService(sources, offering, settings, gateway, host=host, port=port, workers=workers)
         except NotFound as error:
@@ -217,7 +221,8 @@ def _announce(running: RunningService, workers: int, secure: bool, as_json: bool
     if as_json:
         print(json.dumps({"host": host, "port": port, "workers": workers, "versions": versions}), flush=True)
         return
-    told = ", ".join(f"{name} version {number}" for name, number in versions.items())
+    origins = {name: found.origin for name, found in running.follower.serving().items()}
+    told = ", ".join(f"{name} version {number} ({origins[name]})" for name, number in versions.items())
     scheme = "https" if secure else "http"
     say(f"serving {told} at {scheme}://{host}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ludus.actor.gateway import GatewaySettings, read_tokens, tls_context
 from ludus.experiment.serving import Follower, Offering, Source
+from ludus.memory.recorded import check_writable
 from ludus.runtime.fleet import GatewayFleet
 from ludus.runtime.processes import Supervisor
 from ludus.runtime.scratch import Scratch
@@ -123,6 +124,8 @@ def _check(gateway: GatewaySettings, settings: ServiceSettings) -> None:
         tls_context(gateway.tls)
     if settings.access_log is not None:
         AccessLog(settings.access_log).close()
+    if settings.recording is not None:
+        check_writable(settings.recording.directory)
 
 
 def spec_of(sources: Mapping[str, Source]) -> dict[str, Any]:

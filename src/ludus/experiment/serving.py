@@ -25,14 +25,13 @@ from ludus.model import pool, saved
 from ludus.model.policy import Policy
 from ludus.serve import canary, exposition, release
 from ludus.serve.canary import CanarySettings, Counts
-from ludus.serve.lineup import Agent, Lineup
+from ludus.serve.lineup import DEFAULT_AGENT, Agent, Lineup, as_file
 from ludus.serve.release import Backend, Part, Release
 from ludus.store.local import LocalStore
 from ludus.tree import Tree
 
 log = logging.getLogger(__name__)
 
-DEFAULT_AGENT = "default"
 _AGAIN_S = 10.0
 _TOUCH_S = 3600.0
 _DEATHS = 2  # of workers during a trial; one may have died of something else
@@ -74,7 +73,7 @@ class Source:
     def release(self, name: str | None = None) -> Release:
         """Raises NotFound, Damaged, IncompatibleCheckpoint."""
         run, newest = checkpoint.locate(self.where)
-        return _release(checkpoint.read(LocalStore(run), name or newest))
+        return _release(run, checkpoint.read(LocalStore(run), name or newest))
 
     def version(self, number: int) -> Release:
         """The release of this version, from whichever checkpoint has it, or from the versions that the run has kept."""
@@ -83,15 +82,14 @@ class Source:
         for name in reversed(checkpoint.names(store)):
             versions = checkpoint.versions_of(store, name)
             if versions and number == _number(name, versions):
-                offered = _release(checkpoint.read(store, name))
-                if offered.version == number:  # and not that of another of its models
-                    return offered
-        found = _release(checkpoint.read(store, newest))
+                return _release(run, checkpoint.read(store, name))
+        found = _release(run, checkpoint.read(store, newest))
         kept = {name: pool.stored_versions(store, name) for name in found.parts}
         if len(found.parts) == 1 and number in next(iter(kept.values())):
             (name, part) = next(iter(found.parts.items()))
             weights = saved.encode_weights(pool.stored_weights(store, name, number))
-            return Release(number, found.seats, {name: replace(part, weights=weights, version=number)})
+            parts = {name: replace(part, weights=weights, version=number)}
+            return Release(number, found.seats, parts, f"a kept version of {run}")
         numbers = {_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}
         there = sorted(numbers | (set(next(iter(kept.values()))) if len(kept) == 1 else set()))
         raise NotFound(f"{run} has no version {number}.", f"It has {', '.join(map(str, there))}.")
@@ -113,7 +111,7 @@ class Source:
         return checkpoint.open_checkpoint(self.where)[1]
 
 
-def _release(found: checkpoint.Checkpoint) -> Release:
+def _release(run: Path, found: checkpoint.Checkpoint) -> Release:
     seats, models = _seats(found), found.state["models"]
     parts = {
         name: Part(
@@ -123,7 +121,8 @@ def _release(found: checkpoint.Checkpoint) -> Release:
         )
         for name in seats.models
     }
-    return Release(_number(found.name, {name: part.version for name, part in parts.items()}), dict(seats.seats), parts)
+    number = _number(found.name, {name: part.version for name, part in parts.items()})
+    return Release(number, dict(seats.seats), parts, str(run / checkpoint.FOLDER / found.name))
 
 
 def _number(name: str, versions: Mapping[str, int]) -> int:
@@ -198,6 +197,10 @@ class Follower:
             agents[name] = Agent(first.version, paths, self._offering.levels)
         self._announce(Lineup(agents))
 
+    def serving(self) -> dict[str, Release]:
+        """What new sessions get, by agent."""
+        return dict(self._serving)
+
     def poll(self, restarts: int = 0) -> None:
         """Now and then: look for new versions, judge those on trial. Never raises for what a version has wrong."""
         now = time.monotonic()
@@ -265,7 +268,7 @@ class Follower:
                 name, replace(agent, releases=releases, canary=offered.version, percent=percent, withdrawn=withdrawn)
             )
             self._trials[name] = _Trial(offered, now, tally, self._restarts)
-            log.info("%s: version %s is on trial", name, offered.version)
+            log.info("%s: version %s is on trial (%s)", name, offered.version, offered.origin)
         else:
             self._make_current(name, offered)
 
@@ -276,7 +279,7 @@ class Follower:
         withdrawn = tuple(number for number in agent.withdrawn if number != offered.version)
         self._announce_one(name, Agent(offered.version, releases, agent.levels, withdrawn=withdrawn))
         self._serving[name] = offered
-        log.info("%s: version %s is served now", name, offered.version)
+        log.info("%s: version %s is served now (%s)", name, offered.version, offered.origin)
 
     def _judge(self, name: str, now: float) -> None:
         trial, agent = self._trials[name], self.lineup.agents[name]
@@ -358,8 +361,7 @@ class Follower:
 
 
 def _path(name: str, version: int) -> str:
-    safe = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}" for c in name)
-    return f"releases/{safe}/{version:06d}"
+    return f"releases/{as_file(name)}/{version:06d}"
 
 
 @dataclass(frozen=True)

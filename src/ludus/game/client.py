@@ -572,8 +572,9 @@ def _about(match: str | None, model: str | None, version: int | None, temperatur
     """The headers that only a start has."""
     if version is not None and not 0 <= version <= MAX_SEQ:
         raise UsageError(f"version is {version}.", "It is a whole number, 0 or more.")
-    if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
-        raise UsageError(f"temperature is {temperature}.", f"It is a number from 0 to {MAX_TEMPERATURE:g}.")
+    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if temperature is not None and not (number and 0 <= temperature <= MAX_TEMPERATURE):
+        raise UsageError(f"temperature is {temperature!r}.", f"It is a number from 0 to {MAX_TEMPERATURE:g}.")
     named = {"match": match, "model": model}
     lines = [f"Ludus-{name.title()}: {_header(name, value)}\r\n" for name, value in named.items() if value is not None]
     if version is not None:
@@ -663,7 +664,10 @@ def _unreachable(address: Address, error: _Reply | OSError, timeout_s: float, re
         return Unreachable(f"Nothing listens on {where} ({tries}).", "Start the server, or correct the url.")
     if isinstance(error, socket.gaierror):
         return Unreachable(f"The host {address[0]!r} is not known.", "Correct the url.")
-    hint = "Is it a Ludus server, and is it still running?"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        hint = "Give cafile= with the authority that signed it, and the name that it is for in the url."
+        return Unreachable(f"The certificate of {where} is not trusted: {error.verify_message}.", hint)
+    hint = "Is it a Ludus server, and is it still running? A server with a certificate is asked by https://."
     return Unreachable(f"The connection to {where} broke ({tries}): {error.strerror or error}.", hint)
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import struct
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -27,7 +28,7 @@ from weakref import WeakValueDictionary
 import msgpack
 import numpy as np
 
-from ludus.errors import Damaged, NotFound
+from ludus.errors import Damaged, NotFound, UsageError
 from ludus.memory.memory import Room
 from ludus.spaces import ArraySpec
 from ludus.tree import Tree, decode, encode, leaves, map_tree
@@ -450,6 +451,17 @@ def read_recorded(where: Path | str, *, temperature: float | None = None, counts
             counts.segments += 1
             counts.steps += segments.steps
             yield segments
+
+
+def check_writable(directory: Path | str) -> None:
+    """Whether recordings can be put there; the directory is made. Raises UsageError."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        hint = "Choose a directory that this user may write."
+        raise UsageError(f"Nothing can be recorded into {str(directory)!r}: {error.strerror}.", hint) from error
 
 
 def recordings(where: Path | str) -> list[Path]:

@@ -23,7 +23,7 @@ from ludus.model.export import EXTRA, META, Feed, facts_of, quietly, require_onn
 from ludus.tree import Array
 
 _AXES_ARE_INPUTS = 18  # from this opset on, of ReduceMax
-_LEAST = 1e-30  # a row of zeros is divided by this
+_LEAST = 1e-30  # the smallest step
 
 Interval = tuple[float, float]
 
@@ -184,13 +184,13 @@ class _Writing:
             step, zero_point = _grid(interval)
             return _Rounded(*self._quantized(x, x, step, zero_point), step, None)
         positive = interval is not None and interval[0] >= 0
-        largest = x if positive else self._node("Abs", [x], f"{x}.size")
+        sizes = x if positive else self._node("Abs", [x], f"{x}.sizes")
         if self._opset < _AXES_ARE_INPUTS:
-            largest = self._node("ReduceMax", [largest], f"{x}.largest", axes=[-1], keepdims=1)
+            scale = self._node("ReduceMax", [sizes], f"{x}.scale", axes=[-1], keepdims=1)
         else:
             axes = self._constant(f"{x}.axes", np.array([-1], np.int64))
-            largest = self._node("ReduceMax", [largest, axes], f"{x}.largest", keepdims=1)
-        scale = self._node("Max", [largest, self._constant(f"{x}.least", np.float32(_LEAST))], f"{x}.scale")
+            scale = self._node("ReduceMax", [sizes, axes], f"{x}.scale", keepdims=1)
+        # A row of zeros divided by zero may become any integers: times its scale they are zero again.
         share = self._node("Div", [x, scale], f"{x}.share")
         step, zero_point = _grid((0.0, 1.0) if positive else (-1.0, 1.0))
         return _Rounded(*self._quantized(x, share, step, zero_point), step, scale)

@@ -147,7 +147,10 @@ def check_exposure(host: str, secret: str | Path | None) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     if host != "localhost" and not secret:
-        raise UsageError(f"Listening on {host} without a token would let anyone in.", "Give a token, or listen on 127.0.0.1.")
+        raise UsageError(
+            f"Listening on {host} without a token would let anyone in.",
+            "Give a token (--token-file FILE), or listen on 127.0.0.1.",
+        )
 
 
 def run_loop(main: Any) -> None:

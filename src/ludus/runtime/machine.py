@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -36,19 +37,26 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+_ECHO_S = 1.0
+
+
 class StopSignal:
-    """Set by Ctrl-C or SIGTERM. The second one raises KeyboardInterrupt at once."""
+    """Set by Ctrl-C or SIGTERM. The second one raises KeyboardInterrupt at once; not a SIGTERM that comes right after the first,
+    for whoever ends a whole group of processes often tells its leader twice."""
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._at = 0.0
 
     def __call__(self) -> bool:
         return self.name is not None
 
     def set(self, number: int) -> None:
         if self.name is not None:
+            if number == signal.SIGTERM and time.monotonic() < self._at + _ECHO_S:
+                return
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+        self.name, self._at = signal.Signals(number).name, time.monotonic()
 
 
 @contextlib.contextmanager

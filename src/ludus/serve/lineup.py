@@ -15,6 +15,8 @@ from ludus.game.protocol import About
 from ludus.plugins import did_you_mean
 
 FILE = "lineup.json"
+DEFAULT_AGENT = "default"
+"""The name of one that was given none."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Lineup:
             lists = {key: tuple(agent[key]) for key in ("levels", "withdrawn")}
             agents[name] = Agent(**{**agent, **lists, "releases": releases})
         return cls(agents)
+
+
+def as_file(name: str) -> str:
+    """A name of any characters as that of a file."""
+    return "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}" for c in name)
 
 
 def drawn(session: str, what: str) -> float:

@@ -45,6 +45,8 @@ class Release:
     seats: Mapping[str, str]
     """Seat → model."""
     parts: Mapping[str, Part]
+    origin: str = ""
+    """The checkpoint that it comes from, for people."""
 
     def policies(self) -> dict[str, Policy]:
         """Built, with their weights. Raises Damaged, IncompatibleCheckpoint."""

@@ -103,9 +103,15 @@ class Live:
             if room is None:
                 longest = json.loads(self._loaded.descriptions[name])["network"]["max_seq_len"]
                 spec = played_spec(self._loaded.players[name], self._recording.steps, longest, name)
-                room = self.rooms[name] = RecordedRoom(spec, self._recording.directory, self._recording.limit_bytes)
+                room = self.rooms[name] = RecordedRoom(spec, self._directory(), self._recording.limit_bytes)
             seats[seat] = Seat(self.deciding[name], room.at(temperature), first_origin=int.from_bytes(os.urandom(6), "little"))
         return seats
+
+    def _directory(self) -> Path:
+        """Agents with names are kept apart: their models may be called alike."""
+        assert self._recording is not None
+        named = self.agent if self.agent != lineup.DEFAULT_AGENT else ""
+        return self._recording.directory / lineup.as_file(named) if named else self._recording.directory
 
     def numbers(self) -> dict[str, Any]:
         batchers = [deciding.batcher for deciding in self.deciding.values()]
