@@ -12,7 +12,7 @@ import json
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -165,11 +165,13 @@ def _multiplied(onnx: Any, model: Any, products: Collection[str]) -> None:
     _replace_nodes(graph, writing.nodes)
 
 
-class _Rounded:
+class _Rounded(NamedTuple):
     """An input of products in integers: number = step · (integer - zero), times the scale of its row where it has one."""
 
-    def __init__(self, integers: str, zero: str, step: float, row_scale: str | None) -> None:
-        self.integers, self.zero, self.step, self.row_scale = integers, zero, step, row_scale
+    integers: str
+    zero: str
+    step: float
+    row_scale: str | None
 
 
 class _Writing:
@@ -198,10 +200,10 @@ class _Writing:
     def product(self, node: Any, x: _Rounded, weight: Array) -> None:
         name = node.name
         integers, steps, zeros = _columns(weight)
-        weights = [self._constant(f"{name}.integers", integers), x.zero, self._constant(f"{name}.zeros", zeros)]
+        weights = [self._constant(f"{name}.weights", integers), x.zero, self._constant(f"{name}.weight_zeros", zeros)]
         whole = self._node("MatMulInteger", [x.integers, *weights], f"{name}.whole")
         numbers = self._node("Cast", [whole], f"{name}.numbers", to=self._onnx.TensorProto.FLOAT)
-        steps_name = self._constant(f"{name}.steps", (steps * x.step).astype(np.float32))
+        steps_name = self._constant(f"{name}.weight_steps", (steps * x.step).astype(np.float32))
         if x.row_scale is None:
             self._node("Mul", [numbers, steps_name], node.output[0])
         else:
