@@ -374,6 +374,7 @@ class Contract(EssentialContract):
             assert driver.do("tick", body, deadline_ms=MISS_MS).fell_back
             between.heard(count)
         assert driver.ok("tick", b"c") == b"1 c"
+        Bot.asked.clear()
         between.release()
         assert Bot.asked.wait(SOON_S)
         threading.Timer(0.05, Bot.patience.set).start()

@@ -274,7 +274,8 @@ class RemoteModel:
         return built
 
     def publish_weights(self, weights: Mapping[str, Any], step: int = -1) -> int:
-        """Make these weights the next version, or version `step`; returns its number. They reach every process at its next batch.
+        """Make these weights the next version, or version `step`; returns its number. They reach every process at its next batch
+        (with `use_onnx` a moment later).
 
         Raises IncompatibleCheckpoint when they are not those of the model; UsageError when `step` is not above the newest.
         """
