@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _SNAPSHOT_S = 1.0
 _AGAIN_S = 5.0
+_MOVES = 300  # sessions at a turn, of which there are ten a second: a millisecond or two
 
 
 @dataclass(frozen=True)
@@ -261,14 +262,18 @@ class Service:
         self._retired = list(dict.fromkeys([*before, *gone]))
 
     def _move(self) -> None:
-        """Sessions of retired versions go on with the current one. Those that are being answered do so a little later."""
+        """Sessions of retired versions go on with the current one, some at every turn, so that no tick waits for thousands of
+        others. Those that are being answered do so a little later."""
         if not self._retired or self._gateway is None:
             return
-        retired = set(self._retired)
+        retired, left = set(self._retired), _MOVES
         for session in self._gateway.sessions.idle():
             actor = session.actor
             if not isinstance(actor, ServedActor) or actor.live not in retired:
                 continue
+            left -= 1
+            if left < 0:
+                break
             target = self._live[actor.live.agent, self._lineup.agents[actor.live.agent].current]
             carried = actor.move(target.seats, carry=self.settings.carry_state)
             actor.live.sessions.discard(actor)
