@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 _SNAPSHOT_S = 1.0
 _AGAIN_S = 5.0
-_MOVES = 300  # sessions at a turn, of which there are ten a second: a millisecond or two
+_MOVES = 2000
+"""Sessions that move at a turn, of which there are ten a second. With fewer, three versions share the core for longer (measured)."""
 
 
 @dataclass(frozen=True)
