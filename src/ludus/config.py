@@ -73,8 +73,30 @@ class AlgorithmConfig(_Strict):
     """The keys of `config:` that every algorithm has."""
 
     seed: int = Field(0, ge=0, lt=1 << 30, description="Of everything random: weights, exploration, environments.")
-    num_workers: int = Field(0, ge=0, description="Processes that sample; 0 = this one.")
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0, description="Processes that sample; 0 = this one; auto = measure the environment for a moment and choose."
+    )
+    sampling: Literal["sync", "pipelined", "async"] = Field(
+        "sync",
+        description="sync: sample, learn, sample …; pipelined: sample the next batch while learning, one version behind; "
+        "async: samplers never wait.",
+    )
+    blocks_ahead: int = Field(2, ge=1, description="Segments that a worker may have waiting for the learner.")
+    max_lag: int | None = Field(
+        None, ge=1, description="Experience that is more updates old than this is dropped, and counted; null = as it comes."
+    )
+    num_learners: int = Field(1, ge=0, description="Processes that share the gradient of every minibatch; 0 is 1.")
+    gradient_accumulation: int = Field(1, ge=1, description="Compute the gradient of a minibatch in so many pieces.")
+    mixed_precision: Literal["bf16", "fp16"] | None = Field(None, description="Learn in half precision where it is safe.")
+    learner_device: str = Field("auto", description="auto (an accelerator if num_gpus says so), cpu, cuda or cuda:1.")
+    inference_device: str = Field("cpu", description="Where workers compute their decisions: cpu, cuda or cuda:1.")
     num_gpus: float = Field(0, ge=0, description="Accelerators for the learner.")
+    restart_failed_sub_environments: bool = Field(
+        False, description="An environment that raises is made anew; its episode is cut there and not scored."
+    )
+    max_worker_restarts: int | None = Field(1000, ge=0, description="Replacements of one worker, in all; null = no limit.")
+    worker_restart_backoff_s: float = Field(0.05, ge=0, description="Wait before the first replacement; doubles up to 5 s.")
+    worker_hang_s: float = Field(60.0, gt=0, description="A worker whose environment takes longer for a step is replaced.")
     num_envs_per_worker: int = Field(64, ge=1, description="Environments stepped together.")
     rollout_fragment_length: int | None = Field(
         None, ge=1, description="Steps of a segment; null = train_batch_size / environments."
@@ -101,6 +123,16 @@ class AlgorithmConfig(_Strict):
     def steps(self) -> int:
         """Length of a segment."""
         return self.rollout_fragment_length or max(1, self.train_batch_size // self.num_envs_per_worker)
+
+    @property
+    def workers(self) -> int:
+        """Processes that sample, once `auto` has been replaced by a number."""
+        assert self.num_workers != "auto"
+        return self.num_workers
+
+    @property
+    def learners(self) -> int:
+        return max(1, self.num_learners)
 
 
 EXTERNAL = "external"
@@ -176,9 +208,15 @@ class ExperimentConfig(_Strict):
     checkpoint_freq: int = Field(0, ge=0, description="Checkpoint every so many iterations; 0 = only at the end.")
     checkpoint_time_s: float = Field(300.0, ge=0, description="Also checkpoint every so many seconds; 0 = not by time.")
     checkpoint_at_end: bool = Field(True, description="Checkpoint when the run ends.")
+    max_failures: int = Field(
+        5, ge=0, description="A learner that dies goes on from its newest checkpoint, so often without progress in between."
+    )
     keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
     config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(default_factory=dict)
 
+
+ASYNC_STEPS = 32
+"""Steps of a segment when nothing is said and workers sample without waiting: short ones are fresh."""
 
 COLLATED_STEPS = 64
 """Steps of a segment when nothing is said and batches are collated."""
@@ -209,22 +247,41 @@ def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any], *, 
     checked = _validated(schema, _canonical(data, ALIASES, "config"), "config")
     if collated:
         return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
-    steps = _segment_steps(checked)
-    batch = steps * checked.num_envs_per_worker
+    steps, batch = _segment_steps(checked)
     return checked.model_copy(update={"rollout_fragment_length": steps, "train_batch_size": batch})
 
 
-def _segment_steps(config: AlgorithmConfig) -> int:
-    """An update learns from one segment of every environment: batch = environments × steps, or the config is wrong."""
+def _segment_steps(config: AlgorithmConfig) -> tuple[int, int]:
+    """(steps of a segment, steps of a batch): a batch is a whole number of segments of all environments, or the config is wrong.
+
+    Where sampling and learning take turns, an update learns from one segment of every environment of every worker.
+    """
     envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
-    if "train_batch_size" not in config.model_fields_set:
-        return steps or max(1, round(batch / envs))
-    if steps is None and batch % envs == 0:
-        return batch // envs
-    if steps is not None and steps * envs == batch:
-        return steps
-    shown = f"{envs} environments" + (f" × {steps} steps (rollout_fragment_length)" if steps else "")
-    near = max(1, round(batch / envs)) * envs if steps is None else steps * envs
+    workers = 1 if config.num_workers == "auto" else max(1, config.num_workers)
+    turns = config.sampling != "async" or not config.num_workers
+    given = "train_batch_size" in config.model_fields_set
+    if not turns:
+        steps = steps or (batch // envs if given and batch % envs == 0 and batch // envs < ASYNC_STEPS else ASYNC_STEPS)
+        if not given:
+            return steps, max(1, round(batch / (envs * steps))) * envs * steps
+        if batch % (envs * steps) == 0:
+            return steps, batch
+        near = max(1, round(batch / (envs * steps))) * envs * steps
+        raise ConfigError(
+            f"config.train_batch_size is {batch}, which is not a multiple of {envs} environments × {steps} steps.",
+            f"Set train_batch_size to {near}, or rollout_fragment_length to something that fits.",
+        )
+    rows = envs * workers
+    if not given:
+        steps = steps or max(1, round(batch / rows))
+        return steps, steps * rows
+    if steps is None and batch % rows == 0:
+        return batch // rows, batch
+    if steps is not None and steps * rows == batch:
+        return steps, batch
+    shown = f"{workers} workers × " * (workers > 1) + f"{envs} environments"
+    shown += f" × {steps} steps (rollout_fragment_length)" if steps else ""
+    near = max(1, round(batch / rows)) * rows if steps is None else steps * rows
     raise ConfigError(
         f"config.train_batch_size is {batch}, which is not a multiple of {shown}."
         if steps is None

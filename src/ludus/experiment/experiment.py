@@ -68,9 +68,9 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
 
 
 def _refuse_what_needs_more(config: AlgorithmConfig, called: bool) -> None:
-    if config.num_workers and not called:
+    if config.workers and not called:
         raise ConfigError(
-            f"config.num_workers is {config.num_workers}: sampling in other processes is not part of this version.",
+            f"config.num_workers is {config.workers}: sampling in other processes is not part of this version.",
             "Use num_workers: 0 and more num_envs_per_worker.",
         )
     if config.num_gpus:

@@ -97,7 +97,7 @@ def program_of(
     run = program.add("run", _opened, open_run, policies, config)
     pool = program.add("pool", make_pool, run)
     program.add("versions", _add_models, pool, policies, before)
-    if config.num_workers:
+    if config.workers:
         boards = program.add("boards", _boards, policies, config)
         publisher = program.add("publisher", PublishingPool, pool, boards)
         memory = program.add("memory", _stream, boards, policies, config.train_batch_size)
@@ -181,7 +181,7 @@ def _fleet(
 ) -> FleetGathering:
     settings = settings_of(outside, seats)
     logs = run.directory / "logs" / "actor"
-    return FleetGathering(listening, settings, seats.seats, config.num_workers, config.steps, boards, publisher, memory, logs)
+    return FleetGathering(listening, settings, seats.seats, config.workers, config.steps, boards, publisher, memory, logs)
 
 
 def _games(
