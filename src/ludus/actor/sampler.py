@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +15,7 @@ from torch import Tensor
 from ludus import spaces
 from ludus.errors import EnvironmentFault
 from ludus.game.environment import Environments, Outcome, Seen
-from ludus.memory.memory import Memory
+from ludus.memory.memory import Room
 from ludus.model.policy import Policy
 from ludus.model.pool import PolicySource
 from ludus.tree import Array, Tree, copy_into, leaves, map_tree
@@ -20,7 +24,17 @@ from ludus.types import DEFAULT_MODEL, Bools, Floats, Ints, Segments, SegmentSpe
 _FINAL_SHARE = 4  # room for final observations: one per row, or one in four steps, whichever is more
 
 
-def segment_spec(policy: Policy, environments: Environments, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
+class Shape(Protocol):
+    """What environments are like, whether they are here or elsewhere."""
+
+    num: int
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    masked: bool
+    resets_at_once: bool
+
+
+def segment_spec(policy: Policy, environments: Shape, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
     """The shape of what this sampler will write."""
     n = environments.num
     every = min(steps, policy.config.max_seq_len) if policy.recurrent else 0
@@ -70,13 +84,29 @@ def _rows(block: Segments) -> _Rows:
     return rows
 
 
+@dataclass
+class SamplerTimes:
+    """Where the time of a sampler goes, in seconds since it began."""
+
+    environment_s: float = 0.0
+    policy_s: float = 0.0
+
+
 class Sampler:
-    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`."""
+    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`. `beat` is called at every step."""
 
     def __init__(
-        self, environments: Environments, source: PolicySource, memory: Memory, seed: int, *, first_row: int = 0
+        self,
+        environments: Environments,
+        source: PolicySource,
+        memory: Room,
+        seed: int,
+        *,
+        first_row: int = 0,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._envs, self._source, self._memory = environments, source, memory
+        self._envs, self._source, self._memory, self._beat = environments, source, memory, beat
+        self.times = SamplerTimes()
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = seed
         self._origin = np.arange(first_row, first_row + environments.num)
@@ -89,9 +119,9 @@ class Sampler:
         self._categories = spaces.categories(environments.observation_space)
         self._made = 0  # steps of earlier segments
 
-    def step(self) -> bool:
-        """Sample one block; False when the memory has no free one."""
-        block = self._memory.reserve(0)
+    def step(self, timeout_s: float = 0.0) -> bool:
+        """Sample one block; False when the memory has no free one within that time."""
+        block = self._memory.reserve(timeout_s)
         if block is None:
             return False
         policy, version = self._source.newest()
@@ -114,8 +144,11 @@ class Sampler:
         actions: list[Tree] = []
         log_probs: list[Tensor] = []
         values: list[Tensor] = []
+        lost: list[tuple[int, Bools]] = []
         block.finals = 0
+        clock, environment_s, began = time.perf_counter, 0.0, time.perf_counter()
         for t in range(steps):
+            self._beat()
             self._show(block, t, seen)
             self._keep_state(block, t)
             mask = rows.mask[t] if rows.mask is not None else None
@@ -123,8 +156,13 @@ class Sampler:
             actions.append(action)
             log_probs.append(log_prob)
             values.append(value)
-            outcome = self._envs.step(policy.distribution.to_environment(map_tree(Tensor.numpy, action)))
+            played = policy.distribution.to_environment(map_tree(Tensor.numpy, action))
+            before = clock()
+            outcome = self._envs.step(played)
+            environment_s += clock() - before
             self._record(block, t, outcome, policy)
+            if outcome.lost is not None:
+                lost.append((t, outcome.lost.copy()))
             seen = outcome.seen
         self._show(block, steps, seen)
         values.append(policy.value(rows.observation[steps], self._state, rows.first[steps]))
@@ -136,7 +174,9 @@ class Sampler:
         self._seen = seen
         self._check_rewards(block)
         self._made += steps
-        block.episode_return, block.episode_length = self._tally.take(block)
+        block.episode_return, block.episode_length = self._tally.take(block, lost)
+        self.times.environment_s += environment_s
+        self.times.policy_s += clock() - began - environment_s
 
     def _begin(self, policy: Policy) -> None:
         self._seen = self._envs.reset(self._seed)
@@ -202,12 +242,16 @@ class Sampler:
         block.truncated[t] = outcome.truncated
         np.logical_not(self._over, out=block.valid[t])
         done = outcome.terminated | outcome.truncated
+        if outcome.lost is not None:  # what these rows did has no outcome: the step before bootstraps from what it led to
+            block.valid[t] &= ~outcome.lost
         if self._envs.resets_at_once:
             self._first = done
             self._keep_finals(block, t, outcome, policy)
         else:
             self._first = self._over
             self._over = done
+        if outcome.lost is not None:
+            self._first = self._first | outcome.lost
 
     def _keep_finals(self, block: Segments, t: int, outcome: Outcome, policy: Policy) -> None:
         """Same-step autoreset: keep the final observation of truncated episodes, with its value."""
@@ -257,9 +301,14 @@ class EpisodeTally:
         self._return = np.zeros(rows, np.float64)
         self._length = np.zeros(rows, np.int64)
 
-    def take(self, block: Segments) -> tuple[Floats, Ints]:
+    def take(self, block: Segments, lost: list[tuple[int, Bools]] | None = None) -> tuple[Floats, Ints]:
+        """Of the episodes that ended in this block; those that were lost at a step are forgotten."""
         done = block.terminated | block.truncated
-        made = block.valid | done  # a last step may have been left out of learning; it was made all the same
+        gone = np.zeros_like(done)
+        for at, rows in lost or ():
+            gone[at] = rows
+        done |= gone
+        made = block.valid | (done & ~gone)  # a last step may have been left out of learning; it was made all the same
         rewards = np.cumsum(np.where(made, block.reward, 0.0), axis=0, dtype=np.float64) + self._return
         lengths = np.cumsum(made, axis=0) + self._length
         row, t = np.nonzero(done.T)  # ordered by row, then by time
@@ -275,4 +324,5 @@ class EpisodeTally:
         self._return[row[last]] -= returns_at[last]
         self._length[row[last]] -= lengths_at[last]
         order = np.argsort(t, kind="stable")
+        order = order[~gone[t, row][order]]
         return returns[order].astype(np.float32), counts[order]

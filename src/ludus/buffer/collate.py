@@ -17,25 +17,49 @@ from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments
 def joined(parts: Sequence[Segments]) -> Segments:
     """One block with the rows of all `parts`, side by side, as long as the longest; what is shorter is padded, not valid.
 
-    They must be of one model, without kept final observations.
+    They must be of one model; parts that are shorter than their spec says must not have kept final observations.
     """
     parts = [part.trimmed() for part in parts]
-    spec = replace(parts[0].spec, steps=max(1, *(part.spec.steps for part in parts)), finals=0)
-    batch = Segments.empty(spec, sum(part.rows for part in parts))
-    row = 0
+    steps, finals = max(1, *(part.spec.steps for part in parts)), sum(part.finals for part in parts)
+    batch = Segments.empty(replace(parts[0].spec, steps=steps, finals=finals), sum(part.rows for part in parts))
+    join_into(batch, parts)
+    return batch
+
+
+def join_into(batch: Segments, parts: Sequence[Segments]) -> None:
+    """Copy `parts` into a block with room for all of their rows and final observations: the one copy on the way of a step.
+
+    What is shorter than the block leaves padding as it is; a block that is used again is for parts of its own length.
+    """
+    row, batch.finals = 0, 0
     for part in parts:
         columns = slice(row, row + part.rows)
         for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
             map_tree(lambda whole, own, at=columns: _put(whole, own, at), getattr(batch, name), getattr(part, name))
         batch.origin[columns] = part.origin
+        _put_finals(batch, part, row)
         row += part.rows
     batch.episode_return = np.concatenate([part.episode_return for part in parts])
     batch.episode_length = np.concatenate([part.episode_length for part in parts])
-    return batch
 
 
 def _put(whole: Array, own: Array, columns: slice) -> None:
     whole[: len(own), columns] = own
+
+
+def _put_finals(batch: Segments, part: Segments, row: int) -> None:
+    n = part.finals
+    if not n:
+        return
+    at = slice(batch.finals, batch.finals + n)
+    map_tree(lambda whole, own: _put_first(whole, own, at), batch.final_observation, part.final_observation)
+    batch.final_at[at] = np.add(part.final_at[:n], (0, row))
+    batch.final_value[at] = part.final_value[:n]
+    batch.finals += n
+
+
+def _put_first(whole: Array, own: Array, at: slice) -> None:
+    whole[at] = own[: at.stop - at.start]
 
 
 class Collated:

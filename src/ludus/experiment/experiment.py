@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from ludus import config as configs
-from ludus.actor.evaluate import Score, play
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
-from ludus.experiment import checkpoint, external
+from ludus.experiment import checkpoint, external, sampled
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
+from ludus.experiment.evaluation import make_evaluation
 from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run, run_directory
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
@@ -44,7 +44,6 @@ DEFAULT_TIMESTEPS = 1_000_000
 Announce = Callable[[str], None]
 """Takes a sentence that whoever started the run wants to read."""
 
-_EVALUATION_ROWS = 16
 _SAY_EVERY_S = 10.0
 
 
@@ -68,11 +67,8 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
 
 
 def _refuse_what_needs_more(config: AlgorithmConfig, called: bool) -> None:
-    if config.workers and not called:
-        raise ConfigError(
-            f"config.num_workers is {config.workers}: sampling in other processes is not part of this version.",
-            "Use num_workers: 0 and more num_envs_per_worker.",
-        )
+    if config.sampling == "pipelined" and not config.workers:
+        raise ConfigError("config.sampling is pipelined, and num_workers is 0.", "Set num_workers: sampling goes on elsewhere.")
     if config.num_gpus:
         raise ConfigError(f"config.num_gpus is {config.num_gpus}: this version trains on the CPU only.", "Use num_gpus: 0.")
 
@@ -278,7 +274,8 @@ def assembled(
     if called:
         program, handles = external.program_of(resolved, open_run, before, sinks, counting_on)
     else:
-        program, handles = program_of(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
+        wiring = sampled.program_of if resolved.config.workers else program_of
+        program, handles = wiring(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
     try:
         with InProcess(program) as runtime:
             run, *parts = (runtime[handle] for handle in handles)
@@ -316,13 +313,14 @@ def program_of(
     sampler = program.add_worker("sampler", Sampler, environments, source, memory, environment_seed)
     trainer = program.add_worker("trainer", _trainer, algorithm, memory, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
-    evaluation = program.add("evaluation", _evaluation, resolved, policy, interrupted)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 
 
 def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
-    environments = make_environments(env, config.num_envs_per_worker, config.env_config)
+    forgiving = config.restart_failed_sub_environments
+    environments = make_environments(env, config.num_envs_per_worker, config.env_config, forgiving=forgiving)
     try:
         environments.reset(seed)  # an environment shows whether it masks actions only when it is reset
     except BaseException:
@@ -347,28 +345,3 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
 
 def _trainer(algorithm: Algorithm, memory: Memory, pool: LocalPool, smoothing: int) -> Trainer:
     return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing)
-
-
-def _evaluation(resolved: Resolved, policy: Policy, interrupted: Callable[[], bool]) -> _Evaluation | None:
-    config = resolved.config
-    return _Evaluation(resolved.experiment.env, config, policy, interrupted) if config.evaluation_duration else None
-
-
-class _Evaluation:
-    """Own environments, own seeds: training does not notice it."""
-
-    def __init__(self, env: str, config: AlgorithmConfig, policy: Policy, interrupted: Callable[[], bool]) -> None:
-        self._env, self._config, self._policy, self._interrupted = env, config, policy, interrupted
-        self._environments: Environments | None = None
-
-    def __call__(self, iteration: int) -> Score:
-        if self._environments is None:
-            rows = min(self._config.evaluation_duration, _EVALUATION_ROWS)
-            self._environments = make_environments(self._env, rows, self._config.env_config)
-        seed = (self._config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
-        with self._policy.acting():
-            return play(self._policy, self._environments, self._config.evaluation_duration, seed, interrupted=self._interrupted)
-
-    def close(self) -> None:
-        if self._environments is not None:
-            self._environments.close()

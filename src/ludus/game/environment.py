@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ from ludus.plugins import did_you_mean, import_object
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, Tree, copy_into, leaves, map_tree
 from ludus.types import Bools, Floats, Ints
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Outcome:
     final_rows: Ints | None = None
     """Rows whose `seen` already belongs to the next episode (same-step autoreset); None when that never happens."""
     final_observation: Tree = None
+    lost: Bools | None = None
+    """Rows whose environment failed in this step and was made anew: `seen` shows the next episode. None: no row."""
 
 
 class Environments(Protocol):
@@ -72,22 +77,33 @@ _EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": 
 _PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
 
 
-def make_environments(name: str, num: int, env_config: Mapping[str, Any] | None = None) -> Environments:
+def make_environments(
+    name: str, num: int, env_config: Mapping[str, Any] | None = None, *, forgiving: bool = False
+) -> Environments:
     """`name` is a Gymnasium id, or `module:function` called with `env_config`. Raises UnknownName, MissingExtra.
 
-    A function that takes `num_envs` makes a whole vector environment; any other makes one environment.
+    A function that takes `num_envs` makes a whole vector environment; any other makes one environment. `forgiving`: one that
+    raises is made anew, and its row is lost at that step; only one that fails again and again is an EnvironmentFault.
     """
     config = dict(env_config or {})
     factory = _own_factory(name)
     if factory is not None and "num_envs" in inspect.signature(factory).parameters:
-        return VectorEnvironments(name, _made(name, lambda: factory(num_envs=num, **config)))
-    if factory is not None:
-        return LoopEnvironments(name, [_made(name, lambda: factory(**config)) for _ in range(num)])
-    spec = _spec(name)
-    if spec.vector_entry_point is not None:
-        native = _made(name, lambda: gym.make_vec(name, num, vectorization_mode="vector_entry_point", **config))
-        return VectorEnvironments(name, native)
-    return LoopEnvironments(name, [_made(name, lambda: gym.make(name, **config)) for _ in range(num)])
+
+        def vector() -> Any:
+            return _made(name, lambda: factory(num_envs=num, **config))
+
+        return VectorEnvironments(name, vector(), vector if forgiving else None)
+    if factory is None and _spec(name).vector_entry_point is not None:
+
+        def native() -> Any:
+            return _made(name, lambda: gym.make_vec(name, num, vectorization_mode="vector_entry_point", **config))
+
+        return VectorEnvironments(name, native(), native if forgiving else None)
+
+    def single() -> Any:
+        return _made(name, lambda: gym.make(name, **config) if factory is None else factory(**config))
+
+    return LoopEnvironments(name, [single() for _ in range(num)], single if forgiving else None)
 
 
 def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> gym.Env[Any, Any]:
@@ -171,14 +187,30 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
         raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}.") from error
 
 
+_FAULTS_IN_A_ROW = 5  # without a step between them, before we believe that it will not work again
+
+
+def _closed(env: Any) -> None:
+    try:
+        env.close()
+    except Exception:  # it has failed already; that it cannot even close is no news
+        log.debug("closing a failed environment failed", exc_info=True)
+
+
 # -- an environment's own vector implementation -------------------------------------------------------------------------
 
 
 class VectorEnvironments:
     """A Gymnasium vector environment, in next-step or same-step autoreset mode."""
 
-    def __init__(self, name: str, env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
-        self.name, self.num, self._env = name, env.num_envs, env
+    def __init__(
+        self,
+        name: str,
+        env: gym.vector.VectorEnv[Any, Any, Any],
+        again: Callable[[], gym.vector.VectorEnv[Any, Any, Any]] | None = None,
+    ) -> None:
+        self.name, self.num, self._env, self._again = name, env.num_envs, env, again
+        self.restarts, self._in_a_row = 0, 0
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         mode = AutoresetMode(mode)
         if mode is AutoresetMode.DISABLED:
@@ -199,13 +231,30 @@ class VectorEnvironments:
 
     def step(self, action: Tree) -> Outcome:
         self._steps += 1
-        with translated(self.name, "step", self._steps):
-            observation, reward, terminated, truncated, infos = self._env.step(action)
+        try:
+            with translated(self.name, "step", self._steps):
+                observation, reward, terminated, truncated, infos = self._env.step(action)
+        except EnvironmentFault as fault:
+            return self._begun_again(fault)
+        self._in_a_row = 0
         seen = self._seen(observation, infos)
         if not self.resets_at_once:
             return Outcome(seen, reward, terminated, truncated)
         rows = np.flatnonzero(terminated | truncated)
         return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows))
+
+    def _begun_again(self, fault: EnvironmentFault) -> Outcome:
+        """All rows are lost, and start anew. Raises the fault when that is not wanted, or has not helped."""
+        if self._again is None or self._in_a_row >= _FAULTS_IN_A_ROW:
+            raise fault
+        self._in_a_row += 1
+        self.restarts += 1
+        log.warning("%s It is made anew.", fault)
+        _closed(self._env)
+        self._env = self._again()
+        seen = self.reset(None)
+        nothing = np.zeros(self.num, np.bool_)
+        return Outcome(seen, np.zeros(self.num, np.float32), nothing, nothing, np.zeros(0, np.int64), None, ~nothing)
 
     def _finals(self, infos: Mapping[str, Any], rows: Ints) -> Tree:
         if not rows.size:
@@ -290,8 +339,10 @@ class LoopEnvironments:
 
     resets_at_once = False
 
-    def __init__(self, name: str, envs: list[gym.Env[Any, Any]]) -> None:
-        self.name, self.num, self._envs = name, len(envs), envs
+    def __init__(self, name: str, envs: list[gym.Env[Any, Any]], again: Callable[[], gym.Env[Any, Any]] | None = None) -> None:
+        self.name, self.num, self._envs, self._again = name, len(envs), envs, again
+        self.restarts, self._in_a_row = 0, [0] * len(envs)
+        self._lost = np.zeros(self.num, np.bool_)
         env = envs[0]
         if not isinstance(env, gym.Env):
             raise EnvironmentFault(f"{name} made a {type(env).__name__}, not a gymnasium.Env.")
@@ -326,23 +377,54 @@ class LoopEnvironments:
     def step(self, action: Tree) -> Outcome:
         self._steps += 1
         plain = action if isinstance(action, np.ndarray) else None
+        lost = False
         for i, env in enumerate(self._envs):
-            if self._over[i]:
-                self._reset(i, None)
-                self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
-                continue
-            one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
-            with translated(self.name, "step", self._steps, i):
-                observation, reward, terminated, truncated, info = env.step(one)
-            self._store(i, observation, info, ended=bool(terminated or truncated))
             try:
-                self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
-            except (TypeError, ValueError) as error:
-                raise EnvironmentFault(
-                    f"{self._where(i)} returned the reward {reward}, terminated {terminated}, truncated {truncated}."
-                ) from error
+                if self._over[i]:
+                    self._reset(i, None)
+                    self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
+                    continue
+                one = plain[i] if plain is not None else map_tree(lambda x, i=i: x[i], action)
+                self._step(i, env, one)
+                self._in_a_row[i] = 0
+            except EnvironmentFault as fault:
+                self._begin_again(i, fault)
+                lost = True
         np.logical_or(self._terminated, self._truncated, out=self._over)
-        return Outcome(self._seen(), self._reward, self._terminated, self._truncated)
+        outcome = Outcome(self._seen(), self._reward, self._terminated, self._truncated)
+        if lost:
+            outcome.lost, self._lost = self._lost, np.zeros(self.num, np.bool_)
+        return outcome
+
+    def _step(self, i: int, env: gym.Env[Any, Any], action: Any) -> None:
+        with translated(self.name, "step", self._steps, i):
+            observation, reward, terminated, truncated, info = env.step(action)
+        self._store(i, observation, info, ended=bool(terminated or truncated))
+        try:
+            self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(
+                f"{self._where(i)} returned the reward {reward}, terminated {terminated}, truncated {truncated}."
+            ) from error
+
+    def _begin_again(self, i: int, fault: EnvironmentFault) -> None:
+        """The row is lost, and starts anew. Raises the fault when that is not wanted, or has not helped."""
+        while True:
+            if self._again is None or self._in_a_row[i] >= _FAULTS_IN_A_ROW:
+                raise fault
+            self._in_a_row[i] += 1
+            self.restarts += 1
+            log.warning("%s It is made anew.", fault)
+            _closed(self._envs[i])
+            try:
+                self._envs[i] = self._again()
+                self._reset(i, None)
+            except EnvironmentFault as another:
+                fault = another
+            else:
+                break
+        self._lost[i] = True
+        self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
 
     def _reset(self, i: int, seed: int | None) -> None:
         with translated(self.name, "reset", self._steps, i):

@@ -1,7 +1,8 @@
-"""Frames over a unix socket: how the processes of one run talk to their hub and to their inference workers.
+"""Frames over a socket: how the processes of one run talk to their hub and to their inference workers.
 
-A frame is two lengths, a msgpack map and raw bytes. Nothing in it can run code; every length is bounded before it is
-believed, and a peer that sends anything else is disconnected.
+On one machine it is a unix socket that only this user can reach, between machines TCP behind a `Guard`. A frame is two lengths,
+a msgpack map and raw bytes. Nothing in it can run code; every length is bounded before it is believed, and a peer that sends
+anything else is disconnected.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import msgpack
 
 from ludus import errors
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
+from ludus.runtime.guard import Guard, greet, keep_alive, read_token, watch
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ CONNECT_S = 5.0
 _LENGTHS = struct.Struct("<II")
 _SUN_PATH = 100  # bytes that a path of a unix socket may have, with some to spare (108 on Linux, 104 on macOS)
 _READ_AHEAD = 1 << 20
+_TCP = "tcp://"
 
 
 def frame(header: Mapping[str, Any], *parts: Body) -> list[Body]:
@@ -96,10 +100,10 @@ def error_from(header: Mapping[str, Any]) -> Exception:
 
 
 class Peer:
-    """The listening side of one connection."""
+    """The listening side of one connection; `away` when it came from another machine, or could have."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: asyncio.StreamWriter, away: bool = False) -> None:
+        self._writer, self.away = writer, away
 
     @property
     def gone(self) -> bool:
@@ -129,26 +133,66 @@ async def listen(path: Path, on_frame: OnFrame, on_gone: Callable[[Peer], None] 
     """Accept connections at `path`. Frames of one peer are handled in order; one that raises Damaged loses its peer."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = Peer(writer)
-        try:
-            while True:
-                waiting = on_frame(peer, *await read_frame(reader))
-                if waiting is not None:
-                    await waiting
-        except EOFError:
-            pass
-        except Damaged as error:
-            log.warning("a peer is disconnected: %s", error)
-        finally:
-            if on_gone is not None:
-                on_gone(peer)
-            peer.close()
+        await _talk(reader, Peer(writer), on_frame, on_gone)
 
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     server = await asyncio.start_unix_server(talk, check_socket_path(aside), limit=_READ_AHEAD)
     os.replace(aside, path)  # so that the socket of a predecessor is replaced in one step
     return server
+
+
+async def listen_beyond(
+    bound: socket.socket, guard: Guard, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None = None
+) -> asyncio.Server:
+    """The same on a listening TCP socket, for those whom the guard admits."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        keep_alive(writer.get_extra_info("socket"))
+        if not await guard.admits(reader, writer):
+            return
+        watching = asyncio.get_running_loop().create_task(watch(writer))
+        try:
+            await _talk(reader, Peer(writer, away=True), on_frame, on_gone)
+        finally:
+            watching.cancel()
+
+    return await asyncio.start_server(talk, sock=bound, limit=_READ_AHEAD)
+
+
+async def _talk(
+    reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None
+) -> None:
+    try:
+        while True:
+            waiting = on_frame(peer, *await read_frame(reader))
+            if waiting is not None:
+                await waiting
+    except EOFError:
+        pass
+    except Damaged as error:
+        log.warning("a peer is disconnected: %s", error)
+    finally:
+        if on_gone is not None:
+            on_gone(peer)
+        peer.close()
+
+
+def tcp_address(host: str, port: int) -> str:
+    return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
+
+
+def is_tcp(address: str) -> bool:
+    return address.startswith(_TCP)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `tcp://host:port`. Raises UsageError."""
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not is_tcp(address) or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{address!r} is not an address.", "Write tcp://host:port.")
+    return host, int(port)
 
 
 def check_socket_path(path: Path) -> str:
@@ -172,17 +216,39 @@ class Connection:
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[asyncio.Future[Reply], Reply]] = {}
         self._lost: Exception | None = None
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._receive())
+        self._watching = loop.create_task(watch(writer)) if self.local_host else None
 
     @classmethod
-    async def open(cls, path: str, what: str, timeout_s: float = CONNECT_S) -> Connection:
-        """Raises WorkerFailed when nobody listens there."""
+    async def open(cls, address: str, what: str, timeout_s: float = CONNECT_S, token_file: str = "") -> Connection:
+        """To the path of a unix socket, or to `tcp://host:port` with the token in that file. Raises WorkerFailed when nobody
+        listens there, UsageError when the token is refused."""
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await asyncio.open_unix_connection(path, limit=_READ_AHEAD)
-        except (OSError, TimeoutError) as error:
-            raise WorkerFailed(f"{what} cannot be reached at {path}: {error or 'no answer'}.", "Is it still running?") from error
+                if is_tcp(address):
+                    token = read_token(token_file)
+                    reader, writer = await asyncio.open_connection(*host_and_port(address), limit=_READ_AHEAD)
+                    keep_alive(writer.get_extra_info("socket"))
+                    await greet(reader, writer, token, what)
+                else:
+                    reader, writer = await asyncio.open_unix_connection(address, limit=_READ_AHEAD)
+        except BaseException as error:
+            if writer is not None:
+                writer.transport.abort()
+            if isinstance(error, (OSError, TimeoutError)):
+                raise WorkerFailed(
+                    f"{what} cannot be reached at {address}: {error or 'no answer'}.", "Is it still running?"
+                ) from error
+            raise
         return cls(reader, writer, what)
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine that the other side sees; empty for a unix socket."""
+        name = self._writer.get_extra_info("sockname")
+        return str(name[0]) if isinstance(name, tuple) else ""
 
     @property
     def lost(self) -> Exception | None:
@@ -254,6 +320,8 @@ class Connection:
             if not future.done():
                 future.set_exception(self._lost)
         self._writer.close()
+        if self._watching is not None:
+            self._watching.cancel()
 
 
 def split(body: Body, sizes: Sequence[int]) -> list[memoryview]:

@@ -2,7 +2,8 @@
 
 Clipping, the finite check, the update, an all-reduce and a weight broadcast are then one operation each, however many layers
 the model has. The gradient of a minibatch may be computed by several threads, each with a shard of it and a buffer of its
-own: on CPUs that is faster than splitting every single operation over the cores.
+own: on CPUs that is faster than splitting every single operation over the cores. And by several learners, each with a part of
+the minibatch: the vector is then summed over their group, together with the numbers that come with the loss.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ludus.errors import TrainingDiverged
+from ludus.errors import ConfigError, TrainingDiverged
+from ludus.training.group import ALONE, Group
 from ludus.tree import Array
 
 _FUSED: Callable[..., None] | None = getattr(torch, "_fused_adam_", None)
@@ -27,6 +29,12 @@ _FUSED: Callable[..., None] | None = getattr(torch, "_fused_adam_", None)
 M = TypeVar("M", bound=nn.Module)
 Shard = TypeVar("Shard")
 Numbers = dict[str, Tensor]
+Precision = Literal["bf16", "fp16"]
+
+MOST_NUMBERS = 64
+"""Numbers that may come with a loss; they travel behind the gradient."""
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Optimizer(Generic[M]):
@@ -40,13 +48,25 @@ class Optimizer(Generic[M]):
         eps: float = 1e-5,
         grad_clip: float | None = None,
         threads: int = 1,
+        *,
+        accumulation: int = 1,
+        precision: Precision | None = None,
+        group: Group = ALONE,
     ) -> None:
+        """`accumulation`: every thread takes its shard in so many pieces. `precision`: of what is safe in less than float32."""
+        parameters = list(model.parameters())
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        threads = threads if self.device.type == "cpu" else 1  # an accelerator is kept busy by one
         self.lr, self.betas, self.eps, self.grad_clip = lr, betas, eps, grad_clip
+        self.accumulation, self.group = accumulation, group
         self.updates = 0
         self.grad_norm = 0.0
-        self.flat, self.grad = _flatten(list(model.parameters()))
+        self.flat, self.wire = _flatten(parameters, self.device)
+        self.grad = self.wire[: self.flat.numel()]
         self._mean = torch.zeros_like(self.flat)
         self._variance = torch.zeros_like(self.flat)
+        self._half = None if precision is None else _HALF[precision]
+        self.scale = _scale_for(precision, self.device)
         self._models, self._grads = [model], [self.grad]
         for _ in range(threads - 1):
             replica, grad = _replica(model, self.flat)
@@ -58,31 +78,58 @@ class Optimizer(Generic[M]):
     def threads(self) -> int:
         return len(self._models)
 
+    @property
+    def pieces(self) -> int:
+        """Into how many shards a minibatch, or this learner's part of it, is best split."""
+        return len(self._models) * self.accumulation
+
     def step(
         self, loss: Callable[[M, Shard], tuple[Tensor, Numbers]], shards: Sequence[Shard], weights: Sequence[float]
     ) -> Numbers:
-        """Differentiate the weighted sum of the shards' losses and update; one shard per thread at most.
+        """Differentiate the weighted sum of the shards' losses and update; `pieces` shards at most.
 
-        Returns the weighted sum of the numbers that come with the losses. Raises TrainingDiverged before anything is
-        changed by a NaN.
+        Returns the weighted sum of the numbers that come with the losses. With several learners both sums are over the
+        shards of all of them, whose weights together are 1. Raises TrainingDiverged before anything is changed by a NaN, and
+        WorkerFailed when another learner is lost.
         """
-        assert len(shards) <= self.threads
-        work = list(zip(self._models, self._grads, shards, weights, strict=False))
-        if self._pool is None or len(work) == 1:
-            results = [_gradient(loss, *part) for part in work]
+        assert len(shards) <= self.pieces
+        scale = 1.0 if self.scale is None else self.scale.value
+        gradient = partial(_gradient, loss, self._half, scale)
+        count = min(self.threads, len(shards))
+        work = [(self._models[i], self._grads[i], shards[i::count], weights[i::count]) for i in range(count)]
+        if self._pool is None or count == 1:
+            results = gradient(*work[0])
         else:
             with one_thread_each():
-                waiting: list[Future[Numbers]] = [self._pool.submit(partial(_gradient, loss, *part)) for part in work[1:]]
-                results = [_gradient(loss, *work[0]), *(future.result() for future in waiting)]
+                waiting: list[Future[list[Numbers]]] = [self._pool.submit(partial(gradient, *part)) for part in work[1:]]
+                results = gradient(*work[0])
+                for future in waiting:
+                    results += future.result()
             for _, grad, _, _ in work[1:]:
                 self.grad.add_(grad)
+        numbers = {name: torch.stack([r[name] for r in results]).sum() for name in results[0]}
+        if self.group.size > 1:
+            numbers = self._sum_over_learners(numbers)
         self.apply()
-        return {name: torch.stack([r[name] for r in results]).sum() for name in results[0]}
+        return numbers
+
+    def _sum_over_learners(self, numbers: Numbers) -> Numbers:
+        """One sum for gradient and numbers: for a small network the way is longer than the load."""
+        n, count = self.flat.numel(), len(numbers)
+        assert count <= MOST_NUMBERS
+        if count:
+            self.wire[n : n + count] = torch.stack(list(numbers.values()))
+        self.group.sum_(self.wire[: n + count])
+        return dict(zip(numbers, self.wire[n : n + count].clone().unbind(), strict=True))
 
     @torch.no_grad()
     def apply(self) -> None:
         """Update from the gradients that are there."""
+        if self.scale is not None:
+            self.grad.mul_(1 / self.scale.value)
         norm = float(self.grad.norm())
+        if self.scale is not None and not self.scale.follow(math.isfinite(norm)):
+            return
         if not math.isfinite(norm):
             raise TrainingDiverged(f"The gradient became {norm} at update {self.updates}.")
         self.grad_norm = norm
@@ -108,7 +155,7 @@ class Optimizer(Generic[M]):
             [self._mean],
             [self._variance],
             [],
-            [torch.tensor(float(self.updates))],
+            [torch.tensor(float(self.updates), device=self.device)],
             lr=self.lr,
             beta1=beta1,
             beta2=beta2,
@@ -120,24 +167,75 @@ class Optimizer(Generic[M]):
 
     def state(self) -> dict[str, Array]:
         moments = {"mean": self._mean, "variance": self._variance, "updates": torch.tensor(self.updates)}
-        return {name: value.numpy().copy() for name, value in moments.items()}
+        if self.scale is not None:
+            moments["loss_scale"] = torch.tensor([self.scale.value, float(self.scale.good)], dtype=torch.float64)
+        return {name: value.cpu().numpy().copy() for name, value in moments.items()}
 
     def load_state(self, state: dict[str, Array]) -> None:
         self._mean.copy_(torch.from_numpy(state["mean"].copy()))
         self._variance.copy_(torch.from_numpy(state["variance"].copy()))
         self.updates = int(state["updates"])
+        if self.scale is not None and "loss_scale" in state:
+            self.scale.value, self.scale.good = float(state["loss_scale"][0]), int(state["loss_scale"][1])
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
 
 
-def _gradient(loss: Callable[[M, Shard], tuple[Tensor, Numbers]], model: M, grad: Tensor, shard: Shard, weight: float) -> Numbers:
+class LossScale:
+    """Keeps gradients inside the narrow range of float16: the loss is multiplied by as much as they bear.
+
+    A gradient that overflowed is not applied and halves the scale; many good ones in a row double it (Micikevicius 2018).
+    """
+
+    def __init__(self, value: float = 2.0**16, patience: int = 2000) -> None:
+        self.value, self.good, self._patience = value, 0, patience
+
+    def follow(self, finite: bool) -> bool:
+        """Whether the gradient is to be applied. Raises TrainingDiverged when it overflows without any scale."""
+        if not finite:
+            self.value, self.good = self.value / 2, 0
+            if self.value < 2.0**-10:
+                raise TrainingDiverged("The gradient overflows float16 at any scale of the loss.")
+            return False
+        self.good += 1
+        if self.good >= self._patience:
+            self.value, self.good = self.value * 2, 0
+        return True
+
+
+def _scale_for(precision: Precision | None, device: torch.device) -> LossScale | None:
+    if precision != "fp16":
+        return None
+    if device.type == "cpu":
+        raise ConfigError("config.mixed_precision is fp16, and the learner computes on a CPU.", "Use bf16, or leave it out.")
+    return LossScale()
+
+
+def _gradient(
+    loss: Callable[[M, Shard], tuple[Tensor, Numbers]],
+    half: torch.dtype | None,
+    scale: float,
+    model: M,
+    grad: Tensor,
+    shards: Sequence[Shard],
+    weights: Sequence[float],
+) -> list[Numbers]:
+    """Of the weighted sum of these shards' losses, into `grad`; the weighted numbers of each."""
     torch.set_num_threads(torch.get_num_threads())  # a fresh thread would take all cores for each operation
     grad.zero_()
-    value, numbers = loss(model, shard)
-    (value if weight == 1.0 else value * weight).backward()
-    return numbers if weight == 1.0 else {name: number * weight for name, number in numbers.items()}
+    results: list[Numbers] = []
+    for shard, weight in zip(shards, weights, strict=True):
+        if half is None:
+            value, numbers = loss(model, shard)
+        else:
+            with torch.autocast(grad.device.type, half):
+                value, numbers = loss(model, shard)
+        factor = weight * scale
+        (value if factor == 1.0 else value * factor).backward()
+        results.append(numbers if weight == 1.0 else {name: number * weight for name, number in numbers.items()})
+    return results
 
 
 @contextlib.contextmanager
@@ -166,14 +264,18 @@ def _replica(model: M, flat: Tensor) -> tuple[M, Tensor]:
     return twin, grad
 
 
-def _flatten(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Move all parameters, and their gradients, into two contiguous vectors; the parameters become views."""
+def _flatten(parameters: list[nn.Parameter], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Move all parameters, and their gradients, into two contiguous vectors; the parameters become views.
+
+    The second has room for numbers behind the gradients.
+    """
     sizes = [p.numel() for p in parameters]
-    flat, grad = torch.empty(sum(sizes)), torch.zeros(sum(sizes))
-    for p, piece, grad_piece in zip(parameters, flat.split(sizes), grad.split(sizes), strict=True):
+    total = sum(sizes)
+    flat, wire = torch.empty(total, device=device), torch.zeros(total + MOST_NUMBERS, device=device)
+    for p, piece, grad_piece in zip(parameters, flat.split(sizes), wire[:total].split(sizes), strict=True):
         stride = p.data.stride()  # a convolution in channels-last keeps its layout
         view, old = piece.as_strided(p.size(), stride, piece.storage_offset()), p.data
         view.copy_(old)
         p.data = view
         p.grad = grad_piece.as_strided(p.size(), stride, grad_piece.storage_offset())
-    return flat, grad
+    return flat, wire

@@ -97,13 +97,13 @@ class Trainer:
         _, newest = self._pool.newest(segments.model)
         numbers = algorithm.learn(segments, self.progress.timesteps)
         self._count(segments)
-        lag = float(newest - segments.version[segments.valid].mean()) if segments.steps else 0.0
+        lag = _lag(newest, segments)
         self._memory.release(segments)
         version = self._pool.publish(segments.model)
         now = self._clock()
         self._learn_s += now - started
         self.progress.time_s = self._time_before + now - self._began
-        self.metrics = self._report(segments.model, numbers | {"lag": lag, "version": float(version)}, now)
+        self.metrics = self._report(segments.model, numbers | lag | {"version": float(version)}, now)
         return True
 
     @property
@@ -145,3 +145,11 @@ class Trainer:
         }
         prefix = "" if len(self.algorithms) == 1 else f"{model}/"
         return report | {f"{prefix}learner/{name}": value for name, value in numbers.items()}
+
+
+def _lag(newest: int, segments: Segments) -> dict[str, float]:
+    """How many updates ago the weights were made that acted; over the steps that are learned from."""
+    versions = segments.version[segments.valid]
+    if not versions.size:
+        return {"lag_mean": 0.0, "lag_max": 0.0}
+    return {"lag_mean": float(newest - versions.mean()), "lag_max": float(newest - versions.min())}

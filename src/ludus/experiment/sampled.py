@@ -1,0 +1,153 @@
+"""Experiments whose environments are stepped by other processes: `num_workers: N`. The same learner and the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from ludus.actor.sampler import segment_spec
+from ludus.buffer.blocks import BlockBatches
+from ludus.config import AlgorithmConfig
+from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.evaluation import make_evaluation
+from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
+from ludus.experiment.run import Run
+from ludus.game.environment import make_environments
+from ludus.metrics import Sink
+from ludus.model.policy import Policy
+from ludus.model.pool import LocalPool
+from ludus.runtime.processes import Restart
+from ludus.runtime.program import Handle, Program
+from ludus.runtime.sampling import LocalNode, Nodes, Plan, Sampling, ThisNode
+from ludus.training.algorithm import Algorithm
+from ludus.training.trainer import Trainer
+from ludus.tree import Array
+from ludus.types import DEFAULT_MODEL
+
+_AHEAD: Mapping[str, int | None] = {"sync": 0, "pipelined": 1, "async": None}
+
+
+@dataclass
+class Shape:
+    """What the environments of a worker are like."""
+
+    num: int
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    masked: bool
+    resets_at_once: bool
+
+
+def program_of(
+    resolved: Resolved,
+    open_run: Callable[[], Run],
+    before: Checkpoint | None,
+    sinks: Sequence[Sink],
+    environment_seed: int,
+    counting_on: bool,
+    interrupted: Callable[[], bool],
+) -> tuple[Program, tuple[Handle, ...]]:
+    """Which components such a run has and how they are joined."""
+    e, config = resolved.experiment, resolved.config
+    program = Program()
+    shape = program.add("shape", look_at, e.env, config)
+    policy = program.add("policy", _policy, shape, config)
+    algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
+    run = program.add("run", opened, open_run, policy, config)
+    pool = program.add("pool", make_pool, run)
+    program.add("versions", _add_model, pool, policy, before)
+    sampling = program.add_worker("sampling", _sampling, e.env, config, shape, policy, pool, run, environment_seed)
+    batches = program.add("batches", make_batches, sampling, pool, config)
+    publisher = program.add("publisher", PublishingPool, pool, sampling)
+    trainer = program.add_worker("trainer", _trainer, algorithm, batches, publisher, config.metrics_num_episodes_for_smoothing)
+    program.add("counters", count_on, before if counting_on else None, trainer, sampling)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
+    conductor = program.add_worker("conductor", make_conductor, trainer, sampling, pool, run, resolved, evaluation, sinks)
+    return program, (run, sampling, trainer, conductor, pool)
+
+
+def look_at(env: str, config: AlgorithmConfig) -> Shape:
+    """Make one environment and reset it: only then does it show whether it masks actions."""
+    one = make_environments(env, 1, config.env_config)
+    try:
+        one.reset(config.seed)
+        return Shape(config.num_envs_per_worker, one.observation_space, one.action_space, one.masked, one.resets_at_once)
+    finally:
+        one.close()
+
+
+def _policy(shape: Shape, config: AlgorithmConfig) -> Policy:
+    return make_policy(shape.observation_space, shape.action_space, config)
+
+
+def _add_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> None:
+    pool.add(DEFAULT_MODEL, policy, above=before.state["models"][DEFAULT_MODEL]["version"] if before else 0)
+
+
+def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, first_version: int, seed: int) -> Plan:
+    return Plan(
+        env=env,
+        env_config=config.env_config,
+        num_envs=shape.num,
+        description=policy.description(),
+        spec=segment_spec(policy, shape, config.steps),
+        seed=seed,
+        first_version=first_version,
+        ahead=_AHEAD[config.sampling],
+        slots=config.blocks_ahead,
+        hang_s=config.worker_hang_s,
+        restart=Restart(config.max_worker_restarts, config.worker_restart_backoff_s),
+        forgiving=config.restart_failed_sub_environments,
+        device=config.inference_device,
+    )
+
+
+def _sampling(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, run: Run, seed: int) -> Sampling:
+    plan = make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed)
+    logs = run.directory / "logs" / "sampler"
+
+    def here(bell: Path) -> Nodes:
+        return ThisNode(LocalNode(plan, bell, log_dir=logs))
+
+    def latest() -> tuple[int, Mapping[str, Array]]:
+        newest, version = pool.newest(DEFAULT_MODEL)
+        return version, newest.weights()
+
+    return Sampling(here, config.workers, latest)
+
+
+def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -> BlockBatches:
+    in_turn = config.sampling != "async"
+    blocks = config.workers if in_turn else config.train_batch_size // (config.num_envs_per_worker * config.steps)
+    sampling.batches = BlockBatches(
+        sampling,
+        config.workers,
+        blocks,
+        in_turn=in_turn,
+        newest=lambda: pool.newest(DEFAULT_MODEL)[1],
+        max_lag=config.max_lag,
+    )
+    return sampling.batches
+
+
+class PublishingPool:
+    """The pool of the run, whose versions also reach the workers."""
+
+    def __init__(self, pool: LocalPool, sampling: Sampling) -> None:
+        self._pool, self._sampling = pool, sampling
+
+    def newest(self, name: str) -> tuple[Policy, int]:
+        return self._pool.newest(name)
+
+    def publish(self, name: str) -> int:
+        version = self._pool.publish(name)
+        self._sampling.publish(version, self._pool.newest(name)[0].weights())
+        return version
+
+
+def _trainer(algorithm: Algorithm, batches: BlockBatches, pool: PublishingPool, smoothing: int) -> Trainer:
+    return Trainer({DEFAULT_MODEL: algorithm}, batches, pool, smoothing=smoothing)

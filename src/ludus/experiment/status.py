@@ -1,0 +1,313 @@
+"""`RUN/status.json`: what a run is doing now, for whoever looks from outside. And how it is read, judged and put into words.
+
+Whoever trains writes it once a second, always as a whole. Nothing depends on it: a run without it has fewer numbers to show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludus.errors import NotFound
+from ludus.experiment.run import CONFIG, META, METRICS
+from ludus.metrics import Numbers, read_jsonl
+from ludus.runtime.scratch import alive, start_time
+
+log = logging.getLogger(__name__)
+
+FILE = "status.json"
+WRITE_EVERY_S = 1.0
+SILENT_S = 15.0
+"""A run on another host that has not written for so long is not called running any more."""
+
+ENDED = ("finished", "interrupted", "failed")
+_COMPONENTS = ("sampler/", "memory/", "learner/", "games/")
+_PROGRESS = ("timesteps", "iterations", "episodes", "time_s", "fps", "episode_return_mean", "learner_share")
+
+
+# -- who -----------------------------------------------------------------------------------------------------------------
+
+
+def identity(pid: int | None = None) -> dict[str, Any]:
+    """A process, so that it can be told from another one that gets its number later."""
+    number = os.getpid() if pid is None else pid
+    return {"pid": number, "started": start_time(number) or 0, "host": platform.node(), "space": _pid_space()}
+
+
+def _pid_space() -> str:
+    """Containers may share a host's name, and not its processes."""
+    try:
+        return re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
+    except OSError:
+        return ""
+
+
+def lives(who: Mapping[str, Any]) -> bool | None:
+    """Whether that process runs; None when it cannot be seen from here."""
+    if not who.get("pid") or who.get("host") != platform.node() or who.get("space", "") not in ("", _pid_space()):
+        return None
+    return alive(int(who["pid"]), int(who.get("started", 0)))
+
+
+def now_text() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------
+
+
+def write(directory: Path, data: Mapping[str, Any]) -> None:
+    """Replace the file as a whole. Not synced: after a crash of the machine nobody asks what the run was doing."""
+    aside = directory / f".aside-status-{os.getpid()}"  # swept with what else a killed process leaves
+    aside.write_text(json.dumps(_finite(dict(data)), indent=1), encoding="utf-8")
+    os.replace(aside, directory / FILE)
+
+
+def _finite(value: Any) -> Any:
+    """Plain JSON: numbers of NumPy become Python's, what is not finite becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return (int(number) if number.is_integer() else float(f"{number:.6g}")) if math.isfinite(number) else None
+
+
+class StatusWriter:
+    """Writes what `look()` says, in a thread of its own: also while an update or an evaluation takes minutes.
+
+    A context manager. `look` must not wait, and may be called from that thread until the block is left.
+    """
+
+    def __init__(self, directory: Path, look: Callable[[], Mapping[str, Any]], every_s: float = WRITE_EVERY_S) -> None:
+        self._directory, self._look, self._every_s = directory, look, every_s
+        self._since, self._who = now_text(), identity()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ludus-status", daemon=True)
+        self._complained = False
+
+    def __enter__(self) -> StatusWriter:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join(5.0)
+        self._write(ended=now_text())
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._write()
+
+    def _write(self, **more: Any) -> None:
+        try:
+            write(self._directory, {**self._who, "since": self._since, "written": time.time(), **self._look(), **more})
+        except Exception:  # a full disk, a part that is just being replaced: the run itself must not suffer from being watched
+            if not self._complained:
+                self._complained = True
+                log.warning("%s could not be written", self._directory / FILE, exc_info=True)
+
+
+def described(numbers: Numbers, sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The part of a status that comes from the numbers of a run, and from whoever samples."""
+    return {
+        "progress": {name: numbers[name] for name in _PROGRESS if name in numbers},
+        "numbers": {name: value for name, value in numbers.items() if name.startswith(_COMPONENTS)},
+        "bottleneck": bottleneck(numbers),
+        **({"sampling": dict(sampling)} if sampling else {}),
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a run from outside."""
+
+    run: Path
+    state: str
+    """running, starting, restarting, finished, interrupted, failed, dead, silent or unknown."""
+    said: str
+    """The same as a sentence: since when, until when, what to do."""
+    status: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.status.items() if key != "state"}
+        restarts = self.meta.get("learner_restarts", kept.get("restarts", 0))
+        return {"run": str(self.run), "state": self.state, "said": self.said, **kept, "restarts": restarts}
+
+
+def look(directory: Path) -> Look:
+    """Raises NotFound when there is no run."""
+    meta, status, hub = (_json(directory / name) for name in (META, FILE, "hub.json"))
+    if not (directory / CONFIG).exists() and not meta:
+        raise NotFound(f"{directory} is not the directory of a run.", "`ludus runs list` shows what there is.")
+    state, said = judge(meta, status, hub, time.time(), lives)
+    if not status.get("progress"):
+        status |= _from_metrics(directory)
+    return Look(directory, state, said, status, meta)
+
+
+def judge(
+    meta: Mapping[str, Any],
+    status: Mapping[str, Any],
+    hub: Mapping[str, Any],
+    now: float,
+    living: Callable[[Mapping[str, Any]], bool | None],
+) -> tuple[str, str]:
+    """(state, sentence) from what the run has written; `living` says whether a process runs, None when that cannot be seen."""
+    if status.get("state") in ("starting", "restarting") and living(status):
+        return status["state"], str(status.get("why") or "the learner starts")
+    if meta.get("status") in ENDED:
+        how = f" ({status['stopped_by']})" if status.get("stopped_by") and status.get("state") == meta["status"] else ""
+        why = f": {meta['error']}" if meta.get("error") else ""
+        return meta["status"], f"{meta['status']}{how} at {meta.get('ended', 'an unknown time')}{why}"
+    if meta.get("kind") == "session":
+        return _judged_session(hub, living)
+    if not status:
+        return "unknown", f"started {meta.get('started', '?')}; it has left no {FILE}, so that nobody can say whether it still runs"
+    here, age = living(status), now - float(status.get("written") or 0.0)
+    where = f"process {status.get('pid')} on {status.get('host')}"
+    if here is False:
+        return "dead", f"dead: {where} is gone, last seen {_ago(age)}; `ludus train --resume` goes on from its newest checkpoint"
+    if here is None and age > SILENT_S:
+        return "silent", f"silent: {where} has not written for {_ago(age).removesuffix(' ago')}; it cannot be seen from here"
+    return "running", f"running since {status.get('since', '?')} as {where}"
+
+
+def _judged_session(hub: Mapping[str, Any], living: Callable[[Mapping[str, Any]], bool | None]) -> tuple[str, str]:
+    """A trial of a script: its hub says where it is."""
+    if not hub:
+        return "finished", "closed: no process has it open"
+    where = f"process {hub.get('pid')} on {hub.get('host')}"
+    here = living(hub)
+    if here is False:
+        return "dead", f"dead: {where} is gone; whoever opens it again goes on from its newest weights"
+    return ("running", f"open in {where}") if here else ("unknown", f"opened by {where}, which cannot be seen from here")
+
+
+def _ago(seconds: float) -> str:
+    if not math.isfinite(seconds) or seconds < 0:
+        return "at an unknown time"
+    for size, word in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {word} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):  # absent, or not ours
+        data = json.loads(path.read_bytes())
+        return data if isinstance(data, dict) else {}
+    return {}
+
+
+def _from_metrics(directory: Path) -> dict[str, Any]:
+    rows = read_jsonl(directory / METRICS)
+    numbers = {name: value for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
+    return described(numbers) if numbers else {}
+
+
+# -- in words ------------------------------------------------------------------------------------------------------------
+
+_MUCH, _LITTLE = 0.25, 0.10
+
+
+def bottleneck(numbers: Numbers) -> str:
+    """What limits the speed of a run, in words; empty when its numbers do not tell."""
+    if "sampler/env_share" not in numbers and "learner/wait_share" not in numbers:
+        return _of_one_process(numbers)
+    waits = numbers.get("learner/wait_share", 0.0)
+    environment, policy = numbers.get("sampler/env_share", 0.0), numbers.get("sampler/policy_share", 0.0)
+    blocked = numbers.get("sampler/blocked_share", 0.0) + numbers.get("sampler/weights_wait_share", 0.0)
+    if waits >= _MUCH and blocked >= _MUCH:
+        return (
+            f"taking turns: samplers wait {_percent(blocked)} of their time for the learner, and it {_percent(waits)} for them; "
+            "sampling: pipelined or async would overlap them"
+        )
+    if blocked >= _MUCH:
+        return f"the learner: samplers wait for it {_percent(blocked)} of their time"
+    if waits < _LITTLE:
+        return f"nothing in particular: samplers are {_percent(environment + policy)} busy, the learner waits {_percent(waits)}"
+    why = f"the learner waits {_percent(waits)} of its time"
+    if environment + policy < 0.5:
+        across = "the network" if numbers.get("sampler/nodes", 1.0) > 1 else "the machine"
+        return f"{across}: samplers are only {_percent(environment + policy)} busy, and {why}"
+    if environment >= policy:
+        return f"the environments: {_percent(environment)} of the samplers' time, and {why}"
+    return f"the decisions of the policy: {_percent(policy)} of the samplers' time, and {why}"
+
+
+def _of_one_process(numbers: Numbers) -> str:
+    share = numbers.get("learner_share")
+    if share is None or not math.isfinite(share):
+        return ""
+    if share >= 0.5:
+        return f"the learner: {_percent(share)} of the time"
+    return f"sampling: {_percent(1 - share)} of the time"
+
+
+def summary(numbers: Numbers) -> str:
+    """How the parts of a run keep up with each other, in one line; empty for a run in one process."""
+    parts = []
+    if "sampler/env_share" in numbers or "sampler/policy_share" in numbers:
+        busy = numbers.get("sampler/env_share", 0.0) + numbers.get("sampler/policy_share", 0.0)
+        waits = f", learner waits {_percent(numbers['learner/wait_share'])}" if "learner/wait_share" in numbers else ""
+        parts.append(f"sampler {_percent(busy)} busy{waits}")
+    elif "learner/wait_share" in numbers:
+        parts.append(f"learner waits {_percent(numbers['learner/wait_share'])}")
+    if "learner/lag_mean" in numbers:
+        most = f" (max {numbers['learner/lag_max']:.0f})" if _known(numbers, "learner/lag_max") else ""
+        parts.append(f"lag {numbers['learner/lag_mean']:.1f}{most}")
+    drops = sum(numbers.get(name, 0.0) for name in ("memory/dropped", "learner/dropped_lag"))
+    if drops:
+        parts.append(f"{drops:,.0f} dropped")
+    if counted := _counted(numbers):
+        parts.append(counted)
+    return " · ".join(parts)
+
+
+def _counted(numbers: Numbers) -> str:
+    words = []
+    if "sampler/workers" in numbers:
+        words.append(_many(numbers["sampler/workers"], "worker"))
+    if numbers.get("sampler/nodes", 1.0) > 1:
+        words.append(_many(numbers["sampler/nodes"], "node"))
+    if numbers.get("sampler/restarts"):
+        words.append(_many(numbers["sampler/restarts"], "restart"))
+    if numbers.get("sampler/env_restarts"):
+        words.append(_many(numbers["sampler/env_restarts"], "environment") + " made anew")
+    if numbers.get("learner/restarts"):
+        words.append(f"learner restarted {numbers['learner/restarts']:.0f}×")
+    return ", ".join(words)
+
+
+def _known(numbers: Numbers, name: str) -> bool:
+    return math.isfinite(numbers.get(name, math.nan))
+
+
+def _many(number: float, word: str) -> str:
+    return f"{number:,.0f} {word}{'' if number == 1 else 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if math.isfinite(share) else "– %"

@@ -1,0 +1,99 @@
+"""What algorithms that follow a gradient share: the optimizer, one guarded step, statistics, and what a resumed run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ludus.config import AlgorithmConfig, Schedule
+from ludus.errors import TrainingDiverged
+from ludus.model.policy import Policy
+from ludus.training.batch import D, split
+from ludus.training.normalise import RewardScale
+from ludus.training.optimizer import Optimizer
+from ludus.training.schedule import value_at
+from ludus.tree import Array, Tree, map_tree
+from ludus.types import Bools, Floats, Segments
+
+Loss = Callable[[Policy, D], tuple[Tensor, dict[str, Tensor]]]
+"""(policy, shard) → the mean loss of the shard's samples and numbers to report, which are means as well."""
+
+
+class LearnerConfig(AlgorithmConfig):
+    """Keys of every algorithm of this family; names as RLlib users know them."""
+
+    lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
+    lambda_: float = Field(0.95, alias="lambda", ge=0, le=1, description="GAE: 0 trusts the value, 1 the return.")
+    vf_loss_coeff: float = Field(0.5, ge=0, description="Weight of the mean squared value error.")
+    entropy_coeff: Schedule = Field(0.0, description="Weight of the entropy bonus: a number or a schedule.")
+    num_epochs: int = Field(4, ge=1, description="Passes over each batch.")
+    normalize_advantage: bool = Field(True, description="Scale advantages of a batch to mean 0, deviation 1.")
+    normalize_reward: bool = Field(False, description="Divide rewards by the running deviation of the return.")
+    adam_epsilon: float = Field(1e-5, gt=0, description="Epsilon of Adam.")
+    grad_clip: float | None = Field(0.5, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
+
+
+class Learner:
+    """Owns the optimizer, the order of minibatches and the scale of rewards of one policy."""
+
+    version: int | None = None
+    """Of the weights that learn now, set by the trainer before `learn`; None: the newest that a batch was made with."""
+
+    def __init__(self, policy: Policy, config: LearnerConfig, seed: int) -> None:
+        self.policy = policy
+        self.optimizer = Optimizer(
+            policy,
+            value_at(config.lr, 0),
+            eps=config.adam_epsilon,
+            grad_clip=config.grad_clip,
+            threads=config.learner_threads,
+        )
+        self.generator = torch.Generator().manual_seed(seed)
+        self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
+
+    def step(self, loss: Loss[D], batch: D) -> dict[str, Tensor]:
+        """One update from a minibatch; returns the means of the loss's numbers. Raises TrainingDiverged, with the batch told."""
+        shards = split(batch, self.optimizer.threads)
+        samples = [shard.samples for shard in shards]
+        try:
+            return self.optimizer.step(loss, shards, [n / sum(samples) for n in samples])
+        except TrainingDiverged as error:
+            raise TrainingDiverged(
+                f"{error.message} {batch.describe()}",
+                "Lower lr, set grad_clip, or look for extreme observations and rewards.",
+            ) from error
+
+    def rewards(self, segments: Segments) -> Floats:
+        """As they are learned from; call once per fresh block."""
+        return segments.reward if self.reward_scale is None else self.reward_scale.scaled(segments)
+
+    def observe(self, segments: Segments) -> None:
+        """Take the observations of the valid rows into the running statistics; after the update that learned from them."""
+        if self.policy.network.norm is None:
+            return
+        valid: Bools = segments.valid
+        seen: Tree = map_tree(lambda x: torch.from_numpy(x[: segments.spec.steps][valid]), segments.observation)
+        self.policy.update_normaliser(seen)
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        arrays = self.optimizer.state() | {"generator": self.generator.get_state().numpy()}
+        return arrays, {} if self.reward_scale is None else {"reward_scale": self.reward_scale.state()}
+
+    def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        self.optimizer.load_state(arrays)
+        self.generator.set_state(torch.from_numpy(arrays["generator"].copy()))
+        if self.reward_scale is not None and "reward_scale" in plain:
+            self.reward_scale.load_state(plain["reward_scale"])
+
+
+def means(numbers: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Of the numbers of several steps; those of steps that reported none are left out."""
+    shown = [n for n in numbers if n]
+    return {name: float(torch.stack([n[name] for n in shown]).mean()) for name in shown[-1]}
