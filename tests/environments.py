@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -249,3 +250,23 @@ def make_needs_package() -> Count:
     import a_package_that_nobody_has  # type: ignore[import-not-found]
 
     return Count(a_package_that_nobody_has.length)
+
+
+class Fragile(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole that crashes and stalls now and then, each with its own probability per step."""
+
+    def __init__(self, crash: float, stall: float, stall_s: tuple[float, float]) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self._crash, self._stall, self._stall_s = crash, stall, stall_s
+        self._random = np.random.default_rng()
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if self._random.random() < self._crash:
+            raise RuntimeError("the game crashed")
+        if self._random.random() < self._stall:
+            time.sleep(self._random.uniform(*self._stall_s))
+        return self.env.step(action)
+
+
+def make_fragile(crash: float = 0.0, stall: float = 0.0, stall_s: tuple[float, float] = (2.0, 5.0)) -> gym.Env[Any, Any]:
+    return Fragile(crash, stall, stall_s)

@@ -77,28 +77,47 @@ def concatenate(trees: list[Tree], axis: int = 0) -> Tree:
 # -- the wire format ----------------------------------------------------------------------------------------------------
 
 
+class Encoding:
+    """A tree that is about to be encoded: its size is known before a byte is written, so that it can be written in place."""
+
+    def __init__(self, tree: Tree, meta: Mapping[str, Any] | None = None) -> None:
+        """Raises TypeError on a leaf that cannot cross a process."""
+        arrays = [(path, np.asarray(leaf, order="C")) for path, leaf in leaves(tree)]
+        if len({path for path, _ in arrays}) < len(arrays):
+            raise TypeError("Two leaves have the same dotted path; rename a key that contains a dot.")
+        offset = end = 0
+        table: list[tuple[str, str, list[int], int]] = []
+        for path, array in arrays:
+            if array.dtype.char not in _WIRE_DTYPES:
+                raise TypeError(f"{path or 'array'} has dtype {array.dtype}, which cannot cross a process.")
+            table.append((path, array.dtype.str, list(array.shape), offset))
+            end = offset + array.nbytes
+            offset = math.ceil(end / _ALIGN) * _ALIGN
+        self._header: bytes = msgpack.packb({"skeleton": _skeleton(tree), "leaves": table, "meta": dict(meta or {})})
+        start = math.ceil((len(_MAGIC) + 8 + len(self._header)) / _ALIGN) * _ALIGN
+        self._parts = [(start + entry[3], array) for entry, (_, array) in zip(table, arrays, strict=True)]
+        self.size = start + end
+        """In bytes. It ends with the last leaf, so that any truncation is noticed."""
+
+    def write_into(self, buffer: bytearray | memoryview) -> None:
+        """Fill the first `size` bytes; gaps between leaves are left as they are."""
+        header = self._header
+        buffer[:4] = _MAGIC
+        buffer[4:12] = len(header).to_bytes(8, "little")
+        buffer[12 : 12 + len(header)] = header
+        for at, array in self._parts:
+            if array.nbytes:
+                buffer[at : at + array.nbytes] = array.reshape(-1).view(np.uint8).data
+
+    def bytes(self) -> bytearray:
+        out = bytearray(self.size)
+        self.write_into(out)
+        return out
+
+
 def encode(tree: Tree, meta: Mapping[str, Any] | None = None) -> bytes:
     """Header (structure, dtypes, shapes, `meta`) + raw buffers. `meta` holds plain values that msgpack knows."""
-    arrays = [(path, np.asarray(leaf, order="C")) for path, leaf in leaves(tree)]
-    if len({path for path, _ in arrays}) < len(arrays):
-        raise TypeError("Two leaves have the same dotted path; rename a key that contains a dot.")
-    offset = end = 0
-    table: list[tuple[str, str, list[int], int]] = []
-    for path, array in arrays:
-        if array.dtype.char not in _WIRE_DTYPES:
-            raise TypeError(f"{path or 'array'} has dtype {array.dtype}, which cannot cross a process.")
-        table.append((path, array.dtype.str, list(array.shape), offset))
-        end = offset + array.nbytes
-        offset = math.ceil(end / _ALIGN) * _ALIGN
-    header: bytes = msgpack.packb({"skeleton": _skeleton(tree), "leaves": table, "meta": dict(meta or {})})
-    start = math.ceil((len(_MAGIC) + 8 + len(header)) / _ALIGN) * _ALIGN
-    out = bytearray(start + end)  # ends with the last leaf, so that any truncation is noticed
-    out[:4] = _MAGIC
-    out[4:12] = len(header).to_bytes(8, "little")
-    out[12 : 12 + len(header)] = header
-    for (_, array), (_, _, _, at) in zip(arrays, table, strict=True):
-        out[start + at : start + at + array.nbytes] = array.reshape(-1).view(np.uint8).data
-    return bytes(out)
+    return bytes(Encoding(tree, meta).bytes())
 
 
 def decode(data: bytes | memoryview) -> tuple[Tree, dict[str, Any]]:

@@ -231,7 +231,7 @@ def test_the_metrics_of_a_run_are_complete_and_count_upwards(trained: Path) -> N
     assert [row["iterations"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(a["timesteps"] < b["timesteps"] for a, b in itertools.pairwise(rows))
     assert [row["learner/version"] for row in rows] == [2, 3, 4, 5, 6, 7]
-    assert [row["learner/lag"] for row in rows] == [0] * 6
+    assert [row["learner/lag_mean"] for row in rows] == [0] * 6
     assert [row["iterations"] for row in rows if "evaluation/return_mean" in row] == [2, 4, 6]
     assert all(json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
 

@@ -481,3 +481,65 @@ def test_a_vector_that_raises_is_named_with_the_step() -> None:
     made.step(np.zeros(2, np.int64))
     with pytest.raises(EnvironmentFault, match=r"wrong raised AssertionError in step \(step 2\): .*7.* is not an action"):
         made.step(np.array([0, 7]))
+
+
+# -- environments that fail and are made anew
+
+
+def test_an_environment_that_raises_is_made_anew_and_its_row_is_lost_at_that_step() -> None:
+    fresh = [tiny.Count(length=50), tiny.Count(length=50)]
+    made = LoopEnvironments("fragile", [tiny.Count(length=4), tiny.Faulty("raises in step", at=3)], fresh.pop)
+    made.reset(0)
+    lost = []
+    for _ in range(4):
+        outcome = made.step(np.zeros(2, np.int64))
+        lost.append([False, False] if outcome.lost is None else outcome.lost.tolist())
+    assert lost == [[False, False], [False, False], [False, True], [False, False]]
+    assert made.restarts == 1
+    assert len(fresh) == 1
+    assert outcome.seen.observation[1].tolist() == [1, 1], "the first step of the first episode of the new one"
+    assert outcome.terminated.tolist() == [True, False]
+
+
+def test_one_that_fails_again_and_again_is_a_fault_all_the_same() -> None:
+    made = LoopEnvironments("broken", [tiny.Faulty("raises in step", at=1)], lambda: tiny.Faulty("raises in step", at=1))
+    made.reset(0)
+    with pytest.raises(EnvironmentFault, match="the game crashed"):
+        for _ in range(100):
+            made.step(np.zeros(1, np.int64))
+    assert made.restarts == 5
+
+
+def test_one_that_cannot_even_be_reset_again_is_a_fault() -> None:
+    made = LoopEnvironments("broken", [tiny.Faulty("raises in step", at=1)], lambda: tiny.Faulty("raises in reset"))
+    made.reset(0)
+    with pytest.raises(EnvironmentFault, match="no game server"):
+        made.step(np.zeros(1, np.int64))
+
+
+def test_a_vector_that_raises_loses_all_of_its_rows_and_goes_on() -> None:
+    class Breaks(tiny.SameStep):
+        def step(self, actions: Any) -> Any:
+            raise RuntimeError("the server is gone")
+
+    made = VectorEnvironments("vector", Breaks(3), lambda: tiny.SameStep(3))
+    made.reset(0)
+    outcome = made.step(np.zeros(3, np.int64))
+    assert outcome.lost is not None
+    assert outcome.lost.all()
+    assert outcome.reward.tolist() == [0, 0, 0]
+    again = made.step(np.zeros(3, np.int64))
+    assert again.lost is None
+    assert made.restarts == 1
+
+
+def test_what_was_lost_is_not_learned_from_and_its_episode_is_not_scored() -> None:
+    fresh = iter([tiny.Count(length=5)])
+    made = LoopEnvironments("fragile", [tiny.Faulty("raises in step", at=4)], lambda: next(fresh))
+    block = sample(made, steps=10)
+    # 3 steps, the lost one, 5 of the new environment, its reset
+    assert block.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 5 + [False]
+    assert np.flatnonzero(block.first[:, 0]).tolist() == [0, 4, 10]
+    assert block.observation[3, 0].tolist() == [2, 3], "the step before bootstraps from what it led to"
+    assert block.episode_length.tolist() == [5]
+    assert block.episode_return.tolist() == [5]

@@ -183,7 +183,19 @@ def _boot(name: str, address: str, prepare: str) -> Host:
     """A process that holds new namespaces, is PID 1 in them, and dies with us."""
     prctl = ctypes.CDLL(None).prctl
     popen = subprocess.Popen(
-        ["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child", "bash", "-c", f"{prepare} && echo up && {_LIVE}"],
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "--pid",
+            "--mount",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+            "bash",
+            "-c",
+            f"{prepare} && echo up && {_LIVE}",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

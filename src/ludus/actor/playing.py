@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,15 @@ from typing import Any
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.recorder import session_spec
-from ludus.memory.stream import StreamWriter, counted
+from ludus.memory.gathered import Lane, LaneWriter
 from ludus.model import saved
 from ludus.model.acting import Deciding
 from ludus.model.board import BoardReader
 from ludus.model.inference import Engine, Newest
+
+COUNTED = ("requests", "failed", "timed_out", "silent", "refused", "discarded_steps")
+CURRENT = ("sessions",)
+"""What workers tell the learner of themselves."""
 
 _ORIGINS = 1 << 32  # sessions of one process, before their numbers would meet those of another
 
@@ -29,21 +33,20 @@ class Played:
     models: Mapping[str, tuple[bytes, str]]
     """Model → its description, and where its weights appear."""
     steps: int
-    segments: str
-    """The socket of the learner's memory."""
+    lanes: Sequence[Lane]
+    """Ways to the learner, one for each worker."""
     _made: dict[str, Seat] = field(default_factory=dict, init=False, repr=False)
-    _writers: list[StreamWriter] = field(default_factory=list, init=False, repr=False)
+    _writer: LaneWriter | None = field(default=None, init=False, repr=False)
 
     def load(self) -> None:
-        deciding, memories = {}, {}
+        deciding = {}
         for name, (description, board) in self.models.items():
-            source = Newest(Engine(saved.policy_from(description), BoardReader(Path(board))))
-            deciding[name] = Deciding(source)
-            memories[name] = StreamWriter(session_spec(deciding[name].policy, self.steps, name), self.segments)
-        self._writers = list(memories.values())
+            deciding[name] = Deciding(Newest(Engine(saved.policy_from(description), BoardReader(Path(board)))))
+        specs = {name: session_spec(model.policy, self.steps, name) for name, model in deciding.items()}
+        self._writer = LaneWriter(self.lanes, specs)
         first = os.getpid() * _ORIGINS
         for seat, model in self.seats.items():
-            self._made[seat] = Seat(deciding[model], memories[model], first_origin=first)
+            self._made[seat] = Seat(deciding[model], self._writer.rooms[model], first_origin=first)
             first += _ORIGINS // len(self.seats)
 
     def __call__(self) -> BuiltinActor:
@@ -51,9 +54,7 @@ class Played:
 
     def report(self, name: str, counters: Mapping[str, Any]) -> None:
         """How this worker is doing, for the learner's metrics."""
-        numbers = {key: value for key, value in counters.items() if isinstance(value, (int, float))}
-        own = numbers | {
-            "discarded_steps": sum(seat.stats.discarded for seat in self._made.values()),
-            "dropped_segments": sum(writer.stats().dropped for writer in self._writers),
-        }
-        counted(self._writers[0], name, {key: float(value) for key, value in own.items()})
+        assert self._writer is not None
+        numbers = {key: float(value) for key, value in counters.items() if isinstance(value, (int, float))}
+        discarded = sum(seat.stats.discarded for seat in self._made.values())
+        self._writer.count(numbers | {"discarded_steps": float(discarded)})

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ludus.experiment.status import bottleneck as bottleneck
+from ludus.experiment.status import summary
 from ludus.metrics import Numbers
 
 _REDRAW_S = 0.1
@@ -78,7 +80,9 @@ class Display:
         n = self._last
         mean = n.get("episode_return_mean")
         shown = "–" if mean is None else f"{mean:.1f}"
-        return f"{n['time_s']:7.1f} s  {int(n['timesteps']):>10,} steps  {n['fps']:>8,.0f} steps/s  return {shown}"
+        line = f"{n['time_s']:7.1f} s  {int(n['timesteps']):>10,} steps  {n['fps']:>8,.0f} steps/s  return {shown}"
+        parts = summary(n)
+        return f"{line}  {parts}" if parts else line
 
     def _table(self) -> Any:
         from rich.table import Table
@@ -91,7 +95,10 @@ class Display:
         )
         table.add_row("steps", f"{int(n['timesteps']):,}", f"{n['fps']:,.0f} steps/s, {int(n['episodes']):,} episodes")
         share = 100 * n.get("learner_share", 0.0)
-        table.add_row("time", f"{n['time_s']:.1f} s", f"sampling {100 - share:.0f} %, learning {share:.0f} %")
+        parts = summary(n)
+        table.add_row("time", f"{n['time_s']:.1f} s", parts or f"sampling {100 - share:.0f} %, learning {share:.0f} %")
+        if parts:
+            table.add_row("limit", "", bottleneck(n))
         if "learner/entropy" in n:
             losses = f"value loss {n['learner/value_loss']:.3g}, KL {n['learner/kl']:.4f}, explained variance {n['learner/explained_variance']:.2f}"
             table.add_row("entropy", f"{n['learner/entropy']:.3f}", losses)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus.cli import check_game, demo, export, fake, rollout, runs, serve, train
+from ludus.cli import check_game, demo, export, fake, rollout, runs, serve, status, train
 from ludus.errors import LudusError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")
+app.command("status")(status.status)
 app.command("demo")(demo.demo)
 app.add_typer(fake.app, name="fake")
 app.command("check-game")(check_game.check_game)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,15 @@ from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleChe
 from ludus.experiment import checkpoint, external, sampled
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
+from ludus.experiment.driver import Driver, Luggage
 from ludus.experiment.evaluation import make_evaluation
 from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
-from ludus.experiment.run import Run, run_directory
+from ludus.experiment.result import Result as Result
+from ludus.experiment.run import CONFIG, Run, run_directory
+from ludus.experiment.status import StatusWriter, described
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.memory.memory import Memory, make_memory
-from ludus.metrics import Sink
+from ludus.metrics import Sink, read_jsonl
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
 from ludus.runtime.in_process import InProcess
@@ -73,35 +75,6 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool) -> None:
         raise ConfigError(f"config.num_gpus is {config.num_gpus}: this version trains on the CPU only.", "Use num_gpus: 0.")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a finished (or interrupted) training leaves in your hands."""
-
-    run_dir: Path
-    checkpoint: Path | None
-    stopped_by: str
-    metrics: dict[str, float]
-    agent: TrainedAgent
-    env: str = ""
-
-    @property
-    def episode_return_mean(self) -> float:
-        return self.metrics.get("episode_return_mean", math.nan)
-
-    def to_json(self) -> dict[str, Any]:
-        mean = self.episode_return_mean
-        return {
-            "run_dir": str(self.run_dir),
-            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
-            "stopped_by": self.stopped_by,
-            "timesteps": int(self.metrics.get("timesteps", 0)),
-            "iterations": int(self.metrics.get("iterations", 0)),
-            "episode_return_mean": None if math.isnan(mean) else mean,
-            "time_s": round(self.metrics.get("time_s", 0.0), 3),
-            "fps": round(self.metrics.get("fps", 0.0), 1),
-        }
-
-
 # -- starting, resuming -------------------------------------------------------------------------------------------------
 
 
@@ -114,16 +87,37 @@ def start(
     restore: str | Path | None = None,
     sinks: Sequence[Sink] = (),
     announce: Announce | None = None,
+    supervised: bool | None = None,
 ) -> Result:
-    """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0."""
+    """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0.
+
+    `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway.
+    """
     resolved = resolve(data)
     e = resolved.experiment
-    before = checkpoint.open_checkpoint(restore)[1] if restore else None
-    _check_same_environment(before, resolved)
+    before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
     Run.check_free(directory)
+    if _has_processes(resolved) if supervised is None else supervised:
+        return _driven(resolved, directory, functools.partial(_learn, directory, dict(data), restore, None), sinks, announce)
+    return _start(resolved, directory, before, sinks, announce)
+
+
+def _start(
+    resolved: Resolved,
+    directory: Path,
+    before: Checkpoint | None,
+    sinks: Sequence[Sink],
+    announce: Announce | None,
+) -> Result:
     create = functools.partial(Run.create, directory, resolved.saved())
     return _train(resolved, create, before, sinks, resolved.config.seed, announce=announce)
+
+
+def _begins_with(restore: str | Path | None, resolved: Resolved) -> Checkpoint | None:
+    before = checkpoint.open_checkpoint(restore)[1] if restore else None
+    _check_same_environment(before, resolved)
+    return before
 
 
 def resume(
@@ -132,29 +126,53 @@ def resume(
     stop: Mapping[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
     announce: Announce | None = None,
+    supervised: bool | None = None,
 ) -> Result:
     """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint.
 
-    A run that was killed before its first checkpoint starts again.
+    A run that was killed before its first checkpoint starts again. `supervised` as in `start`.
     """
-    run = Run.open(directory)
+    resolved = _resolved_again(Run.open(directory), stop)
+    if _has_processes(resolved) if supervised is None else supervised:
+        return _driven(resolved, directory, functools.partial(_learn, directory, None, None, stop), sinks, announce)
+    return _resume(directory, stop, None, sinks, announce)
+
+
+def _resolved_again(run: Run, stop: Mapping[str, Any] | None) -> Resolved:
     data = run.config()
     if stop:
         data["stop"] = dict(stop)
-    resolved = resolve(data)
+    return resolve(data)
+
+
+def _resume(
+    directory: Path,
+    stop: Mapping[str, Any] | None,
+    restore: str | Path | None,
+    sinks: Sequence[Sink],
+    announce: Announce | None,
+    again: bool = False,
+) -> Result:
+    """`restore`: what a run without a checkpoint of its own begins with. `again`: a learner was here before, and may have come to the end."""
+    run = Run.open(directory)
+    resolved = _resolved_again(run, stop)
+    before: Checkpoint | None
     try:
-        before = checkpoint.newest(run.store)
+        before, own = checkpoint.newest(run.store), True
     except NotFound:
         if checkpoint.names(run.store):
             raise Damaged(
                 f"{directory} has checkpoints, and none of them can be read.",
                 "Starting again would bury them: look at them first.",
             ) from None
-        before = None
         log.warning("%s has no checkpoint yet; it starts again", directory)
+        before, own = _begins_with(restore, resolved), False
     seed = resolved.config.seed
-    if before is not None:
-        _check_not_over(before, resolved)
+    if before is not None and own:
+        over = _over(before, resolved)
+        if over and again:
+            return _concluded(run, resolved, before, over)
+        _check_not_over(over, before)
         log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
         seed = (seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
 
@@ -164,7 +182,53 @@ def resume(
         run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         return run
 
-    return _train(resolved, take_up, before, sinks, seed, counting_on=True, announce=announce)
+    return _train(resolved, take_up, before, sinks, seed, counting_on=own, announce=announce)
+
+
+# -- in a process of its own --------------------------------------------------------------------------------------------
+
+
+def _has_processes(resolved: Resolved) -> bool:
+    config = resolved.config
+    called = resolved.experiment.env == configs.EXTERNAL  # games know where they are served, and wait for that process
+    return not called and (config.workers > 0 or config.learners > 1)
+
+
+def _driven(
+    resolved: Resolved, directory: Path, learn: Callable[..., Result], sinks: Sequence[Sink], announce: Announce | None
+) -> Result:
+    e, seed = resolved.experiment, resolved.config.seed
+    luggage = Luggage.of(e.env, e.run)
+    return Driver(directory, learn, luggage, max_failures=e.max_failures, seed=seed, sinks=sinks, announce=announce).run()
+
+
+def _learn(
+    directory: Path,
+    data: dict[str, Any] | None,
+    restore: str | Path | None,
+    stop: Mapping[str, Any] | None,
+    *,
+    sinks: Sequence[Sink],
+    announce: Announce | None,
+    again: bool,
+) -> Result:
+    """What the learner's process does: begin the run, or take it up where the last learner left it."""
+    if data is None or (again and (directory / CONFIG).exists()):
+        return _resume(directory, stop, restore, sinks, announce, again)
+    resolved = resolve(data)
+    return _start(resolved, directory, _begins_with(restore, resolved), sinks, announce)
+
+
+def _concluded(run: Run, resolved: Resolved, before: Checkpoint, over: str) -> Result:
+    """The last learner had come to the end, and died before it could say so."""
+    model = next(iter(before.weights))
+    rows = read_jsonl(run.metrics_path)
+    metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
+    run.status = "finished"
+    run.close()
+    agent = TrainedAgent(before.policy(model), resolved.config.seed, int(before.state["models"][model]["version"]))
+    where = run.directory / checkpoint.FOLDER / before.name
+    return Result(run.directory, where, over, metrics, agent, resolved.experiment.env)
 
 
 def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> None:
@@ -176,13 +240,16 @@ def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> No
         )
 
 
-def _check_not_over(before: Checkpoint, resolved: Resolved) -> None:
+def _over(before: Checkpoint, resolved: Resolved) -> str | None:
     progress = Progress.with_window(resolved.config.metrics_num_episodes_for_smoothing, list(before.state["models"]))
     progress.load_json(before.state["progress"])
-    over = reached(resolved.experiment.stop, progress)
+    return reached(resolved.experiment.stop, progress)
+
+
+def _check_not_over(over: str | None, before: Checkpoint) -> None:
     if over:
         raise UsageError(
-            f"This run has already reached its stop ({over}) at {progress.timesteps:,} timesteps.",
+            f"This run has already reached its stop ({over}) at {int(before.state['progress']['timesteps']):,} timesteps.",
             "Give it another one: --resume DIR --stop timesteps=…",
         )
 
@@ -199,6 +266,7 @@ def _train(
     with (
         stop_on_signals() as stop,
         assembled(resolved, open_run, before, sinks, environment_seed, counting_on, stop) as parts,
+        StatusWriter(parts.run.directory, functools.partial(_shown, parts, resolved)) as shown,
     ):
         if before is not None:
             log.info("continuing from checkpoint %s; environments start anew", before.name)
@@ -218,12 +286,21 @@ def _train(
         if not parts.conductor.stopped_by:
             parts.conductor.checkpoint()
         parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
+        shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
         metrics, name = dict(parts.trainer.metrics), parts.conductor.last_checkpoint
         policy, version = parts.pool.newest(parts.pool.names()[0])
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
         agent = TrainedAgent(policy, resolved.config.seed, version)
         return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
+
+
+def _shown(parts: Parts, resolved: Resolved) -> dict[str, Any]:
+    """What `status.json` says of a training. Called in a thread of its own: it looks, and touches nothing."""
+    sampling = getattr(parts.sampler, "status", None)
+    named = {"env": resolved.experiment.env, "algorithm": resolved.experiment.run, "checkpoint": parts.conductor.last_checkpoint}
+    seen = described(dict(parts.trainer.metrics), sampling() if sampling is not None else None)
+    return {"state": "running", **named, **seen}
 
 
 class _Waiting:

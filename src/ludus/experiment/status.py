@@ -14,10 +14,10 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ludus.errors import NotFound
 from ludus.experiment.run import CONFIG, META, METRICS
@@ -86,7 +86,7 @@ def _finite(value: Any) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         return str(value)
-    return (int(number) if number.is_integer() else float(f"{number:.6g}")) if math.isfinite(number) else None
+    return (int(number) if number.is_integer() else round(number, 6)) if math.isfinite(number) else None
 
 
 class StatusWriter:
@@ -101,6 +101,9 @@ class StatusWriter:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ludus-status", daemon=True)
         self._complained = False
+        self.final: Mapping[str, Any] = {"state": "failed"}
+        """What is said at the end beside the last look, until somebody knows better."""
+        self._rates = Rates()
 
     def __enter__(self) -> StatusWriter:
         self._write()
@@ -110,7 +113,7 @@ class StatusWriter:
     def __exit__(self, *exc: object) -> None:
         self._over.set()
         self._thread.join(5.0)
-        self._write(ended=now_text())
+        self._write(ended=now_text(), **self.final)
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
@@ -118,11 +121,40 @@ class StatusWriter:
 
     def _write(self, **more: Any) -> None:
         try:
-            write(self._directory, {**self._who, "since": self._since, "written": time.time(), **self._look(), **more})
-        except Exception:  # a full disk, a part that is just being replaced: the run itself must not suffer from being watched
+            seen = {**self._who, "since": self._since, "written": time.time(), **self._look(), **more}
+            self._rates.add_to(seen.get("sampling", {}).get("workers", []), time.monotonic())
+            write(self._directory, seen)
+        except Exception:  # a full disk, a worker that comes just now: the run itself must not suffer from being watched
             if not self._complained:
                 self._complained = True
                 log.warning("%s could not be written", self._directory / FILE, exc_info=True)
+
+
+class Rates:
+    """Steps per second and shares of time of each worker, from its counters as they were a moment before."""
+
+    SHARES: ClassVar[Mapping[str, str]] = {
+        "environment_s": "env_share",
+        "policy_s": "policy_share",
+        "blocked_s": "blocked_share",
+        "weights_wait_s": "weights_wait_share",
+    }
+
+    def __init__(self) -> None:
+        self._before: dict[Any, tuple[float, dict[str, Any]]] = {}
+
+    def add_to(self, workers: Sequence[dict[str, Any]], now: float) -> None:
+        for worker in workers:
+            key = worker.get("worker")
+            then, before = self._before.get(key, (now, worker))
+            self._before[key] = now, dict(worker)
+            seconds, steps = now - then, worker.get("steps", 0.0) - before.get("steps", 0.0)
+            if seconds <= 0 or steps < 0:  # its first moment; or it was moved, and counts from 0
+                continue
+            worker.setdefault("fps", steps / seconds)
+            for total, share in self.SHARES.items():
+                if total in worker and total in before:
+                    worker.setdefault(share, min(1.0, (worker[total] - before[total]) / seconds))
 
 
 def described(numbers: Numbers, sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -184,7 +216,10 @@ def judge(
     if meta.get("kind") == "session":
         return _judged_session(hub, living)
     if not status:
-        return "unknown", f"started {meta.get('started', '?')}; it has left no {FILE}, so that nobody can say whether it still runs"
+        return (
+            "unknown",
+            f"started {meta.get('started', '?')}; it has left no {FILE}, so that nobody can say whether it still runs",
+        )
     here, age = living(status), now - float(status.get("written") or 0.0)
     where = f"process {status.get('pid')} on {status.get('host')}"
     if here is False:

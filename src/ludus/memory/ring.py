@@ -58,7 +58,7 @@ def create_ring(path: Path, capacity: int) -> None:
         raise UsageError(f"A ring of {capacity} bytes has room for nothing.", "Give the capacity in bytes.")
     capacity = record_bytes(capacity)
     fixed = _FIXED.pack(_MAGIC, _VERSION, capacity, RECORDS)
-    _create(path, _DATA + capacity, fixed + struct.pack("<Q", zlib.crc32(fixed)))
+    create_file(path, _DATA + capacity, fixed + struct.pack("<Q", zlib.crc32(fixed)))
     Bell.create(_room(path)).close()
 
 
@@ -106,7 +106,7 @@ class Bell:
 
     @classmethod
     def create(cls, path: Path) -> Bell:
-        _create(_flag(path), ALIGN, struct.pack("<Q", 1))
+        create_file(_flag(path), ALIGN, struct.pack("<Q", 1))
         try:
             os.mkfifo(path, 0o600)
         except FileExistsError as error:
@@ -382,8 +382,8 @@ class RingReader(_Side):
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-def _create(path: Path, size: int, content: bytes) -> None:
-    """A private file of `size` bytes that are really there, beginning with `content`."""
+def create_file(path: Path, size: int, content: bytes) -> None:
+    """A private file of `size` bytes that are really there, beginning with `content`. Raises StoreFull, AlreadyExists."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:

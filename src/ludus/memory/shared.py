@@ -149,7 +149,7 @@ class SharedWriter:
         return self.ring.committed
 
     @property
-    def notes(self) -> memoryview:
+    def notes(self) -> memoryview[float]:
         return self.ring.notes
 
     def drop(self, count: int = 1) -> None:
@@ -208,7 +208,7 @@ class SharedReader:
         return self.ring.committed
 
     @property
-    def notes(self) -> memoryview:
+    def notes(self) -> memoryview[float]:
         return self.ring.notes
 
     def stats(self) -> MemoryStats:

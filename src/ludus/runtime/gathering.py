@@ -1,21 +1,22 @@
 """Gathering from workers: games play in other processes and never wait for the learner.
 
-What they did arrives over a socket, a version or two old; weights go the other way through shared memory.
+What they did arrives through shared memory, a version or two old; weights go the other way in the same manner.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from ludus.actor.gateway import GatewaySettings
-from ludus.actor.playing import Played
+from ludus.actor.playing import COUNTED, CURRENT, Played
 from ludus.actor.recorder import session_spec
 from ludus.buffer.collate import Collated
 from ludus.errors import WorkerFailed
-from ludus.memory.stream import StreamMemory
+from ludus.memory.gathered import GatheredMemory
 from ludus.model.board import Board, stage
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
@@ -27,6 +28,7 @@ from ludus.tree import Array
 
 _TURN_S = 0.25
 _START_S = 60.0
+_PAUSE_S = 0.002  # workers commit hundreds of segments a second: the learner need not look at each as it comes
 
 
 class Boards:
@@ -35,9 +37,8 @@ class Boards:
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = Scratch(shared_memory())
         self.boards = {name: Board(self._scratch.path / name) for name in policies}
-        self.segments = str(self._scratch.path / "segments.socket")  # no model has such a name: it has no dot
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
-        self.memory = StreamMemory(specs, self.segments, capacity)
+        self.memory = GatheredMemory(specs, self._scratch.path, capacity, COUNTED, CURRENT)
         self._policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:
@@ -83,7 +84,7 @@ class FleetGathering:
     ) -> None:
         self._boards, self._memory = boards, memory
         models = {name: (_described(pool.newest(name)[0]), str(board.directory)) for name, board in boards.boards.items()}
-        played = Played(dict(seats), models, steps, boards.segments)
+        played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers))
         self._supervisor = Supervisor(log_dir=log_dir)
         try:
             self._fleet = GatewayFleet(
@@ -102,8 +103,14 @@ class FleetGathering:
             raise
 
     def step(self) -> bool:
-        if not self._memory.ready():
-            self._boards.memory.wait(_TURN_S)
+        deadline = time.monotonic() + _TURN_S
+        while not self._memory.ready() and (left := deadline - time.monotonic()) > 0:
+            self._boards.memory.wait(left)
+            time.sleep(_PAUSE_S)
+        for pid in self._boards.memory.cut_off():
+            for worker in self._fleet.workers:
+                if worker.pid == pid:
+                    worker.kill()
         for worker in self._fleet.workers:
             if worker.state == "failed":
                 raise WorkerFailed(f"{worker.name} failed: {worker.error}")
@@ -111,10 +118,8 @@ class FleetGathering:
 
     def metrics(self) -> dict[str, float]:
         memory = self._boards.memory
-        named = ("requests", "failed", "timed_out", "silent", "refused", "discarded_steps", "dropped_segments")
-        report = {f"games/{name}": memory.total(name) for name in named}
-        report["games/sessions"] = sum(counters.get("sessions", 0.0) for counters in memory.counters.values())
-        report["games/dropped_segments"] += memory.stats().dropped
+        report = {f"games/{name}": memory.total(name) for name in (*COUNTED, *CURRENT)}
+        report["games/dropped_segments"] = float(memory.stats().dropped)
         return report
 
     def state(self) -> dict[str, Array]:

@@ -48,7 +48,8 @@ def read_token(path: str | Path) -> bytes:
             token = file.read(_MAX_TOKEN).strip()
     except OSError as error:
         raise UsageError(
-            f"The token file {path} cannot be read: {error.strerror}.", "It belongs to the run and is gone with it; set LUDUS_TOKEN_FILE."
+            f"The token file {path} cannot be read: {error.strerror}.",
+            "It belongs to the run and is gone with it; set LUDUS_TOKEN_FILE.",
         ) from error
     if len(token) < 16:
         raise UsageError(f"The token in {path} has {len(token)} bytes.", "Use 16 or more, such as 64 random hexadecimal digits.")
@@ -79,7 +80,7 @@ class Guard:
                 why = await self._doubt(reader, writer)
         except TimeoutError:
             why = f"it said nothing for {GREETING_S:g} s"
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             why = "it left before it had proved anything"
         finally:
             self._strangers.pop(writer, None)
@@ -124,8 +125,10 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         if error.partial == b"" and error.expected == _PROOF:
             raise UsageError(f"{what} refuses our token.", "Give the token of this very run (LUDUS_TOKEN_FILE).") from error
         raise WorkerFailed(f"{what} left while it was greeted.", "Is it still running?") from error
-    except ConnectionError as error:
-        raise WorkerFailed(f"{what} left while it was greeted: {error}.", "Is its token another one, or is it just ending?") from error
+    except OSError as error:
+        raise WorkerFailed(
+            f"{what} left while it was greeted: {error}.", "Is its token another one, or is it just ending?"
+        ) from error
     if not hmac.compare_digest(answer, _proof(token, b"listener", theirs, mine)):
         raise WorkerFailed(f"{what} does not know the token of this run: somebody else listens there.", "Is the address right?")
 
@@ -170,5 +173,7 @@ async def watch(writer: asyncio.StreamWriter) -> None:
         except OSError:  # closed meanwhile
             return
         if gone:
-            log.warning("nothing was heard from %s for %g s; the connection is given up", writer.get_extra_info("peername"), LOST_S)
+            log.warning(
+                "nothing was heard from %s for %g s; the connection is given up", writer.get_extra_info("peername"), LOST_S
+            )
             writer.transport.abort()

@@ -2,6 +2,7 @@
 
 It is a thread in the process that opened the run, behind a unix socket that only this user can reach. Whoever holds the lock
 in the run's directory is the hub's process; the kernel gives it back however that process ends, so a run has one hub at most.
+With a `Door` it also listens on TCP, for processes on other machines that have the token of the run.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import math
 import os
 import platform
 import queue
+import secrets
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,8 +32,21 @@ from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFai
 from ludus.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
 from ludus.model.registry import Registry, check_name
 from ludus.plugins import did_you_mean
+from ludus.runtime.fleet import bind
+from ludus.runtime.guard import Guard, read_token, write_token
+from ludus.runtime.mirror import PART, Landing, Source
 from ludus.runtime.scratch import Scratch
-from ludus.runtime.wire import MAX_BODY, Header, Peer, check_socket_path, error_fields, listen, split
+from ludus.runtime.wire import (
+    MAX_BODY,
+    Header,
+    Peer,
+    check_socket_path,
+    error_fields,
+    listen,
+    listen_beyond,
+    split,
+    tcp_address,
+)
 from ludus.store.local import LocalStore
 
 log = logging.getLogger(__name__)
@@ -51,24 +66,52 @@ _SHM, _SHM_FREE = Path("/dev/shm"), 1 << 28  # noqa: S108 - a private directory 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run's hub is, and the directories that its processes share."""
+    """Where a run's hub is, seen from one machine, and the directories that the run's processes share there."""
 
     directory: str
     """The run: what is left behind."""
     socket: str
+    """The path of the hub's unix socket; from another machine its `tcp://host:port`."""
     scratch: str
-    """Sockets and rendezvous files; gone with the hub."""
+    """Sockets and rendezvous files; gone with the hub, or with the process that joined it from another machine."""
     staging: str
-    """Where weights are written before they are published."""
+    """Where weights are written before they are published; empty away from the hub, where they travel."""
+    node: str = ""
+    """Which machine this is, among those of the run."""
+    host: str = ""
+    """The address at which other machines reach this one; empty when the run is on one machine alone."""
+    token_file: str = ""
+    """Holds the token of a run that other machines may join."""
+    mirror: str = ""
+    """Where this machine keeps its copies of the weights; empty where the hub is."""
+
+    @property
+    def home(self) -> bool:
+        """Whether the hub is on this machine: memory and files can be shared with it."""
+        return not self.mirror
 
 
-def find_or_start(directory: Path, report_s: float = REPORT_S) -> tuple[Place, Hub | None]:
+@dataclass(frozen=True)
+class Door:
+    """Where a hub listens for other machines."""
+
+    host: str
+    port: int = 0
+    token_file: str = ""
+    """Holds the token to ask for; without one the hub makes a token of its own."""
+
+
+def find_or_start(directory: Path, report_s: float = REPORT_S, door: Door | None = None) -> tuple[Place, Hub | None]:
     """Become the hub of a run, or find the process that is. Two that come at once get one hub. Raises WorkerFailed."""
     deadline = time.monotonic() + CLAIM_S
     while True:
         lock = _claimed(directory)
         if lock is not None:
-            hub = Hub(directory, lock, report_s)
+            try:
+                hub = Hub(directory, lock, report_s, door)
+            except BaseException:
+                lock.close()
+                raise
             return hub.place, hub
         record = _record(directory)
         if record is not None and record.get("host") not in (None, platform.node()):
@@ -77,13 +120,18 @@ def find_or_start(directory: Path, report_s: float = REPORT_S) -> tuple[Place, H
             )
         place = _reachable(record)
         if place is not None:
-            return place, None
+            return place, None  # its door, if it has one, is its own
         if time.monotonic() > deadline:
             raise WorkerFailed(
                 f"The run {directory} is held by process {(record or {}).get('pid', '?')}, which does not answer.",
                 "Stop that process, or open another trial.",
             )
         time.sleep(0.02)  # its owner is starting, or leaving
+
+
+def found_here(directory: Path) -> Place | None:
+    """The hub of a run, if it is on this machine."""
+    return _reachable(_record(directory))
 
 
 def _claimed(directory: Path) -> IO[str] | None:
@@ -225,13 +273,23 @@ class _Component:
 class Hub:
     """Serves until `close`. Everything in it happens on its own event loop; the disk is touched in another thread."""
 
-    def __init__(self, directory: Path, lock: IO[str], report_s: float = REPORT_S) -> None:
+    def __init__(self, directory: Path, lock: IO[str], report_s: float = REPORT_S, door: Door | None = None) -> None:
         self.directory, self._lock, self._report_s = directory, lock, report_s
         self._pid = os.getpid()
-        self._scratch = Scratch(_short_temp())
+        self._bound = None if door is None else bind(door.host, door.port)  # first: it is what fails most
+        self._scratch = Scratch(short_temp())
         self._shm = Scratch(shared_memory())
         self._registry = Registry(LocalStore(directory), self._shm.path)
-        self.place = Place(str(directory), str(self._scratch.path / "hub"), str(self._scratch.path), str(self._registry.staging))
+        self.run_id = secrets.token_hex(8)
+        """Of this life of the run: what other machines call their copies of it."""
+        self._guard: Guard | None = None
+        self.address = ""
+        """`tcp://host:port` for other machines, if it has a door."""
+        self.place = self._placed(door)
+        self._source, self._landing = Source(self._answer), Landing(self._registry.staging)
+        self._nodes: dict[Peer, str] = {}
+        self._doors: dict[str, tuple[str, str]] = {}
+        """The path of an inference worker's socket → (machine on which it is, address for the other machines)."""
         self._buffers: dict[str, _Buffer] = {}
         self._components: dict[str, _Component] = {}
         self._tally = Tally()
@@ -244,7 +302,7 @@ class Hub:
         """Who started the inference workers of a model; when it is gone, so are they."""
         self._disk = Disk()
         self._loop = asyncio.new_event_loop()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._thread = threading.Thread(target=self._run, name="ludus-hub", daemon=True)
         self._ops: dict[str, Callable[[Peer, Header, bytes], Any]] = {
             "hello": self._hello,
@@ -253,6 +311,12 @@ class Hub:
             "model.publish": self._model_publish,
             "model.clone": self._model_clone,
             "model.workers": self._model_workers,
+            "model.newer": self._model_newer,
+            "model.part": self._model_part,
+            "stage.part": self._stage_part,
+            "stage.drop": self._stage_drop,
+            "graph.keep": self._graph_keep,
+            "graph.part": self._graph_part,
             "buffer.open": self._buffer_open,
             "buffer.push": self._buffer_push,
             "buffer.offer": self._buffer_offer,
@@ -265,18 +329,33 @@ class Hub:
         }
         self._start()
 
+    def _placed(self, door: Door | None) -> Place:
+        scratch = self._scratch.path
+        place = Place(str(self.directory), str(scratch / "hub"), str(scratch), str(self._registry.staging), secrets.token_hex(8))
+        if door is None or self._bound is None:
+            return place
+        token_file = door.token_file or str(scratch / "token")
+        if not door.token_file:
+            write_token(scratch / "token")
+        self._guard = Guard(read_token(token_file))
+        self.address = tcp_address(door.host, self._bound.getsockname()[1])
+        return replace(place, host=door.host, token_file=token_file)
+
     def _start(self) -> None:
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(CLAIM_S)
-            _write_record(self.directory, {"pid": self._pid, "host": platform.node(), "place": vars(self.place)})
+            record = {"pid": self._pid, "host": platform.node(), "address": self.address, "place": vars(self.place)}
+            _write_record(self.directory, record)
         except BaseException:
             self.close()
             raise
 
     async def _open(self) -> None:
         check_socket_path(Path(self.place.socket))
-        self._server = await listen(Path(self.place.socket), self._on_frame, self._on_gone)
+        self._servers.append(await listen(Path(self.place.socket), self._on_frame, self._on_gone))
+        if self._bound is not None and self._guard is not None:
+            self._servers.append(await listen_beyond(self._bound, self._guard, self._on_frame, self._on_gone))
         before = read_jsonl(self.directory / "metrics.jsonl")
         self._iterations = int(before[-1]["iterations"]) if before else 0
         incarnation = int(before[-1].get("incarnation", 1)) + 1 if before else 1
@@ -309,6 +388,8 @@ class Hub:
                 problem = problem or error
         for path in (self.directory / RECORD, Path(self.place.socket)):
             path.unlink(missing_ok=True)
+        if self._bound is not None:
+            self._bound.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         if not self._loop.is_running():
@@ -324,8 +405,9 @@ class Hub:
 
     async def _hush(self) -> None:
         """Nothing new begins; whoever waits is told."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
+        if self._servers:
             self._reporter.cancel()
         for buffer in self._buffers.values():
             for who in buffer.fifo.waiting():
@@ -380,7 +462,12 @@ class Hub:
 
     def _on_gone(self, peer: Peer) -> None:
         self._peers.discard(peer)
+        self._nodes.pop(peer, None)
+        self._source.gone(peer)
+        self._landing.gone(peer)
         for name in [name for name, employer in self._employers.items() if employer is peer]:
+            for path in self._registry.info(name)["workers"]:
+                self._doors.pop(path, None)
             self._registry.set_workers(name, [])
             del self._employers[name]
         for buffer in self._buffers.values():
@@ -402,7 +489,8 @@ class Hub:
             log.error("%s: %s", header.get("op"), error)
 
     def _hello(self, peer: Peer, header: Header, body: bytes) -> Header:
-        return {"pid": self._pid, "place": vars(self.place)}
+        self._nodes[peer] = str(header.get("node", ""))
+        return {"pid": self._pid, "place": vars(self.place), "run": self.run_id}
 
     # -- models
 
@@ -412,10 +500,17 @@ class Hub:
             raise UnknownName(
                 f"There is no model {header['name']!r} in this run.", did_you_mean(header["name"], self._registry.names())
             )
-        return found
+        return self._seen_from(peer, found)
+
+    def _seen_from(self, peer: Peer, found: Header) -> Header:
+        """The inference workers of a model by the addresses that this peer can reach."""
+        here = self._nodes.get(peer) or self.place.node
+        ways = [(path, *self._doors.get(path, (here, ""))) for path in found["workers"]]
+        return {**found, "workers": [path if node == here else address for path, node, address in ways]}
 
     def _model_create(self, peer: Peer, header: Header, body: bytes) -> Header:
-        return self._registry.create(
+        self._landing.taken(header["file"])
+        found = self._registry.create(
             header["name"],
             header["description"],
             header["file"],
@@ -425,10 +520,14 @@ class Hub:
             header["keep"],
             header["settings"],
         )
+        self._source.published(header["name"])
+        return self._seen_from(peer, found)
 
     def _model_publish(self, peer: Peer, header: Header, body: bytes) -> Header:
         now = time.monotonic()
+        self._landing.taken(header["file"])
         version = self._registry.publish(header["name"], header["file"], int(header["step"]), now)
+        self._source.published(header["name"])
         if self._registry.due(header["name"], now):
             keep = self._registry.keeping(header["name"], now)
             if self._disk.waiting < _MAX_WRITES:
@@ -438,12 +537,40 @@ class Hub:
         return {"version": version}
 
     def _model_clone(self, peer: Peer, header: Header, body: bytes) -> Header:
-        return self._registry.clone(header["name"], int(header["step"]), time.monotonic())
+        return self._seen_from(peer, self._registry.clone(header["name"], int(header["step"]), time.monotonic()))
 
     def _model_workers(self, peer: Peer, header: Header, body: bytes) -> Header:
-        self._registry.set_workers(header["name"], [str(path) for path in header["workers"]])
+        paths, node = [str(path) for path in header["workers"]], self._nodes.get(peer) or self.place.node
+        for path, address in zip(paths, header.get("doors") or [""] * len(paths), strict=True):
+            self._doors[path] = node, str(address)
+        self._registry.set_workers(header["name"], paths)
         self._employers[header["name"]] = peer
         return {}
+
+    # -- weights that travel to and from other machines
+
+    def _model_newer(self, peer: Peer, header: Header, body: bytes) -> None:
+        board = Path(self._model_find(peer, header, body)["board"])
+        self._source.want((peer, header["id"]), header["name"], int(header["version"]), float(header["wait_s"]), board)
+
+    def _model_part(self, peer: Peer, header: Header, body: bytes) -> None:
+        what = str(header["name"]), int(header["version"]), max(0, int(header["offset"])), max(0, min(PART, int(header["size"])))
+        self._answer((peer, header["id"]), {}, self._source.part(peer, *what))
+
+    def _stage_part(self, peer: Peer, header: Header, body: bytes) -> Header:
+        self._landing.part(peer, header["file"], int(header["offset"]), body)
+        return {}
+
+    def _stage_drop(self, peer: Peer, header: Header, body: bytes) -> Header:
+        self._landing.drop(header["file"])
+        return {}
+
+    def _graph_keep(self, peer: Peer, header: Header, body: bytes) -> Header:
+        return {"path": str(self._landing.keep_graph(header["file"]))}
+
+    def _graph_part(self, peer: Peer, header: Header, body: bytes) -> None:
+        size, part = self._landing.graph_part(header["file"], max(0, int(header["offset"])))
+        self._answer((peer, header["id"]), {"size": size}, part)
 
     # -- buffers
 
@@ -557,6 +684,8 @@ class Hub:
     def _numbers(self) -> Numbers:
         """One report; empty when there is nothing to say."""
         numbers = self._tally.take()
+        if self._guard is not None and self._guard.refused:
+            numbers["hub/refused"] = self._guard.refused
         versions = self._registry.versions()
         numbers |= {f"model/{name}/version": version for name, version in versions.items()}
         for name, buffer in self._buffers.items():
@@ -578,7 +707,7 @@ class Hub:
             sink.write(numbers)
 
 
-def _short_temp() -> Path:
+def short_temp() -> Path:
     """The temporary directory, unless its path would be too long for a socket."""
     temp = Path(tempfile.gettempdir())
     return temp if len(os.fsencode(str(temp))) <= 32 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108

@@ -25,7 +25,7 @@ from ludus.game.environment import make_environments
 from ludus.memory.ring import Bell, create_ring, record_bytes
 from ludus.memory.shared import Layout, SharedReader, SharedWriter
 from ludus.model import saved
-from ludus.model.board import Board, BoardReader, stage
+from ludus.model.board import Board, BoardReader
 from ludus.model.policy import Policy
 from ludus.runtime.hub import shared_memory
 from ludus.runtime.machine import keep_freed_memory, usable_cores
@@ -147,8 +147,7 @@ class BoardSource:
 
     def newest(self) -> tuple[Policy, int]:
         if self._reader.version != self._version:
-            self._version, weights = self._reader.read()
-            self._policy.load_weights(weights)
+            self._version = self._reader.load_into(self._policy)
         return self._policy, self._version
 
 
@@ -259,7 +258,7 @@ class LocalNode:
             _ring(self._scratch.path, index).unlink(missing_ok=True)
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
-        self._board.publish(version, stage(self._scratch.path, weights))
+        self._board.publish(version, weights)
 
     def take(self, index: int) -> Segments | None:
         reader = self._readers.get(index)

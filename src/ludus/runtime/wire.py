@@ -63,7 +63,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
             raise Damaged(f"A frame claims {header_size} + {body_size} bytes.")
         header = msgpack.unpackb(await reader.readexactly(header_size))
         body = await reader.readexactly(body_size) if body_size else b""
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
+    except (asyncio.IncompleteReadError, OSError) as error:
         raise EOFError from error
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise Damaged(f"The header of a frame is malformed: {error}.") from error
@@ -122,7 +122,7 @@ class Peer:
         self._writer.close()
 
     async def flushed(self) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             await self._writer.drain()
 
 
@@ -160,9 +160,7 @@ async def listen_beyond(
     return await asyncio.start_server(talk, sock=bound, limit=_READ_AHEAD)
 
 
-async def _talk(
-    reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None
-) -> None:
+async def _talk(reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_gone: Callable[[Peer], None] | None) -> None:
     try:
         while True:
             waiting = on_frame(peer, *await read_frame(reader))
@@ -264,7 +262,7 @@ class Connection:
         """The socket has room again. Raises WorkerFailed."""
         try:
             await self._writer.drain()
-        except ConnectionError:
+        except OSError:
             self._fail()
         self._check()
 

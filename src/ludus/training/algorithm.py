@@ -15,7 +15,11 @@ from ludus.training.optimizer import Optimizer
 from ludus.tree import Array
 from ludus.types import Segments
 
-ALGORITHMS: Mapping[str, str] = {"PPO": "ludus.training.algorithms.ppo:PPO"}
+ALGORITHMS: Mapping[str, str] = {
+    "PPO": "ludus.training.algorithms.ppo:PPO",
+    "APPO": "ludus.training.algorithms.appo:APPO",
+    "IMPALA": "ludus.training.algorithms.impala:IMPALA",
+}
 """Name → class; a user's own is given as "module:Class"."""
 
 
@@ -24,6 +28,8 @@ class Algorithm(Protocol):
 
     policy: Policy
     optimizer: Optimizer[Policy]
+    version: int | None
+    """Of the weights that learn now; the trainer sets it before `learn`, which may look how old a batch is."""
 
     def __init__(self, policy: Policy, config: Any, seed: int) -> None: ...
 

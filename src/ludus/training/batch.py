@@ -47,6 +47,12 @@ def split(batch: D, parts: int) -> list[D]:
     return [batch.select(index) for index in torch.arange(batch.units).tensor_split(parts)]
 
 
+def part_of(batch: D, rank: int, size: int) -> D:
+    """The part of one of several learners. If there are more learners than units, the last ones repeat the first unit."""
+    index = torch.arange(batch.units).tensor_split(size)[rank]
+    return batch.select(index if len(index) else torch.zeros(1, dtype=torch.int64))
+
+
 def minibatches(batch: D, size: int, generator: torch.Generator) -> Iterator[D]:
     """A random partition into parts of equal size, as near to `size` units as that allows."""
     order = torch.randperm(batch.units, generator=generator)
@@ -88,11 +94,13 @@ class Batch:
     state: tuple[Tensor, ...] = ()
 
     def select(self, index: Tensor) -> Batch:
-        """Samples of a flat batch, or sequences of a recurrent one."""
+        """Samples of a flat batch, or sequences of a recurrent one; a view where they are neighbours in order."""
         dim = 0 if self.valid is None else 1
+        begin, count = int(index[0]), len(index)
+        in_order = int(index[-1]) == begin + count - 1 and bool((index.diff() == 1).all())
 
-        def pick(x: Tensor) -> Tensor:
-            return x.index_select(dim, index)
+        def pick(x: Tensor, dim: int = dim) -> Tensor:
+            return x.narrow(dim, begin, count) if in_order else x.index_select(dim, index)
 
         return Batch(
             observation=map_tree(pick, self.observation),
@@ -104,7 +112,7 @@ class Batch:
             target=pick(self.target),
             valid=None if self.valid is None else pick(self.valid),
             first=None if self.first is None else pick(self.first),
-            state=tuple(s.index_select(0, index) for s in self.state),
+            state=tuple(pick(s, 0) for s in self.state),
         )
 
     @property

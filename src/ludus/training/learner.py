@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ludus.config import AlgorithmConfig, Schedule
 from ludus.errors import TrainingDiverged
 from ludus.model.policy import Policy
-from ludus.training.batch import D, split
+from ludus.training.batch import D, part_of, split
 from ludus.training.normalise import RewardScale
 from ludus.training.optimizer import Optimizer
 from ludus.training.schedule import value_at
@@ -51,21 +52,36 @@ class Learner:
             eps=config.adam_epsilon,
             grad_clip=config.grad_clip,
             threads=config.learner_threads,
+            accumulation=config.gradient_accumulation,
+            precision=config.mixed_precision,
         )
         self.generator = torch.Generator().manual_seed(seed)
         self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
 
     def step(self, loss: Loss[D], batch: D) -> dict[str, Tensor]:
-        """One update from a minibatch; returns the means of the loss's numbers. Raises TrainingDiverged, with the batch told."""
-        shards = split(batch, self.optimizer.threads)
-        samples = [shard.samples for shard in shards]
+        """One update from a minibatch; returns the means of the loss's numbers. Raises TrainingDiverged, with the batch told.
+
+        All learners of a group call this with the same minibatch; each computes its own part.
+        """
+        shards, weights = self._shards(batch)
         try:
-            return self.optimizer.step(loss, shards, [n / sum(samples) for n in samples])
+            return self.optimizer.step(loss, shards, weights)
         except TrainingDiverged as error:
             raise TrainingDiverged(
                 f"{error.message} {batch.describe()}",
                 "Lower lr, set grad_clip, or look for extreme observations and rewards.",
             ) from error
+
+    def _shards(self, batch: D) -> tuple[list[D], list[float]]:
+        """What this learner differentiates, and the share of each shard in the mean over the whole minibatch."""
+        group = self.optimizer.group
+        if group.size == 1:
+            shards = split(batch, self.optimizer.pieces)
+            samples = [shard.samples for shard in shards]
+            return shards, [n / max(1, sum(samples)) for n in samples]
+        shards = split(part_of(batch, group.rank, group.size), self.optimizer.pieces)
+        whole = max(1, batch.samples) if group.rank < batch.units else math.inf  # a repeated unit weighs nothing
+        return shards, [shard.samples / whole for shard in shards]
 
     def rewards(self, segments: Segments) -> Floats:
         """As they are learned from; call once per fresh block."""

@@ -5,6 +5,8 @@ All of them treat an invalid row as if it were not there: the step before it boo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ludus.types import Bools, Floats, Ints
@@ -44,6 +46,50 @@ def gae(
         carry = (delta[t] + goes_on[t] * carry) * valid[t]
         advantage[t] = carry
     return advantage
+
+
+class VTrace(NamedTuple):
+    target: Floats
+    """[T, B] v_s, what the value should have been."""
+    advantage: Floats
+    """[T, B] of the action taken over V(s); the policy gradient weighs it by min(ρ̄, ratio)."""
+
+
+def vtrace(
+    ratio: Floats,
+    reward: Floats,
+    value: Floats,
+    following: Floats,
+    terminated: Bools,
+    truncated: Bools,
+    valid: Bools,
+    gamma: float,
+    lambda_: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> VTrace:
+    """Values and advantages of one policy from the steps of another (Espeholt et al. 2018, eq. 1 and §4.2).
+
+    ρ_t = min(ρ̄, ratio_t);  c_t = λ·min(c̄, ratio_t);  δ_t = ρ_t·(r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t));
+    v_t − V(s_t) = δ_t + γ·c_t·(v_{t+1} − V(s_{t+1})) while the episode goes on.
+    `ratio` is π/μ of the action taken: the learned policy's probability over that of the policy that acted. `value` and
+    `following` are the learned policy's, as in `gae`. Where all ratios are 1 the advantage is that of `gae`: for λ < 1 the
+    successor's target is mixed with its value.
+    """
+    rho = np.minimum(ratio, np.float32(rho_bar))
+    trace = np.minimum(ratio, np.float32(c_bar)) * np.float32(lambda_)
+    error = np.where(valid, reward + gamma * following * ~terminated - value, np.float32(0))
+    delta = np.where(valid, rho * error, np.float32(0))
+    goes_on = np.where(valid & ~(terminated | truncated), np.float32(gamma), np.float32(0))
+    passes = np.where(valid, goes_on * trace, np.float32(0))
+    ahead = np.zeros_like(delta)  # γ·(v_{t+1} − V(s_{t+1})), where the episode goes on
+    carry = np.zeros(delta.shape[1], np.float32)
+    excess = np.empty_like(delta)
+    for t in range(delta.shape[0] - 1, -1, -1):
+        ahead[t] = goes_on[t] * carry
+        carry = delta[t] + passes[t] * carry
+        excess[t] = carry
+    return VTrace(np.where(valid, value + excess, np.float32(0)), error + np.float32(lambda_) * ahead)
 
 
 def explained_variance(predicted: Floats, target: Floats) -> float:

@@ -1,0 +1,153 @@
+"""Workers sample what they should with the weights they should, and whatever becomes of them, the learner gets its batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from ludus.errors import EnvironmentFault
+from ludus.runtime.hub import shared_memory
+from ludus.types import Segments
+from tests.runtime.sampled import FIRST_VERSION, Fleet, fleet
+
+WITHIN_S = 60.0
+
+
+def until(fleet: Fleet, true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < deadline, fleet.sampling.status()
+        fleet.sampling.step()
+
+
+def batch(fleet: Fleet) -> Segments:
+    until(fleet, fleet.batches.ready)
+    taken = fleet.batches.take()
+    assert taken is not None
+    return taken
+
+
+def test_in_turn_every_block_is_made_with_the_weights_after_as_many_updates(tmp_path: Path) -> None:
+    with fleet(num_workers=2, logs=tmp_path) as made:
+        for update in range(4):
+            taken = batch(made)
+            assert (taken.version == FIRST_VERSION + update).all()
+            assert taken.origin.tolist() == list(range(8))
+            assert taken.steps > 0
+            made.batches.release(taken)
+            assert not made.batches.ready(), "nobody samples ahead"
+            made.learn()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["sampler-0.log", "sampler-1.log"]
+
+
+def test_pipelined_the_next_block_is_made_meanwhile_and_no_further() -> None:
+    with fleet(num_workers=1, sampling="pipelined") as made:
+        for update in range(4):
+            taken = batch(made)
+            lag = made.version - int(taken.version.max())
+            assert 0 <= lag <= 1
+            until(made, lambda update=update: made.sampling._reports[0].note("blocks") >= update + 2)  # type: ignore[misc]
+            made.batches.release(taken)
+            made.learn()
+        time.sleep(0.3)
+        made.sampling.step()
+        assert made.sampling._look() is None
+        assert made.sampling._reports[0].note("blocks") <= 6
+
+
+def test_without_turns_workers_go_on_as_long_as_there_is_room() -> None:
+    with fleet(num_workers=2, sampling="async", blocks_ahead=3) as made:
+        until(made, lambda: sum(report.note("blocks") for report in made.sampling._reports.values()) >= 6)
+        for _ in range(5):
+            taken = batch(made)
+            made.batches.release(taken)
+        made.learn()
+        seen = []
+        for _ in range(8):
+            taken = batch(made)
+            seen.append(int(taken.version.max()))
+            made.batches.release(taken)
+        assert FIRST_VERSION + 1 in seen, "new weights arrive without anybody waiting for them"
+
+
+def test_a_killed_worker_is_replaced_and_its_blocks_go_on_where_they_were() -> None:
+    with fleet(num_workers=2) as made:
+        made.batches.release(batch(made))
+        made.learn()
+        until(made, lambda: made.batches.ready() and made.pid(1) is not None)
+        victim = made.pid(1)
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        made.batches.release(batch(made))
+        made.learn()
+        taken = batch(made)
+        assert (taken.version == FIRST_VERSION + 2).all()
+        assert taken.origin.tolist() == list(range(8))
+        made.batches.release(taken)
+        until(made, lambda: made.sampling.metrics()["sampler/restarts"] == 1)
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_own_words() -> None:
+    with (
+        pytest.raises(EnvironmentFault, match="the game crashed"),
+        fleet("tests.environments:make_fragile", num_workers=1, env_config={"crash": 1.0}) as made,
+    ):
+        batch(made)
+
+
+def test_a_worker_whose_environment_stalls_is_replaced() -> None:
+    stalls = {"stall": 0.02, "stall_s": (30.0, 30.0)}
+    settings = {"worker_hang_s": 0.5, "rollout_fragment_length": 4, "num_envs_per_worker": 1}
+    with fleet("tests.environments:make_fragile", num_workers=1, sampling="async", env_config=stalls, **settings) as made:
+        until(made, lambda: made.sampling.restarts >= 1 and made.batches.ready())
+        assert made.sampling.metrics()["sampler/restarts"] >= 1
+
+
+def test_an_environment_that_crashes_now_and_then_costs_its_episode_only() -> None:
+    crashes = {"crash": 0.02}
+    with fleet(
+        "tests.environments:make_fragile",
+        num_workers=1,
+        sampling="async",
+        env_config=crashes,
+        restart_failed_sub_environments=True,
+    ) as made:
+        invalid = 0
+        for _ in range(20):
+            taken = batch(made)
+            invalid += int((~taken.valid).sum())
+            assert np.isfinite(taken.value).all()
+            made.batches.release(taken)
+        until(made, lambda: made.sampling.metrics()["sampler/env_restarts"] > 0)
+        assert made.sampling.restarts == 0
+        assert invalid > 0
+
+
+def test_nothing_is_left_behind() -> None:
+    before = set(shared_memory().iterdir())
+    with fleet(num_workers=2) as made:
+        made.batches.release(batch(made))
+        until(made, lambda: None not in (made.pid(0), made.pid(1)))
+        pids = [made.pid(worker) for worker in range(2)]
+        assert set(shared_memory().iterdir()) > before
+    assert set(shared_memory().iterdir()) <= before
+    assert not [pid for pid in pids if pid is not None and psutil.pid_exists(pid)]
+
+
+def test_the_numbers_say_who_waits_for_whom() -> None:
+    with fleet(num_workers=1, sampling="async") as made:
+        made.sampling.metrics()
+        until(made, lambda: made.sampling._reports[0].note("blocks") >= 2)
+        time.sleep(1.2)  # nobody takes anything: the worker has no room
+        made.sampling._look()
+        numbers = made.sampling.metrics()
+        assert numbers["sampler/blocked_share"] > 0.3
+        assert numbers["sampler/workers"] == 1
+        assert numbers["sampler/nodes"] == 1
