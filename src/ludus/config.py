@@ -244,7 +244,7 @@ def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any], *, 
 
     `collated`: segments of any number make up a batch, as with games that call us; else one of every environment.
     """
-    checked = _validated(schema, _canonical(data, ALIASES, "config"), "config")
+    checked = _validated(schema, canonical(data), "config")
     if collated:
         return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
     steps, batch = _segment_steps(checked)
@@ -292,6 +292,11 @@ def _segment_steps(config: AlgorithmConfig) -> tuple[int, int]:
 
 def external_config(data: Mapping[str, Any]) -> ExternalConfig:
     return _validated(ExternalConfig, data, "config.env_config")
+
+
+def canonical(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`config:` with every key in its present spelling. Raises ConfigError for one that is there twice."""
+    return _canonical(data, ALIASES, "config")
 
 
 def _canonical(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:

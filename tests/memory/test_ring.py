@@ -454,7 +454,7 @@ def test_a_record_that_claims_to_be_elsewhere_is_noticed(path: Path) -> None:
         with open(path, "r+b") as file:
             file.seek(4096)
             file.write(struct.pack("<QQ", 64, CAPACITY))
-        with pytest.raises(Damaged, match="Record 0 .* claims 1024 bytes at 64 of 1024"):
+        with pytest.raises(Damaged, match=r"Record 0 .* claims 1024 bytes at 64 of 1024"):
             reader.take()
 
 

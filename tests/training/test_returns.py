@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.training.returns import explained_variance, gae, successor_values
+from ludus.training.returns import VTrace, explained_variance, gae, successor_values, vtrace
 from ludus.types import Bools, Floats
 
 
@@ -30,6 +31,26 @@ def by_definition(reward: list[float], value: list[float], terminated: bool, gam
     return advantages
 
 
+def vtrace_by_definition(
+    ratio: list[float],
+    reward: list[float],
+    value: list[float],
+    terminated: bool,
+    gamma: float,
+    lambda_: float,
+    bars: tuple[float, float],
+) -> tuple[list[float], list[float]]:
+    """(targets, advantages) of one piece of one episode, as the sum over products of eq. 1 (O(T³)); arguments as above."""
+    steps, (rho_bar, c_bar) = len(reward), bars
+    value = [*value[:steps], 0.0 if terminated else value[steps]]
+    c = [lambda_ * min(c_bar, x) for x in ratio]
+    error = [reward[t] + gamma * value[t + 1] - value[t] for t in range(steps)]
+    delta = [min(rho_bar, ratio[t]) * error[t] for t in range(steps)]
+    target = [value[s] + sum(gamma ** (t - s) * math.prod(c[s:t]) * delta[t] for t in range(s, steps)) for s in range(steps)]
+    after = [*(lambda_ * target[t] + (1 - lambda_) * value[t] for t in range(1, steps)), value[steps]]
+    return target, [reward[t] + gamma * after[t] - value[t] for t in range(steps)]
+
+
 @dataclass
 class Played:
     """A segment as a sampler writes it, with the advantages its episodes should get."""
@@ -42,6 +63,9 @@ class Played:
     truncated: Bools = field(init=False)
     valid: Bools = field(init=False)
     expected: Floats = field(init=False)
+    ratio: Floats = field(init=False)
+    pieces: list[tuple[int, int, int, list[float], bool]] = field(default_factory=list)
+    """(begin, steps, row, values with that of the last successor, terminated) of every episode's part."""
     finals: list[tuple[int, int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,6 +73,14 @@ class Played:
         self.reward, self.expected = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.value = np.zeros((self.steps + 1, self.rows), np.float32)
         self.terminated, self.truncated, self.valid = (np.zeros(shape, np.bool_) for _ in range(3))
+        self.ratio = np.random.default_rng(self.steps).lognormal(0, 1, shape).astype(np.float32)
+
+    def vtrace(self, gamma: float, lambda_: float, rho_bar: float, c_bar: float, ratio: Floats | None = None) -> VTrace:
+        at = np.array([(t, b) for t, b, _ in self.finals], np.int64).reshape(-1, 2)
+        following = successor_values(self.value, at, np.array([v for _, _, v in self.finals], np.float32))
+        ends = (self.terminated, self.truncated, self.valid)
+        ratio = self.ratio if ratio is None else ratio
+        return vtrace(ratio, self.reward, self.value[:-1], following, *ends, gamma, lambda_, rho_bar, c_bar)
 
     def advantages(self, gamma: float, lambda_: float) -> Floats:
         at = np.array([(t, b) for t, b, _ in self.finals], np.int64).reshape(-1, 2)
@@ -72,6 +104,7 @@ def played(seed: int, steps: int, rows: int, same_step: bool, gamma: float, lamb
             out.terminated[t + n - 1, b] = ending in ("terminated", "both")
             out.truncated[t + n - 1, b] = ending in ("truncated", "both")
             over = bool(out.terminated[t + n - 1, b])
+            out.pieces.append((t, n, b, value.tolist(), over))
             out.expected[t : t + n, b] = by_definition(reward.tolist(), value.tolist(), over, gamma, lambda_)
             if ending == "truncated" and same_step:
                 out.finals.append((t + n - 1, b, float(value[-1])))
@@ -107,6 +140,64 @@ def test_a_padded_segment_has_the_advantages_of_the_unpadded(seed: int, steps: i
     found = long.advantages(0.9, 0.8)
     np.testing.assert_array_equal(found[:steps], short.advantages(0.9, 0.8))
     assert not found[steps:].any()
+
+
+BARS = st.sampled_from([(1.0, 1.0), (2.0, 0.7), (math.inf, math.inf), (0.5, 1.5)])
+
+
+@pytest.mark.parametrize("same_step", [True, False], ids=["same-step reset", "next-step reset"])
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 4), DISCOUNTS, BARS)
+def test_vtrace_is_the_sum_over_products_of_the_paper(
+    same_step: bool, seed: int, steps: int, rows: int, discounts: tuple[float, float], bars: tuple[float, float]
+) -> None:
+    segment = played(seed, steps, rows, same_step, *discounts)
+    found = segment.vtrace(*discounts, *bars)
+    target, advantage = np.zeros_like(segment.reward), np.zeros_like(segment.reward)
+    for t, n, b, value, over in segment.pieces:
+        own = slice(t, t + n)
+        ratio, reward = segment.ratio[own, b].tolist(), segment.reward[own, b].tolist()
+        target[own, b], advantage[own, b] = vtrace_by_definition(ratio, reward, value, over, *discounts, bars)
+    scale = 1e-4 * max(1.0, float(np.abs(target).max()), float(np.abs(advantage).max()))
+    np.testing.assert_allclose(found.target, target, rtol=1e-3, atol=scale)
+    np.testing.assert_allclose(found.advantage, advantage, rtol=1e-3, atol=scale)
+    assert found.target.dtype == found.advantage.dtype == np.float32
+
+
+@pytest.mark.parametrize("bar", [1.0, math.inf])
+@given(st.integers(0, 2**32), st.integers(1, 20), st.booleans(), DISCOUNTS)
+def test_vtrace_of_ones_own_steps_is_gae(
+    bar: float, seed: int, steps: int, same_step: bool, discounts: tuple[float, float]
+) -> None:
+    """For λ = 1 that is the n-step return."""
+    segment = played(seed, steps, 3, same_step, *discounts)
+    found = segment.vtrace(*discounts, bar, bar, np.ones_like(segment.ratio))
+    np.testing.assert_allclose(found.advantage, segment.expected, rtol=1e-4, atol=1e-4)
+    value = np.where(segment.valid, segment.value[:-1], 0)
+    np.testing.assert_allclose(found.target, value + segment.expected, rtol=1e-4, atol=1e-4)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 6), st.booleans())
+def test_a_padded_segment_has_the_vtrace_of_the_unpadded(seed: int, steps: int, padding: int, same_step: bool) -> None:
+    short = played(seed, steps, 2, same_step, 0.9, 0.8)
+    long, random = Played(steps + padding, 2), np.random.default_rng(seed + 1)
+    rubbish = np.array([np.nan, np.inf, -np.inf, 1e30], np.float32)
+    long.reward[:], long.value[:] = (random.choice(rubbish, x.shape) for x in (long.reward, long.value))
+    long.ratio[:] = random.choice(rubbish, long.ratio.shape)
+    long.terminated[:], long.truncated[:] = random.random((2, *long.reward.shape)) < 0.3
+    for name in ("reward", "terminated", "truncated", "valid", "ratio"):
+        getattr(long, name)[:steps] = getattr(short, name)
+    long.value[: steps + 1], long.finals = short.value, short.finals
+    with np.errstate(all="ignore"):
+        found, expected = long.vtrace(0.9, 0.8, 1.0, 1.0), short.vtrace(0.9, 0.8, 1.0, 1.0)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine[:steps], theirs)
+        assert not mine[steps:].any()
+
+
+def test_actions_that_the_policy_would_never_take_teach_nothing() -> None:
+    segment = played(1, 10, 3, True, 0.9, 1.0)
+    found = segment.vtrace(0.9, 1.0, 1.0, 1.0, np.zeros_like(segment.ratio))
+    np.testing.assert_array_equal(found.target[segment.valid], segment.value[:-1][segment.valid])
 
 
 def test_an_advantage_worked_out_by_hand() -> None:

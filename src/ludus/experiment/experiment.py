@@ -19,6 +19,7 @@ from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
 from ludus.experiment import checkpoint, external, sampled
+from ludus.experiment.auto import choose_workers
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
 from ludus.experiment.driver import Driver, Luggage
@@ -33,7 +34,7 @@ from ludus.metrics import Sink, read_jsonl
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
 from ludus.runtime.in_process import InProcess
-from ludus.runtime.machine import keep_freed_memory, stop_on_signals
+from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm, algorithm_class
 from ludus.training.trainer import Progress, Trainer
@@ -68,6 +69,30 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config)
 
 
+def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None) -> Mapping[str, Any]:
+    """`num_workers: auto` becomes a number, once and for all: it is saved with the run."""
+    inner = configs.canonical(data.get("config") or {})
+    if inner.get("num_workers") != "auto":
+        return data
+    cores = usable_cores()
+    if data.get("env") == configs.EXTERNAL:
+        chosen, why = max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
+    else:
+        any_batch = {key: value for key, value in inner.items() if key != "train_batch_size"}
+        alone = resolve({**data, "config": any_batch | {"num_workers": 0, "sampling": "sync"}})
+        config = configs.algorithm_config(alone.algorithm.Config, any_batch)
+        if announce is not None:
+            announce("measuring the environment …")
+        chosen, why = choose_workers(alone.experiment.env, alone.algorithm, config, inner, cores)
+    if chosen == 0 and inner.get("sampling") == "pipelined":
+        chosen = 1
+    said = f"num_workers: {chosen} ({why})"
+    log.info("%s", said)
+    if announce is not None:
+        announce(said)
+    return {**data, "config": {**inner, "num_workers": chosen}}
+
+
 def _refuse_what_needs_more(config: AlgorithmConfig, called: bool) -> None:
     if config.sampling == "pipelined" and not config.workers:
         raise ConfigError("config.sampling is pipelined, and num_workers is 0.", "Set num_workers: sampling goes on elsewhere.")
@@ -93,6 +118,7 @@ def start(
 
     `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway.
     """
+    data = _with_workers_chosen(data, announce)
     resolved = resolve(data)
     e = resolved.experiment
     before = _begins_with(restore, resolved)

@@ -303,7 +303,9 @@ def _of_one_process(numbers: Numbers) -> str:
 
 def summary(numbers: Numbers) -> str:
     """How the parts of a run keep up with each other, in one line; empty for a run in one process."""
-    parts = []
+    parts: list[str] = []
+    if not any(name.startswith("sampler/") or name in ("learner/wait_share", "learner/restarts") for name in numbers):
+        return ""
     if "sampler/env_share" in numbers or "sampler/policy_share" in numbers:
         busy = numbers.get("sampler/env_share", 0.0) + numbers.get("sampler/policy_share", 0.0)
         waits = f", learner waits {_percent(numbers['learner/wait_share'])}" if "learner/wait_share" in numbers else ""

@@ -101,7 +101,7 @@ def make_environments(
         return VectorEnvironments(name, native(), native if forgiving else None)
 
     def single() -> Any:
-        return _made(name, lambda: gym.make(name, **config) if factory is None else factory(**config))
+        return _made(name, lambda: _single(name, config) if factory is None else factory(**config))
 
     return LoopEnvironments(name, [single() for _ in range(num)], single if forgiving else None)
 
@@ -130,7 +130,15 @@ def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode
         from ludus.game.atari import make_single
 
         return _made(name, lambda: make_single(name, config))  # type: ignore[no-any-return]
-    return _made(name, lambda: gym.make(name, **config))  # type: ignore[no-any-return]
+    return _made(name, lambda: _single(name, config))  # type: ignore[no-any-return]
+
+
+def _single(name: str, config: dict[str, Any]) -> gym.Env[Any, Any]:
+    if name.startswith("Vizdoom"):
+        from ludus.game.doom import make_doom
+
+        return make_doom(name, config)
+    return gym.make(name, **config)
 
 
 def _takes(factory: Callable[..., Any], keyword: str) -> bool:

@@ -165,7 +165,7 @@ class GatheredMemory:
         self._layouts = {name: Layout(spec, 1) for name, spec in specs.items()}
         self._directory, self._capacity = directory, capacity
         self._names = tuple(counted), tuple(current)
-        self._bell = Bell.create(directory / "segments.bell")  # no model has such a name: it has no dot
+        self._bell = Bell.create(directory / "bell")
         self._lanes: list[Lane] = []
         self._readers: dict[str, dict[int, SharedReader]] = {name: {} for name in specs}  # by model and lane
         self._ready: dict[str, deque[tuple[Segments, SharedReader]]] = {name: deque() for name in specs}
@@ -179,9 +179,9 @@ class GatheredMemory:
     def add_lanes(self, count: int) -> list[Lane]:
         """Room for so many writers. Raises StoreFull."""
         for number in range(len(self._lanes), len(self._lanes) + count):
-            lock = self._directory / f"lane.{number}.lock"
+            lock = self._directory / f"{number}.lock"
             lock.touch(0o600)
-            rings = {name: str(self._directory / f"{name}.{number}" / "ring") for name in self._layouts}
+            rings = {name: str(self._directory / f"{number}.{name}" / "ring") for name in self._layouts}
             for name, ring in rings.items():
                 size = self._size(self._layouts[name], count * len(rings))
                 self._readers[name][number] = _made(Path(ring), size, self._layouts[name])

@@ -228,16 +228,20 @@ class RingWriter(_Side):
 
     def __init__(self, path: Path, bell: Path | None = None) -> None:
         """`bell`: of the reader; it is rung at every commit for which the reader may be waiting. Raises UsageError, Damaged."""
-        super().__init__(path)
-        self._claimed = _claim(path)
-        self._count = self._cells[_COMMITTED]
-        self._head = 0
-        if self._count:
-            start, size = self._entry(self._count - 1)
-            self._head = start + record_bytes(size)
-        self._reserved: tuple[int, int] | None = None
-        self._room = Bell(_room(path))
-        self._bell = Bell(bell) if bell is not None else None
+        with contextlib.ExitStack() as undo:
+            super().__init__(path)
+            undo.callback(super().close)
+            self._room = undo.enter_context(Bell(_room(path)))
+            self._bell = undo.enter_context(Bell(bell)) if bell is not None else None
+            self._claimed = _claim(path)
+            undo.callback(os.close, self._claimed)
+            self._count = self._cells[_COMMITTED]  # after the claim: the writer before has written its last
+            self._head = 0
+            if self._count:
+                start, size = self._entry(self._count - 1)
+                self._head = start + record_bytes(size)
+            self._reserved: tuple[int, int] | None = None
+            undo.pop_all()
 
     def reserve(self, size: int, timeout_s: float = 0) -> memoryview | None:
         """`size` bytes to write to, aligned to 64, or None while there is no room. At most one reservation at a time.
@@ -331,7 +335,11 @@ class RingReader(_Side):
         super().__init__(path)
         self._taken = self._cells[_RELEASED]
         self._early: set[int] = set()  # released, while older ones are still held
-        self._room = Bell(_room(path))
+        try:
+            self._room = Bell(_room(path))
+        except BaseException:
+            super().close()
+            raise
 
     def take(self) -> Record | None:
         """The oldest record that was not taken; never waits. It stays as it is until it is released."""

@@ -1,29 +1,49 @@
-"""RemoteBuffer: a named queue of the run. Actors push what they saw; learners iterate over batches of it."""
+"""RemoteBuffer: a named queue of the run. Actors push what they saw; learners iterate over batches of it.
+
+On the machine of the hub large items stay where their producer wrote them, in a ring in shared memory: the hub passes around
+where they are, and a consumer copies them into its batch. What has no room there, is small, or comes from another machine goes
+through the hub's socket.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ludus import tree
-from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
+from ludus.memory.ring import RingWriter, create_ring, record_bytes
 from ludus.remote.session import Session, current
 from ludus.runtime.wire import MAX_BODY, Connection, Header, Reply, split
-from ludus.tree import Tree
+from ludus.tree import Encoding, Tree
+
+log = logging.getLogger(__name__)
 
 OUTBOX_PUSHES = 1024
 OFFERS = 4096
 """Pushes of one process with drop=False that may wait for room."""
 OUTBOX_BYTES = 1 << 29
 """What may wait in this process to be sent; beyond it the oldest is dropped, and counted."""
+SHARED_BYTES = 1 << 14
+"""Items of this size go through shared memory: below it, saying where an item is takes as long as sending it."""
+RING_BYTES = 1 << 28
+"""Of the ring of one process and buffer, at most."""
+_LEAST_RING_BYTES = 1 << 22
+_ON_THE_WAY = 64  # items that have left the queue and not yet the ring, with room to spare
+_JOINED_PUSHES, _JOINED_BYTES = 256, 1 << 20  # that leave in one frame, if they wait together
+_BESIDE_BYTES = 1 << 18  # a batch that is larger is copied in a thread of its own, beside the client's loop
+_RING_S = 60.0
 _LOOK_S = 0.1
 
 
@@ -51,43 +71,54 @@ class Pushed:
 
 
 class _Push:
-    __slots__ = ("drop", "future", "items", "size")
+    """Items that are in the process's ring, by their numbers there, or encoded."""
 
-    def __init__(self, items: list[bytes], drop: bool) -> None:
+    __slots__ = ("drop", "future", "items", "largest", "size", "upto")
+
+    def __init__(self, items: list[int | bytearray], drop: bool, upto: int, largest: int) -> None:
         self.items, self.drop = items, drop
-        self.size = sum(len(item) for item in items)
+        self.upto = upto
+        """All records before this one belong to this push or to one before it."""
+        self.largest = largest
+        self.size = sum(len(item) for item in items if not isinstance(item, int))
         self.future: Future[None] = Future()
 
 
 class Outbox:
     """Pushes of this process to one buffer, sent in order by the client's loop. `put` never blocks."""
 
-    def __init__(self, session: Session, name: str) -> None:
-        self._session, self._name = session, name
+    def __init__(self, session: Session, name: str, size: int) -> None:
+        self._session, self._name, self._size = session, name, size
+        self._writing = threading.Lock()  # held first: records are spoken of in the order in which they were written
         self._lock = threading.Lock()
         self._waiting: deque[_Push] = deque()
         self._bytes = self._lost = self._offered = 0
         self._sending = False
         self._error: Exception | None = None
         self._connection: Connection | None = None
+        self._ring: RingWriter | None = None
+        self._sharing: asyncio.Task[None] | None = None
+        self._closed = False
+        session.on_close(self.close)
 
-    def put(self, items: list[bytes], drop: bool) -> Pushed:
-        push = _Push(items, drop)
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if not drop and self._offered >= OFFERS:
-                raise UsageError(
-                    f"{self._offered} pushes to {self._name!r} with drop=False wait for room.", "Await each before the next."
-                )
-            if not drop:
-                self._offered += 1
-                push.future.add_done_callback(self._answered)
-            self._waiting.append(push)
-            self._bytes += push.size
-            self._make_room()
-            start = not self._sending
-            self._sending = True
+    def put(self, items: list[Encoding], drop: bool) -> Pushed:
+        with self._writing:
+            with self._lock:
+                self._check(drop)
+            written = [self._written(item) for item in items]
+            upto = 0 if self._ring is None else self._ring.committed
+            push = _Push(written, drop, upto, max((item.size for item in items), default=0))
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                if not drop:
+                    self._offered += 1
+                    push.future.add_done_callback(self._answered)
+                self._waiting.append(push)
+                self._bytes += push.size
+                self._make_room()
+                start = not self._sending
+                self._sending = True
         if start:
             try:
                 self._session.client.submit(self._send_all())
@@ -95,6 +126,25 @@ class Outbox:
                 self._fail(error)
                 raise
         return Pushed(push.future)
+
+    def _check(self, drop: bool) -> None:
+        if self._error is not None:
+            raise self._error
+        if not drop and self._offered >= OFFERS:
+            raise UsageError(
+                f"{self._offered} pushes to {self._name!r} with drop=False wait for room.", "Await each before the next."
+            )
+
+    def _written(self, item: Encoding) -> int | bytearray:
+        """Its number in the ring, if there is room for it."""
+        ring = self._ring
+        if ring is not None and SHARED_BYTES <= item.size <= ring.capacity:
+            room = ring.reserve(item.size)
+            if room is not None:
+                item.write_into(room)
+                ring.commit()
+                return ring.committed - 1
+        return item.bytes()
 
     def _answered(self, _: Future[None]) -> None:
         self._offered -= 1
@@ -122,12 +172,23 @@ class Outbox:
                     if not self._waiting:
                         self._sending = False
                         return
-                    push = self._waiting.popleft()
-                    self._bytes -= push.size
+                    pushes = self._leaving()
                     lost, self._lost = self._lost, 0
-                await self._send(self._connection, push, lost)
+                self._share(self._connection, max(push.largest for push in pushes))
+                await self._send(self._connection, pushes, lost)
         except Exception as error:  # the hub is gone
             self._fail(error)
+
+    def _leaving(self) -> list[_Push]:
+        """The next push, and those after it that may leave in the same frame."""
+        pushes, size = [self._waiting.popleft()], 0
+        while self._waiting and pushes[-1].drop and self._waiting[0].drop and len(pushes) < _JOINED_PUSHES:
+            size += pushes[-1].size
+            if size + self._waiting[0].size > _JOINED_BYTES:
+                break
+            pushes.append(self._waiting.popleft())
+        self._bytes -= sum(push.size for push in pushes)
+        return pushes
 
     def _fail(self, error: Exception) -> None:
         """Whoever waits, and whoever pushes next, is told."""
@@ -137,21 +198,62 @@ class Outbox:
         for push in failed:
             push.future.set_exception(error)
 
-    async def _send(self, connection: Connection, push: _Push, lost: int) -> None:
-        header: Header = {"op": "buffer.push" if push.drop else "buffer.offer", "name": self._name}
-        header |= {"sizes": [len(item) for item in push.items], "lost": lost}
+    async def _send(self, connection: Connection, pushes: list[_Push], lost: int) -> None:
+        items = [item for push in pushes for item in push.items]
+        inline = [item for item in items if not isinstance(item, int)]
+        header: Header = {"op": "buffer.push" if pushes[0].drop else "buffer.offer", "name": self._name}
+        header |= {"sizes": [len(item) for item in inline], "lost": lost}
+        if pushes[-1].upto:
+            header |= {"records": [item if isinstance(item, int) else -1 for item in items], "upto": pushes[-1].upto}
         try:
-            if push.drop:
-                await connection.send(header, *push.items)
-                push.future.set_result(None)
+            if pushes[0].drop:
+                await connection.send(header, *inline)
+                for push in pushes:
+                    push.future.set_result(None)
             else:
-                reply = connection.start(header, *push.items)
+                (push,) = pushes
+                reply = connection.start(header, *inline)
                 reply.add_done_callback(lambda done: _settle(done, push.future))
                 await connection.flushed()
         except Exception as error:
-            if not push.future.done():
-                push.future.set_exception(error)
+            for push in pushes:
+                if not push.future.done():
+                    push.future.set_exception(error)
             raise
+
+    # -- the ring
+
+    def _share(self, connection: Connection, size: int) -> None:
+        """With the first large item: get a ring for the next ones, in the background."""
+        if self._sharing is None and size >= SHARED_BYTES and self._session.place.home:
+            self._sharing = asyncio.get_running_loop().create_task(self._make_ring(connection, size))
+
+    async def _make_ring(self, connection: Connection, size: int) -> None:
+        wanted = min(RING_BYTES, max(_LEAST_RING_BYTES, record_bytes(size) * (self._size + _ON_THE_WAY)))
+        try:
+            reply = await connection.request({"op": "buffer.ring", "bytes": wanted}, timeout_s=_RING_S)
+            granted = reply[-1][0]
+            if granted["path"]:
+                await asyncio.to_thread(self._open_ring, Path(granted["path"]), int(granted["bytes"]))
+        except (LudusError, TimeoutError, OSError) as error:
+            log.warning("items for the buffer %s go through a socket, not through shared memory: %s", self._name, error)
+
+    def _open_ring(self, path: Path, size: int) -> None:
+        create_ring(path, size)
+        ring = RingWriter(path)
+        with self._writing:
+            if self._closed:
+                ring.close()
+            else:
+                self._ring = ring
+
+    def close(self) -> None:
+        """Nothing more is written to the ring; what is in it is the hub's."""
+        with self._writing:
+            self._closed = True
+            if self._ring is not None:
+                self._ring.close()
+                self._ring = None
 
 
 def _settle(done: asyncio.Future[Reply], future: Future[None]) -> None:
@@ -203,7 +305,7 @@ class RemoteBuffer:
             known: tuple[int, Outbox] | None = session.shared.get(key)
             if known is None or size not in (None, known[0]):
                 held = int(session.client.call({"op": "buffer.open", "name": self.name, "size": size})["size"])
-                known = session.shared[key] = (held, known[1] if known else Outbox(session, self.name))
+                known = session.shared[key] = (held, known[1] if known else Outbox(session, self.name, held))
         self._attached = session, known[1]
         return known[0]
 
@@ -225,7 +327,7 @@ class RemoteBuffer:
         return outbox.put([_encoded(item, self.name) for item in items], drop)
 
     def stats(self) -> dict[str, int]:
-        """size, waiting (items inside), pushed, taken, dropped."""
+        """size, waiting (items inside), pushed, taken, dropped; shared: how many came through shared memory."""
         session, _ = self._here()
         reply = session.client.call({"op": "buffer.stats", "name": self.name})
         return {key: int(value) for key, value in reply.items() if key != "id"}
@@ -247,32 +349,34 @@ class RemoteBuffer:
         session, _ = self._here()
         with self._lock:
             if self._consumer is None:
-                self._consumer = _Consumer(session, self.name, self.batch_size or 1)
-            items = self._consumer.take(timeout_s)
-        if self.batch_size is None:
-            return tree.map_tree(np.array, items[0])
-        return _stacked(items, self.name)
+                self._consumer = _Consumer(session, self.name, self.batch_size or 1, self._formed)
+            return self._consumer.take(timeout_s)
+
+    def _formed(self, items: list[Tree]) -> Tree:
+        """In memory of its own: what the items are views of is used again."""
+        return tree.map_tree(np.array, items[0]) if self.batch_size is None else _stacked(items, self.name)
 
     def close(self) -> None:
         """This handle takes no more: its iteration ends. The buffer itself lives as long as the run."""
         consumer = self._consumer
         if consumer is None:
-            consumer = self._consumer = _Consumer(self._here()[0], self.name, 1)
+            consumer = self._consumer = _Consumer(self._here()[0], self.name, 1, self._formed)
         consumer.close()  # without the lock, which whoever waits for a batch holds: this is what ends the waiting
 
 
 class _Consumer:
-    """One consumer's connection. While a batch is worked on, the next one is on its way."""
+    """One consumer's connection. While a batch is worked on, the next one comes, and is formed."""
 
-    def __init__(self, session: Session, name: str, count: int) -> None:
-        self._session, self._name, self._count = session, name, count
+    def __init__(self, session: Session, name: str, count: int, form: Callable[[list[Tree]], Tree]) -> None:
+        self._session, self._name, self._count, self._form = session, name, count, form
         self._connection: Connection | None = None
-        self._next: Future[Reply] | None = None
+        self._next: Future[_Given | None] | None = None
+        self._windows = _Windows()
         self._over = False
 
-    def take(self, timeout_s: float) -> list[Tree]:
+    def take(self, timeout_s: float) -> Tree:
         try:
-            reply = self._waited(time.monotonic() + timeout_s)
+            given = self._waited(time.monotonic() + timeout_s)
         except TimeoutError:
             raise TimeoutError(f"Nothing to take from the buffer {self._name!r} within {timeout_s:g} s.") from None
         except (WorkerFailed, CancelledError):
@@ -280,13 +384,15 @@ class _Consumer:
             if self._session.ended:  # left in order, while we waited
                 raise StopIteration from None
             raise
-        if reply[-1][0].get("closed"):
+        if given is None:
             self._over = True
             raise StopIteration
         self._next = self._session.client.submit(self._request())
-        return [tree.decode(item)[0] for header, body in reply for item in split(body, header["sizes"])]
+        if given.error is not None:
+            raise given.error
+        return given.batch
 
-    def _waited(self, deadline: float) -> Reply:
+    def _waited(self, deadline: float) -> _Given | None:
         while not (self._over or self._session.ended):
             if self._next is None:
                 self._next = self._session.client.submit(self._request())
@@ -301,16 +407,75 @@ class _Consumer:
                 raise
         raise StopIteration
 
-    async def _request(self) -> Reply:
+    async def _request(self) -> _Given | None:
+        """The next batch; None at the end of the run."""
         if self._connection is None:
             self._connection = await self._session.client.connect()
-        header = {"op": "buffer.take", "name": self._name, "count": self._count}
-        return await self._connection.request(header, timeout_s=None)
+        header = {"op": "buffer.take", "name": self._name, "count": self._count, "maps": self._session.place.home}
+        reply = await self._connection.request(header, timeout_s=None)
+        if reply[-1][0].get("closed"):
+            return None
+        size = sum(sum(part["sizes"]) + sum(place[2] for place in part.get("places", ()) if place) for part, _ in reply)
+        if size < _BESIDE_BYTES:
+            given = self._given(reply)
+        else:
+            given = await asyncio.to_thread(self._given, reply)
+        if any("places" in part for part, _ in reply):
+            await self._connection.send({"op": "buffer.release", "take": reply[-1][0]["id"]})
+        return given
+
+    def _given(self, reply: Reply) -> _Given:
+        try:
+            return _Given(self._form([tree.decode(item)[0] for part, body in reply for item in self._items(part, body)]))
+        except LudusError as error:  # of these items alone: the next batch may be fine
+            return _Given(None, error)
+
+    def _items(self, header: Header, body: bytes) -> list[memoryview]:
+        inline = iter(split(body, header["sizes"]))
+        places = header.get("places")
+        if places is None:
+            return list(inline)
+        return [next(inline) if place is None else self._windows.view(*place) for place in places]
 
     def close(self) -> None:
         self._over = True
         if self._connection is not None:
             self._session.client.wait(self._connection.close(), 5.0)
+
+
+class _Given:
+    """A batch, or why there is none."""
+
+    __slots__ = ("batch", "error")
+
+    def __init__(self, batch: Tree, error: LudusError | None = None) -> None:
+        self.batch, self.error = batch, error
+
+
+class _Windows:
+    """Rings of producers, mapped here to be looked into, and nothing more."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, memoryview] = {}
+
+    def view(self, path: str, at: int, size: int) -> memoryview:
+        """`size` bytes of a ring. Raises WorkerFailed, Damaged."""
+        whole = self._maps.get(path)
+        if whole is None:
+            whole = self._opened(path)
+        if not 0 <= at <= at + size <= len(whole):
+            raise Damaged(f"The ring {path} has {len(whole)} bytes, not {at + size}.")
+        return whole[at : at + size]
+
+    def _opened(self, path: str) -> memoryview:
+        self._maps = {known: mapped for known, mapped in self._maps.items() if Path(known).exists()}  # of producers that live
+        try:
+            with open(path, "rb") as file:
+                whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:
+            raise WorkerFailed(f"The items of a producer cannot be read: {path}: {error}.", "Was its ring removed?") from error
+        self._maps[path] = whole
+        return whole
 
 
 def _unattached(name: str, batch_size: int | None) -> RemoteBuffer:
@@ -320,15 +485,15 @@ def _unattached(name: str, batch_size: int | None) -> RemoteBuffer:
     return handle
 
 
-def _encoded(item: Tree, name: str) -> bytes:
+def _encoded(item: Tree, name: str) -> Encoding:
     try:
-        data = tree.encode(item)
+        data = Encoding(item)
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"This cannot be pushed to the buffer {name!r}: {error}", "Items are arrays and numbers, in dicts and tuples."
         ) from error
-    if len(data) > MAX_BODY:
-        raise UsageError(f"An item of {len(data)} bytes for the buffer {name!r} is larger than {MAX_BODY}.", "Push smaller ones.")
+    if data.size > MAX_BODY:
+        raise UsageError(f"An item of {data.size} bytes for the buffer {name!r} is larger than {MAX_BODY}.", "Push smaller ones.")
     return data
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ludus.errors import WorkerFailed
 from ludus.runtime.hub import Place
+from ludus.runtime.mirror import upload
 from ludus.runtime.wire import Body, Connection, Header
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Client:
         self._flusher: Future[None] | None = None
         try:
             self._control = self.wait(self.connect(), CALL_S)
-            self.call({"op": "hello"}, timeout_s=10.0)
+            self.call({"op": "hello", "node": place.node}, timeout_s=10.0)
         except BaseException:
             self.close()
             raise
@@ -48,7 +49,7 @@ class Client:
 
     async def connect(self) -> Connection:
         """Another connection to the hub, for a purpose of its own; lives on `self.loop`."""
-        return await Connection.open(self.place.socket, HUB)
+        return await Connection.open(self.place.socket, HUB, token_file=self.place.token_file)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop."""
@@ -82,10 +83,23 @@ class Client:
             raise WorkerFailed(f"{HUB} did not answer {header['op']} within {timeout_s:g} s.", "Is its process held?") from error
         return reply[-1][0]
 
+    @property
+    def lost(self) -> Exception | None:
+        """Set when the hub is gone."""
+        return self._control.lost if self._control is not None else None
+
     def check(self) -> None:
         """Raises WorkerFailed when the hub is gone."""
-        if self._control is not None and self._control.lost is not None:
-            raise self._control.lost
+        if self.lost is not None:
+            raise self.lost
+
+    def upload(self, data: bytes) -> str:
+        """Stage bytes where the hub is, from another machine; returns the name of the file. Raises StoreFull, WorkerFailed."""
+
+        async def request(header: Header, *parts: Body) -> Header:
+            return await self._request(header, *parts, timeout_s=CALL_S)
+
+        return self.wait(upload(request, data), None)
 
     # -- metrics
 

@@ -17,11 +17,11 @@ from ludus.errors import UsageError
 from ludus.model import module as modules
 from ludus.model import saved
 from ludus.model.acting import Acts, ActsSource, Deciding, Decision, State
-from ludus.model.board import BoardReader, stage
+from ludus.model.board import BoardReader
 from ludus.model.inference import MAX_BATCH_SIZE, Engine, Inference, Newest
 from ludus.model.policy import Policy
 from ludus.remote.session import Session, current
-from ludus.remote.workers import Crew, RemoteInference
+from ludus.remote.workers import Crew, RemoteInference, gpus_of_workers
 from ludus.tree import Tree, map_tree
 from ludus.types import Bools
 
@@ -48,19 +48,30 @@ class Shared:
         self.description: dict[str, Any] = dict(info["description"])
         self.frozen, self.workers = bool(info["frozen"]), list(info["workers"])
         self.max_batch_size = int(max_batch_size or info["settings"].get("max_batch_size") or MAX_BATCH_SIZE)
-        self.reader = BoardReader(Path(info["board"]))
+        self._info = dict(info)
         self.graph: str | None = info["settings"].get("graph")
-        """The file of the traced model, where onnxruntime executes it."""
-        self.shapes = modules.shapes_in(self.reader.read()[1])
+        """The file of the traced model, where onnxruntime executes it; on the machine of the hub."""
         self._deciding: dict[asyncio.AbstractEventLoop, Deciding[Acts]] = {}
         self._noise = torch.Generator()
         self._noise.seed()
         self._noise_lock = threading.Lock()
+        if session.place.home or not self.workers:  # else the weights need not travel: the workers have them
+            _ = self.shapes
+
+    @functools.cached_property
+    def reader(self) -> BoardReader:
+        return self.session.reader(self._info)
+
+    @functools.cached_property
+    def shapes(self) -> modules.Shapes:
+        return modules.shapes_in(self.reader.read()[1])
+
+    def _blank(self) -> nn.Module:
+        return saved.model_from(self.description, self.session.classes.get(self.name.split("/")[0]))
 
     def build(self) -> nn.Module:
         """Another instance of the module, with fresh weights."""
-        parent = self.name.split("/")[0]
-        built = saved.model_from(self.description, self.session.classes.get(parent))
+        built = self._blank()
         if modules.shapes_of(built) != self.shapes:
             raise UsageError(
                 f"The class of {self.name!r} builds another network here than where it was made.",
@@ -85,11 +96,16 @@ class Shared:
         assert self.graph
         from ludus.model.following import OnnxEngine, read_graph  # onnxruntime is an extra
 
-        return OnnxEngine(self.build(), self.reader, read_graph(self.graph))
+        return OnnxEngine(self.build(), self.reader, read_graph(self.session.graph(self.graph)))
 
     @functools.cached_property
     def policy(self) -> Policy:
         return Newest(Engine(self.build(), self.reader)).newest()[0]
+
+    @functools.cached_property
+    def outline(self) -> Policy:
+        """The policy without its weights: its spaces, distribution and initial state."""
+        return Newest(Engine(self._blank())).newest()[0]
 
     def decide(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> asyncio.Future[Decision]:
         loop = asyncio.get_running_loop()
@@ -114,7 +130,7 @@ class Shared:
 
     async def _decide_there(self, observation: Tree, state: State | None, mask: Bools | None, temperature: float) -> Decision:
         """The same through the workers: noise and initial state come from here, so that a worker needs no memory."""
-        policy = self.policy
+        policy = self.outline
         before = tuple(s[0].numpy() for s in policy.initial_state(1)) if state is None and policy.recurrent else state or ()
         with self._noise_lock:
             noise = policy.draw_noise(1, self._noise)[0] * np.float32(temperature)
@@ -137,10 +153,13 @@ class RemoteModel:
     values). `forward_args` and `forward_kwargs` are examples of the inputs, without a batch dimension; they need not be
     given, but then nothing can be said about inputs that do not fit. `forward` adds the batch dimension and takes it off.
 
-    `num_workers` processes run the network; by default every process that asks runs it itself, which is fastest for small
-    networks, and which `local_mode` asks for even where there are workers. `checkpoint_interval` says after how many versions one is stored durably (None: every ten minutes), and `keep`
-    how many of those stay (None: all). Making a model again attaches to it; another model of the same name is refused,
-    unless `override_model` is given.
+    `num_workers` processes run the network, on the machine where that is said, for callers on every machine of the run; each
+    has `gpus_per_worker` GPUs to itself (0.5: two share one). By default every process that asks runs the network itself, which
+    is fastest for small ones, and which `local_mode` asks for even where there are workers.
+
+    `checkpoint_interval` says after how many versions one is stored durably (None: every ten minutes), and `keep` how many of
+    those stay (None: all). Making a model again attaches to it; another model of the same name is refused, unless
+    `override_model` is given.
 
     `use_onnx` lets onnxruntime compute the answers: True or "infer" in float32 ("train" means the same), "quantize" in 8-bit
     integers. The model is traced and compared with the original where it is made, which takes seconds, and follows
@@ -158,6 +177,7 @@ class RemoteModel:
         model_kwargs: Mapping[str, Any] | None = None,
         max_batch_size: int | None = None,
         num_workers: int | None = None,
+        gpus_per_worker: float = 0,
         local_mode: bool = False,
         checkpoint_interval: int | None = None,
         keep: int | None = None,
@@ -168,6 +188,9 @@ class RemoteModel:
         precision = _precision(use_onnx)
         if local_mode and num_workers:
             raise UsageError(f"local_mode=True and num_workers={num_workers} contradict each other.", "Give one of them.")
+        gpus = gpus_of_workers(num_workers or 0, gpus_per_worker)
+        if any(gpus) and precision:
+            raise UsageError("With use_onnx the workers compute on the CPU.", "Leave out use_onnx, or gpus_per_worker.")
         self.name = name
         self._max_batch_size = max_batch_size
         self._held: Shared | None = None
@@ -189,7 +212,7 @@ class RemoteModel:
             info = _created(session, name, described, override_model, checkpoint_interval, keep, settings)
             session.classes[name] = type(described.module)
         if info is not None:
-            _placed(session, info, max_batch_size, num_workers, local_mode, override_model)
+            _placed(session, info, max_batch_size, gpus, local_mode, override_model)
         _ = self._shared
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -275,22 +298,16 @@ class RemoteModel:
 
     def publish_weights(self, weights: Mapping[str, Any], step: int = -1) -> int:
         """Make these weights the next version, or version `step`; returns its number. They reach every process at its next batch
-        (with `use_onnx` a moment later).
+        (with `use_onnx`, and on other machines, a moment later).
 
         Raises IncompatibleCheckpoint when they are not those of the model; UsageError when `step` is not above the newest.
         """
         shared = self._shared
         arrays = modules.as_arrays(weights)
         modules.check_fit(shared.shapes, modules.shapes_in(arrays))
-        client = shared.session.client
-        client.check()  # with the hub its directory is gone
-        staged = stage(Path(shared.session.place.staging), arrays)
-        try:
-            reply = client.call({"op": "model.publish", "name": self.name, "file": staged.name, "step": int(step)})
-        except BaseException:
-            staged.unlink(missing_ok=True)
-            raise
-        return int(reply["version"])
+        with shared.session.staged(arrays) as file:
+            publish = {"op": "model.publish", "name": self.name, "file": file, "step": int(step)}
+            return int(shared.session.client.call(publish)["version"])
 
     def clone(self, step: int = -1) -> RemoteModel:
         """A frozen copy of the newest kept version at or below `step` (-1: of the version that is the newest now).
@@ -322,7 +339,7 @@ def _placed(
     session: Session,
     info: Mapping[str, Any],
     max_batch_size: int | None,
-    num_workers: int | None,
+    gpus: Sequence[str],
     local_mode: bool,
     anew: bool,
 ) -> None:
@@ -330,12 +347,12 @@ def _placed(
     name = str(info["name"])
     with session.lock:
         known: Shared | None = session.shared.get(("model", name))
-        if num_workers and not info["workers"]:
-            info = {**info, "workers": Crew(session, name, num_workers).paths}
+        if gpus and not info["workers"]:
+            info = {**info, "workers": Crew(session, name, gpus).paths}
         if local_mode:
             info = {**info, "workers": []}
         other = known is not None and known.graph != info["settings"].get("graph")
-        if known is None or anew or other or ((num_workers or local_mode) and known.workers != info["workers"]):
+        if known is None or anew or other or ((gpus or local_mode) and known.workers != info["workers"]):
             session.shared["model", name] = Shared(session, info, max_batch_size)
 
 
@@ -364,7 +381,12 @@ def _traced(
     from ludus.model.following import Graph, write_graph  # onnxruntime is an extra
 
     graph = Graph.of(described.module, described.description.get("inputs"), args, kwargs, precision)
-    return {"graph": str(write_graph(Path(session.place.staging).parent, graph)), "precision": precision}
+    if session.place.home:
+        path = str(write_graph(Path(session.place.staging).parent, graph))
+    else:
+        file = session.client.upload(graph.encode())
+        path = str(session.client.call({"op": "graph.keep", "file": file})["path"])
+    return {"graph": path, "precision": precision}
 
 
 def _created(
@@ -376,13 +398,10 @@ def _created(
     keep: int | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    staged = stage(Path(session.place.staging), modules.weights_of(described.module))
-    try:
-        what = {"name": name, "description": described.description, "file": staged.name, "override": override}
+    with session.staged(modules.weights_of(described.module)) as file:
+        what = {"name": name, "description": described.description, "file": file, "override": override}
         how = {"interval": interval, "keep": keep, "settings": dict(settings)}
         return session.client.call({"op": "model.create", **what, **how})
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _check_numbers(max_batch_size: int | None, num_workers: int | None, interval: int | None, keep: int | None) -> None:

@@ -1,6 +1,7 @@
 """This process's part in a run: which run, where its hub is, what was started here and must be closed again.
 
 ludus.init(project="./atari", trial="ppo-v0")      # makes or re-opens ./atari/ppo-v0
+ludus.init(project="./atari", trial="ppo-v0", address="auto")      # the same on every node of a Ray cluster: one run
 …
 ludus.run_until_asked_to_stop()
 """
@@ -18,19 +19,25 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ludus
 from ludus.errors import AlreadyExists, LudusError, StoreFull, UsageError, WorkerFailed
+from ludus.model.board import BoardReader, stage
 from ludus.model.module import forbid_while_loading, main_script
+from ludus.model.saved import encode_weights
 from ludus.remote.client import Client
-from ludus.runtime.hub import REPORT_S, Hub, Place, find_or_start
+from ludus.runtime.hub import REPORT_S, Place
+from ludus.runtime.joining import Joined, join
 from ludus.runtime.machine import stop_on_signals
+from ludus.runtime.meeting import address_of
+from ludus.runtime.mirror import Mirrors
 from ludus.runtime.processes import Process, Supervisor
 from ludus.store.local import LocalStore
+from ludus.tree import Array
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,9 +64,10 @@ class Ticket:
 class Session:
     """A process that takes part in a run. Made by `init`; a context manager that leaves the run at its end."""
 
-    def __init__(self, place: Place, hub: Hub | None, ticket: Ticket | None = None) -> None:
-        self.directory = Path(place.directory)
-        self.hub, self.place = hub, place
+    def __init__(self, joined: Joined, ticket: Ticket | None = None) -> None:
+        self._joined = joined
+        self.hub, self.place = joined.hub, joined.place
+        self.directory = Path(self.place.directory)
         self._pid = os.getpid()
         self.main_file = ticket.main_file if ticket else main_script()
         self.classes: dict[str, type[nn.Module]] = dict(ticket.classes) if ticket else {}
@@ -73,6 +81,7 @@ class Session:
         """What worker processes find imported."""
         self._client: Client | None = None
         self._supervisor: Supervisor | None = None
+        self._mirrors: Mirrors | None = None
         self._closers: list[Callable[[], None]] = []
         self._watched: list[Process] = []
         self._closed = False
@@ -111,8 +120,50 @@ class Session:
             if self._closed:
                 raise self.closed()
             if self._supervisor is None:
-                self._supervisor = Supervisor(log_dir=self.directory / "logs", preload=self.preload)
+                self._supervisor = Supervisor(log_dir=self.log_dir, preload=self.preload)
             return self._supervisor
+
+    @property
+    def log_dir(self) -> Path:
+        """Machines that share a file system do not share logs."""
+        logs = self.directory / "logs"
+        return logs if self.place.home else logs / platform.node()
+
+    # -- weights, here or on their way
+
+    def reader(self, info: Mapping[str, Any]) -> BoardReader:
+        """The versions of a model that the hub has described: in its memory, or in this machine's copy of it."""
+        return BoardReader(Path(info["board"])) if self.place.home else self._copies().reader(info)
+
+    def graph(self, path: str) -> str:
+        """The file of a traced model, on this machine."""
+        return path if self.place.home else self._copies().graph(path)
+
+    def _copies(self) -> Mirrors:
+        client = self.client
+        with self.lock:
+            if self._mirrors is None:
+                self._mirrors = Mirrors(Path(self.place.mirror), client)
+            return self._mirrors
+
+    @contextlib.contextmanager
+    def staged(self, weights: Mapping[str, Array]) -> Iterator[str]:
+        """Weights laid down where the hub finds them; inside the block it is told the name of the file. Raises StoreFull."""
+        self.client.check()  # with the hub its directory is gone
+        if self.place.home:
+            file = stage(Path(self.place.staging), weights)
+            try:
+                yield file.name
+            finally:
+                file.unlink(missing_ok=True)  # unless it was taken
+            return
+        name = self.client.upload(encode_weights(weights))
+        try:
+            yield name
+        except BaseException:
+            with contextlib.suppress(LudusError):
+                self.client.call({"op": "stage.drop", "file": name})
+            raise
 
     def ticket(self, threads: int | None = None) -> Ticket:
         return Ticket(self.place, self.main_file, dict(self.classes), threads)
@@ -135,11 +186,17 @@ class Session:
         return None
 
     def _log_hint(self, process: Process) -> str:
-        return f"Its log: {self.directory / 'logs' / process.name}.log"
+        return f"Its log: {self.log_dir / process.name}.log"
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Called when this process leaves the run; what was started last is closed first."""
         self._closers.append(closer)
+
+    def forget(self) -> None:
+        """In a copy of this process made by fork(): the locks are the parent's."""
+        for part in (self.hub, self._mirrors, self._joined):
+            if part is not None:
+                part.forget()
 
     def end_iterations(self) -> None:
         """Whoever iterates over a buffer in this process comes to its end. May be called in a signal handler."""
@@ -155,7 +212,7 @@ class Session:
         self.end_iterations()
         problems: list[BaseException] = []
         parts = [*reversed(self._closers)]
-        parts += [part.close for part in (self._supervisor, self._client, self.hub) if part is not None]
+        parts += [part.close for part in (self._supervisor, self._client, self.hub, self._joined) if part is not None]
         for close in parts:
             try:
                 close()
@@ -179,7 +236,13 @@ _left: list[Session] = []
 _inherited: Ticket | None = None
 
 
-def init(project: str | Path | None = None, trial: str | None = None, *, report_interval_s: float | None = None) -> Session:
+def init(
+    project: str | Path | None = None,
+    trial: str | None = None,
+    *,
+    address: str | None = None,
+    report_interval_s: float | None = None,
+) -> Session:
     """Open the run `<project>/<trial>` (by default `runs/<time>`), or join it when it is open already.
 
         ludus.init(project="./atari", trial="ppo-v0")
@@ -187,6 +250,11 @@ def init(project: str | Path | None = None, trial: str | None = None, *, report_
     Everything made in this run, from whichever process, is found by its name and leaves its weights, metrics and logs in that
     directory. A run that was closed, or killed, goes on from its newest weights. Metrics are reported every 10 seconds, or as
     `report_interval_s` or the variable LUDUS_REPORT_S says. Raises UsageError when this process takes part in another run.
+
+    With an `address` processes on other machines take part. It names a Ray cluster ("host:port" of its head, or "auto"; so do
+    the variables RAY_ADDRESS and ip_head, for a run with a `trial`), or the machine and port of the hub itself
+    ("tcp://host:port", with the run's token in the file that LUDUS_TOKEN_FILE names). Give the same project, trial and address
+    everywhere: whoever comes first is the hub, which keeps the run's directory. Raises WorkerFailed when nobody can be reached.
     """
     global _current
     forbid_while_loading("ludus.init")
@@ -198,15 +266,19 @@ def init(project: str | Path | None = None, trial: str | None = None, *, report_
                     f"This process takes part in the run {here.directory} already.", "One process has one run; start another."
                 )
             return here
+        if address is not None and trial is None:
+            raise UsageError(f"address={address!r}: without a trial, others cannot find this run.", "Say trial=….")
+        if trial is not None:
+            address = address_of(address)
         directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreFull(f"Cannot make the run {directory}: {error.strerror}.", "Choose another project directory.") from error
-        place, hub = find_or_start(directory, _report_interval(report_interval_s))
-        if hub is not None:
+        joined = join(directory, address, _report_interval(report_interval_s))
+        if joined.hub is not None:
             _write_meta(directory)
-        return _enter(Session(place, hub))
+        return _enter(Session(joined))
 
 
 def current(what: str) -> Session:
@@ -223,7 +295,7 @@ def adopt(ticket: Ticket) -> Session:
     global _current
     with _lock:
         if _current is None:
-            _enter(Session(ticket.place, None, ticket))
+            _enter(Session(Joined(ticket.place, None), ticket))
         assert _current is not None
         return _current
 
@@ -247,8 +319,7 @@ def _after_fork() -> None:
     global _current, _inherited, _lock
     _lock = threading.RLock()
     if _current is not None:
-        if _current.hub is not None:
-            _current.hub.forget()
+        _current.forget()
         _left.append(_current)  # kept, so that nothing of the parent's is finalised here
         atexit.unregister(_current.close)
         _inherited = _current.ticket(_current.threads)

@@ -1,7 +1,8 @@
 """Inference in processes of its own: callers gather their rows, a worker joins the batches of several callers.
 
 One frame per batch and direction. A batch goes to the least busy worker; one whose worker dies is sent once more to another,
-and then fails. A dead worker is replaced by the supervisor, at the same address.
+and then fails. A dead worker is replaced by the supervisor, at the same address: a unix socket for callers on its own machine,
+and a TCP port for those on the others, if the run has any.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
@@ -24,11 +26,13 @@ from torch import Tensor, nn
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.model.batching import Batcher
 from ludus.model.board import BoardReader
-from ludus.model.inference import Engine, Inputs, rows_of, stacked
+from ludus.model.inference import Engine, Inputs, Versions, rows_of, stacked
 from ludus.model.saved import model_from
 from ludus.remote.session import Session, Ticket, adopt
+from ludus.runtime.fleet import bind
+from ludus.runtime.guard import Guard, read_token
 from ludus.runtime.processes import ALWAYS, Context
-from ludus.runtime.wire import Connection, Header, Peer, Reply, error_fields, listen
+from ludus.runtime.wire import Connection, Header, Peer, Reply, error_fields, listen, listen_beyond, tcp_address
 from ludus.tree import Array, Tree, decode, encode, map_tree
 
 if TYPE_CHECKING:
@@ -50,31 +54,96 @@ _HANG_S = 60.0
 
 
 class Crew:
-    """The inference workers of one model, started here."""
+    """The inference workers of one model, started here; one for each entry of `gpus`, which says which of them it has."""
 
-    def __init__(self, session: Session, name: str, count: int) -> None:
-        number = session.number("crew")
-        scratch = Path(session.place.scratch)
-        self.paths = [str(scratch / f"i{number}-{index}-{os.getpid()}") for index in range(count)]
+    def __init__(self, session: Session, name: str, gpus: Sequence[str]) -> None:
+        number, place = session.number("crew"), session.place
+        self.paths = [str(Path(place.scratch) / f"i{number}-{index}-{os.getpid()}") for index in range(len(gpus))]
+        # Bound here, once, so that a worker's replacement is found where the worker was.
+        self._doors = [bind(place.host, 0) for _ in gpus] if place.host else []
+        session.on_close(self._close)
         safe = name.replace("/", "-")
         self.processes: list[Process] = [
             session.supervisor.start(
-                f"inference-{safe}-{index}", work, session.ticket(threads=1), name, path, restart=ALWAYS, hang_s=_HANG_S
+                f"inference-{safe}-{index}",
+                work,
+                session.ticket(threads=1),
+                name,
+                path,
+                gpus[index],
+                restart=ALWAYS,
+                fds=tuple(door.fileno() for door in self._doors[index : index + 1]),
+                hang_s=_HANG_S,
             )
             for index, path in enumerate(self.paths)
         ]
-        session.client.call({"op": "model.workers", "name": name, "workers": self.paths})
+        doors = [tcp_address(place.host, door.getsockname()[1]) for door in self._doors]
+        session.client.call({"op": "model.workers", "name": name, "workers": self.paths, "doors": doors})
+
+    def _close(self) -> None:
+        for door in self._doors:
+            door.close()
 
 
-def work(context: Context, ticket: Ticket, name: str, path: str) -> None:
+def gpus_of_workers(workers: int, each: float) -> list[str]:
+    """For every worker the GPUs that it has, as in CUDA_VISIBLE_DEVICES; empty without any. Raises UsageError."""
+    if each < 0 or (each > 1 and each != int(each)) or (each and not workers):
+        raise UsageError(
+            f"gpus_per_worker={each} for {workers} workers makes no sense.",
+            "Give whole GPUs, or a part of one, to num_workers=….",
+        )
+    if not each:
+        return [""] * workers
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    found = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
+    if not torch.cuda.is_available():
+        found = []
+    return shared_out(workers, each, found)
+
+
+def shared_out(workers: int, each: float, gpus: Sequence[str]) -> list[str]:
+    """Whole GPUs one after the other, or as many workers on each as have room there."""
+    on_one, whole = (int(1 / each + 1e-9), 1) if each < 1 else (1, int(each))
+    needed = -(-workers // on_one) * whole
+    if needed > len(gpus):
+        raise UsageError(
+            f"{workers} workers with gpus_per_worker={each:g} need {needed} GPUs, and PyTorch finds {len(gpus)} here.",
+            "Use fewer workers, share GPUs (gpus_per_worker=0.5), or leave gpus_per_worker out to compute on the CPU.",
+        )
+    return [",".join(gpus[index // on_one * whole : (index // on_one + 1) * whole]) for index in range(workers)]
+
+
+def work(context: Context, ticket: Ticket, name: str, path: str, gpus: str = "") -> None:
     """The life of an inference worker."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before CUDA is first used in this process
     session = adopt(ticket)
     torch.set_num_threads(ticket.threads or 1)
     info = session.client.call({"op": "model.find", "name": name})
     module = model_from(info["description"], session.classes.get(name.split("/")[0]))
-    reader, graph = BoardReader(Path(info["board"])), info["settings"].get("graph")
-    engine = _onnx_engine(module, reader, graph) if graph else Engine(module, reader)
-    asyncio.run(_serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256)))
+    reader, graph = session.reader(info), info["settings"].get("graph")
+    engine = _onnx_engine(module, reader, session.graph(graph)) if graph else Engine(module, reader)
+    if gpus and not graph:
+        engine = EngineOn(torch.device("cuda"), module, reader)
+    asyncio.run(_serve(context, engine, Path(path), int(info["settings"].get("max_batch_size") or 256), ticket.place.token_file))
+
+
+class EngineOn(Engine):
+    """An engine whose module computes on another device; inputs go there with every batch."""
+
+    def __init__(self, device: torch.device, module: nn.Module, versions: Versions) -> None:
+        super().__init__(module.to(device), versions)
+        compute = self._function
+
+        def there(*args: Any, **kwargs: Any) -> Any:
+            return compute(*map_tree(move, args), **map_tree(move, kwargs))
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or device.type != "cuda":
+                return tensor if tensor is None else tensor.to(device)
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        self._function = there
 
 
 def _onnx_engine(module: nn.Module, reader: BoardReader, graph: str) -> Engine:
@@ -83,17 +152,21 @@ def _onnx_engine(module: nn.Module, reader: BoardReader, graph: str) -> Engine:
     return OnnxEngine(module, reader, read_graph(graph))
 
 
-async def _serve(context: Context, engine: Engine, path: Path, max_rows: int) -> None:
+async def _serve(context: Context, engine: Engine, path: Path, max_rows: int, token_file: str) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     worker = _Worker(engine, max_rows)
-    server = await listen(path, worker.on_frame)
+    servers = [await listen(path, worker.on_frame)]
+    for door in context.fds:
+        bound = socket.socket(fileno=os.dup(door))
+        servers.append(await listen_beyond(bound, Guard(read_token(token_file)), worker.on_frame))
     context.on_stop(lambda: _set(loop, stopped))
     context.ready()
     while not stopped.is_set():
         context.beat()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), _BEAT_S)
-    server.close()
+    for server in servers:
+        server.close()
 
 
 def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
@@ -228,7 +301,7 @@ class RemoteInference:
         if lane is None:
             for other in [other for other in self._lanes if other.is_closed()]:
                 self._lanes.pop(other, None)
-            lane = self._lanes[loop] = _Lane(loop, self._paths, self._max)
+            lane = self._lanes[loop] = _Lane(loop, self._paths, self._max, self._session)
         return lane.submit(structure, leaves, versioned)
 
     async def _later(self, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], versioned: bool) -> Any:
@@ -270,9 +343,9 @@ class _Link:
         return self.connection is not None and self.connection.lost is None
 
 
-async def _greeted(path: str) -> Connection:
+async def _greeted(path: str, token_file: str) -> Connection:
     """A connection that was answered: the socket of a process that is just dying may still take connections."""
-    connection = await Connection.open(path, "An inference worker")
+    connection = await Connection.open(path, "An inference worker", token_file=token_file)
     try:
         await connection.request({"op": "hello"}, timeout_s=GREETING_S)
     except BaseException:
@@ -284,8 +357,8 @@ async def _greeted(path: str) -> Connection:
 class _Lane:
     """The batches of one event loop. Everything here happens on that loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, paths: Sequence[str], max_rows: int) -> None:
-        self._loop, self._max = loop, max_rows
+    def __init__(self, loop: asyncio.AbstractEventLoop, paths: Sequence[str], max_rows: int, session: Session) -> None:
+        self._loop, self._max, self._session = loop, max_rows, session
         self._links = [_Link(path) for path in paths]
         self._queue: deque[_Job] = deque()
         self._filling: dict[Hashable, _Job] = {}
@@ -371,7 +444,7 @@ class _Lane:
         try:
             while self._queue and not link.open:
                 try:
-                    link.connection = await _greeted(link.path)
+                    link.connection = await _greeted(link.path, self._session.place.token_file)
                 except (LudusError, TimeoutError):
                     self._give_up()
                     await asyncio.sleep(RETRY_S)
@@ -383,8 +456,11 @@ class _Lane:
         """Nothing waits for ever: fail what has waited too long while no worker could be reached."""
         if any(link.open for link in self._links):
             return
-        while self._queue and time.monotonic() - self._queue[0].since > PATIENCE_S:
+        lost = self._session.client.lost  # without the hub nobody replaces them
+        while self._queue and (lost or time.monotonic() - self._queue[0].since > PATIENCE_S):
             job = self._queue.popleft()
             if self._filling.get(job.structure) is job:
                 del self._filling[job.structure]
-            job.fail(WorkerFailed(f"No inference worker could be reached within {PATIENCE_S:g} s.", "Their logs say why."))
+            job.fail(
+                lost or WorkerFailed(f"No inference worker could be reached within {PATIENCE_S:g} s.", "Their logs say why.")
+            )

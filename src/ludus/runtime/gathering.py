@@ -38,7 +38,9 @@ class Boards:
         self._scratch = Scratch(shared_memory())
         self.boards = {name: Board(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
-        self.memory = GatheredMemory(specs, self._scratch.path, capacity, COUNTED, CURRENT)
+        segments = self._scratch.path / ".segments"  # no model has such a name
+        segments.mkdir(mode=0o700)
+        self.memory = GatheredMemory(specs, segments, capacity, COUNTED, CURRENT)
         self._policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:

@@ -35,6 +35,7 @@ from ludus.plugins import did_you_mean
 from ludus.runtime.fleet import bind
 from ludus.runtime.guard import Guard, read_token, write_token
 from ludus.runtime.mirror import PART, Landing, Source
+from ludus.runtime.rings import Rings, Shared
 from ludus.runtime.scratch import Scratch
 from ludus.runtime.wire import (
     MAX_BODY,
@@ -253,11 +254,16 @@ class Disk:
                 log.error("the run's directory could not be written: %s", error)
 
 
+Item = bytes | memoryview | Shared
+
+
 @dataclass
 class _Buffer:
-    fifo: Fifo[bytes | memoryview]
+    fifo: Fifo[Item]
     lost: int = 0
     """Items that producers dropped before they got here."""
+    shared: int = 0
+    """Items that came through shared memory."""
 
 
 @dataclass
@@ -291,6 +297,11 @@ class Hub:
         self._doors: dict[str, tuple[str, str]] = {}
         """The path of an inference worker's socket → (machine on which it is, address for the other machines)."""
         self._buffers: dict[str, _Buffer] = {}
+        self._rings = Rings(self._shm.path / "rings")
+        self._mapping: set[Peer] = set()
+        """Consumers that see the rings."""
+        self._lent: dict[Hashable, list[Item]] = {}
+        """What consumers are copying from the rings, by whom it was given to."""
         self._components: dict[str, _Component] = {}
         self._tally = Tally()
         self._sinks: list[Sink] = []
@@ -318,9 +329,11 @@ class Hub:
             "graph.keep": self._graph_keep,
             "graph.part": self._graph_part,
             "buffer.open": self._buffer_open,
+            "buffer.ring": self._buffer_ring,
             "buffer.push": self._buffer_push,
             "buffer.offer": self._buffer_offer,
             "buffer.take": self._buffer_take,
+            "buffer.release": self._buffer_release,
             "buffer.stats": self._buffer_stats,
             "metric": self._metric,
             "report": self._report_now,
@@ -394,6 +407,7 @@ class Hub:
         self._thread.join(timeout_s)
         if not self._loop.is_running():
             self._loop.close()
+        self._rings.close()
         self._scratch.close()
         self._shm.close()
         self._lock.close()
@@ -475,6 +489,7 @@ class Hub:
                 if who[0] is peer:
                     buffer.fifo.cancel(who)
             self._settle(buffer)
+        self._buffer_gone(peer)
 
     @staticmethod
     def _answer(who: Any, header: Mapping[str, Any], *parts: bytes | memoryview) -> None:
@@ -587,21 +602,36 @@ class Hub:
             )
         return {"size": buffer.fifo.size}
 
-    def _items(self, header: Header, body: bytes) -> list[bytes | memoryview]:
-        sizes = header["sizes"]
+    def _buffer_ring(self, peer: Peer, header: Header, body: bytes) -> Header:
+        """A place in shared memory for the items of one producer, or none: then they come through the socket."""
+        ring = self._rings.grant(peer, int(header["bytes"]))
+        return {"path": ""} if ring is None else {"path": str(ring.path), "bytes": ring.size}
+
+    def _items(self, peer: Peer, buffer: _Buffer, header: Header, body: bytes) -> list[Item]:
+        """`records` says for each item its number in the producer's ring, or -1: it is in the body, as all are without it."""
+        sizes, records = header["sizes"], header.get("records")
         if len(sizes) == 1 and sizes[0] == len(body):
-            return [body]
-        return [bytes(part) for part in split(body, sizes)]  # copies: a dropped item must not be held by its neighbours
+            inline: list[Item] = [body]
+        else:  # copies: a dropped item must not be held by its neighbours
+            inline = [bytes(part) for part in split(body, sizes)]
+        if records is None:
+            return inline
+        shared = self._rings.taken(peer, [number for number in records if number >= 0], int(header["upto"]))
+        buffer.shared += len(shared)
+        if len(inline) + len(shared) != len(records):
+            raise ValueError(f"{len(inline)} items, and not {records.count(-1)}")
+        here, there = iter(inline), iter(shared)
+        return [next(here) if number < 0 else next(there) for number in records]
 
     def _buffer_push(self, peer: Peer, header: Header, body: bytes) -> None:
         buffer = self._buffers[header["name"]]
         buffer.lost += int(header.get("lost", 0))
-        buffer.fifo.push(self._items(header, body))
+        buffer.fifo.push(self._items(peer, buffer, header, body))
         self._settle(buffer)
 
     def _buffer_offer(self, peer: Peer, header: Header, body: bytes) -> None:
         buffer = self._buffers[header["name"]]
-        buffer.fifo.offer((peer, header["id"]), self._items(header, body))
+        buffer.fifo.offer((peer, header["id"]), self._items(peer, buffer, header, body))
         self._settle(buffer)
 
     def _buffer_take(self, peer: Peer, header: Header, body: bytes) -> None:
@@ -611,6 +641,8 @@ class Hub:
                 f"A batch of {header['count']} does not fit into the buffer {header['name']!r} of size {buffer.fifo.size}.",
                 "Make the buffer larger, or the batch smaller.",
             )
+        if header.get("maps"):
+            self._mapping.add(peer)
         buffer.fifo.want((peer, header["id"]), int(header["count"]))
         self._settle(buffer)
 
@@ -621,17 +653,39 @@ class Hub:
         for who, items in settled.given:
             self._give(who, items)
 
-    def _give(self, who: Hashable, items: list[bytes | memoryview]) -> None:
-        """In frames of bounded size; the last one is not marked `more`."""
-        part: list[bytes | memoryview] = []
+    def _give(self, who: Any, items: list[Item]) -> None:
+        """In frames of bounded size; the last one is not marked `more`. Who sees the rings is told where in them to look."""
+        if who[0] in self._mapping:
+            if any(isinstance(item, Shared) for item in items):
+                self._lent[who] = items
+        else:
+            items = [item.copy() if isinstance(item, Shared) else item for item in items]
+        part: list[Item] = []
         size = 0
         for item in items:
-            if part and size + len(item) > _CHUNK:
-                self._answer(who, {"more": True, "sizes": [len(i) for i in part]}, *part)
+            inside = 0 if isinstance(item, Shared) else len(item)
+            if part and size + inside > _CHUNK:
+                self._give_part(who, part, {"more": True})
                 part, size = [], 0
             part.append(item)
-            size += len(item)
-        self._answer(who, {"sizes": [len(i) for i in part]}, *part)
+            size += inside
+        self._give_part(who, part, {})
+
+    def _give_part(self, who: Any, items: list[Item], header: Header) -> None:
+        inline = [item for item in items if not isinstance(item, Shared)]
+        header["sizes"] = [len(item) for item in inline]
+        if len(inline) < len(items):
+            header["places"] = [[str(item.ring.path), item.at, len(item)] if isinstance(item, Shared) else None for item in items]
+        self._answer(who, header, *inline)
+
+    def _buffer_release(self, peer: Peer, header: Header, body: bytes) -> None:
+        self._lent.pop((peer, header["take"]), None)
+
+    def _buffer_gone(self, peer: Peer) -> None:
+        self._mapping.discard(peer)
+        for who in [who for who in self._lent if isinstance(who, tuple) and who[0] is peer]:
+            del self._lent[who]
+        self._rings.gone(peer)
 
     def _buffer_stats(self, peer: Peer, header: Header, body: bytes) -> Header:
         return self._stats_of(self._buffers[header["name"]])
@@ -645,6 +699,7 @@ class Hub:
             "pushed": fifo.pushed + buffer.lost,
             "taken": fifo.taken,
             "dropped": fifo.dropped + buffer.lost,
+            "shared": buffer.shared,
         }
 
     # -- metrics and names

@@ -128,6 +128,7 @@ class Batch:
 
 
 def make_batch(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:
+    """`segments` with [T, B] advantages and targets."""
     return (_sequences if policy.recurrent else _samples)(policy, segments, advantage, target)
 
 

@@ -11,6 +11,9 @@ import numpy as np
 
 from ludus.types import Bools, Floats, Ints
 
+ROUNDING = 1e-3
+"""A policy's ratio to itself differs from 1 by less than this."""
+
 
 def successor_values(value: Floats, final_at: Ints, final_value: Floats) -> Floats:
     """[T, B] value of the observation that truly followed each step.

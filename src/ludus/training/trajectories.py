@@ -28,6 +28,14 @@ class Evaluated(NamedTuple):
     following: Floats  # [T, B] value of each step's true successor, without gradient; rubbish where it is not needed
 
 
+class Grids(NamedTuple):
+    """The same as arrays [T, B], 0 where nothing is valid."""
+
+    log_prob: Floats
+    value: Floats
+    following: Floats
+
+
 @dataclass
 class Trajectories:
     """B whole segments side by side, divisible by rows. Tensors share the memory of the segments until they are selected.
@@ -154,9 +162,13 @@ class Trajectories:
     # -- evaluation
 
     @torch.no_grad()
-    def log_probs(self, policy: Policy, samples: int) -> Floats:
-        """[T, B] of the recorded actions under `policy`, from a pass in parts of about so many samples."""
-        return np.concatenate([part.grid(part.evaluate(policy).log_prob) for part in self.chunks(samples)], axis=1)
+    def evaluated(self, policy: Policy, samples: int) -> Grids:
+        """What `policy` says, from a pass without gradients in parts of about so many samples."""
+        parts = []
+        for part in self.chunks(samples):
+            now = part.evaluate(policy)
+            parts.append((part.grid(now.log_prob), part.grid(now.value), now.following))
+        return Grids(*(np.concatenate(grids, axis=1) for grids in zip(*parts, strict=True)))
 
     def evaluate(self, policy: Policy) -> Evaluated:
         """One pass over all valid steps, with gradients where they are enabled, and the values of their successors."""
@@ -227,7 +239,8 @@ class Trajectories:
         following[self.valid] = value.detach().cpu().numpy().reshape(-1)[after]
         following[self.final_at[:, 0], self.final_at[:, 1]] = self.final_value
         index = torch.from_numpy(at)
-        return Evaluated(*(x.flatten().index_select(0, index) for x in (log_prob, entropy, value)), following)
+        log_prob, entropy, value = (x.flatten().index_select(0, index) for x in (log_prob, entropy, value))
+        return Evaluated(log_prob, entropy, value, following)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ludus.training.trajectories import Trajectories
 from ludus.tree import Array
 from ludus.types import Segments
 
+_LEAST_KL_COEFF = 1e-4  # from which the penalty can still grow again
 _PASS = 2048  # samples at a time in a pass without gradients: bounds its memory
 
 
@@ -67,8 +68,8 @@ class APPO(IMPALA):
     def _refresh(self, target: Policy) -> None:
         for mine, theirs in zip(target.parameters(), self.policy.parameters(), strict=True):
             mine.lerp_(theirs, self.config.tau)
-        for mine, theirs in zip(target.buffers(), self.policy.buffers(), strict=True):
-            mine.copy_(theirs)
+        for kept, now in zip(target.buffers(), self.policy.buffers(), strict=True):
+            kept.copy_(now)
         self._age = 0
 
     def _adapt(self, kl: float) -> None:
@@ -76,7 +77,7 @@ class APPO(IMPALA):
         if kl > 2.0 * self.config.kl_target:
             self.kl_coeff *= 1.5
         elif kl < 0.5 * self.config.kl_target:
-            self.kl_coeff *= 0.5
+            self.kl_coeff = max(0.5 * self.kl_coeff, _LEAST_KL_COEFF)
 
     def batch(self, segments: Segments) -> Trajectories:
         """With the target's log-probabilities, where they are not those of the first and only pass over the batch."""
@@ -86,7 +87,8 @@ class APPO(IMPALA):
         once = self.config.num_epochs == 1 and self.rows_of(batch) >= batch.units
         if self.target is None and once:
             return batch
-        return replace(batch, anchor=batch.log_probs(self.target or self.policy, _PASS))
+        target = self.policy if self.target is None else self.target
+        return replace(batch, anchor=batch.evaluated(target, _PASS).log_prob)
 
     # -- the loss
 

@@ -20,7 +20,7 @@ from ludus.config import AlgorithmConfig, Schedule
 from ludus.model.policy import Policy
 from ludus.training.batch import minibatches
 from ludus.training.learner import Learner, LearnerConfig, means
-from ludus.training.returns import explained_variance, gae, successor_values, vtrace
+from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
 from ludus.training.schedule import value_at
 from ludus.training.trajectories import Evaluated, Trajectories
 from ludus.types import Floats, Segments
@@ -160,7 +160,7 @@ class IMPALA(Learner):
         return {
             "kl": (log_ratio.expm1() - log_ratio).mean(),  # of π from μ; low-variance and never negative (Schulman 2020)
             "rho_mean": rho.mean(),
-            "rho_clipped": (rho > self.config.vtrace_clip_rho_threshold).float().mean(),
+            "rho_clipped": (rho > self.config.vtrace_clip_rho_threshold + ROUNDING).float().mean(),
         }
 
 

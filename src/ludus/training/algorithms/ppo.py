@@ -1,24 +1,30 @@
 """Proximal policy optimisation (Schulman et al. 2017), for any space, with masks and recurrence.
 
+Steps of an older policy are corrected: V-trace with the values of the policy that learns, and the decoupled objective of
+Hilton et al. 2021, whose surrogate is clipped around that policy and weighted by its ratio to the one that acted.
+
 Letters: T steps of a segment, B rows, M samples (or [L, S] for S sequences of L steps) of a minibatch.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from ludus.config import AlgorithmConfig
 from ludus.model.policy import Policy
 from ludus.training.batch import Batch, make_batch, mean_over, minibatches
 from ludus.training.learner import Learner, LearnerConfig, means
-from ludus.training.returns import explained_variance, gae, successor_values
+from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
 from ludus.training.schedule import value_at
-from ludus.types import Segments
+from ludus.training.trajectories import Trajectories
+from ludus.types import Bools, Floats, Segments
 
 
 class PPOConfig(LearnerConfig):
@@ -28,6 +34,13 @@ class PPOConfig(LearnerConfig):
     vf_clip_param: float | None = Field(None, gt=0, description="Largest squared value error of a sample; null = unlimited.")
     kl_target: float | None = Field(None, gt=0, description="Stop the epochs once the KL divergence exceeds 1.5 × this.")
     minibatch_size: int = Field(1024, ge=1, description="Samples per gradient step.")
+
+    @field_validator("sampling")
+    @classmethod
+    def _near_the_policy(cls, sampling: str) -> str:
+        if sampling == "async":
+            raise ValueError("PPO learns from steps that are at most one version old; use pipelined, or run: APPO")
+        return sampling
 
 
 class PPO(Learner):
@@ -58,19 +71,52 @@ class PPO(Learner):
         metrics |= means(numbers)
         return metrics | {"lr": self.optimizer.lr, "grad_norm": self.optimizer.grad_norm, "epochs": float(epochs)}
 
+    # -- advantages and targets, once per batch
+
     def prepare(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
-        """Advantages and targets, once per batch."""
         reward = self.rewards(segments)
+        if self._outdated(segments):
+            return self._corrected(replace(segments, reward=reward, cache={}))
         value, n = segments.value[:-1], segments.finals
         following = successor_values(segments.value, segments.final_at[:n], segments.final_value[:n])
         ends = (segments.terminated, segments.truncated, segments.valid)
         advantage = gae(reward, value, following, *ends, self.config.gamma, self.config.lambda_)
         target, valid = advantage + value, segments.valid
         metrics = {"explained_variance": explained_variance(value[valid], target[valid])}
-        if self.config.normalize_advantage:
-            inside = advantage[valid]
-            advantage = (advantage - inside.mean()) / (inside.std() + 1e-8)
-        return make_batch(self.policy, segments, advantage, target), metrics
+        return make_batch(self.policy, segments, self._normalised(advantage, valid), target), metrics
+
+    def _normalised(self, advantage: Floats, valid: Bools) -> Floats:
+        if not self.config.normalize_advantage:
+            return advantage
+        inside = advantage[valid]
+        normalised: Floats = (advantage - inside.mean()) / (inside.std() + 1e-8)
+        return normalised
+
+    def _outdated(self, segments: Segments) -> bool:
+        """Whether a step was made with older weights than those that learn."""
+        acted = segments.version[segments.valid]
+        newest = acted.max() if self.version is None else self.version
+        return bool((acted < newest).any())
+
+    def _corrected(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
+        """One pass of the current policy, which is the proximal one, over all steps: its values, and its ratio to μ."""
+        now = Trajectories.of(segments).evaluated(self.policy, self.config.minibatch_size)
+        valid = segments.valid
+        log_ratio = np.where(valid, now.log_prob - segments.log_prob, np.float32(0))
+        ratio = np.exp(np.clip(log_ratio, -20, 20))
+        ends = (segments.terminated, segments.truncated, valid)
+        found = vtrace(ratio, segments.reward, now.value, now.following, *ends, self.config.gamma, self.config.lambda_)
+        seen = ratio[valid]
+        metrics = {
+            "explained_variance": explained_variance(now.value[valid], found.target[valid]),
+            "rho_mean": float(seen.mean()),
+            "rho_clipped": float((seen > 1 + ROUNDING).mean()),
+        }
+        # The weight is positive: it may as well stand inside the minimum of the surrogate.
+        advantage = np.minimum(ratio, np.float32(1)) * self._normalised(found.advantage, valid)
+        return make_batch(self.policy, replace(segments, log_prob=now.log_prob), advantage, found.target), metrics
+
+    # -- the loss
 
     def loss(self, policy: Policy, batch: Batch, entropy_coeff: float, diagnose: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate (eq. 7), value error and entropy bonus (eq. 9), averaged over the valid samples."""

@@ -1,0 +1,178 @@
+"""Learners in processes of their own: alike after every update, lost ones noticed, nothing left behind, states interchangeable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ludus.errors import WorkerFailed
+from ludus.runtime.learners import SharedAlgorithm, share_learning, spec_from_json, spec_json
+from ludus.runtime.scratch import alive, start_time
+from ludus.spaces import ArraySpec
+from ludus.training.algorithms.ppo import PPO
+from ludus.types import Segments, SegmentSpec
+from tests.training.experience import config_for, experience, policy_for
+
+
+@contextlib.contextmanager
+def sharing(
+    kind: str, tmp_path: Path, learners: int = 2, settings: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    config = config_for(**(settings or {}))
+    algorithm = share_learning(PPO(policy_for(kind), config, config.seed), config, learners, tmp_path / "logs", **options)
+    assert isinstance(algorithm, SharedAlgorithm)
+    with contextlib.closing(algorithm):
+        yield algorithm
+
+
+def alone(kind: str, **settings: Any) -> PPO:
+    config = config_for(**settings)
+    return PPO(policy_for(kind), config, config.seed)
+
+
+def data(kind: str) -> list[Segments]:
+    return [experience(policy_for(kind), *size, seed=i) for i, size in enumerate([(12, 7), (9, 5), (20, 9)])]
+
+
+def processes(algorithm: Any) -> list[int]:
+    return [process.pid for process in algorithm._learners._processes.values()]
+
+
+def assert_alike(one: Any, other: Any, atol: float = 1e-5) -> None:
+    for name, value in one.policy.weights().items():
+        assert other.policy.weights()[name] == pytest.approx(value, abs=atol), name
+
+
+@pytest.mark.parametrize(("kind", "transport"), [("lstm", "shared"), ("hybrid", "torch")])
+def test_two_learners_learn_what_one_learns(tmp_path: Path, kind: str, transport: str) -> None:
+    settings = {"normalize_reward": True, "kl_target": 0.05}
+    single = alone(kind, **settings)
+    with sharing(kind, tmp_path, settings=settings, transport=transport) as several:
+        for i, block in enumerate(data(kind)):
+            mine, theirs = single.learn(block, i), several.learn(block, i)
+            assert theirs["learners"] == 2
+            assert {name: theirs[name] for name in mine} == pytest.approx(mine, rel=1e-3, abs=1e-5)
+        assert_alike(single, several)
+        pids = processes(several)
+        assert all(pids)
+    assert not any(alive(pid, 0) for pid in pids)
+
+
+def test_states_of_one_and_of_several_learners_are_interchangeable(tmp_path: Path) -> None:
+    blocks = data("filtered")
+    single, resumed = alone("filtered"), alone("filtered")
+    with sharing("filtered", tmp_path) as several:
+        single.learn(blocks[0], 0)
+        several.policy.load_weights(single.policy.weights())
+        several.load_state(*single.state())
+        single.learn(blocks[1], 0)
+        several.learn(blocks[1], 0)
+        assert_alike(single, several)
+        resumed.policy.load_weights(several.policy.weights())
+        resumed.load_state(*several.state())
+        several.learn(blocks[2], 0)
+    single.learn(blocks[2], 0)
+    resumed.learn(blocks[2], 0)
+    assert_alike(single, several)
+    assert_alike(single, resumed)
+    assert resumed.optimizer.updates == single.optimizer.updates
+
+
+@pytest.mark.parametrize("transport", ["shared", "torch"])
+def test_a_learner_that_is_killed_is_noticed_in_seconds_and_leaves_nobody_behind(tmp_path: Path, transport: str) -> None:
+    block = data("mlp")[2]
+    with sharing("mlp", tmp_path, learners=3, transport=transport) as several:
+        several.learn(block, 0)
+        pids = processes(several)
+        os.kill(pids[1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(WorkerFailed, match=r"Learner 2 of 3 is lost: killed by SIGKILL.*learner-2.log"):
+            for _ in range(100):
+                several.learn(block, 0)
+        assert time.monotonic() - began < 20
+    assert not any(alive(pid, 0) for pid in pids)
+
+
+def test_a_learner_that_is_killed_in_the_middle_of_an_update_is_noticed(tmp_path: Path) -> None:
+    block = data("mlp")[2]
+    with sharing("mlp", tmp_path, settings={"num_epochs": 100_000, "minibatch_size": 8}) as several:
+        pid = processes(several)[0]
+        started = start_time(pid)
+        original, count = several.optimizer.group.sum_, 0
+
+        def sum_and_kill(tensor: torch.Tensor) -> None:
+            nonlocal count
+            count += 1
+            if count == 20:
+                os.kill(pid, signal.SIGKILL)
+            original(tensor)
+
+        several.optimizer.group.sum_ = sum_and_kill
+        with pytest.raises(WorkerFailed, match="Learner 1 of 2 is lost: killed by SIGKILL"):
+            several.learn(block, 0)
+    assert started is not None
+    assert not alive(pid, started)
+
+
+def test_a_learner_that_hangs_is_given_up(tmp_path: Path) -> None:
+    block = data("mlp")[0]
+    with sharing("mlp", tmp_path, timeout_s=1.0) as several:
+        several.learn(block, 0)
+        several._learners.settle()
+        pid = processes(several)[0]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerFailed, match="Learner 1 did not come to a common sum within 1 s"):
+            several.learn(block, 0)
+    assert not alive(pid, 0)
+
+
+class Careless(PPO):
+    """Draws from a generator that is not in its state."""
+
+    def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
+        with torch.no_grad():
+            self.optimizer.flat.add_(torch.rand_like(self.optimizer.flat))
+        return super().learn(segments, timestep)
+
+
+def test_an_algorithm_whose_learners_drift_apart_is_told(tmp_path: Path) -> None:
+    config, block = config_for(), data("mlp")[0]
+    algorithm = share_learning(Careless(policy_for("mlp"), config, 0), config, 2, tmp_path)
+    assert isinstance(algorithm, SharedAlgorithm)
+    with contextlib.closing(algorithm), pytest.raises(WorkerFailed, match="Learner 1 has other weights than learner 0"):
+        algorithm.learn(block, 0)
+        algorithm.learn(block, 0)
+
+
+class Unbuildable(PPO):
+    def __init__(self, policy: Any, config: Any, seed: int) -> None:
+        if "learner-1.log" in os.readlink("/proc/self/fd/1"):
+            raise RuntimeError("there is only one of me")
+        super().__init__(policy, config, seed)
+
+
+def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
+    config = config_for()
+    with pytest.raises(WorkerFailed, match="there is only one of me"):
+        share_learning(Unbuildable(policy_for("mlp"), config, 0), config, 2, tmp_path)
+
+
+def test_one_learner_is_the_algorithm_itself() -> None:
+    algorithm = alone("mlp")
+    assert share_learning(algorithm, config_for(), 1, None) is algorithm
+
+
+def test_a_spec_survives_the_way_to_another_learner() -> None:
+    leaf = ArraySpec((2, 3), np.dtype(np.uint8))
+    seen = {"a": leaf, "b": (leaf, ArraySpec((), np.dtype(np.int64)))}
+    spec = SegmentSpec(7, seen, (leaf,), 4, (ArraySpec((8,), np.dtype(np.float32)),), 4, 2, "m")
+    assert spec_from_json(spec_json(spec)) == spec
