@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import settings
 import torch
-from report import Args, Run, describe, parse_args
+from report import ASYNC_MODES, Args, Run, describe, parse_args
 from settings import PPO
 from torch import nn
 from torch.distributions import Categorical
@@ -30,6 +30,7 @@ class Extras:
 
 # The defaults of CleanRL's ppo.py for CartPole-v1.
 TUNED = PPO(envs=4, steps=128, epochs=4, minibatch=128, lr=2.5e-4, clip=0.2, ent_coef=0.01)
+DOOM_THREADS = 3  # faster than two: a thread mostly waits for an engine
 TUNED_EXTRAS = Extras(anneal_lr_over_frames=500_000, clip_value_loss=True)
 
 
@@ -55,17 +56,20 @@ class MlpAgent(nn.Module):
 
 
 class CnnAgent(nn.Module):
-    def __init__(self, actions: int) -> None:
+    def __init__(self, image: tuple[int, int, int], actions: int) -> None:
         super().__init__()
+        channels, height, width = image
+        for kernel, stride in ((8, 4), (4, 2), (3, 1)):
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
         self.trunk = nn.Sequential(
-            layer(nn.Conv2d(4, 32, 8, stride=4)),
+            layer(nn.Conv2d(channels, 32, 8, stride=4)),
             nn.ReLU(),
             layer(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
             layer(nn.Conv2d(64, 64, 3, stride=1)),
             nn.ReLU(),
             nn.Flatten(),
-            layer(nn.Linear(64 * 7 * 7, 512)),
+            layer(nn.Linear(64 * height * width, 512)),
             nn.ReLU(),
         )
         self.policy = layer(nn.Linear(512, actions), gain=0.01)
@@ -198,6 +202,12 @@ def make_pong(num_envs: int, threads: int) -> gym.vector.VectorEnv:
     return AtariVectorEnv("pong", num_envs, num_threads=threads, autoreset_mode="SameStep")
 
 
+def make_doom(num_envs: int) -> gym.vector.VectorEnv:
+    from doom import DoomThreads
+
+    return DoomThreads(num_envs, DOOM_THREADS)
+
+
 def cartpole_run(args: Args) -> None:
     ppo, extras = (TUNED, TUNED_EXTRAS) if args.mode == "tuned" else (settings.CARTPOLE, Extras())
     run = Run("cleanrl", args, describe(ppo, **describe(extras), env="gymnasium CartPoleVectorEnv"))
@@ -211,12 +221,16 @@ def cartpole_run(args: Args) -> None:
     run.finish(lambda: cartpole.evaluate(act))
 
 
-def pong_run(args: Args) -> None:
-    ppo = settings.PONG
-    run = Run("cleanrl", args, describe(ppo, env="ale_py AtariVectorEnv", network="Nature CNN 512"))
-    envs = make_pong(ppo.envs, args.threads)
-    Trainer(CnnAgent(int(envs.single_action_space.n)), envs, ppo, Extras()).train(run, args.seed)
+def image_run(args: Args) -> None:
+    """Pong, or Doom. In the asynchronous modes: one epoch, one gradient step a batch."""
+    ppo = settings.ASYNC if args.mode in ASYNC_MODES else settings.PONG
+    kind = "ale_py AtariVectorEnv" if args.task == "pong" else f"ViZDoom stepped by {DOOM_THREADS} threads"
+    run = Run("cleanrl", args, describe(ppo, env=kind, network="Nature CNN 512"))
+    envs = make_pong(ppo.envs, args.threads) if args.task == "pong" else make_doom(ppo.envs)
+    image, actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
+    Trainer(CnnAgent(image, actions), envs, ppo, Extras()).train(run, args.seed)
     run.finish()
+    envs.close()
 
 
 def main() -> None:
@@ -227,7 +241,7 @@ def main() -> None:
     if args.task == "cartpole":
         cartpole_run(args)
     else:
-        pong_run(args)
+        image_run(args)
 
 
 if __name__ == "__main__":

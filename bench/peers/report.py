@@ -21,6 +21,9 @@ import psutil
 
 WINDOW_EPISODES = 100
 WARMUP_ITERATIONS = 2
+ASYNC_MODES = ("appo", "impala")
+ASYNC_WARMUP_S = 6.0
+"""Asynchronous systems take a while until all of their queues are filled as they stay."""
 RSS_INTERVAL_S = 1.0
 MEGABYTE = 2**20
 
@@ -39,15 +42,15 @@ class Args:
 
 def parse_args(argv: Sequence[str] | None = None) -> Args:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--task", choices=("cartpole", "pong"), default="cartpole")
-    parser.add_argument("--mode", choices=("tuned", "equal"), default="equal")
+    parser.add_argument("--task", choices=("cartpole", "pong", "doom"), default="cartpole")
+    parser.add_argument("--mode", choices=("tuned", "equal", *ASYNC_MODES), default="equal")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-seconds", type=float, default=60.0)
     parser.add_argument("--max-frames", type=int, default=2_000_000)
     parser.add_argument("--target", type=float, default=475.0)
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: one for cartpole, two for pong")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: one for cartpole, else two")
     values = vars(parser.parse_args(argv))
-    values["threads"] = values["threads"] or (2 if values["task"] == "pong" else 1)
+    values["threads"] = values["threads"] or (1 if values["task"] == "cartpole" else 2)
     return Args(**values)
 
 
@@ -140,8 +143,8 @@ class JsonLine:
 class Run:
     """One training run: tell it when stepping starts, which episodes end and when an iteration is over.
 
-    An iteration is one rollout plus its update. `fps` counts whole iterations after the first two, so neither
-    warm-up nor a rollout cut short by reaching the target distorts it.
+    An iteration is one rollout plus its update. `fps` counts whole iterations after the first two (asynchronous: after the
+    first seconds), so neither warm-up nor a rollout cut short by reaching the target distorts it.
     """
 
     def __init__(self, peer: str, args: Args, settings: dict[str, Any]) -> None:
@@ -154,6 +157,7 @@ class Run:
         self._window = EpisodeWindow()
         self._first_step: float | None = None
         self._iterations: list[tuple[float, int]] = []
+        self._steady: tuple[float, int, float] | None = None  # when, at how many frames and CPU seconds the warm-up was over
         self._frames = 0
         self._at_target: dict[str, float | int] = {}
         self._measured: dict[str, float] | None = None
@@ -182,6 +186,9 @@ class Run:
     def iteration(self, frames: int) -> None:
         self._iterations.append((time.perf_counter(), frames))
         self.saw(frames)
+        warm_s = ASYNC_WARMUP_S if self._args.mode in ASYNC_MODES else 0.0
+        if self._steady is None and len(self._iterations) >= WARMUP_ITERATIONS and self._train_s() >= warm_s:
+            self._steady = (*self._iterations[-1], tree_usage().cpu_s)
 
     def saw(self, frames: int) -> None:
         """Progress within an iteration, so that `max_frames` and `max_seconds` hold there too."""
@@ -208,6 +215,7 @@ class Run:
             "train_s": round(train_s, 3),
             "fps": round(self._fps(train_s), 1),
             "cpu_s": round(tree_usage().cpu_s, 2),
+            "cores": round(self._cores(), 3),
             "peak_rss_mb": round(self._peak_rss.close(), 1),
         }
 
@@ -238,11 +246,16 @@ class Run:
         return 0.0 if self._first_step is None else time.perf_counter() - self._first_step
 
     def _fps(self, train_s: float) -> float:
-        steady = self._iterations[WARMUP_ITERATIONS - 1 :]
-        if len(steady) < 2:
+        if self._steady is None or self._iterations[-1][0] <= self._steady[0]:
             return self._frames / train_s if train_s else 0.0
-        (start_s, start_frames), (end_s, end_frames) = steady[0], steady[-1]
+        (start_s, start_frames, _), (end_s, end_frames) = self._steady, self._iterations[-1]
         return (end_frames - start_frames) / (end_s - start_s)
+
+    def _cores(self) -> float:
+        """CPU seconds per second since the warm-up, of the whole process tree."""
+        if self._steady is None:
+            return 0.0
+        return (tree_usage().cpu_s - self._steady[2]) / (time.perf_counter() - self._steady[0])
 
 
 def skip(peer: str, args: Args, reason: str) -> None:

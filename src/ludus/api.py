@@ -25,11 +25,13 @@ def train(
     checkpoint_freq: int = 0,
     checkpoint_at_end: bool = True,
     keep_checkpoints_num: int | None = None,
+    address: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Train an agent in this process and return it, with its run directory and last metrics.
+    """Train an agent and return it, with its run directory and last metrics.
 
-    `settings` are the keys of `config:` (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`); an unknown one is an error.
+    `settings` are the keys of `config:` (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`); an unknown one is an error. With
+    `num_workers=N` environments are stepped by N other processes; with `address` these run on all machines of a Ray cluster.
     Raises UsageError for anything wrong with the arguments, before anything starts.
     """
     data: dict[str, Any] = {"name": name, "env": env, "run": run, "stop": dict(stop or {}), "config": settings}
@@ -39,13 +41,18 @@ def train(
         "keep_checkpoints_num": keep_checkpoints_num,
     }
     return experiment.start(
-        data, local_dir=Path(local_dir), project=Path(project) if project is not None else None, trial=trial, restore=restore
+        data,
+        local_dir=Path(local_dir),
+        project=Path(project) if project is not None else None,
+        trial=trial,
+        restore=restore,
+        cluster=experiment.cluster_of(address),
     )
 
 
-def resume(directory: str | Path, stop: Mapping[str, float] | None = None) -> Result:
+def resume(directory: str | Path, stop: Mapping[str, float] | None = None, *, address: str | None = None) -> Result:
     """Continue a run that was stopped or killed, in its own directory; `stop` replaces its stop conditions."""
-    return experiment.resume(Path(directory), stop=stop)
+    return experiment.resume(Path(directory), stop=stop, cluster=experiment.cluster_of(address))
 
 
 def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> TrainedAgent:

@@ -26,6 +26,7 @@ class Sampled:
         self, env: str, rows: int, steps: int, *, normalise: bool = False, seed: int = 0, lag: int = 0, **network: Any
     ) -> None:
         torch.manual_seed(seed)
+        torch.set_num_threads(1)  # small networks: more would only get into each other's way
         self._environments = make_environments(env, rows)
         spaces = (self._environments.observation_space, self._environments.action_space)
         self.policy, self.actor = (Policy(*spaces, NetworkConfig(**network), normalise) for _ in range(2))

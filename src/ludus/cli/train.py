@@ -23,7 +23,24 @@ def train(
     env_option: Annotated[str | None, typer.Option("--env", "--name-env", help="The same as ENV.", show_default=False)] = None,
     run: Annotated[str | None, typer.Option(help="Algorithm, or module:Class. [default: PPO]", show_default=False)] = None,
     num_envs: Annotated[int | None, typer.Option(help="Environments stepped together.", show_default=False)] = None,
-    num_workers: Annotated[int | None, typer.Option(help="Sampling processes; 0 = this one.", show_default=False)] = None,
+    num_workers: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Sampling processes; 0 = this one.", show_default=False)
+    ] = None,
+    num_learners: Annotated[int | None, typer.Option(help="Processes that share every gradient.", show_default=False)] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            "--ray-address",
+            metavar="HOST:PORT|auto|local",
+            help="Sample on all machines of this Ray cluster; local starts one here. [RAY_ADDRESS, ip_head]",
+            show_default=False,
+        ),
+    ] = None,
+    ray_num_cpus: Annotated[int | None, typer.Option(help="Of a Ray that is started here.", show_default=False)] = None,
+    ray_object_store_memory: Annotated[
+        int | None, typer.Option(help="Bytes; of a Ray that is started here.", show_default=False)
+    ] = None,
     num_cpus: Annotated[int | None, typer.Option(help="Cores that this process may use.", show_default=False)] = None,
     num_gpus: Annotated[float | None, typer.Option(help="Accelerators for the learner.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same run.", show_default=False)] = None,
@@ -69,7 +86,7 @@ def train(
     if resume is not None:
         fixed = {
             "ENV": env or env_option, "-f": file, "--run": run, "--restore": restore, "--set": set_, "--seed": seed,
-            "--num-envs": num_envs, "--num-workers": num_workers, "--num-cpus": num_cpus, "--num-gpus": num_gpus,
+            "--num-envs": num_envs, "--num-workers": num_workers, "--num-learners": num_learners, "--num-cpus": num_cpus, "--num-gpus": num_gpus,
             "--project": project, "--trial": trial, "--checkpoint-freq": checkpoint_freq,
             "--checkpoint-at-end": checkpoint_at_end, "--keep-checkpoints-num": keep_checkpoints_num,
         }  # fmt: skip
@@ -81,7 +98,7 @@ def train(
             )
     data = {} if resume is not None else experiment_from(
         file, env or env_option, run, set_ or [], stops,
-        {"num_envs_per_worker": num_envs, "num_workers": 0 if local_mode else num_workers, "torch_threads": num_cpus, "learner_threads": num_cpus, "num_gpus": num_gpus, "seed": seed},
+        {"num_envs_per_worker": num_envs, "num_workers": 0 if local_mode else _workers(num_workers), "num_learners": 0 if local_mode else num_learners, "torch_threads": num_cpus, "learner_threads": num_cpus, "num_gpus": num_gpus, "seed": seed},
         {"checkpoint_freq": checkpoint_freq, "checkpoint_at_end": checkpoint_at_end, "keep_checkpoints_num": keep_checkpoints_num},
     )  # fmt: skip
     from ludus.cli.display import Display, say
@@ -94,13 +111,18 @@ def train(
         if not quiet:
             say(sentence, to_stderr=json_)
 
+    cluster = None if local_mode else experiment.cluster_of(address, ray_num_cpus, ray_object_store_memory)
     with Display(quiet=quiet, to_stderr=json_) as display:
-        told: dict[str, Any] = {"sinks": [display], "announce": announce}
+        told: dict[str, Any] = {"sinks": [display], "announce": announce, "cluster": cluster}
         if resume is not None:
             result = experiment.resume(resume, stop=stops, **told)
         else:
             result = experiment.start(data, local_dir=local_dir, project=project, trial=trial, restore=restore, **told)
     _conclude(result, quiet=quiet, as_json=json_)
+
+
+def _workers(given: str | None) -> int | str | None:
+    return int(given) if given is not None and given.isdigit() else given
 
 
 def experiment_from(

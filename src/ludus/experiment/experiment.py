@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,16 @@ from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
 from ludus.experiment.driver import Driver, Luggage
 from ludus.experiment.evaluation import make_evaluation
-from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
+from ludus.experiment.parts import (
+    ClusterOptions,
+    Resolved,
+    count_on,
+    make_algorithm,
+    make_conductor,
+    make_policy,
+    make_pool,
+    opened,
+)
 from ludus.experiment.result import Result as Result
 from ludus.experiment.run import CONFIG, Run, run_directory
 from ludus.experiment.status import StatusWriter, described
@@ -33,6 +43,7 @@ from ludus.memory.memory import Memory, make_memory
 from ludus.metrics import Sink, read_jsonl
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
+from ludus.runtime.cluster import address_of
 from ludus.runtime.in_process import InProcess
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Handle, Program
@@ -50,7 +61,7 @@ Announce = Callable[[str], None]
 _SAY_EVERY_S = 10.0
 
 
-def resolve(data: Mapping[str, Any]) -> Resolved:
+def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> Resolved:
     """Check everything that can be checked before anything starts. Raises UsageError of some kind."""
     experiment = configs.experiment(data)
     called = experiment.env == configs.EXTERNAL
@@ -60,20 +71,35 @@ def resolve(data: Mapping[str, Any]) -> Resolved:
     config = configs.algorithm_config(algorithm.Config, experiment.config, collated=called)
     if called:
         external.seats_of(configs.external_config(config.env_config))
-    _refuse_what_needs_more(config, called)
+    _refuse_what_needs_more(config, called, cluster)
     stop = experiment.stop
     if not stop.model_dump(exclude_none=True):
         solved = None if called else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
     resolved = config.model_dump(mode="json", by_alias=True)
-    return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config)
+    return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config, cluster)
 
 
-def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None) -> Mapping[str, Any]:
+def cluster_of(option: str | None, num_cpus: int | None = None, object_store_memory: int | None = None) -> ClusterOptions | None:
+    """The cluster that an option, RAY_ADDRESS or ip_head names; None: no cluster. Raises UsageError."""
+    address = address_of(option, os.environ)
+    if address is None:
+        if num_cpus is not None or object_store_memory is not None:
+            raise UsageError("--ray-num-cpus and --ray-object-store-memory are for a Ray.", "Add --address local.")
+        return None
+    return ClusterOptions(address, num_cpus, object_store_memory, asked_for=bool(option))
+
+
+def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, cluster: ClusterOptions | None) -> Mapping[str, Any]:
     """`num_workers: auto` becomes a number, once and for all: it is saved with the run."""
     inner = configs.canonical(data.get("config") or {})
     if inner.get("num_workers") != "auto":
         return data
+    if cluster is not None:
+        raise ConfigError(
+            "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
+            "Give a number: one worker for every core of the cluster is a good start.",
+        )
     cores = usable_cores()
     if data.get("env") == configs.EXTERNAL:
         chosen, why = max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
@@ -93,7 +119,12 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None) -> 
     return {**data, "config": {**inner, "num_workers": chosen}}
 
 
-def _refuse_what_needs_more(config: AlgorithmConfig, called: bool) -> None:
+def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: ClusterOptions | None) -> None:
+    if cluster is not None and cluster.asked_for and (called or not config.workers):
+        raise ConfigError(
+            f"A cluster ({cluster.address}) is where workers sample, and this run has none.",
+            "Set num_workers, or leave the address out.",
+        )
     if config.sampling == "pipelined" and not config.workers:
         raise ConfigError("config.sampling is pipelined, and num_workers is 0.", "Set num_workers: sampling goes on elsewhere.")
     if config.num_gpus:
@@ -113,19 +144,22 @@ def start(
     sinks: Sequence[Sink] = (),
     announce: Announce | None = None,
     supervised: bool | None = None,
+    cluster: ClusterOptions | None = None,
 ) -> Result:
     """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0.
 
     `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway.
     """
-    data = _with_workers_chosen(data, announce)
-    resolved = resolve(data)
+    data = _with_workers_chosen(data, announce, cluster)
+    resolved = resolve(data, cluster)
     e = resolved.experiment
     before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
     Run.check_free(directory)
     if _has_processes(resolved) if supervised is None else supervised:
-        return _driven(resolved, directory, functools.partial(_learn, directory, dict(data), restore, None), sinks, announce)
+        return _driven(
+            resolved, directory, functools.partial(_learn, directory, dict(data), restore, None, cluster), sinks, announce
+        )
     return _start(resolved, directory, before, sinks, announce)
 
 
@@ -153,22 +187,23 @@ def resume(
     sinks: Sequence[Sink] = (),
     announce: Announce | None = None,
     supervised: bool | None = None,
+    cluster: ClusterOptions | None = None,
 ) -> Result:
     """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint.
 
     A run that was killed before its first checkpoint starts again. `supervised` as in `start`.
     """
-    resolved = _resolved_again(Run.open(directory), stop)
+    resolved = _resolved_again(Run.open(directory), stop, cluster)
     if _has_processes(resolved) if supervised is None else supervised:
-        return _driven(resolved, directory, functools.partial(_learn, directory, None, None, stop), sinks, announce)
-    return _resume(directory, stop, None, sinks, announce)
+        return _driven(resolved, directory, functools.partial(_learn, directory, None, None, stop, cluster), sinks, announce)
+    return _resume(directory, stop, None, sinks, announce, cluster)
 
 
-def _resolved_again(run: Run, stop: Mapping[str, Any] | None) -> Resolved:
+def _resolved_again(run: Run, stop: Mapping[str, Any] | None, cluster: ClusterOptions | None) -> Resolved:
     data = run.config()
     if stop:
         data["stop"] = dict(stop)
-    return resolve(data)
+    return resolve(data, cluster)
 
 
 def _resume(
@@ -177,11 +212,12 @@ def _resume(
     restore: str | Path | None,
     sinks: Sequence[Sink],
     announce: Announce | None,
+    cluster: ClusterOptions | None,
     again: bool = False,
 ) -> Result:
     """`restore`: what a run without a checkpoint of its own begins with. `again`: a learner was here before, and may have come to the end."""
     run = Run.open(directory)
-    resolved = _resolved_again(run, stop)
+    resolved = _resolved_again(run, stop, cluster)
     before: Checkpoint | None
     try:
         before, own = checkpoint.newest(run.store), True
@@ -233,6 +269,7 @@ def _learn(
     data: dict[str, Any] | None,
     restore: str | Path | None,
     stop: Mapping[str, Any] | None,
+    cluster: ClusterOptions | None,
     *,
     sinks: Sequence[Sink],
     announce: Announce | None,
@@ -240,8 +277,8 @@ def _learn(
 ) -> Result:
     """What the learner's process does: begin the run, or take it up where the last learner left it."""
     if data is None or (again and (directory / CONFIG).exists()):
-        return _resume(directory, stop, restore, sinks, announce, again)
-    resolved = resolve(data)
+        return _resume(directory, stop, restore, sinks, announce, cluster, again)
+    resolved = resolve(data, cluster)
     return _start(resolved, directory, _begins_with(restore, resolved), sinks, announce)
 
 

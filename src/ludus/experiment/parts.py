@@ -26,12 +26,25 @@ _MANY_PIXELS = 32 * 32
 
 
 @dataclass(frozen=True)
+class ClusterOptions:
+    """The Ray cluster that a run was pointed at: HOST:PORT, `auto`, or `local` for one that is started for it."""
+
+    address: str
+    num_cpus: int | None = None
+    object_store_memory: int | None = None
+    asked_for: bool = True
+    """By an option, not by a variable that may have been set for others."""
+
+
+@dataclass(frozen=True)
 class Resolved:
     """A whole experiment, checked: every key has its value."""
 
     experiment: ExperimentConfig
     algorithm: type[Algorithm]
     config: AlgorithmConfig
+    cluster: ClusterOptions | None = None
+    """Not part of the experiment: the same one runs here and there."""
 
     def saved(self) -> dict[str, Any]:
         """As it is written to `config.yaml`."""

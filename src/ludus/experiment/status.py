@@ -265,12 +265,15 @@ def _from_metrics(directory: Path) -> dict[str, Any]:
 # -- in words ------------------------------------------------------------------------------------------------------------
 
 _MUCH, _LITTLE = 0.25, 0.10
+_SHARES = ("sampler/env_share", "sampler/policy_share", "sampler/blocked_share", "sampler/weights_wait_share")
 
 
 def bottleneck(numbers: Numbers) -> str:
     """What limits the speed of a run, in words; empty when its numbers do not tell."""
     if "sampler/env_share" not in numbers and "learner/wait_share" not in numbers:
         return _of_one_process(numbers)
+    if not _measured(numbers):
+        return ""
     waits = numbers.get("learner/wait_share", 0.0)
     environment, policy = numbers.get("sampler/env_share", 0.0), numbers.get("sampler/policy_share", 0.0)
     blocked = numbers.get("sampler/blocked_share", 0.0) + numbers.get("sampler/weights_wait_share", 0.0)
@@ -306,12 +309,10 @@ def summary(numbers: Numbers) -> str:
     parts: list[str] = []
     if not any(name.startswith("sampler/") or name in ("learner/wait_share", "learner/restarts") for name in numbers):
         return ""
-    if "sampler/env_share" in numbers or "sampler/policy_share" in numbers:
+    if _measured(numbers):
         busy = numbers.get("sampler/env_share", 0.0) + numbers.get("sampler/policy_share", 0.0)
         waits = f", learner waits {_percent(numbers['learner/wait_share'])}" if "learner/wait_share" in numbers else ""
         parts.append(f"sampler {_percent(busy)} busy{waits}")
-    elif "learner/wait_share" in numbers:
-        parts.append(f"learner waits {_percent(numbers['learner/wait_share'])}")
     if "learner/lag_mean" in numbers:
         most = f" (max {numbers['learner/lag_max']:.0f})" if _known(numbers, "learner/lag_max") else ""
         parts.append(f"lag {numbers['learner/lag_mean']:.1f}{most}")
@@ -321,6 +322,11 @@ def summary(numbers: Numbers) -> str:
     if counted := _counted(numbers):
         parts.append(counted)
     return " · ".join(parts)
+
+
+def _measured(numbers: Numbers) -> bool:
+    """Shares are those of the last second: in the first one of a run all of them are 0."""
+    return any(numbers.get(name) for name in _SHARES)
 
 
 def _counted(numbers: Numbers) -> str:

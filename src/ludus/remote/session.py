@@ -115,6 +115,13 @@ class Session:
         return client
 
     @property
+    def lost(self) -> Exception | None:
+        """Set when the hub is gone, or this process has left the run."""
+        if self._closed:
+            return self.closed()
+        return self._client.lost if self._client is not None else None
+
+    @property
     def supervisor(self) -> Supervisor:
         with self.lock:
             if self._closed:

@@ -456,7 +456,7 @@ class _Lane:
         """Nothing waits for ever: fail what has waited too long while no worker could be reached."""
         if any(link.open for link in self._links):
             return
-        lost = self._session.client.lost  # without the hub nobody replaces them
+        lost = self._session.lost  # without the hub nobody replaces them
         while self._queue and (lost or time.monotonic() - self._queue[0].since > PATIENCE_S):
             job = self._queue.popleft()
             if self._filling.get(job.structure) is job:

@@ -41,7 +41,7 @@ from ludus.runtime.processes import NEVER, OVER, Context, Process, Supervisor
 from ludus.runtime.scratch import Scratch
 from ludus.spaces import ArraySpec
 from ludus.training.algorithm import Algorithm, algorithm_class
-from ludus.training.group import COLLECTIVE_S, Group, SharedGroup, TorchGroup
+from ludus.training.group import ALONE, COLLECTIVE_S, Group, SharedGroup, TorchGroup
 from ludus.training.optimizer import Optimizer
 from ludus.tree import Array, Tree
 from ludus.types import Segments, SegmentSpec
@@ -306,6 +306,9 @@ class Rank:
             self._algorithm.learn(segments, order.timestep)
         except TrainingDiverged as error:  # rank 0 says it, too, and decides
             log.error("%s", error)
+        except WorkerFailed as error:  # another learner was lost; this one must not be taken for the cause
+            log.error("%s", error)
+            return
         shown = _FINGERPRINT.pack(*fingerprint(self._algorithm.optimizer)) if order.checked else b""
         self._link.send(DONE, self._algorithm.optimizer.updates, 0, shown)
 
@@ -401,38 +404,40 @@ class Learners:
         transport: Transport | None = None,
         timeout_s: float = COLLECTIVE_S,
         start_s: float = START_S,
+        supervisor: Supervisor | None = None,
     ) -> None:
-        """`config`: with which the algorithm was made."""
+        """`config`: with which the algorithm was made. `supervisor`: to start them under, whose logs are in `log_dir`."""
         self.size = size
         self._algorithm, self._timeout_s = algorithm, timeout_s
         device = algorithm.optimizer.device
         self._transport = transport or ("shared" if device.type == "cpu" else "torch")
+        self._log_dir = log_dir
         self._processes: dict[int, Process] = {}
         self._links: dict[int, Link] = {}
         self._spec: SegmentSpec | None = None
         self._updates = 0
         self._busy = False
         self._expected: tuple[float, float] | None = None
-        self._log_dir = log_dir
         with contextlib.ExitStack() as undo:
             self._scratch = Scratch(shared_memory())
             undo.callback(self._scratch.close)
             self._batch = BatchFile(self._scratch.path)
-            self._supervisor = Supervisor(log_dir=log_dir, preload=("numpy", "torch", __name__))
-            undo.callback(self._supervisor.close, _GRACE_S)
-            self._start(Recipe.of(algorithm, config), start_s)
-            undo.callback(algorithm.optimizer.group.close)
+            if supervisor is None:
+                supervisor = Supervisor(log_dir=log_dir, preload=("numpy", "torch", __name__))
+                undo.callback(supervisor.close, _GRACE_S)
+            undo.callback(self._stop)
+            self._start(supervisor, Recipe.of(algorithm, config), start_s)
             self.send_state()
             self._undo = undo.pop_all()
 
     # -- starting
 
-    def _start(self, recipe: Recipe, start_s: float) -> None:
+    def _start(self, supervisor: Supervisor, recipe: Recipe, start_s: float) -> None:
         for rank in range(1, self.size):
             ours, theirs = socket.socketpair()
             with theirs:
                 name = f"learner-{rank}"
-                self._processes[rank] = self._supervisor.start(name, _local_rank, fds=[theirs.fileno()], restart=NEVER)
+                self._processes[rank] = supervisor.start(name, _local_rank, fds=[theirs.fileno()], restart=NEVER)
             self._links[rank] = Link(ours, f"Learner {rank}")
         deadline = time.monotonic() + start_s
         place = self._scratch.path / "group"
@@ -544,20 +549,27 @@ class Learners:
         return error
 
     def _lost(self, rank: int, process: Process) -> WorkerFailed:
-        why = process.error.rstrip() or "it ended"
+        why = process.error.rstrip().rpartition("\n")[2] or "it ended"
         return WorkerFailed(f"Learner {rank} of {self.size} is lost: {why}", self._log_hint(rank))
 
     def _log_hint(self, rank: int) -> str:
-        log_of = f" Its log: {self._log_dir / f'learner-{rank}.log'}." if self._log_dir else ""
-        return f"Training goes on from the newest checkpoint with --resume.{log_of}"
+        path = self._log_dir / f"learner-{rank}.log" if self._log_dir else None
+        return "The run can go on from its newest checkpoint." + (f" The learner's log: {path}" if path else "")
 
     def close(self) -> None:
-        """Hang up, which ends the ranks; those that do not listen are killed."""
+        """Again: no effect."""
+        self._undo.close()
+
+    def _stop(self) -> None:
+        """Hang up, which ends the ranks; those that do not notice are killed."""
         for link in self._links.values():
             link.close()
         for process in self._processes.values():
             process.ask_to_stop(_GRACE_S)
-        self._undo.close()
+        for process in self._processes.values():
+            process.stop(_GRACE_S)
+        self._algorithm.optimizer.group.close()
+        self._algorithm.optimizer.group = ALONE
 
 
 def _device_of(rank: int, device: torch.device) -> str:

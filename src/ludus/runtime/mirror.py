@@ -98,6 +98,8 @@ class Source:
         self._newest: weakref.WeakValueDictionary[str, _Parcel] = weakref.WeakValueDictionary()
         self._packing: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.sent = 0
+        """Versions that were handed out, once for every machine that follows a model."""
 
     def want(self, who: tuple[Peer, Any], name: str, version: int, wait_s: float, board: Path) -> None:
         """Answer as soon as there is a version above `version`, or after `wait_s` without one."""
@@ -132,6 +134,7 @@ class Source:
             return
         if not peer.gone:
             self._held[peer, name] = parcel
+            self.sent += 1
             self._answer(waiting.who, {"version": parcel.version, "size": len(parcel.data), "sum": parcel.sum})
 
     async def _packed(self, name: str, reader: BoardReader) -> _Parcel:

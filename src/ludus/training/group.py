@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import mmap
 import os
+import re
 import socket
 import threading
 import time
@@ -189,7 +190,7 @@ class TorchGroup:
             self._backend = make(store, rank, size, datetime.timedelta(seconds=timeout_s), address)
         except RuntimeError as error:
             raise WorkerFailed(
-                f"Learner {rank} of {size} could not join the others: {_first_line(error)}",
+                f"Learner {rank} of {size} could not join the others: {_said(error)}",
                 f"All must reach each other; {NET_CARD} selects the network interface.",
             ) from error
 
@@ -198,7 +199,7 @@ class TorchGroup:
             self._backend.allreduce([tensor]).wait()
         except RuntimeError as error:
             raise WorkerFailed(
-                f"Learner {self.rank} of {self.size} lost the others in a common sum: {_first_line(error)}",
+                f"Learner {self.rank} of {self.size} lost the others in a common sum: {_said(error)}",
                 f"One of them died, or did not come within {self._timeout_s:g} s: see their logs.",
             ) from error
 
@@ -242,8 +243,10 @@ def _head_bytes(size: int) -> int:
     return -(-size * _LINE // _PAGE) * _PAGE
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _said(error: Exception) -> str:
+    """What a library in C++ complains of, without the place in its sources and its advice."""
+    line = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line)
 
 
 _lock = threading.Lock()

@@ -1,0 +1,292 @@
+"""One run on several machines: the calls that work at home work away from the hub, and what breaks there is told there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ludus
+from ludus.errors import UsageError
+from ludus.metrics import read_jsonl
+from ludus.remote import workers
+from ludus.remote.session import Session
+from tests.remote.node import Failed, Node
+from tests.remote.parts import Scale, scaled
+
+X = np.ones(3, np.float32)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """The hub of a run that other machines may join, in this process."""
+    project = tmp_path_factory.mktemp("home")
+    with ludus.init(project=project, trial="t", address="tcp://127.0.0.1:0", report_interval_s=60) as session:
+        ludus.RemoteModel("m", Scale(), forward_args=(X,))
+        yield session
+
+
+def address(hub: Session) -> str:
+    assert hub.hub is not None
+    return hub.hub.address
+
+
+def node_of(hub: Session, base: Path) -> Node:
+    return Node(base, LUDUS_TOKEN_FILE=hub.place.token_file)
+
+
+@pytest.fixture(scope="module")
+def node(hub: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A process on another machine, which has joined."""
+    with node_of(hub, tmp_path_factory.mktemp("n")) as node:
+        joined = node.join(address(hub))
+        assert not joined["hub"]
+        assert not joined["home"]
+        yield node
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+# -- the calls, from another machine
+
+
+def test_a_model_answers_there_and_follows_the_weights_of_its_home(hub: Session, node: Node) -> None:
+    model = ludus.RemoteModel("m")
+    assert node.ask("call", "m", 2) == 2
+    version = model.publish_weights(scaled(3))
+    assert node.ask("until_version", "m", version) == version
+    assert node.ask("call", "m", 2) == 6
+    assert node.ask("gather", "m", 5) == [3 * (20.0 + i) for i in range(5)]
+
+
+def test_what_is_published_there_is_used_at_home(hub: Session, node: Node) -> None:
+    model = ludus.RemoteModel("m")
+    version = node.ask("publish", "m", 5)
+    assert model.version == version
+    assert float(model(X)[0]) == 5
+
+
+def test_a_model_may_be_made_there_and_cloned(hub: Session, node: Node) -> None:
+    assert node.ask("make", "theirs", 4.0) == 1
+    assert float(ludus.RemoteModel("theirs")(X)[0]) == 4
+    assert node.ask("clone", "theirs") == 4
+
+
+class Wide(nn.Module):
+    """Eleven megabytes: several parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1700, 1700))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor[0, 0]
+
+
+def test_large_weights_travel_in_parts_both_ways(hub: Session, node: Node) -> None:
+    model = ludus.RemoteModel("wide", Wide())
+    rows = torch.arange(1700 * 1700, dtype=torch.float32).reshape(1700, 1700).numpy()
+    version = model.publish_weights({"factor": rows})
+    assert node.ask("until_version", "wide", version) == version
+    published, size = node.ask("large", "wide")
+    assert size == 4 * 1700 * 1700
+    assert (published, model.version) == (version + 1, version + 1)
+    np.testing.assert_array_equal(model._shared.reader.read()[1]["factor"], np.full((1700, 1700), 7, np.float32))
+
+
+def test_buffers_metrics_gateways_and_trainers_work_there(hub: Session, node: Node, tmp_path: Path) -> None:
+    ludus.RemoteModel("m").publish_weights(scaled(2))
+    mine = ludus.RemoteBuffer("b", size=16, batch_size=2)
+    node.ask("push", "b", [1.0, 2.0])
+    assert mine.take(10).tolist() == [1.0, 2.0]
+    mine.push(3.0, 4.0, 5.0).wait(10)
+    assert node.ask("take", "b", 3) == [3.0, 4.0, 5.0]
+    node.ask("until_version", "m", ludus.RemoteModel("m").version)
+    assert node.ask("serve", "m", "b") == [4.0, 6.0]
+    assert [float(item["x"][0]) for item in (ludus.RemoteBuffer("b").take(10) for _ in range(2))] == [2.0, 3.0]
+    ludus.RemoteBuffer("factors").push(6.0)
+    node.ask("train", "m", "factors", str(tmp_path))
+    assert float(ludus.RemoteModel("m")(X)[0]) == 6
+    node.ask("metric", "from_afar", 7.5)
+    hub.client.call({"op": "report"})
+    until(lambda: any(row.get("from_afar") == 7.5 for row in read_jsonl(hub.directory / "metrics.jsonl")))
+
+
+def test_the_workers_of_a_model_serve_other_machines_and_their_death_costs_nobody_an_answer(hub: Session, node: Node) -> None:
+    model = ludus.RemoteModel("central", Scale(), forward_args=(X,), num_workers=2)
+    processes = [hub.supervisor._processes[f"inference-central-{index}"] for index in range(2)]
+    assert all(path.startswith("/") for path in model._shared.workers), "at home by a unix socket"
+    assert all(path.startswith("tcp://") for path in node.ask("workers", "central"))
+    assert node.ask("gather", "central", 40) == [20.0 + i for i in range(40)]
+    node.tell("play_for", "central", 2.0)
+    for process in processes:
+        time.sleep(0.5)
+        process.kill()
+        process.wait_ready(30)
+    played = node.answer()
+    assert played["asked"] > 20
+    assert played["longest"] < workers.PATIENCE_S
+    assert sum(process.incarnation for process in processes) == 4
+    for process in processes:
+        process.stop()
+
+
+def test_workers_that_were_started_there_serve_the_home(hub: Session, node: Node) -> None:
+    assert all(path.startswith("/") for path in node.ask("crew", "outpost", 1))
+    model = ludus.RemoteModel("outpost")
+    assert all(path.startswith("tcp://") for path in model._shared.workers)
+    assert float(model(np.full(3, 5, np.float32))[0]) == 5
+
+
+# -- one copy of the weights for each machine
+
+
+def test_two_processes_of_a_machine_share_one_copy_and_the_second_goes_on_when_the_first_is_killed(
+    hub: Session, tmp_path: Path
+) -> None:
+    assert hub.hub is not None
+    model = ludus.RemoteModel("shared", Scale(), forward_args=(X,))
+    with node_of(hub, tmp_path) as first, node_of(hub, tmp_path) as second:
+        here = first.join(address(hub))
+        assert first.ask("call", "shared", 2) == 2
+        assert second.join(address(hub))["mirror"] == here["mirror"]
+        assert second.ask("call", "shared", 2) == 2
+        assert first.ask("leads", "shared")
+        assert not second.ask("leads", "shared")
+        parcels = hub.hub._source.sent
+        version = model.publish_weights(scaled(3))
+        second.ask("until_version", "shared", version)
+        assert hub.hub._source.sent == parcels + 1, "each version travels once to a machine"
+        first.process.kill()
+        first.process.wait()
+        version = model.publish_weights(scaled(4))
+        assert second.ask("until_version", "shared", version) == version
+        assert second.ask("call", "shared", 2) == 8
+        assert second.ask("leads", "shared")
+        assert second.ask("leave") == [], "the last to leave takes the copy along"
+
+
+def test_a_copy_that_everybody_was_killed_beside_is_swept_by_the_next_run(hub: Session, tmp_path: Path) -> None:
+    with node_of(hub, tmp_path) as node:
+        left = Path(node.join(address(hub))["mirror"])
+        node.ask("call", "m", 1)
+    assert left.exists()
+    other = left.with_name(left.name[:-16] + "0123456789abcdef")
+    left.rename(other)
+    with node_of(hub, tmp_path) as node:
+        node.join(address(hub))
+        assert not other.exists()
+
+
+# -- what breaks
+
+
+def test_when_the_hub_is_killed_everybody_away_is_told(tmp_path: Path) -> None:
+    with Node(tmp_path / "h") as home, contextlib.ExitStack() as stack:
+        opened = home.ask("open", str(tmp_path / "h" / "runs"), "t")
+        nodes = [stack.enter_context(Node(tmp_path / str(i), LUDUS_TOKEN_FILE=opened["token_file"])) for i in range(2)]
+        for node in nodes:
+            node.join(opened["address"])
+            assert node.ask("call", "m", 2) == 2
+        nodes[0].tell("take_for_ever", "b")
+        nodes[1].tell("wait_for_the_end")
+        time.sleep(0.3)
+        home.process.kill()
+        for node in nodes:
+            with pytest.raises(Failed, match="gone") as caught:
+                node.answer()
+            assert caught.value.kind == "WorkerFailed"
+            assert caught.value.seconds < 10
+        with pytest.raises(Failed, match="WorkerFailed"):
+            nodes[0].ask("publish", "m", 2)
+
+
+def test_a_process_with_another_token_is_refused_and_told(hub: Session, tmp_path: Path) -> None:
+    assert hub.hub is not None
+    assert hub.hub._guard is not None
+    (tmp_path / "token").write_text("f" * 64)
+    before = hub.hub._guard.refused
+    with Node(tmp_path, LUDUS_TOKEN_FILE=str(tmp_path / "token")) as stranger:
+        with pytest.raises(Failed, match="refuses our token"):
+            stranger.join(address(hub))
+        assert hub.hub._guard.refused == before + 1
+    with Node(tmp_path) as stranger, pytest.raises(Failed, match="LUDUS_TOKEN_FILE"):
+        stranger.join(address(hub))
+
+
+def test_another_trial_than_the_one_of_the_hub_is_refused(hub: Session, tmp_path: Path) -> None:
+    with node_of(hub, tmp_path) as node, pytest.raises(Failed, match="has the run 't', not 'other'"):
+        node.join(address(hub), "other")
+
+
+def test_the_token_is_in_its_file_alone(hub: Session, node: Node) -> None:
+    token_file = Path(hub.place.token_file)
+    token = token_file.read_text()
+    assert len(token) == 64
+    assert token_file.stat().st_mode & 0o777 == 0o600
+    written = [path for path in (*hub.directory.rglob("*"), *node.base.rglob("*")) if path.is_file()]
+    assert (hub.directory / "hub.json") in written
+    assert [path for path in written if token.encode() in path.read_bytes()] == []
+    for pid in (os.getpid(), node.process.pid):
+        assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+    assert token not in repr(hub.place)
+
+
+def test_without_an_address_nothing_listens_for_other_machines(tmp_path: Path, hub: Session) -> None:
+    with Node(tmp_path) as alone:
+        alone.tell("join", str(tmp_path / "runs"), "t", None)
+        joined = alone.answer()
+        assert joined["hub"]
+        inodes = {os.readlink(fd) for fd in Path(f"/proc/{joined['pid']}/fd").iterdir() if fd.is_symlink()}
+        listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        assert [fields for fields in listening if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes] == []
+
+
+def test_without_gpus_a_worker_that_wants_one_is_refused(hub: Session) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UsageError, match="2 workers with gpus_per_worker=1 need 2 GPUs, and PyTorch finds 0"):
+        ludus.RemoteModel("m", num_workers=2, gpus_per_worker=1)
+    with pytest.raises(UsageError, match="makes no sense"):
+        ludus.RemoteModel("m", gpus_per_worker=1)
+
+
+@pytest.mark.parametrize(
+    ("count", "each", "expected"),
+    [
+        (2, 1, ["4", "5"]),
+        (2, 2, ["4,5", "6,7"]),
+        (4, 0.5, ["4", "4", "5", "5"]),
+        (3, 0.3, ["4", "4", "4"]),
+        (1, 4, ["4,5,6,7"]),
+    ],
+)
+def test_workers_get_gpus_of_their_own_or_a_part_of_one(count: int, each: float, expected: list[str]) -> None:
+    assert workers.shared_out(count, each, ["4", "5", "6", "7"]) == expected
+
+
+def test_an_engine_computes_where_its_module_is(hub: Session) -> None:
+    class Versions:
+        version = 1
+
+        def read(self) -> tuple[int, dict[str, Any]]:
+            return 1, scaled(3)
+
+    engine = workers.EngineOn(torch.device("cpu"), Scale(), Versions())
+    structure = ("tuple", (("tuple", ((X.dtype, X.shape),)), ("dict", ())))
+    outputs, version = engine.run(structure, [X[None]], 1)
+    np.testing.assert_array_equal(outputs, 3 * X[None])
+    assert version == 1
