@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cartpole
@@ -167,7 +168,8 @@ def to_argv(arguments: dict[str, Any]) -> list[str]:
     return argv
 
 
-def make_cfg(arguments: dict[str, Any], args: Args, directory: str) -> Any:
+def make_cfg(arguments: dict[str, Any], args: Args, directory: str, extend: Sequence[Callable[[Any], Any]] = ()) -> Any:
+    """`extend`: functions that add the arguments of an environment to the parser."""
     arguments = {
         **arguments,
         "algo": "APPO",
@@ -179,6 +181,8 @@ def make_cfg(arguments: dict[str, Any], args: Args, directory: str) -> Any:
     }
     argv = to_argv(arguments)
     parser, _ = parse_sf_args(argv)
+    for add in extend:
+        add(parser)
     return parse_full_cfg(parser, argv)
 
 

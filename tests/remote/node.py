@@ -246,7 +246,8 @@ def main() -> None:
             said = {"value": functions[what](*args)}
         except (LudusError, AssertionError, TimeoutError, OSError) as error:
             said = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
-        print(json.dumps(said), flush=True)
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
