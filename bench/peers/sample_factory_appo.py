@@ -34,6 +34,8 @@ def arguments(task: str) -> dict[str, Any]:
         "worker_num_splits": 2,
         "policy_workers_per_policy": 1,
         "with_vtrace": True,
+        "recurrence": settings.ASYNC.steps,  # V-trace wants whole rollouts
+        "decorrelate_experience_max_seconds": 1,
         "encoder_conv_architecture": "convnet_atari",
         "encoder_conv_mlp_layers": [512],
         "nonlinearity": "relu",

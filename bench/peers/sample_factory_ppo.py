@@ -83,7 +83,8 @@ class Watch(AlgoObserver):
         self._frames = 0
 
     def on_start(self, runner: Runner) -> None:
-        self._run.begin()
+        if not runner.cfg.async_rl:  # else its processes are only about to be made
+            self._run.begin()
 
     def on_training_step(self, runner: Runner, training_iteration_since_resume: int) -> None:
         if self._run.over:
@@ -92,6 +93,7 @@ class Watch(AlgoObserver):
 
     def on_learned(self, _runner: Runner, message: dict[str, Any], _policy: int) -> None:
         """The learner reports its steps just after each training step."""
+        self._run.begin()
         self._frames = message[LEARNER_ENV_STEPS]
         self._run.iteration(self._frames)
         if self._run.over:

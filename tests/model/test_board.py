@@ -20,6 +20,7 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreError, 
 from ludus.model.board import Board, BoardReader, stage
 from ludus.model.policy import Policy
 from ludus.tree import Array
+from tests.memory.killing import forked, reap
 
 Publish = Callable[[Board, int], None]
 
@@ -154,6 +155,10 @@ class Large(nn.Module):
         return int(numbers.pop())
 
 
+def arrays_of(model: nn.Module) -> dict[str, Array]:
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
 def test_weights_are_loaded_into_a_model_in_place_with_its_buffers(tmp_path: Path) -> None:
     space = gym.spaces.Box(-1, 1, (4,), np.float32)
     learner, actor = (Policy(space, gym.spaces.Discrete(3), normalise_observations=True) for _ in range(2))
@@ -184,7 +189,7 @@ def test_one_board_may_be_published_to_in_both_ways(tmp_path: Path) -> None:
     board, reader, model = Board(tmp_path), BoardReader(tmp_path), Large(0, 10)
     for version in range(1, 10):
         given = Large(version, 10)
-        board.publish(version, given if version % 3 else stage(tmp_path, BoardWeights.of(given)))
+        board.publish(version, given if version % 3 else stage(tmp_path, arrays_of(given)))
         assert reader.version == version
         assert reader.load_into(model) == version
         assert model.number() == version
@@ -192,14 +197,8 @@ def test_one_board_may_be_published_to_in_both_ways(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) <= 2
 
 
-class BoardWeights:
-    @staticmethod
-    def of(model: nn.Module) -> dict[str, Array]:
-        return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-
-
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
-    board, reader, other = Board(tmp_path, BoardWeights.of(Large(0, 10))), BoardReader(tmp_path), Large(7, 11)
+    board, reader, other = Board(tmp_path, arrays_of(Large(0, 10))), BoardReader(tmp_path), Large(7, 11)
     board.publish(1, Large(1, 10))
     with pytest.raises(IncompatibleCheckpoint, match="first is float32"):
         board.publish(2, other)
@@ -222,11 +221,10 @@ def test_no_room_for_the_slots_is_an_error(tmp_path: Path) -> None:
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         with pytest.raises(StoreFull, match="Cannot take"):
-            Board(tmp_path, BoardWeights.of(Large()))
+            Board(tmp_path, arrays_of(Large()))
         assert [p.name for p in tmp_path.iterdir()] == ["version"]
 
-    pid = _forked(large)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert reap(_forked(large)) == 0
 
 
 @pytest.mark.parametrize(
@@ -253,12 +251,12 @@ def test_a_reader_that_is_overtaken_reads_again(tmp_path: Path) -> None:
             seen = version
 
     children = [_forked(load) for _ in range(3)]
-    arrays = BoardWeights.of(Large())
+    arrays = arrays_of(Large())
     for version in range(2, last + 1):
         for array in arrays.values():
             array.fill(version)
         board.publish(version, arrays)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+    assert [reap(pid) for pid in children] == [0, 0, 0]
 
 
 def test_a_writer_that_is_killed_leaves_the_version_before(tmp_path: Path) -> None:
@@ -287,12 +285,8 @@ def _publish_for_ever(directory: Path) -> None:
 
 
 def _forked(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
+    def alone() -> None:
+        torch.set_num_threads(1)  # the threads of the parent are not there after a fork
+        work()
+
+    return forked(alone)

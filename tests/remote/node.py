@@ -35,27 +35,35 @@ class Failed(Exception):
         self.kind, self.seconds = kind, seconds
 
 
-class Node:
-    """A process on its own "machine", which is the directory `base`. Several may share one."""
+Start = Callable[[list[str]], "subprocess.Popen[bytes]"]
 
-    def __init__(self, base: Path, **env: str) -> None:
+
+class Node:
+    """A process on its own "machine", which is the directory `base`. Several may share one.
+
+    `start` puts it on a machine that really is another one: it is given the command, and connects its output.
+    """
+
+    def __init__(self, base: Path, start: Start | None = None, **env: str) -> None:
         for name in ("tmp", "shm", "runs"):
             (base / name).mkdir(parents=True, exist_ok=True)
         self.base = base
+        orders = base / f"orders-{len(list(base.glob('orders-*')))}"
+        os.mkfifo(orders)
         there = {"TMPDIR": str(base / "tmp"), "LUDUS_SHM": str(base / "shm"), **env}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.remote.node"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**{k: v for k, v in os.environ.items() if k != "LUDUS_TOKEN_FILE"}, **there},
-        )
+        argv = [sys.executable, "-m", "tests.remote.node", str(orders)]
+        if start is not None:
+            self.process = start(argv)
+        else:
+            kept = {key: value for key, value in os.environ.items() if key != "LUDUS_TOKEN_FILE"}
+            self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=ROOT, env=kept | there)
+        self._orders = os.fdopen(os.open(orders, os.O_RDWR), "w")
 
     def __enter__(self) -> Node:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._orders.close()
         self.process.kill()
         self.process.communicate()
 
@@ -64,9 +72,8 @@ class Node:
         return self.answer()
 
     def tell(self, what: str, *args: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([what, *args]) + "\n")
-        self.process.stdin.flush()
+        self._orders.write(json.dumps([what, *args]) + "\n")
+        self._orders.flush()
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
@@ -239,7 +246,7 @@ def do_leave() -> list[str]:
 
 def main() -> None:
     functions: dict[str, Callable[..., Any]] = {k[3:]: v for k, v in globals().items() if k.startswith("do_")}
-    for line in sys.stdin:
+    for line in open(sys.argv[1]):  # noqa: SIM115 - until the process ends
         what, *args = json.loads(line)
         began = time.monotonic()
         try:

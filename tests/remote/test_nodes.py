@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ import torch
 from torch import nn
 
 import ludus
-from ludus.errors import UsageError
+from ludus.errors import UsageError, WorkerFailed
 from ludus.metrics import read_jsonl
+from ludus.remote import session as sessions
 from ludus.remote import workers
 from ludus.remote.session import Session
+from ludus.runtime import joining, wire
+from ludus.runtime.guard import write_token
+from ludus.runtime.joining import join
 from tests.remote.node import Failed, Node
 from tests.remote.parts import Scale, scaled
 
@@ -118,6 +124,8 @@ def test_buffers_metrics_gateways_and_trainers_work_there(hub: Session, node: No
     seen = ludus.RemoteBuffer("seen", batch_size=2)
     assert node.ask("serve", "m", "seen") == [4.0, 6.0]
     np.testing.assert_array_equal(seen.take(10)["y"][:, 0], [4.0, 6.0])
+    for buffer in (mine, seen):
+        buffer.close()
     ludus.RemoteBuffer("factors").push(6.0)
     node.ask("train", "m", "factors", str(tmp_path))
     assert float(ludus.RemoteModel("m")(X)[0]) == 6
@@ -180,18 +188,6 @@ def test_two_processes_of_a_machine_share_one_copy_and_the_second_goes_on_when_t
         assert second.ask("leave") == [], "the last to leave takes the copy along"
 
 
-def test_a_copy_that_everybody_was_killed_beside_is_swept_by_the_next_run(hub: Session, tmp_path: Path) -> None:
-    with node_of(hub, tmp_path) as node:
-        left = Path(node.join(address(hub))["mirror"])
-        node.ask("call", "m", 1)
-    assert left.exists()
-    other = left.with_name(left.name[:-16] + "0123456789abcdef")
-    left.rename(other)
-    with node_of(hub, tmp_path) as node:
-        node.join(address(hub))
-        assert not other.exists()
-
-
 # -- what breaks
 
 
@@ -200,7 +196,9 @@ def test_when_the_hub_is_killed_everybody_away_is_told(tmp_path: Path) -> None:
         opened = home.ask("open", str(tmp_path / "h" / "runs"), "t")
         nodes = [stack.enter_context(Node(tmp_path / str(i), LUDUS_TOKEN_FILE=opened["token_file"])) for i in range(2)]
         for node in nodes:
-            node.join(opened["address"])
+            node.tell("join", str(node.base / "runs"), "t", opened["address"])
+        for node in nodes:
+            node.answer()
             assert node.ask("call", "m", 2) == 2
         nodes[0].tell("take_for_ever", "b")
         nodes[1].tell("wait_for_the_end")
@@ -215,22 +213,55 @@ def test_when_the_hub_is_killed_everybody_away_is_told(tmp_path: Path) -> None:
             nodes[0].ask("publish", "m", 2)
 
 
-def test_a_process_with_another_token_is_refused_and_told(hub: Session, tmp_path: Path) -> None:
+def test_a_process_with_another_token_or_none_is_refused_and_told(
+    hub: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert hub.hub is not None
     assert hub.hub._guard is not None
     (tmp_path / "token").write_text("f" * 64)
     before = hub.hub._guard.refused
-    with Node(tmp_path, LUDUS_TOKEN_FILE=str(tmp_path / "token")) as stranger:
-        with pytest.raises(Failed, match="refuses our token"):
-            stranger.join(address(hub))
-        assert hub.hub._guard.refused == before + 1
-    with Node(tmp_path) as stranger, pytest.raises(Failed, match="LUDUS_TOKEN_FILE"):
-        stranger.join(address(hub))
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(UsageError, match="refuses our token"):
+        join(tmp_path / "t", address(hub))
+    assert hub.hub._guard.refused == before + 1
+    monkeypatch.delenv("LUDUS_TOKEN_FILE")
+    with pytest.raises(UsageError, match="Set LUDUS_TOKEN_FILE"):
+        join(tmp_path / "t", address(hub))
 
 
-def test_another_trial_than_the_one_of_the_hub_is_refused(hub: Session, tmp_path: Path) -> None:
-    with node_of(hub, tmp_path) as node, pytest.raises(Failed, match="has the run 't', not 'other'"):
-        node.join(address(hub), "other")
+def test_another_trial_than_the_one_of_the_hub_is_refused(hub: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", hub.place.token_file)
+    with pytest.raises(UsageError, match="has the run 't', not 'other'"):
+        join(tmp_path / "other", address(hub))
+
+
+def test_where_nobody_listens_a_process_on_another_machine_is_told_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_token(tmp_path / "token")
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setattr(joining, "JOIN_S", 0.5)
+    monkeypatch.setattr(wire, "CONNECT_S", 0.5)
+    with pytest.raises(WorkerFailed, match=r"could not be reached at tcp://192\.0\.2\.1:9"):
+        join(tmp_path / "t", "tcp://192.0.2.1:9")
+
+
+def test_of_two_that_come_to_an_address_one_becomes_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("LUDUS_SHM", str(tmp_path))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "a" / "t").mkdir(parents=True)
+    (tmp_path / "b" / "t").mkdir(parents=True)
+    with ThreadPoolExecutor(2) as pool:
+        came = list(pool.map(lambda name: join(tmp_path / name / "t", f"tcp://127.0.0.1:{port}"), "ab"))
+    hubs = [joined.hub for joined in came if joined.hub is not None]
+    assert len(hubs) == 1
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    for joined in came:
+        joined.close()
+    hubs[0].close()
 
 
 def test_the_token_is_in_its_file_alone(hub: Session, node: Node) -> None:
@@ -246,14 +277,27 @@ def test_the_token_is_in_its_file_alone(hub: Session, node: Node) -> None:
     assert token not in repr(hub.place)
 
 
-def test_without_an_address_nothing_listens_for_other_machines(tmp_path: Path, hub: Session) -> None:
-    with Node(tmp_path) as alone:
-        alone.tell("join", str(tmp_path / "runs"), "t", None)
-        joined = alone.answer()
-        assert joined["hub"]
-        inodes = {os.readlink(fd) for fd in Path(f"/proc/{joined['pid']}/fd").iterdir() if fd.is_symlink()}
-        listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        assert [fields for fields in listening if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes] == []
+def listening() -> set[str]:
+    """Local addresses of the TCP ports at which this process listens."""
+    mine = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {fields[1] for fields in rows if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine}
+
+
+def test_without_an_address_nothing_listens_for_other_machines(hub: Session, tmp_path: Path) -> None:
+    before = listening()
+    assert before, "the hub of the other tests has a door"
+    alone = join(tmp_path)
+    assert alone.hub is not None
+    assert listening() == before
+    assert (alone.place.host, alone.place.token_file, alone.place.home) == ("", "", True)
+    alone.hub.close()
+
+
+def test_an_address_needs_a_trial_that_others_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_current", None)
+    with pytest.raises(UsageError, match="without a trial"):
+        sessions.init(address="tcp://127.0.0.1:0")
 
 
 def test_without_gpus_a_worker_that_wants_one_is_refused(hub: Session) -> None:

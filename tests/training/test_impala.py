@@ -130,8 +130,8 @@ def test_the_scale_of_rewards_leaves_the_policy_gradient_alone() -> None:
         block.value *= scale
         algorithm = made("IMPALA", source.policy, vf_loss_coeff=0.0, lr=0.0)
         with torch.no_grad():
-            source.policy.network.value_head.weight *= scale
-            source.policy.network.value_head.bias *= scale
+            source.policy.network.value_head.weight.mul_(scale)
+            source.policy.network.value_head.bias.mul_(scale)
         losses.append(algorithm.learn(block, 0)["policy_loss"])
     assert abs(losses[0]) > 0.01
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -12,12 +12,14 @@ import torch
 
 import ludus
 from ludus.config import algorithm_config
-from ludus.errors import TrainingDiverged
+from ludus.errors import ConfigError, TrainingDiverged
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.spaces import ArraySpec
 from ludus.training.algorithms.ppo import PPO, PPOConfig
 from ludus.types import Segments, SegmentSpec
+from tests.training.sampled import Sampled, disturbed, made
+from tests.training.test_returns import vtrace_by_definition
 
 OBSERVATIONS = gym.spaces.Box(-5, 5, (3,), np.float32)
 ACTIONS = gym.spaces.Discrete(4)
@@ -82,7 +84,7 @@ def padded(block: Segments, extra: int) -> Segments:
     out.observation[:] = rng.choice(rubbish, out.observation.shape)
     out.reward[:], out.value[:], out.log_prob[:] = np.nan, np.inf, -np.inf
     out.action_mask[:] = False
-    for name in ("action", "reward", "terminated", "truncated", "valid", "log_prob"):
+    for name in ("action", "reward", "terminated", "truncated", "valid", "log_prob", "version"):
         getattr(out, name)[:t] = getattr(block, name)
     out.observation[: t + 1], out.value[: t + 1] = block.observation, block.value
     out.first[: t + 1], out.action_mask[: t + 1] = block.first, block.action_mask
@@ -193,6 +195,91 @@ def test_normalised_observations_follow_the_valid_rows_only() -> None:
     assert norm is not None
     assert norm.mean.numpy() == pytest.approx(block.observation[:-1][block.valid].mean(axis=0), abs=1e-5)
     assert float(norm.count) == block.steps
+
+
+# -- experience of older versions ----------------------------------------------------------------------------------------
+
+
+def test_ones_own_steps_are_not_corrected_whatever_is_known_of_versions() -> None:
+    """Bit by bit: who samples and learns in turns gets what the plain algorithm computes."""
+    results = []
+    for known in (None, 0):
+        policy = policy_for()
+        algorithm = ppo(policy, minibatch_size=40)
+        algorithm.version = known
+        assert "rho_mean" not in algorithm.learn(segments(policy, 12, 7), 0)
+        results.append(policy.weights())
+    assert all((results[1][name] == value).all() for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("core", [None, "lstm"])
+def test_a_correction_of_what_needs_none_changes_nothing(core: str | None) -> None:
+    results = []
+    for known in (0, 1):
+        policy = policy_for(core)
+        algorithm = ppo(policy, minibatch_size=40)
+        algorithm.version = known
+        metrics = algorithm.learn(padded(segments(policy, 12, 7), 3), 0)
+        results.append(policy.weights())
+    assert metrics["rho_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["rho_clipped"] == 0
+    for name, value in results[0].items():
+        assert results[1][name] == pytest.approx(value, abs=2e-5), name
+
+
+def test_old_steps_are_weighted_and_clipped_around_the_policy_that_learns() -> None:
+    """The decoupled objective (Hilton et al. 2021), step by step in plain Python."""
+    policy = policy_for()
+    block = segments(policy, 6, 2)
+    disturbed(policy, 0.2)
+    settings: dict[str, Any] = {"gamma": 0.9, "lambda": 0.8, "normalize_advantage": False, "sampling": "pipelined"}
+    batch, metrics = ppo(policy, **settings).prepare(block)
+    with torch.no_grad():
+        outputs, value, _ = policy.network(torch.from_numpy(block.observation), (), None)
+    near = outputs[:-1].log_softmax(-1).gather(-1, torch.from_numpy(block.action[..., None])).squeeze(-1)
+    rho = np.exp(near.numpy() - block.log_prob)
+    for b in range(2):
+        ends = [*np.flatnonzero(block.terminated[:, b]).tolist(), 5]
+        begin = 0
+        for end in sorted({*ends}):
+            own = slice(begin, end + 1)
+            known = (rho[own, b].tolist(), block.reward[own, b].tolist(), [*value[own, b].tolist(), float(value[end + 1, b])])
+            target, advantage = vtrace_by_definition(*known, bool(block.terminated[end, b]), 0.9, 0.8, (1.0, 1.0))
+            expected = np.minimum(rho[own, b], 1) * np.array(advantage)
+            np.testing.assert_allclose(batch.target.reshape(6, 2)[own, b], target, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(batch.advantage.reshape(6, 2)[own, b], expected, rtol=1e-4, atol=1e-5)
+            begin = end + 1
+    np.testing.assert_allclose(batch.log_prob.reshape(6, 2), near, atol=1e-6)
+    assert metrics["rho_mean"] == pytest.approx(float(rho.mean()), rel=1e-5)
+
+
+def test_one_old_step_is_enough_for_a_correction() -> None:
+    policy = policy_for()
+    block = segments(policy, 8, 4)
+    block.version[:] = 5
+    block.version[3, 2] = 4
+    assert "rho_mean" in ppo(policy).learn(block, 0)
+    block.valid[3, 2] = False
+    assert "rho_mean" not in ppo(policy).learn(block, 0)
+
+
+def test_samplers_that_never_wait_are_refused_with_the_algorithm_to_use() -> None:
+    assert algorithm_config(PPOConfig, {"sampling": "pipelined"}).sampling == "pipelined"
+    with pytest.raises(ConfigError, match=r"config.sampling is 'async'.*one version.*run: APPO"):
+        algorithm_config(PPOConfig, {"sampling": "async"})
+
+
+def test_experience_of_the_version_before_is_learned_from() -> None:
+    source = Sampled("CartPole-v1", 32, 32, seed=1, lag=1)
+    algorithm = made("PPO", source.policy, lr=1e-3, minibatch_size=256)
+    for _ in range(80):
+        block = source.block()
+        algorithm.version = source.version
+        metrics = algorithm.learn(block, 0)
+        source.published()
+    assert metrics["rho_mean"] != 1
+    assert np.mean(source.returns) >= 195
+    source.close()
 
 
 # -- learning -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
+@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def sampled(request: pytest.FixtureRequest) -> Any:
     env, settings = request.param
     source = Sampled(env, 6, 12, **settings)

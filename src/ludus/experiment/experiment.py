@@ -328,7 +328,7 @@ def _train(
 ) -> Result:
     with (
         stop_on_signals() as stop,
-        assembled(resolved, open_run, before, sinks, environment_seed, counting_on, stop) as parts,
+        assembled(resolved, open_run, before, sinks, environment_seed, counting_on, stop, announce) as parts,
         StatusWriter(parts.run.directory, functools.partial(_shown, parts, resolved)) as shown,
     ):
         if before is not None:
@@ -406,6 +406,7 @@ def assembled(
     environment_seed: int = 0,
     counting_on: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
+    announce: Announce | None = None,
 ) -> Iterator[Parts]:
     """The program of a run, built in this process, restored from `before`; everything is closed at the end."""
     keep_freed_memory()
@@ -414,8 +415,8 @@ def assembled(
     if called:
         program, handles = external.program_of(resolved, open_run, before, sinks, counting_on)
     else:
-        wiring = sampled.program_of if resolved.config.workers else program_of
-        program, handles = wiring(resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
+        given = (resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
+        program, handles = sampled.program_of(*given, announce) if resolved.config.workers else program_of(*given)
     try:
         with InProcess(program) as runtime:
             run, *parts = (runtime[handle] for handle in handles)

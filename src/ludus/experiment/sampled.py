@@ -14,14 +14,25 @@ from ludus.buffer.blocks import BlockBatches
 from ludus.config import AlgorithmConfig
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import make_evaluation
-from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
+from ludus.experiment.parts import (
+    ClusterOptions,
+    Resolved,
+    count_on,
+    make_algorithm,
+    make_conductor,
+    make_policy,
+    make_pool,
+    opened,
+)
 from ludus.experiment.run import Run
 from ludus.game.environment import make_environments
 from ludus.metrics import Sink
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
+from ludus.runtime.cluster import Cluster
 from ludus.runtime.processes import Restart
 from ludus.runtime.program import Handle, Program
+from ludus.runtime.ray_node import RayNodes
 from ludus.runtime.sampling import LocalNode, Nodes, Plan, Sampling, ThisNode
 from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Trainer
@@ -50,17 +61,20 @@ def program_of(
     environment_seed: int,
     counting_on: bool,
     interrupted: Callable[[], bool],
+    announce: Callable[[str], None] | None = None,
 ) -> tuple[Program, tuple[Handle, ...]]:
-    """Which components such a run has and how they are joined."""
+    """Which components such a run has and how they are joined. The cluster comes first: it may not be there."""
     e, config = resolved.experiment, resolved.config
     program = Program()
+    cluster = program.add("cluster", _cluster, resolved.cluster, announce)
     shape = program.add("shape", look_at, e.env, config)
     policy = program.add("policy", _policy, shape, config)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     pool = program.add("pool", make_pool, run)
     program.add("versions", _add_model, pool, policy, before)
-    sampling = program.add_worker("sampling", _sampling, e.env, config, shape, policy, pool, run, environment_seed)
+    plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed)
+    sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
     batches = program.add("batches", make_batches, sampling, pool, config)
     publisher = program.add("publisher", PublishingPool, pool, sampling)
     trainer = program.add_worker("trainer", _trainer, algorithm, batches, publisher, config.metrics_num_episodes_for_smoothing)
@@ -106,18 +120,33 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
     )
 
 
-def _sampling(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, run: Run, seed: int) -> Sampling:
-    plan = make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed)
+def _plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, seed: int) -> Plan:
+    return make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed)
+
+
+def _cluster(options: ClusterOptions | None, announce: Callable[[str], None] | None) -> Cluster | None:
+    if options is None:
+        return None
+    return Cluster(options.address, num_cpus=options.num_cpus, object_store_memory=options.object_store_memory, announce=announce)
+
+
+def _sampling(
+    plan: Plan, workers: int, pool: LocalPool, run: Run, cluster: Cluster | None, announce: Callable[[str], None] | None
+) -> Sampling:
     logs = run.directory / "logs" / "sampler"
 
-    def here(bell: Path) -> Nodes:
+    def nodes(bell: Path) -> Nodes:
+        if cluster is not None:
+            return RayNodes(cluster, plan, bell, log_dir=logs, announce=announce)
         return ThisNode(LocalNode(plan, bell, log_dir=logs))
 
-    def latest() -> tuple[int, Mapping[str, Array]]:
-        newest, version = pool.newest(DEFAULT_MODEL)
-        return version, newest.weights()
+    return Sampling(nodes, workers, lambda: _newest(pool))
 
-    return Sampling(here, config.workers, latest)
+
+def _newest(pool: LocalPool) -> tuple[int, Mapping[str, Array]]:
+    """The newest version and its weights as they are, not a copy: whoever keeps them copies them."""
+    policy, version = pool.newest(DEFAULT_MODEL)
+    return version, {name: tensor.detach().cpu().numpy() for name, tensor in policy.state_dict().items()}
 
 
 def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -> BlockBatches:
@@ -145,7 +174,7 @@ class PublishingPool:
 
     def publish(self, name: str) -> int:
         version = self._pool.publish(name)
-        self._sampling.publish(version, self._pool.newest(name)[0].weights())
+        self._sampling.publish(*_newest(self._pool))
         return version
 
 

@@ -72,9 +72,12 @@ class LaneWriter:
             self._notes[at] = self._before.get(name, 0.0) + numbers.get(name, 0.0)
 
     def close(self) -> None:
-        for room in self.rooms.values():
-            room.close()
-        os.close(self._claimed)
+        """Again: no effect."""
+        if self._claimed >= 0:
+            for room in self.rooms.values():
+                room.close()
+            os.close(self._claimed)
+            self._claimed = -1
 
 
 def _free(lanes: Sequence[Lane]) -> tuple[Lane, int]:
@@ -117,7 +120,7 @@ class SessionRoom:
         self._layout.seal(segments, memoryview(buffer))
         try:
             room = self._ring.reserve(len(buffer))
-        except MemoryClosed:  # the learner has ended, or reads this ring no more
+        except (MemoryClosed, Damaged):  # the learner has ended, or will not read this ring any more: games need not suffer
             room = None
         if room is None:
             self._ring.drop()
@@ -170,7 +173,8 @@ class GatheredMemory:
         self._readers: dict[str, dict[int, SharedReader]] = {name: {} for name in specs}  # by model and lane
         self._ready: dict[str, deque[tuple[Segments, SharedReader]]] = {name: deque() for name in specs}
         self._steps = dict.fromkeys(specs, 0)
-        self._held: dict[int, tuple[Segments, SharedReader | None]] = {}  # None: of a ring that is gone
+        self._held: dict[int, tuple[Segments, SharedReader]] = {}
+        self._retired: list[SharedReader] = []
         self._seen = self._taken = self._released = self._stale = self._lost = 0
         self._cut_off: list[int] = []
         self._totals: dict[str, float] = {}
@@ -206,13 +210,12 @@ class GatheredMemory:
             self._bell.wait(timeout_s)
 
     def take(self, model: str) -> Segments | None:
-        """The oldest segment that waits; never waits itself. Raises MemoryClosed once closed and empty."""
-        if not self._closed:
-            self._look(model)
+        """The oldest segment that waits; never waits itself. Raises MemoryClosed."""
+        if self._closed:
+            raise MemoryClosed("The memory was closed.")
+        self._look(model)
         waiting = self._ready[model]
         if not waiting:
-            if self._closed:
-                raise MemoryClosed("The memory was closed.")
             return None
         block, reader = waiting.popleft()
         self._steps[model] -= block.steps
@@ -245,8 +248,10 @@ class GatheredMemory:
         if held is None:
             raise ValueError("A block was released without having been taken.")
         self._released += 1
-        if held[1] is not None:
-            held[1].release(segments)
+        held[1].release(segments)
+        if held[1] in self._retired:
+            self._retired.remove(held[1])
+            self._retire(held[1])
 
     # -- writers that went wrong
 
@@ -255,17 +260,18 @@ class GatheredMemory:
         path, reader = Path(self._lanes[number].rings[model]), self._readers[model].pop(number)
         notes = list(reader.ring.notes)
         log.error("the segments of worker process %.0f cannot be read, it is cut off: %s", notes[0], error)
-        kept: deque[tuple[Segments, SharedReader]] = deque()
-        for block, owner in self._ready[model]:
+        waiting = self._ready[model]
+        for _ in range(len(waiting)):
+            block, owner = waiting.popleft()
             if owner is reader:
                 self._steps[model] -= block.steps
+                reader.release(block)
                 self._lost += 1
             else:
-                kept.append((block, owner))
-        self._ready[model] = kept
+                waiting.append((block, owner))
         self._lost += reader.ring.dropped
         capacity = reader.ring.capacity
-        self._leave(reader)
+        self._retire(reader)
         self._cut_off.append(int(notes[0]) if math.isfinite(notes[0]) else 0)
         try:
             shutil.rmtree(path.parent, ignore_errors=True)
@@ -275,11 +281,14 @@ class GatheredMemory:
         except StoreFull as full:
             log.error("the ring %s cannot be replaced: %s", path, full)
 
-    def _leave(self, reader: SharedReader) -> None:
-        """Its writer hears that nobody reads any more; what was taken may still be read."""
-        self._held = {key: (block, None if owner is reader else owner) for key, (block, owner) in self._held.items()}
+    def _retire(self, reader: SharedReader) -> None:
+        """Its writer hears that nobody reads any more. The memory must not go while arrays still point into it."""
         reader.ring.finish()
-        reader.close()
+        stats = reader.stats()
+        if stats.taken == stats.released:
+            reader.close()
+        else:
+            self._retired.append(reader)
 
     def cut_off(self) -> list[int]:
         """Process numbers of writers that were cut off since the last call: they ought to be replaced."""
@@ -305,15 +314,18 @@ class GatheredMemory:
         return MemoryStats(committed, self._taken, self._released, dropped, waiting)
 
     def close(self) -> None:
-        """What was taken may still be read; nothing more comes."""
+        """What was taken may still be read, and is to be released; what waits is given up."""
         if self._closed:
             return
         self._totals = {name: self.total(name) for name in (*self._names[0], *self._names[1])}
         self._lost = self.stats().dropped - self._stale
+        for model, waiting in self._ready.items():
+            while waiting:
+                self._drop(model)
         self._closed = True
         for lanes in self._readers.values():
             for reader in lanes.values():
-                self._leave(reader)
+                self._retire(reader)
         self._bell.close()
 
 

@@ -72,6 +72,10 @@ class Policy(nn.Module):
                 self.network.thaw()
 
     @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
     def recurrent(self) -> bool:
         return self.network.core is not None
 
@@ -129,7 +133,7 @@ class Policy(nn.Module):
             outputs, value, _ = self.network(observation, (), None)
             return outputs, value, ()
         rows = state[0].shape[0]
-        first = torch.zeros(rows, dtype=torch.bool) if first is None else first
+        first = torch.zeros(rows, dtype=torch.bool, device=state[0].device) if first is None else first
         sequence = map_tree(lambda x: x.unsqueeze(0), observation)
         outputs, value, state = self.network(sequence, state, first.unsqueeze(0))
         return outputs.squeeze(0), value.squeeze(0), state
@@ -164,7 +168,7 @@ class Policy(nn.Module):
 
     def weights(self) -> Weights:
         """A copy of all parameters and buffers."""
-        return {name: value.detach().numpy().copy() for name, value in self.state_dict().items()}
+        return {name: value.detach().cpu().numpy().copy() for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: Mapping[str, Array]) -> None:
         """Copy in place, so that whoever shares these tensors sees the new values. Raises IncompatibleCheckpoint."""

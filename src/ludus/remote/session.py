@@ -33,7 +33,7 @@ from ludus.remote.client import Client
 from ludus.runtime.hub import REPORT_S, Place
 from ludus.runtime.joining import Joined, join
 from ludus.runtime.machine import stop_on_signals
-from ludus.runtime.meeting import address_of
+from ludus.runtime.meeting import meeting_place
 from ludus.runtime.mirror import Mirrors
 from ludus.runtime.processes import Process, Supervisor
 from ludus.store.local import LocalStore
@@ -276,7 +276,7 @@ def init(
         if address is not None and trial is None:
             raise UsageError(f"address={address!r}: without a trial, others cannot find this run.", "Say trial=….")
         if trial is not None:
-            address = address_of(address)
+            address = meeting_place(address)
         directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
         try:
             directory.mkdir(parents=True, exist_ok=True)

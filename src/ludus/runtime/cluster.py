@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,12 @@ log = logging.getLogger(__name__)
 
 LOCAL, AUTO = "local", "auto"
 PORT = 6379
-JOIN_S = 15.0
-START_S = 90.0
+REACH_S = 10.0
+"""For a connection to the head; whoever does not answer by then is not there."""
+
+JOIN_S = 30.0
+"""For what it has to say to us, after that: a machine that is busy takes a while to import Ray."""
+
 STORE_BYTES = 512 << 20
 """Of the object store of a Ray that we start: it holds a few bundles of blocks and two versions of the weights."""
 
@@ -197,6 +202,7 @@ class Cluster:
         except Exception as error:  # see members()
             raise WorkerFailed(f"Ray could not be started or joined: {error}", _log_hint(options.get("_temp_dir"))) from error
         logging.getLogger("ray").setLevel(logging.ERROR)
+        ray._private.worker.print_to_stdstream = _to_log  # else the raylets' last words appear in the middle of a display
         self.address: str = context.address_info["address"]
         self.here: str = context.address_info["node_id"]
         """The member on which this process runs."""
@@ -228,28 +234,28 @@ class Found:
 
 def find(address: str, environ: Mapping[str, str], within_s: float) -> Found:
     """Reach the head and learn how it wants to be spoken to. Raises UsageError: unreachable, token, versions, not a member."""
-    deadline = time.monotonic() + within_s
     if address != AUTO:
-        _reach(address, within_s)
-    open_to_all = _probe(address, {**environ, "RAY_AUTH_MODE": "disabled"}, deadline)
-    wanted = environ.get("RAY_AUTH_MODE", "").lower()
+        _reach(address, min(REACH_S, within_s))
+    authentication, remove, source = _token(environ)
+    # Speaking with a token to a cluster that has none would work until it calls back: so both ways are tried.
+    ways = [{"RAY_AUTH_MODE": "disabled"}] + ([authentication] if source else [])
+    with ThreadPoolExecutor(len(ways)) as threads:
+        open_to_all, *answers = threads.map(lambda way: _probe(address, {**environ, **way}, within_s), ways)
     if open_to_all.get("refused") != "token":
-        if wanted == "token":
+        if environ.get("RAY_AUTH_MODE", "").lower() == "token":
             raise UsageError(
                 f"The Ray cluster at {address} asks for no token, but RAY_AUTH_MODE=token is set.",
                 "Start the cluster with RAY_AUTH_MODE=token, or unset it here: anyone who reaches the cluster can run code in it.",
             )
         return Found(_accepted(open_to_all, address), {"RAY_AUTH_MODE": "disabled"}, ())
-    authentication, remove, source = _token(environ)
     if source is None:
         raise UsageError(
             f"The Ray cluster at {address} asks for a token, and there is none here.",
             "Set RAY_AUTH_TOKEN_PATH to a file with the token of the cluster (or RAY_AUTH_TOKEN), or put it into ~/.ray/auth_token.",
         )
-    answer = _probe(address, {**environ, **authentication}, deadline)
-    if answer.get("refused") == "token":
+    if answers[0].get("refused") == "token":
         raise UsageError(f"The Ray cluster at {address} does not accept the token from {source}.", "Is it the one of its head?")
-    return Found(_accepted(answer, address), authentication, remove)
+    return Found(_accepted(answers[0], address), authentication, remove)
 
 
 def _token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...], str | None]:
@@ -299,16 +305,15 @@ def _reach(address: str, within_s: float) -> None:
         ) from error
 
 
-def _probe(address: str, environ: Mapping[str, str], deadline: float) -> dict[str, Any]:
+def _probe(address: str, environ: Mapping[str, str], within_s: float) -> dict[str, Any]:
     """Ask the head, in a process of its own: what Ray has once read of its settings it does not read again."""
     script = f"import sys; sys.path[:] = {sys.path!r}; from ludus.runtime.cluster import _ask; _ask({address!r})"
-    left = max(1.0, deadline - time.monotonic())
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter, with a script of ours
-            [sys.executable, "-c", script], env={**environ, "RAY_BACKEND_LOG_LEVEL": "fatal"}, capture_output=True, timeout=left
+            [sys.executable, "-c", script], env=dict(environ), capture_output=True, timeout=within_s
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"The head of the Ray cluster at {address} did not answer within {left:.0f} s.") from None
+        raise UsageError(f"The head of the Ray cluster at {address} did not answer within {within_s:.0f} s.") from None
     try:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
@@ -376,6 +381,11 @@ def _ray() -> Any:
 
 def _worker() -> Any:
     return _ray()._private.worker.global_worker
+
+
+def _to_log(said: Mapping[str, Any], **_: Any) -> None:
+    """What Ray would print: that a node or a worker was lost, with the end of its log."""
+    log.info("Ray: %s", "\n".join(said["lines"]))
 
 
 def _log_hint(temp_dir: str | None) -> str:

@@ -37,8 +37,13 @@ _TOLD = 1024
 
 def write_token(path: Path, token: bytes | None = None) -> None:
     """A token (a new one, unless it is given) in a file that its user alone can read. Raises FileExistsError."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token or secrets.token_hex(32).encode())
+    try:
+        os.link(aside, path)  # whole or not at all, and never in the place of another
+    finally:
+        aside.unlink()
 
 
 def read_token(path: str | Path) -> bytes:

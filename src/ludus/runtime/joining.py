@@ -68,21 +68,23 @@ def join(directory: Path, address: str | None = None, report_s: float = REPORT_S
 
 def _join_at(directory: Path, address: str, report_s: float) -> Joined:
     host, port = host_and_port(address)
-    token_file = os.environ.get(TOKEN_VARIABLE, "")
+    door, ours = Door(host, port, os.environ.get(TOKEN_VARIABLE, "")), _is_ours(host)
+    if ours and door.token_file:
+        with contextlib.suppress(FileExistsError):
+            write_token(Path(door.token_file))
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
-            if port:
-                return _away(directory, address, _given(token_file))
-            return _opened_at(directory, Door(host, port, token_file), report_s)
+            if port and (door.token_file or not ours or _listens(host, port)):
+                return _away(directory, address, _given(door.token_file))
         except WorkerFailed as error:  # nobody is there yet
-            if _is_ours(host):
-                with contextlib.suppress(_Taken):
-                    return _opened_at(directory, Door(host, port, token_file), report_s)
             if time.monotonic() > deadline:
                 raise WorkerFailed(
                     f"The hub of {directory.name} could not be reached at {address} within {JOIN_S:g} s.", error.message
                 ) from error
+        if ours:
+            with contextlib.suppress(_Taken):
+                return _opened_at(directory, door, report_s)
         time.sleep(_AGAIN_S)
 
 
@@ -91,9 +93,6 @@ class _Taken(Exception):
 
 
 def _opened_at(directory: Path, door: Door, report_s: float) -> Joined:
-    if door.token_file:
-        with contextlib.suppress(FileExistsError):
-            write_token(Path(door.token_file))
     try:
         place, hub = find_or_start(directory, report_s, door)
     except UsageError:

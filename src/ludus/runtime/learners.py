@@ -308,6 +308,7 @@ class Rank:
             log.error("%s", error)
         except WorkerFailed as error:  # another learner was lost; this one must not be taken for the cause
             log.error("%s", error)
+            self._algorithm.optimizer.group.close()
             return
         shown = _FINGERPRINT.pack(*fingerprint(self._algorithm.optimizer)) if order.checked else b""
         self._link.send(DONE, self._algorithm.optimizer.updates, 0, shown)
@@ -464,7 +465,9 @@ class Learners:
             group = SharedGroup(place, 0, self.size, timeout_s=self._timeout_s, check=self.check)
         else:
             store = _store(str(place), self.size, self._timeout_s)
-            group = TorchGroup(store, 0, self.size, device=self._algorithm.optimizer.device, timeout_s=self._timeout_s)
+            group = TorchGroup(
+                store, 0, self.size, device=self._algorithm.optimizer.device, timeout_s=self._timeout_s, check=self.check
+            )
         self._algorithm.optimizer.group = group
 
     def _hear(self, rank: int, kind: int, deadline: float) -> Frame:

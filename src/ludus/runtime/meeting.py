@@ -15,17 +15,16 @@ import hashlib
 import importlib
 import logging
 import os
-import signal
 import socket
 import struct
-import threading
+import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ludus.errors import MissingExtra, UsageError, WorkerFailed
+from ludus.errors import UsageError, WorkerFailed
+from ludus.runtime.cluster import LOCAL, Cluster, address_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ NAMESPACE = "ludus"
 NET_CARD = "NET_CARD_NAME"
 """The environment variable that names the network interface on which other machines reach this one."""
 ASK_S = 10.0
-REACH_S = 5.0
 _LOOK_S = 0.1
 _SIOCGIFADDR = 0x8915
 
@@ -63,24 +61,12 @@ class Meeting:
     """This process's way to the actor of a run. `close` ends what it began: also the hub's notice, when it is ours."""
 
     def __init__(self, directory: Path, address: str) -> None:
+        """Joins the cluster, unless this process is in one already. Raises UsageError, WorkerFailed, MissingExtra."""
         self.name = run_name(directory)
-        self._ray = _imported()
-        self._ours = not self._ray.is_initialized()
         self._actor: Any = None
-        if self._ours:
-            _check_reachable(address)
-            with _signals_kept():
-                self._join(address)
-
-    def _join(self, address: str) -> None:
-        log.info("joining the Ray cluster at %s", address)
-        try:
-            self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # Ray raises many kinds, from ConnectionError to its own
-            raise WorkerFailed(
-                f"The Ray cluster at {address} cannot be joined: {_first_line(error)}",
-                "Does Ray run on this machine (ray start --address=…), with the same token and version?",
-            ) from error
+        connected = "ray" in sys.modules and importlib.import_module("ray").is_initialized()
+        self._cluster = None if connected else Cluster(address, announce=log.info)
+        self._ray: Any = importlib.import_module("ray")
 
     def find_or_claim(self, deadline: float) -> Spot | None:
         """Where the hub is; None when there is none, and this process is the one to become it. Raises WorkerFailed."""
@@ -134,9 +120,8 @@ class Meeting:
             with contextlib.suppress(Exception):  # the cluster may be gone, and the actor with it
                 ray.kill(self._actor)
         self._actor = None
-        if self._ours and ray.is_initialized():
-            with _signals_kept():
-                ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 def run_name(directory: Path) -> str:
@@ -149,9 +134,12 @@ def run_name(directory: Path) -> str:
     return f"{user}/{directory.parent.name}/{directory.name}/{private}"
 
 
-def address_of(given: str | None) -> str | None:
-    """The Ray cluster that was named: by the call, or by the environment."""
-    return given or os.environ.get("RAY_ADDRESS") or os.environ.get("ip_head") or None  # noqa: SIM112 - Slurm scripts call it so
+def meeting_place(given: str | None) -> str | None:
+    """Where a run meets: as the call says, else as the environment does. A Ray of one machine is no place to meet."""
+    if given is not None and given.startswith("tcp://"):
+        return given
+    address = address_of(given, os.environ)
+    return None if address == LOCAL else address
 
 
 def card_address() -> str:
@@ -168,42 +156,3 @@ def card_address() -> str:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(f"{NET_CARD}={card!r} is not an interface with an address here.", f"There are: {names}.") from error
     return socket.inet_ntoa(answer[20:24])
-
-
-def _imported() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise MissingExtra(
-            "Runs on several machines meet in a Ray cluster.", "Install it: pip install 'ludus[cluster]'."
-        ) from error
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for half a minute, and then says little."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:  # "auto", and what only Ray understands
-        return
-    try:
-        socket.create_connection((host, int(port)), REACH_S).close()
-    except OSError as error:
-        raise WorkerFailed(f"There is no Ray cluster at {address}: {error}.", "Start it: ray start --head.") from error
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; a program that closes its run in order wants it back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]

@@ -43,7 +43,6 @@ NOTES = ("steps", "blocks", "environment_s", "policy_s", "blocked_s", "weights_w
 BOARD, BELL = "board", "bell"
 _LOOK_S = 0.1
 _WINDOW_S = 1.0
-_TURN_S = 0.25
 _ROOM_S = 0.2
 _START_S = 120.0
 _GRACE_S = 2.0
@@ -331,7 +330,8 @@ class Sampling:
         self._looked_at = -_LOOK_S
         self._waited_s = 0.0
         self._window = _Window()
-        self.lost_nodes = 0
+        self._taken_there = [0] * workers
+        self.lost_nodes = self.lost_blocks = 0
         self.batches: BlockBatches | None = None
         self._scratch = Scratch(shared_memory())
         try:
@@ -348,7 +348,7 @@ class Sampling:
     def step(self) -> bool:
         began = self._clock()
         if self.batches is not None and not self.batches.ready():
-            self._bell.wait(_TURN_S if began - self._looked_at > _LOOK_S else _LOOK_S)
+            self._bell.wait(_LOOK_S)
             self._waited_s += self._clock() - began
         if self._clock() - self._looked_at >= _LOOK_S:
             self._look()
@@ -365,6 +365,7 @@ class Sampling:
         if block is not None and node is not None:
             self._issued[id(block)] = node
             self._expected[worker] += 1
+            self._taken_there[worker] += 1
         return block
 
     def release_block(self, worker: int, block: Segments) -> None:
@@ -411,6 +412,7 @@ class Sampling:
                 self._at[worker].stop(worker)
                 self._move_out(worker)
             living[name].start(worker, self._expected[worker])
+            self._taken_there[worker] = 0
             self._at[worker] = living[name]
 
     def _move_out(self, worker: int) -> None:
@@ -420,6 +422,7 @@ class Sampling:
             before = self._past.get(worker, (0.0,) * len(NOTES))
             self._past[worker] = tuple(a + b for a, b in zip(before, report.notes, strict=True))
             self._past_restarts[worker] += report.restarts + 1
+            self.lost_blocks += max(0, int(report.note("blocks")) - self._taken_there[worker])
 
     def _judge(self) -> None:
         """A worker that dies again and again without having made anything will never work: say why, and end."""
@@ -469,6 +472,7 @@ class Sampling:
             "sampler/restarts": float(self.restarts),
             "sampler/env_restarts": self._totals()["env_restarts"],
             "sampler/lost_nodes": float(self.lost_nodes),
+            "sampler/lost_blocks": float(self.lost_blocks),
             "learner/wait_share": min(1.0, new["waited_s"] / max(seconds, 1e-9)),
         }
         if self.batches is not None:

@@ -149,13 +149,13 @@ async def listen_beyond(
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         keep_alive(writer.get_extra_info("socket"))
-        if not await guard.admits(reader, writer):
-            return
         watching = asyncio.get_running_loop().create_task(watch(writer))
         try:
-            await _talk(reader, Peer(writer, away=True), on_frame, on_gone)
+            if await guard.admits(reader, writer):
+                await _talk(reader, Peer(writer, away=True), on_frame, on_gone)
         finally:
             watching.cancel()
+            writer.close()
 
     return await asyncio.start_server(talk, sock=bound, limit=_READ_AHEAD)
 
@@ -219,12 +219,12 @@ class Connection:
         self._watching = loop.create_task(watch(writer)) if self.local_host else None
 
     @classmethod
-    async def open(cls, address: str, what: str, timeout_s: float = CONNECT_S, token_file: str = "") -> Connection:
+    async def open(cls, address: str, what: str, timeout_s: float | None = None, token_file: str = "") -> Connection:
         """To the path of a unix socket, or to `tcp://host:port` with the token in that file. Raises WorkerFailed when nobody
         listens there, UsageError when the token is refused."""
         writer: asyncio.StreamWriter | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(CONNECT_S if timeout_s is None else timeout_s):
                 if is_tcp(address):
                     token = read_token(token_file)
                     reader, writer = await asyncio.open_connection(*host_and_port(address), limit=_READ_AHEAD)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludus.model.device import moved
 from ludus.model.policy import Policy
 from ludus.tree import Array, Tree, map_tree
 from ludus.types import Floats, Segments
@@ -47,10 +48,10 @@ def split(batch: D, parts: int) -> list[D]:
     return [batch.select(index) for index in torch.arange(batch.units).tensor_split(parts)]
 
 
-def part_of(batch: D, rank: int, size: int) -> D:
-    """The part of one of several learners. If there are more learners than units, the last ones repeat the first unit."""
+def part_of(batch: D, rank: int, size: int) -> D | None:
+    """The part of one of several learners; None if there are not enough units for it."""
     index = torch.arange(batch.units).tensor_split(size)[rank]
-    return batch.select(index if len(index) else torch.zeros(1, dtype=torch.int64))
+    return batch.select(index) if len(index) else None
 
 
 def minibatches(batch: D, size: int, generator: torch.Generator) -> Iterator[D]:
@@ -98,21 +99,31 @@ class Batch:
         dim = 0 if self.valid is None else 1
         begin, count = int(index[0]), len(index)
         in_order = int(index[-1]) == begin + count - 1 and bool((index.diff() == 1).all())
+        index = moved(index, self.advantage.device)
 
         def pick(x: Tensor, dim: int = dim) -> Tensor:
             return x.narrow(dim, begin, count) if in_order else x.index_select(dim, index)
 
+        return self._with(pick, lambda x: pick(x, 0))
+
+    def on(self, device: torch.device) -> Batch:
+        """The same on the device where it is learned from."""
+        if device.type == "cpu":
+            return self
+        return self._with(lambda x: moved(x, device), lambda x: moved(x, device))
+
+    def _with(self, change: Callable[[Tensor], Tensor], change_state: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            observation=map_tree(pick, self.observation),
-            action=map_tree(pick, self.action),
-            mask=None if self.mask is None else pick(self.mask),
-            log_prob=pick(self.log_prob),
-            value=pick(self.value),
-            advantage=pick(self.advantage),
-            target=pick(self.target),
-            valid=None if self.valid is None else pick(self.valid),
-            first=None if self.first is None else pick(self.first),
-            state=tuple(pick(s, 0) for s in self.state),
+            observation=map_tree(change, self.observation),
+            action=map_tree(change, self.action),
+            mask=None if self.mask is None else change(self.mask),
+            log_prob=change(self.log_prob),
+            value=change(self.value),
+            advantage=change(self.advantage),
+            target=change(self.target),
+            valid=None if self.valid is None else change(self.valid),
+            first=None if self.first is None else change(self.first),
+            state=tuple(map(change_state, self.state)),
         )
 
     @property
@@ -128,8 +139,8 @@ class Batch:
 
 
 def make_batch(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:
-    """`segments` with [T, B] advantages and targets."""
-    return (_sequences if policy.recurrent else _samples)(policy, segments, advantage, target)
+    """`segments` with [T, B] advantages and targets, where the policy computes."""
+    return (_sequences if policy.recurrent else _samples)(policy, segments, advantage, target).on(policy.device)
 
 
 def _samples(policy: Policy, segments: Segments, advantage: Floats, target: Floats) -> Batch:

@@ -141,32 +141,18 @@ class SharedGroup:
             )
 
     def _await_long(self, other: int) -> None:
-        began = checked = time.monotonic()
-        while self._counts[other * 8] < self._turn:
-            now = time.monotonic()
-            if now - checked >= _CHECK_S:
-                checked = now
-                self._check()
-            if now - began >= self._timeout_s:
-                raise late(self.rank, other, self._timeout_s)
-            if now - began < _YIELDING_S:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_S)
+        if not _wait_until(lambda: self._counts[other * 8] >= self._turn, self._timeout_s, self._check):
+            raise WorkerFailed(
+                f"Learner {other} did not come to a common sum within {self._timeout_s:g} s; learner {self.rank} gave up.",
+                "It hangs, or its machine is overloaded: see its log, and use fewer learners than cores.",
+            )
 
     def close(self) -> None:
         with contextlib.suppress(ValueError):  # closed before
             self._counts.release()
-        self._slots = torch.empty(0)
+        self._slots = torch.empty(0)  # of the mapping
         with contextlib.suppress(BufferError):  # a tensor of it still lives; the mapping goes with it
             self._map.close()
-
-
-def late(rank: int, other: int, waited_s: float) -> WorkerFailed:
-    return WorkerFailed(
-        f"Learner {other} did not come to a common sum within {waited_s:g} s; learner {rank} gave up.",
-        "It hangs, or its machine is overloaded: see its log, and use fewer learners than cores.",
-    )
 
 
 class TorchGroup:
@@ -181,9 +167,14 @@ class TorchGroup:
         device: torch.device | None = None,
         address: str = "127.0.0.1",
         timeout_s: float = COLLECTIVE_S,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """All members call this at about the same time. `address`: the own one, unless NET_CARD_NAME selects an interface."""
-        self.rank, self.size, self._timeout_s = rank, size, timeout_s
+        """All members call this at about the same time. `address`: the own one, unless NET_CARD_NAME selects an interface.
+
+        `check` as in SharedGroup.
+        """
+        self.rank, self.size = rank, size
+        self._timeout_s, self._check = timeout_s, check
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         make = _nccl if device is not None and device.type == "cuda" else _gloo
         try:
@@ -196,7 +187,11 @@ class TorchGroup:
 
     def sum_(self, tensor: Tensor) -> None:
         try:
-            self._backend.allreduce([tensor]).wait()
+            work = self._backend.allreduce([tensor])
+            # Not wait(): it would notice the death of a neighbour, but not that of a neighbour's neighbour.
+            if not _wait_until(work.is_completed, self._timeout_s + 1.0, self._check):
+                raise RuntimeError("no answer")
+            work.wait()
         except RuntimeError as error:
             raise WorkerFailed(
                 f"Learner {self.rank} of {self.size} lost the others in a common sum: {_said(error)}",
@@ -204,10 +199,8 @@ class TorchGroup:
             ) from error
 
     def close(self) -> None:
-        shutdown = getattr(self._backend, "shutdown", None)
-        if shutdown is not None:
-            with contextlib.suppress(RuntimeError):  # the others may be gone already
-                shutdown()
+        """Waits for a sum that is under way: those who were in it must be gone, or have given up."""
+        self._backend = None
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, address: str) -> Any:
@@ -237,6 +230,23 @@ def _check_card(card: str) -> None:
     names = [name for _, name in socket.if_nameindex()]
     if card not in names:
         raise UsageError(f"{NET_CARD} is {card!r}, and there is no such network interface.", f"There are: {', '.join(names)}.")
+
+
+def _wait_until(over: Callable[[], bool], timeout_s: float, check: Callable[[], None]) -> bool:
+    """Looking at it all the time at first, less often later; what `check` raises ends it."""
+    began = checked = time.monotonic()
+    while not over():
+        now = time.monotonic()
+        if now - checked >= _CHECK_S:
+            checked = now
+            check()
+        if now - began >= timeout_s:
+            return False
+        if now - began < _YIELDING_S:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP_S)
+    return True
 
 
 def _head_bytes(size: int) -> int:

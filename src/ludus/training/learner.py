@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ludus.config import AlgorithmConfig, Schedule
 from ludus.errors import TrainingDiverged
+from ludus.model.device import moved
 from ludus.model.policy import Policy
 from ludus.training.batch import D, part_of, split
 from ludus.training.normalise import RewardScale
@@ -64,6 +64,8 @@ class Learner:
         All learners of a group call this with the same minibatch; each computes its own part.
         """
         shards, weights = self._shards(batch)
+        if not shards:
+            return {}
         try:
             return self.optimizer.step(loss, shards, weights)
         except TrainingDiverged as error:
@@ -75,13 +77,14 @@ class Learner:
     def _shards(self, batch: D) -> tuple[list[D], list[float]]:
         """What this learner differentiates, and the share of each shard in the mean over the whole minibatch."""
         group = self.optimizer.group
-        if group.size == 1:
-            shards = split(batch, self.optimizer.pieces)
-            samples = [shard.samples for shard in shards]
-            return shards, [n / max(1, sum(samples)) for n in samples]
-        shards = split(part_of(batch, group.rank, group.size), self.optimizer.pieces)
-        whole = max(1, batch.samples) if group.rank < batch.units else math.inf  # a repeated unit weighs nothing
-        return shards, [shard.samples / whole for shard in shards]
+        part = batch if group.size == 1 else part_of(batch, group.rank, group.size)
+        shards = [] if part is None else split(part, self.optimizer.pieces)
+        samples = [shard.samples for shard in shards]
+        whole = sum(samples) if group.size == 1 else batch.samples
+        found = [(shard, n / whole) for shard, n in zip(shards, samples, strict=True) if n]
+        if not found:  # a learner without a sample comes to the common sum all the same, with nothing
+            return ([batch], [0.0]) if batch.samples else ([], [])
+        return [shard for shard, _ in found], [weight for _, weight in found]
 
     def rewards(self, segments: Segments) -> Floats:
         """As they are learned from; call once per fresh block."""
@@ -93,7 +96,7 @@ class Learner:
             return
         valid: Bools = segments.valid
         seen: Tree = map_tree(lambda x: torch.from_numpy(x[: segments.spec.steps][valid]), segments.observation)
-        self.policy.update_normaliser(seen)
+        self.policy.update_normaliser(map_tree(lambda x: moved(x, self.policy.device), seen))
 
     def close(self) -> None:
         self.optimizer.close()

@@ -41,7 +41,7 @@ def gae(
     δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t);   A_t = δ_t + γλ·A_{t+1} while the episode goes on.
     `value` is [T, B] for the observed rows, `following` the value of each step's true successor.
     """
-    delta = np.where(valid, reward + gamma * following * ~terminated - value, np.float32(0))
+    delta = _errors(reward, value, following, terminated, valid, gamma)
     goes_on = gamma * lambda_ * ~(terminated | truncated)
     advantage = np.zeros_like(delta)
     carry = np.zeros(delta.shape[1], np.float32)
@@ -49,6 +49,13 @@ def gae(
         carry = (delta[t] + goes_on[t] * carry) * valid[t]
         advantage[t] = carry
     return advantage
+
+
+def _errors(reward: Floats, value: Floats, following: Floats, terminated: Bools, valid: Bools, gamma: float) -> Floats:
+    """[T, B] r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t); 0 where nothing is valid."""
+    with np.errstate(invalid="ignore", over="ignore"):  # padding may hold anything
+        errors: Floats = np.where(valid, reward + gamma * following * ~terminated - value, np.float32(0))
+    return errors
 
 
 class VTrace(NamedTuple):
@@ -79,12 +86,11 @@ def vtrace(
     `following` are the learned policy's, as in `gae`. Where all ratios are 1 the advantage is that of `gae`: for λ < 1 the
     successor's target is mixed with its value.
     """
-    rho = np.minimum(ratio, np.float32(rho_bar))
-    trace = np.minimum(ratio, np.float32(c_bar)) * np.float32(lambda_)
-    error = np.where(valid, reward + gamma * following * ~terminated - value, np.float32(0))
-    delta = np.where(valid, rho * error, np.float32(0))
-    goes_on = np.where(valid & ~(terminated | truncated), np.float32(gamma), np.float32(0))
-    passes = np.where(valid, goes_on * trace, np.float32(0))
+    ratio = np.where(valid, ratio, np.float32(0))
+    error = _errors(reward, value, following, terminated, valid, gamma)
+    delta = np.minimum(ratio, np.float32(rho_bar)) * error
+    goes_on = np.where(terminated | truncated, np.float32(0), np.float32(gamma))
+    passes = goes_on * np.minimum(ratio, np.float32(c_bar)) * np.float32(lambda_)
     ahead = np.zeros_like(delta)  # γ·(v_{t+1} − V(s_{t+1})), where the episode goes on
     carry = np.zeros(delta.shape[1], np.float32)
     excess = np.empty_like(delta)
@@ -92,6 +98,7 @@ def vtrace(
         ahead[t] = goes_on[t] * carry
         carry = delta[t] + passes[t] * carry
         excess[t] = carry
+    ahead[~valid] = 0
     return VTrace(np.where(valid, value + excess, np.float32(0)), error + np.float32(lambda_) * ahead)
 
 

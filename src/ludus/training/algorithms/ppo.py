@@ -95,8 +95,9 @@ class PPO(Learner):
     def _outdated(self, segments: Segments) -> bool:
         """Whether a step was made with older weights than those that learn."""
         acted = segments.version[segments.valid]
-        newest = acted.max() if self.version is None else self.version
-        return bool((acted < newest).any())
+        if self.version is not None:
+            return bool((acted < self.version).any())
+        return self.config.sampling == "pipelined" or bool((acted < acted.max()).any())
 
     def _corrected(self, segments: Segments) -> tuple[Batch, dict[str, float]]:
         """One pass of the current policy, which is the proximal one, over all steps: its values, and its ratio to μ."""

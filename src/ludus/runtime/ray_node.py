@@ -1,0 +1,530 @@
+"""The machines of a Ray cluster as nodes to sample on: an agent on each, watched, given up when silent, found when it returns.
+
+One thread, the post, owns every change of state; other threads leave it notes: the learner its wishes, Ray the answers to
+calls, and a second thread, which asks the head who is there, the list of members. So the learner never waits for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ludus
+from ludus.errors import Damaged, LudusError, Unreachable, UsageError, WorkerFailed
+from ludus.memory.ring import Bell
+from ludus.runtime.cluster import Cluster, Member
+from ludus.runtime.node_agent import Bundle, Bytes, Make, NodeAgent, local_node, unpack
+from ludus.runtime.sampling import NOTES, LocalNode, Node, Plan, WorkerReport
+from ludus.tree import Array
+from ludus.types import Segments
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 8.0
+"""An agent that has not answered for so long is given up, whatever Ray says."""
+
+HEAD_S = 10.0
+START_S = 60.0
+_POLL_S = 0.5
+_MEMBERS_S = 1.0
+_ASK_S = 3.0
+_TICK_S = 0.1
+_CALLS = 2
+_CLOSE_S = 5.0
+_BACKOFF_S, _MAX_BACKOFF_S = 1.0, 30.0
+_WAITING_BYTES = 2 << 20
+
+DATA, CONTROL = "data", "control"
+
+
+class RayNode:
+    """One machine of the cluster, seen by the learner. `start` … `close` are for one thread; see `Node` for what they mean."""
+
+    def __init__(self, owner: RayNodes, member: Member, name: str, agent: Any) -> None:
+        self.name, self.cores, self.lost = name, member.cores, ""
+        self.id, self.agent = member.id, agent
+        self.ready = False
+        self.born = time.monotonic()
+        self.calls: deque[float] = deque()
+        """When the bundles that are under way were asked for."""
+        self.asked_at = 0.0
+        self.published = self.wanted = 0
+        self.publishing = self.held_back = False
+        self._owner = owner
+        self._lives: dict[int, int] = {}
+        self._waiting: dict[int, deque[Segments]] = {}
+        self._count = 0
+        self._reports: dict[int, tuple[int, WorkerReport]] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<RayNode {self.name} {self.lost or ('ready' if self.ready else 'starting')}>"
+
+    def start(self, index: int, begin: int) -> None:
+        with self._lock:
+            life = self._lives[index] = self._owner.next_life()
+            self._drop(index)
+        self._owner.tell(lambda: self._owner.start(self, index, begin, life))
+
+    def stop(self, index: int) -> None:
+        with self._lock:
+            self._lives.pop(index, None)
+            self._drop(index)
+        self._owner.tell(lambda: self._owner.call(self, CONTROL, "stop", index))
+
+    def publish(self, version: int, weights: Mapping[str, Array]) -> None:
+        self._owner.offer(version, weights)
+        self._owner.tell(lambda: self._owner.send_weights(self, version))
+
+    def take(self, index: int) -> Segments | None:
+        with self._lock:
+            waiting = self._waiting.get(index)
+            if not waiting:
+                return None
+            block = waiting.popleft()
+            self._count -= 1
+        if self.held_back:
+            self.held_back = False
+            self._owner.tell(lambda: self._owner.ask(self))
+        return block
+
+    def release(self, index: int, block: Segments) -> None:
+        """Nothing to do: the bundle is freed with the last of its blocks that anybody holds."""
+
+    def workers(self) -> dict[int, WorkerReport]:
+        with self._lock:
+            return {i: report for i, (life, report) in self._reports.items() if self._lives.get(i) == life}
+
+    def close(self) -> None:
+        self._owner.tell(lambda: self._owner.give_up(self, "it was closed"))
+
+    # -- for the post
+
+    def room(self, block_bytes: int) -> int:
+        """How many more blocks may come before the learner has taken some."""
+        with self._lock:
+            return max(2 * len(self._lives), -(-_WAITING_BYTES // block_bytes)) - self._count
+
+    def deliver(self, bundle: Bundle, blocks: list[Segments]) -> None:
+        """Blocks of workers that were stopped, or started anew, since are dropped."""
+        with self._lock:
+            for (index, life), block in zip(bundle.blocks, blocks, strict=True):
+                if self._lives.get(index) == life:
+                    self._waiting.setdefault(index, deque()).append(block)
+                    self._count += 1
+            if bundle.reports is not None:
+                self._reports = dict(bundle.reports)
+
+    def refuse(self, index: int, life: int, why: str) -> None:
+        """A worker that could not even be started."""
+        with self._lock:
+            self._reports[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(NOTES))
+
+    def _drop(self, index: int) -> None:
+        self._count -= len(self._waiting.pop(index, ()))
+
+
+class RayNodes:
+    """The machines of a cluster; this one's workers need no agent. Raises WorkerFailed when none of them can be used."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        plan: Plan,
+        bell: Path,
+        *,
+        log_dir: Path | None = None,
+        announce: Callable[[str], None] | None = None,
+        make: Make = local_node,
+        agent_here: bool = False,
+        silent_s: float = SILENT_S,
+        head_s: float = HEAD_S,
+        start_s: float = START_S,
+    ) -> None:
+        """`agent_here`: an agent on this machine, too, as on the others (for tests, and to compare)."""
+        self._cluster, self._plan, self._make = cluster, plan, make
+        self._layout = plan.layout
+        self._silent_s, self._head_s = silent_s, head_s
+        self._say = announce or (lambda sentence: None)
+        self._agent_here = agent_here
+        self._notes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._nodes: dict[str, RayNode] = {}
+        self._retry_at: dict[str, tuple[float, float]] = {}
+        """Of members whose agent failed: when to try again, and how long to wait after that."""
+        self._unusable: dict[str, str] = {}
+        self._failure: tuple[str, str] | None = None
+        self._life = 0
+        self._weights: tuple[int, Mapping[str, Array]] = (0, {})
+        self._weights_lock = threading.Lock()
+        self._reference: tuple[int, Any] = (0, None)
+        self._closing = threading.Event()
+        self._settled = threading.Condition()
+        self._members: list[Member] = cluster.members()
+        self._heard_at = time.monotonic()
+        self._log_dir, self._mark = _marked(log_dir)
+        self._bell = Bell(bell)
+        self._own: LocalNode | None = None
+        self._threads = [
+            threading.Thread(target=self._deliver, name="ray-post", daemon=True),
+            threading.Thread(target=self._look, name="ray-members", daemon=True),
+        ]
+        try:
+            self._own = self._own_node(bell)
+            for thread in self._threads:
+                thread.start()
+            self._wait_for_agents(start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _own_node(self, bell: Path) -> LocalNode | None:
+        me = next((member for member in self._members if member.id == self._cluster.here), None)
+        if self._agent_here or me is None or not me.cores:
+            return None
+        node = LocalNode(self._plan, bell, log_dir=self._log_dir, name=me.host)
+        node.cores = me.cores
+        return node
+
+    # -- for the learner
+
+    def current(self) -> list[Node]:
+        if self._failure is not None:
+            raise _final(*self._failure)
+        own: list[Node] = [] if self._own is None else [self._own]
+        return own + [node for node in list(self._nodes.values()) if node.ready and not node.lost]
+
+    def close(self) -> None:
+        """End all agents and their workers. No effect when called again."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self.tell(lambda: None)
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join(2 * _CLOSE_S)
+            self._bell.close()
+            if self._log_dir is not None:
+                (self._log_dir / self._mark).unlink(missing_ok=True)
+        if self._own is not None:
+            self._own.close()
+
+    def _wait_for_agents(self, start_s: float) -> None:
+        """Until every machine that is there has an agent, or has shown that it cannot have one."""
+        wanted = {member.id for member in self._members if self._wants_agent(member)}
+        deadline = time.monotonic() + start_s
+        with self._settled:
+            while time.monotonic() < deadline and self._failure is None:
+                ready = {node.id for node in self._nodes.values() if node.ready}
+                if wanted <= ready | self._unusable.keys():
+                    break
+                self._settled.wait(_POLL_S)
+        if not self.current():
+            reasons = "; ".join(sorted(set(self._unusable.values()))) or f"no agent was ready within {start_s:.0f} s"
+            raise WorkerFailed(f"No node of the Ray cluster at {self._cluster.address} can be used: {reasons}.")
+        nodes = self.current()
+        self._say(f"workers on {', '.join(f'{node.name} ({node.cores})' for node in nodes)}")
+
+    def _wants_agent(self, member: Member) -> bool:
+        return member.alive and member.cores > 0 and (member.id != self._cluster.here or self._own is None)
+
+    # -- what the learner and the nodes leave for the post
+
+    def tell(self, note: Callable[[], None]) -> None:
+        self._notes.put(note)
+
+    def next_life(self) -> int:
+        self._life += 1
+        return self._life
+
+    def offer(self, version: int, weights: Mapping[str, Array]) -> None:
+        """Copied here, once per version: the learner goes on changing them."""
+        with self._weights_lock:
+            if version > self._weights[0]:
+                self._weights = version, {name: value.copy() for name, value in weights.items()}
+
+    # -- the post
+
+    def _deliver(self) -> None:
+        try:
+            while not self._closing.is_set():
+                with contextlib.suppress(queue.Empty):
+                    self._notes.get(timeout=_TICK_S)()
+                    for _ in range(self._notes.qsize()):
+                        self._notes.get_nowait()()
+                self._tick(time.monotonic())
+        except Exception as error:  # nobody else would notice that this thread has ended
+            log.exception("the post of the cluster failed")
+            self._fail(f"The learner's side of the cluster failed: {error!r}.", "")
+        finally:
+            self._dismiss()
+
+    def _tick(self, now: float) -> None:
+        """What is due by the clock."""
+        for node in list(self._nodes.values()):
+            patience = self._silent_s + 2 * _POLL_S
+            if node.ready and node.calls and now > node.calls[0] + patience:
+                self.give_up(node, f"it has not answered for {now - node.calls[0]:.0f} s")
+            elif not node.ready and now > node.born + START_S:
+                self.give_up(node, f"its agent has not started within {START_S:.0f} s")
+            elif node.held_back:
+                self.ask(node)
+                if not node.calls and now > node.asked_at + _POLL_S:  # the learner is busy: for the sign of life alone
+                    self._call_for_bundle(node, 0, 0.0)
+        if now > self._heard_at + self._head_s:
+            self._fail(
+                f"The head of the cluster is gone: {self._cluster.address} has not answered for {now - self._heard_at:.0f} s.",
+                "Continue with --resume RUN once it is back.",
+            )
+        self._hire(now)
+
+    def _seen(self, members: list[Member]) -> None:
+        """The head has said who is there."""
+        self._members, self._heard_at = members, time.monotonic()
+        alive = {member.id for member in members if member.alive}
+        if self._cluster.here not in alive:
+            self._fail(
+                "Ray on this machine is gone: the cluster has given it up.",
+                f"Run `ray start --address={self._cluster.address}` here, then continue with --resume RUN.",
+            )
+        for node in list(self._nodes.values()):
+            if node.id not in alive:
+                self.give_up(node, "Ray has lost it")
+        for gone in [member for member in self._retry_at if member not in alive]:
+            del self._retry_at[gone]
+
+    def _hire(self, now: float) -> None:
+        """An agent for everybody who has none."""
+        if self._failure is not None:
+            return
+        for member in self._members:
+            due, _ = self._retry_at.get(member.id, (0.0, 0.0))
+            if self._wants_agent(member) and member.id not in self._nodes and now >= due:
+                self._nodes[member.id] = node = RayNode(self, member, self._name(member), None)
+                node.agent = _agent_class()(member.id).remote(node.name)
+                self.call(node, None, "hello", then=self._greeted)
+
+    def _name(self, member: Member) -> str:
+        taken = {node.name for node in self._nodes.values()} | ({self._own.name} if self._own else set())
+        host = member.host or member.address
+        return f"{host}-{member.id[:6]}" if host in taken else host
+
+    def _greeted(self, node: RayNode, hello: Mapping[str, str]) -> None:
+        if hello["ludus"] != ludus.__version__:
+            raise UsageError(f"{node.name} has ludus {hello['ludus']}, and this machine {ludus.__version__}")
+        log_dir = None if self._log_dir is None else str(self._log_dir)
+        self.call(node, None, "open", self._plan, self._make, log_dir, self._mark, then=self._opened)
+
+    def _opened(self, node: RayNode, _: None) -> None:
+        with self._settled:
+            node.ready = True
+            self._unusable.pop(node.id, None)
+            self._settled.notify_all()
+        log.info("%s has an agent, with %d cores", node.name, node.cores)
+        self.ask(node)
+        self._bell.ring()
+
+    # -- calls
+
+    def call(
+        self,
+        node: RayNode,
+        group: str | None,
+        method: str,
+        *args: Any,
+        then: Callable[[RayNode, Any], None] = lambda node, answer: None,
+        failed: Callable[[str], None] | None = None,
+    ) -> None:
+        """Call the agent; `then` gets the answer, in this thread. An error of the call gives the node up, unless `failed`."""
+        if node.lost:
+            return
+        bound = getattr(node.agent, method)
+        reference = (bound.options(concurrency_group=group) if group else bound).remote(*args)
+        done = functools.partial(self._answered, node, then, failed)
+        reference.future().add_done_callback(lambda future: self.tell(functools.partial(done, future)))
+
+    def _answered(
+        self, node: RayNode, then: Callable[[RayNode, Any], None], failed: Callable[[str], None] | None, future: Future[Any]
+    ) -> None:
+        if node.lost:
+            return
+        error = future.exception()
+        if error is not None and failed is not None and not _is_death(error):
+            failed(_reason(error))
+        elif error is not None:
+            self.give_up(node, _reason(error))
+        else:
+            try:
+                then(node, future.result())
+            except LudusError as error:
+                self.give_up(node, str(error))
+
+    def ask(self, node: RayNode) -> None:
+        """Keep bundles coming, as long as there is room for them."""
+        while not node.lost and node.ready and len(node.calls) < _CALLS:
+            room = node.room(self._layout.nbytes)
+            node.held_back = room <= 0
+            if node.held_back:
+                return
+            self._call_for_bundle(node, room, _POLL_S)
+
+    def _call_for_bundle(self, node: RayNode, most: int, timeout_s: float) -> None:
+        node.asked_at = time.monotonic()
+        node.calls.append(node.asked_at)
+        self.call(node, DATA, "next_bundle", most, timeout_s, then=self._bundle)
+
+    def _bundle(self, node: RayNode, answer: tuple[Bundle, Bytes]) -> None:
+        bundle, data = answer
+        node.calls.popleft()
+        if bundle.blocks or bundle.reports is not None:
+            node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
+        if bundle.blocks:
+            self._bell.ring()
+        for worker, tail in bundle.tails:
+            self._keep(node, worker, tail)
+        self.ask(node)
+
+    def start(self, node: RayNode, index: int, begin: int, life: int) -> None:
+        self.call(node, CONTROL, "start", index, begin, life, failed=lambda why: node.refuse(index, life, why))
+
+    def send_weights(self, node: RayNode, version: int) -> None:
+        """The newest there are, one transfer at a time: whatever was published meanwhile goes next."""
+        node.wanted = max(node.wanted, version)
+        if node.publishing or node.lost or node.published >= node.wanted:
+            return
+        import ray
+
+        with self._weights_lock:
+            newest, weights = self._weights
+        if self._reference[0] != newest:
+            self._reference = newest, ray.put(weights)
+        node.publishing = True
+        self.call(node, CONTROL, "publish", *self._reference, then=functools.partial(self._published, newest))
+
+    def _published(self, version: int, node: RayNode, _: None) -> None:
+        node.publishing, node.published = False, version
+        self.send_weights(node, version)
+
+    def _keep(self, node: RayNode, worker: int, tail: str) -> None:
+        """What a worker wrote before it failed, of a machine whose files we do not see."""
+        log.warning("worker %d on %s failed; its last lines are in the run's logs", worker, node.name)
+        if self._log_dir is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                (self._log_dir / node.name).mkdir(exist_ok=True)
+                with open(self._log_dir / node.name / f"sampler-{worker}.log", "a") as file:
+                    file.write(tail)
+
+    # -- ends
+
+    def give_up(self, node: RayNode, why: str) -> None:
+        if node.lost:
+            return
+        node.lost = why
+        log.warning("%s is given up: %s", node.name, why)
+        self._nodes.pop(node.id, None)
+        _kill(node.agent)
+        _, wait_s = self._retry_at.get(node.id, (0.0, _BACKOFF_S))
+        wait_s = _BACKOFF_S if node.ready else wait_s
+        self._retry_at[node.id] = time.monotonic() + wait_s, min(2 * wait_s, _MAX_BACKOFF_S)
+        with self._settled:
+            if not node.ready:
+                self._unusable[node.id] = f"{node.name}: {why}"
+            self._settled.notify_all()
+        self._bell.ring()
+
+    def _fail(self, message: str, hint: str) -> None:
+        if self._failure is None:
+            log.error("%s", message)
+            self._failure = message, hint
+            with self._settled:
+                self._settled.notify_all()
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                self._bell.ring()
+
+    def _dismiss(self) -> None:
+        """Agents end their workers and are then ended themselves; those that cannot be reached end by themselves."""
+        import ray
+
+        asked = []
+        for node in self._nodes.values():
+            if node.ready and self._failure is None:
+                with contextlib.suppress(Exception):  # Ray's, of an agent that has just died
+                    asked.append(node.agent.close.options(concurrency_group=CONTROL).remote())
+        if asked:
+            with contextlib.suppress(Exception):
+                ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
+        for node in self._nodes.values():
+            _kill(node.agent)
+
+    # -- the thread that asks the head
+
+    def _look(self) -> None:
+        while not self._closing.wait(_MEMBERS_S):
+            with contextlib.suppress(Unreachable):  # how long that has been so is for the post to judge
+                members = self._cluster.members(_ASK_S)
+                self.tell(functools.partial(self._seen, members))
+
+
+# -- Ray --------------------------------------------------------------------------------------------------------------
+
+
+def _agent_class() -> Callable[[str], Any]:
+    """Node id → what makes an agent there and nowhere else."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote
+    made = remote(num_cpus=0, max_restarts=0, concurrency_groups={DATA: 1, CONTROL: 1})(NodeAgent)
+    return lambda member: made.options(scheduling_strategy=NodeAffinitySchedulingStrategy(member, soft=False))
+
+
+def _kill(agent: Any) -> None:
+    import ray
+
+    with contextlib.suppress(Exception):  # it is dead already, or its machine is out of reach
+        ray.kill(agent)
+
+
+def _is_death(error: BaseException) -> bool:
+    from ray.exceptions import RayTaskError
+
+    return not isinstance(error, RayTaskError)
+
+
+def _reason(error: BaseException) -> str:
+    """In a line, what somebody can do something about."""
+    from ray.exceptions import RayTaskError
+
+    text = str(error)
+    if "No module named 'ludus" in text:
+        return "ludus is not installed there, or not in the Python with which Ray was started"
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, LudusError | Damaged):
+        return str(cause)
+    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0] if lines else ''}"
+
+
+def _final(message: str, hint: str) -> WorkerFailed:
+    """An error that another attempt of the same learner would only meet again."""
+    error = WorkerFailed(message, hint)
+    error.final = True  # type: ignore[attr-defined]
+    return error
+
+
+def _marked(log_dir: Path | None) -> tuple[Path | None, str]:
+    """A file by which another machine can tell that it sees the same directory, and not one of the same name."""
+    mark = f".seen-{secrets.token_hex(8)}"
+    if log_dir is not None:
+        log_dir = log_dir.absolute()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        (log_dir / mark).touch()
+    return log_dir, mark

@@ -1,0 +1,275 @@
+"""Large items go through shared memory: the same buffer, whoever is killed, and nothing is left of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ludus
+from ludus.errors import Damaged, WorkerFailed
+from ludus.remote import buffer as buffers
+from ludus.remote.session import Session
+from ludus.runtime.processes import ALWAYS
+from tests.remote import pushing
+from tests.remote.pushing import item, outbox, shared
+
+WAIT_S = 20.0
+
+
+def number(taken: Any) -> int:
+    """Of an item, whole."""
+    found = set(np.asarray(taken).tolist())
+    assert len(found) == 1, "a torn item"
+    return int(found.pop())
+
+
+def numbers(buffer: ludus.RemoteBuffer, count: int) -> list[int]:
+    return [number(buffer.take(WAIT_S)) for _ in range(count)]
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def rings(run: Session) -> list[Path]:
+    assert run.hub is not None
+    return list((run.hub._shm.path / "rings").iterdir())
+
+
+def held(run: Session) -> int:
+    """References that the hub has to records."""
+    assert run.hub is not None
+    return sum(ring._needed for ring in run.hub._rings._all())
+
+
+# -- the same buffer
+
+
+def test_large_items_come_in_order_between_small_ones_and_most_through_shared_memory(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=200)
+    shared(buffer)
+    for i in range(60):
+        buffer.push(item(i) if i % 3 else np.full(1, i), drop=i % 2 == 0)
+    assert numbers(buffer, 60) == [*range(60)]
+    stats = buffer.stats()
+    assert (stats["dropped"], stats["shared"]) == (0, 40)
+
+
+def test_batches_are_in_memory_of_their_own(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=16, batch_size=4)
+    shared(buffer)
+    batches = []
+    for turn in range(40):  # several times around the ring
+        buffer.push(*[item(4 * turn + i) for i in range(4)]).wait(WAIT_S)
+        batches.append(buffer.take(WAIT_S))
+        batches[-1][0, 0] += 0  # it is ours to write to
+    for turn, batch in enumerate(batches):
+        assert [number(row) for row in batch] == [4 * turn + i for i in range(4)]
+
+
+def test_every_reference_is_given_back(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=8, batch_size=4)
+    shared(buffer)
+    buffer.push(*map(item, range(20))).wait(WAIT_S)  # 12 are dropped
+    taken = [number(row) for _ in range(2) for row in buffer.take(WAIT_S)]
+    assert taken == [*range(12, 20)]
+    wait_for(lambda: held(run) == 0, "the hub still holds records")
+    assert buffer.stats()["dropped"] == 12
+
+
+def test_dropping_goes_on_through_shared_memory(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=2)
+    shared(buffer)
+    for i in range(300):
+        buffer.push(item(i)).wait(WAIT_S)
+    stats = buffer.stats()
+    assert (stats["pushed"], stats["dropped"]) == (300, 298)
+    assert stats["shared"] > 200
+    assert numbers(buffer, 2) == [298, 299]
+
+
+# -- no room
+
+
+def test_what_has_no_room_in_the_ring_goes_through_the_socket_in_order_and_nothing_is_lost(
+    run: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "RING_BYTES", 1 << 20)
+    buffer = ludus.RemoteBuffer("b", size=30)
+    shared(buffer)
+    pushes = [buffer.push(item(i), drop=False) for i in range(50)]  # 12 MB; 20 of them wait for room in the buffer
+    with pytest.raises(TimeoutError):
+        pushes[-1].wait(0.1)
+    assert numbers(buffer, 50) == [*range(50)]
+    for push in pushes:
+        push.wait(WAIT_S)
+    stats = buffer.stats()
+    assert stats["dropped"] == 0
+    assert 3 <= stats["shared"] < 30
+    buffer.push(item(50)).wait(WAIT_S)
+    assert numbers(buffer, 1) == [50]
+    assert buffer.stats()["shared"] == stats["shared"] + 1, "there is room again"
+
+
+def test_an_item_that_is_larger_than_the_ring_goes_through_the_socket(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "RING_BYTES", 1 << 20)
+    buffer = ludus.RemoteBuffer("b")
+    shared(buffer)
+    large = np.arange(1 << 19)
+    buffer.push(item(1), large, item(2))
+    assert number(buffer.take(WAIT_S)) == 1
+    np.testing.assert_array_equal(buffer.take(WAIT_S), large)
+    assert number(buffer.take(WAIT_S)) == 2
+    assert buffer.stats()["shared"] == 2
+
+
+def test_without_shared_memory_everything_goes_through_the_socket(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.runtime.rings.ALL_BYTES", 0)
+    buffer = ludus.RemoteBuffer("b")
+    buffer.push(item(0)).wait(WAIT_S)
+    wait_for(lambda: (task := outbox(buffer)._sharing) is not None and task.done(), "it was not asked for")
+    buffer.push(item(1)).wait(WAIT_S)
+    assert numbers(buffer, 2) == [0, 1]
+    assert buffer.stats()["shared"] == 0
+
+
+def test_records_of_pushes_that_never_left_make_room(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "OUTBOX_PUSHES", 4)
+    monkeypatch.setattr(buffers, "RING_BYTES", 1 << 22)
+    buffer = ludus.RemoteBuffer("b", size=100)
+    shared(buffer)
+    before = buffer.stats()
+    entered, go_on = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        entered.set()
+        go_on.wait(WAIT_S)
+
+    run.client.submit(hold())  # the client's loop, and with it everything that leaves this process
+    assert entered.wait(WAIT_S)
+    pushes = [buffer.push(item(i)) for i in range(40)]  # 10 MB, more than the ring has
+    go_on.set()
+    pushes[-1].wait(WAIT_S)
+    stats = buffer.stats()
+    assert stats["pushed"] - before["pushed"] == 40
+    assert stats["dropped"] + stats["waiting"] == 40
+    kept = numbers(buffer, stats["waiting"])
+    assert kept[-1] == 39
+    assert kept == sorted(kept)
+    for i in range(30):
+        buffer.push(item(i)).wait(WAIT_S)
+        assert numbers(buffer, 1) == [i]
+    assert buffer.stats()["shared"] >= stats["shared"] + 30
+
+
+# -- from another machine
+
+
+def test_who_cannot_see_the_rings_gets_the_bytes(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=100, batch_size=3)
+    shared(buffer)
+    buffer.push(*map(item, range(6))).wait(WAIT_S)
+    run.place = replace(run.place, mirror="elsewhere")
+    far = ludus.RemoteBuffer("b", batch_size=3)
+    assert [number(row) for row in far.take(WAIT_S)] == [0, 1, 2]
+    wait_for(lambda: held(run) == 0, "what was sent as bytes is still held")
+    assert [number(row) for row in far.take(WAIT_S)] == [3, 4, 5]
+    other = ludus.RemoteBuffer("c")
+    other.push(item(1)).wait(WAIT_S)
+    assert outbox(other)._sharing is None, "it cannot have a ring"
+    assert numbers(other, 1) == [1]
+
+
+# -- the end
+
+
+def test_nothing_is_left_of_it(tmp_path: Path) -> None:
+    with ludus.init(project=tmp_path, trial="t", report_interval_s=60) as session:
+        buffer = ludus.RemoteBuffer("b")
+        shared(buffer)
+        buffer.push(item(1), item(2)).wait(WAIT_S)
+        numbers(buffer, 1)
+        assert rings(session)
+        assert session.hub is not None
+        place = session.hub._shm.path
+    assert not place.exists()
+    with pytest.raises(WorkerFailed):
+        buffer.push(item(3))
+
+
+def test_a_closed_consumer_gives_back_what_it_was_given(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=8)
+    shared(buffer)
+    buffer.push(item(1), item(2), item(3)).wait(WAIT_S)
+    assert numbers(buffer, 1) == [1]
+    wait_for(lambda: buffer.stats()["taken"] == 2, "the next item does not come of itself")
+    buffer.close()
+    other = ludus.RemoteBuffer("b")
+    assert numbers(other, 1) == [3], "what was on its way to the one that closed is lost with it"
+    wait_for(lambda: held(run) == 0, "the hub still holds records")
+
+
+# -- processes that are killed
+
+
+def test_what_a_killed_producer_had_pushed_is_there_and_then_its_ring_goes(busy: Session, tmp_path: Path) -> None:
+    note = tmp_path / "ring"
+    arguments = (busy.ticket(1), "dead", 10, str(note))
+    producer = busy.supervisor.start("pushes-some", pushing.push_some_and_stay, *arguments)
+    producer.wait_ready(60)
+    ring = Path(note.read_text())
+    assert ring.exists()
+    producer.kill()
+    buffer = ludus.RemoteBuffer("dead")
+    assert numbers(buffer, 10) == [*range(10)]
+    assert buffer.stats()["shared"] == 10
+    wait_for(lambda: not ring.parent.exists(), "the ring is still there")
+
+
+def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: Session) -> None:
+    ticket, start = busy.ticket(1), busy.supervisor.start
+    workers = [start(f"push-{i}", pushing.push_for_ever, ticket, "kills", 1000 * i, i == 0, restart=ALWAYS) for i in range(2)]
+    workers += [start("take", pushing.take_for_ever, ticket, "kills", 4, restart=ALWAYS)]
+    draw = random.Random(2)
+    buffer = ludus.RemoteBuffer("kills")
+    for _ in range(9):
+        for worker in workers:
+            worker.wait_ready(60)
+        before = buffer.stats()["taken"]
+        wait_for(lambda floor=before: buffer.stats()["taken"] > floor, "nothing is taken any more")  # type: ignore[misc]
+        time.sleep(draw.uniform(0, 0.05))
+        draw.choice(workers).kill()
+    assert buffer.stats()["shared"] > 0
+    for worker in workers:
+        worker.stop()
+    waiting = buffer.stats()["waiting"]
+    assert len(numbers(buffer, waiting)) == waiting, "what is inside can be taken"
+    buffer.close()
+    wait_for(lambda: held(busy) == 0, "the hub still holds records")
+    wait_for(lambda: len(rings(busy)) <= 1, f"rings of the dead are left: {rings(busy)}")
+
+
+def test_rubbish_in_a_ring_is_told_and_a_producer_that_lies_is_cut_off(busy: Session) -> None:
+    buffer = ludus.RemoteBuffer("rubbish")
+    producer = busy.supervisor.start("rubbish", pushing.write_rubbish, busy.ticket(1), "rubbish")
+    producer.wait_ready(60)
+    with pytest.raises(Damaged, match="not an encoded tree"):
+        buffer.take(WAIT_S)
+    assert numbers(buffer, 1) == [7]
+    lived = len(rings(busy))
+    (busy.directory / "lie").touch()
+    wait_for(lambda: len(rings(busy)) == lived - 1, "who lies keeps its ring")
+    buffer.push(item(8)).wait(WAIT_S)
+    assert numbers(buffer, 1) == [8], "the others go on"
+    producer.stop()
