@@ -5,16 +5,26 @@ Run as `python -m bench.ours --task cartpole --mode tuned --seed 1 …`; prints 
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from bench.peers import settings
-from bench.peers.report import Args, Run, describe, parse_args
+from bench.peers.report import ASYNC_MODES, Args, Run, describe, parse_args
 
-ENVIRONMENTS = {"cartpole": "CartPole-v1", "pong": "ALE/Pong-v5"}
+ENVIRONMENTS = {"cartpole": "CartPole-v1", "pong": "ALE/Pong-v5", "doom": "VizdoomBasic-v1"}
+SHOWN = (
+    "sampler/env_share",
+    "sampler/policy_share",
+    "sampler/blocked_share",
+    "learner/wait_share",
+    "learner/lag_mean",
+    "learner/lag_max",
+)
 
 
 class Watch:
@@ -22,9 +32,17 @@ class Watch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._seen: dict[str, list[float]] = {}
 
     def write(self, numbers: Any) -> None:
         self._run.iteration(int(numbers["timesteps"]))
+        for name in SHOWN:
+            if name in numbers:
+                self._seen.setdefault(name, []).append(float(numbers[name]))
+
+    def shares(self) -> dict[str, float]:
+        """Where the time went, by our own counters: medians of the second half of the run."""
+        return {name: round(statistics.median(seen[len(seen) // 2 :]), 3) for name, seen in self._seen.items()}
 
     def close(self) -> None:
         pass
@@ -50,6 +68,21 @@ def equal(task: str) -> dict[str, Any]:
     }
 
 
+def asynchronous(mode: str) -> dict[str, Any]:
+    """The settings of asynchronous contestants: two workers, every step learned from once, one gradient step a batch."""
+    ppo = settings.ASYNC
+    common = {key: value for key, value in equal("pong").items() if key != "clip_param" or mode == "appo"}
+    return common | {
+        "num_workers": settings.WORKERS,
+        "num_envs_per_worker": ppo.envs // settings.WORKERS,
+        "rollout_fragment_length": ppo.steps,
+        "train_batch_size": ppo.batch,
+        "num_epochs": ppo.epochs,
+        "minibatch_size": ppo.minibatch,
+        "lr": ppo.lr,
+    }
+
+
 def tuned() -> dict[str, Any]:
     from ludus import config
 
@@ -60,18 +93,23 @@ def tuned() -> dict[str, Any]:
 
 def main(args: Args) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the `ludus` command does
-    chosen = tuned() if args.mode == "tuned" else equal(args.task)
-    run = Run("ludus", args, describe(settings.CARTPOLE, **chosen) if args.mode == "equal" else chosen)
+    chosen = tuned() if args.mode == "tuned" else asynchronous(args.mode) if args.mode in ASYNC_MODES else equal(args.task)
+    chosen |= json.loads(os.environ.get("LUDUS_BENCH_CONFIG", "{}"))
+    run = Run("ludus", args, describe(settings.CARTPOLE, **chosen) if args.mode == "equal" else dict(chosen))
     from ludus.experiment import experiment
     from ludus.game.environment import make_environments
 
     limits = {"timesteps": args.max_frames, "time_s": args.max_seconds, "episode_return_mean": args.target}
     data = {"env": ENVIRONMENTS[args.task], "stop": limits, "config": chosen | {"seed": args.seed}}
+    if args.mode in ASYNC_MODES:
+        data["run"] = args.mode.upper()
+    watch = Watch(run)
     run.begin()
     with tempfile.TemporaryDirectory() as directory:
-        result = experiment.start(data, local_dir=Path(directory), sinks=[Watch(run)])
+        result = experiment.start(data, local_dir=Path(directory), sinks=[watch])
     if result.stopped_by == "episode_return_mean":
         run.reach(int(result.metrics["timesteps"]))  # after the run directory is complete: a stricter clock than the peers'
+    run.note(watch.shares())
 
     def evaluate() -> float:
         from ludus.actor.evaluate import play

@@ -5,6 +5,7 @@
     python -m bench.train --parts equal      frames/s at equal settings (CartPole)
     python -m bench.train --parts tuned      seconds to a mean return of 475, each with its own settings
     python -m bench.train --parts pong       frames/s at equal settings (ALE Pong)
+    python -m bench.train --parts async-pong async-doom   asynchronous training with two workers (about 15 minutes)
 
 Rounds are interleaved: every contestant runs once before any runs twice. Tables show medians and quartiles, and are kept with
 date and commit in `bench/results/`.
@@ -82,7 +83,10 @@ def interleaved(contestants: dict[str, Callable[[int], Row]], rounds: int) -> li
             rows.append(row)
             print(
                 json.dumps(
-                    {k: row.get(k) for k in ("round", "peer", "fps", "time_to_target_s", "eval_mean", "error", "skipped")}
+                    {
+                        k: row.get(k)
+                        for k in ("round", "peer", "fps", "cores", "time_to_target_s", "eval_mean", "error", "skipped")
+                    }
                 ),
                 flush=True,
             )
@@ -96,6 +100,21 @@ def contestants(task: str, mode: str, names: Iterable[str], max_seconds: float) 
     for name in names:
         found[name] = lambda seed, name=name: peer(name, task, mode, seed, **settings)  # type: ignore[misc]
     return found
+
+
+def asynchronous(task: str, max_seconds: float) -> dict[str, Callable[[int], Row]]:
+    """Two workers, each step learned from once, one gradient step per 1024; the plain loop has both cores to itself, too."""
+    settings = {"max_seconds": max_seconds, "threads": 2, "timeout_s": max_seconds + 150}
+    field: dict[str, Callable[[int], Row]] = {"ludus": lambda seed: ours(task, "appo", seed, **settings)}
+    rivals = (
+        ("cleanrl loop", "cleanrl", "appo"),
+        ("sample_factory appo", "sample_factory", "appo"),
+        ("rllib appo", "rllib", "appo"),
+        ("rllib impala", "rllib", "impala"),
+    )
+    for name, library, mode in rivals:
+        field[name] = lambda seed, library=library, mode=mode: peer(library, task, mode, seed, **settings)  # type: ignore[misc]
+    return field
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------
@@ -135,6 +154,37 @@ def speed_table(rows: list[Row]) -> str:
             f"| {name} | {len(fps)} | {spread(fps)} | {spread(per_cpu)} | {spread(column(rows, name, 'peak_rss_mb'))} | {ratio:.2f} |"
         )
     return "\n".join(lines)
+
+
+def async_table(rows: list[Row]) -> str:
+    """Agent steps are steps that were learned from; each is four frames of the game, for everybody."""
+    lines = [
+        "| | runs | agent steps/s | game frames/s | cores used | steps per CPU-s | start-up s | peak memory MB | ludus ÷ this |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    mine = statistics.median(column(rows, "ludus", "fps") or [0.0])
+    for name in names_in(rows):
+        own = [r for r in rows if r["peer"] == name and r.get("fps")]
+        if not own:
+            reason = next(
+                (r.get("error") or "no step was learned from").strip().splitlines()[-1][:80] for r in rows if r["peer"] == name
+            )
+            lines.append(f"| {name} | 0 | – | – | – | – | – | – | {reason} |")
+            continue
+        fps = [float(r["fps"]) for r in own]
+        cells = [
+            spread(fps),
+            f"{4 * statistics.median(fps):,.0f}",
+            spread(column(own, name, "cores"), 2),
+            spread([r["fps"] / r["cores"] for r in own if r.get("cores")]),
+            spread(column(own, name, "startup_s"), 1),
+            spread(column(own, name, "peak_rss_mb")),
+            f"{mine / statistics.median(fps):.2f}",
+        ]
+        lines.append(f"| {name} | {len(own)} | " + " | ".join(cells) + " |")
+    shares = [key for key in next((r for r in rows if r["peer"] == "ludus"), {}) if key.startswith(("sampler/", "learner/"))]
+    told = ", ".join(f"{key} {spread(column(rows, 'ludus', key), 2)}" for key in shares)
+    return "\n".join(lines) + (f"\n\nludus, by its own counters: {told}" if told else "")
 
 
 def target_table(rows: list[Row]) -> str:
@@ -185,9 +235,10 @@ def _cpu() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=["overhead", "equal", "tuned", "pong"])
+    parser.add_argument("--parts", nargs="*", default=["overhead", "equal", "tuned", "pong", "async-pong", "async-doom"])
     parser.add_argument("--peers", nargs="*", default=[name for name in PEERS if name != "pufferlib"])
-    parser.add_argument("--rounds", type=int, default=0, help="0: 5 for speed, 10 seeds for tuned, 3 for pong")
+    parser.add_argument("--rounds", type=int, default=0, help="0: 5 for speed, 10 seeds for tuned, 3 for pong and async")
+    parser.add_argument("--seconds", type=float, default=18.0, help="of each asynchronous run; the first six are warm-up")
     args = parser.parse_args()
     if "overhead" in args.parts:
         row = _script("overhead", ["-m", "bench.overhead"], 1, 300)
@@ -206,6 +257,10 @@ def main() -> None:
         field["composed ceiling"] = lambda seed: ceiling("pong", 2)
         rows = interleaved(field, args.rounds or 3)
         save("pong", rows, speed_table(rows))
+    for part in ("async-pong", "async-doom"):
+        if part in args.parts:
+            rows = interleaved(asynchronous(part.removeprefix("async-"), args.seconds), args.rounds or 3)
+            save(part, rows, async_table(rows))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,7 @@ from bench.train import RESULTS, Row, provenance, spread
 from ludus.memory.ring import Bell, RingReader, RingWriter, create_ring
 from ludus.memory.shared import Layout, SharedReader, SharedWriter, ring_capacity
 from ludus.spaces import ArraySpec
-from ludus.tree import copy_into
-from ludus.types import Segments, SegmentSpec
+from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
 
 HERE = Path(__file__).parent
 BUILD = HERE / ".build"
@@ -47,6 +46,7 @@ SIZE = 100 << 10
 RING = 256 << 20
 LAP = RING // SIZE
 BATCH = 64
+GATHERED = 16
 WAIT_S = 10.0
 LIMIT_S = 120.0
 SPEC = SegmentSpec(steps=13, observation=ArraySpec((84, 84, 1), np.dtype(np.uint8)), action=ArraySpec((), np.dtype(np.int64)))
@@ -162,10 +162,10 @@ def memcpy(seconds: float) -> Row:
         return row | {"segments_per_s": min(row["segments_per_s"], float(done[0]))}
 
 
-def ring(seconds: float) -> Row:
+def ring(seconds: float, records: int = LAP) -> Row:
     with scratch() as directory:
         path = directory / "ring"
-        create_ring(path, LAP * SIZE)
+        create_ring(path, records * SIZE)
         bell = Bell.create(directory / "bell")
 
         def produce() -> None:
@@ -184,8 +184,12 @@ def ring(seconds: float) -> Row:
             return meter.row()
 
 
+def small_ring(seconds: float) -> Row:
+    return ring(seconds, 16)
+
+
 def segments(seconds: float) -> Row:
-    """The same with segments of a sampler: ten arrays, written one by one and gathered one by one."""
+    """The same with segments of a sampler: ten arrays, written one by one, and gathered sixteen at a time."""
     layout = Layout(SPEC, 1)
     with scratch() as directory:
         path = directory / "ring"
@@ -193,33 +197,36 @@ def segments(seconds: float) -> Row:
         bell = Bell.create(directory / "bell")
 
         def produce() -> None:
-            source, writer = Segments.empty(SPEC, 1), SharedWriter(path, layout, directory / "bell")
-            fields = _fields(source)
+            source, writer = _fields(Segments.empty(SPEC, 1)), SharedWriter(path, layout, directory / "bell")
             while (block := writer.reserve(WAIT_S)) is not None:
-                copy_into(_fields(block), fields)
-                block.version[:] = writer.committed
+                for target, array in zip(_fields(block), source, strict=True):
+                    np.copyto(target, array)
+                block.version.fill(writer.committed)
                 writer.commit(block)
 
-        batch = [_fields(Segments.empty(SPEC, 1)) for _ in range(BATCH)]
-        meter, reader = Meter(seconds, RING // layout.nbytes), SharedReader(path, layout)
+        batch = Segments.empty(SPEC, GATHERED)
+        meter, reader, held = Meter(seconds, RING // layout.nbytes), SharedReader(path, layout), []
         with producing(produce):
             while meter.more():
                 while (block := reader.take()) is None:
                     bell.wait(WAIT_S)
-                number = meter.count - 1
-                copy_into(batch[number % BATCH], _fields(block))
-                if block.version[0, 0] != number:
-                    raise AssertionError(f"block {number} is {block.version[0, 0]}")
-                reader.release(block)
+                held.append(block)
+                if len(held) == GATHERED:
+                    for target, arrays in zip(_fields(batch), zip(*map(_fields, held), strict=True), strict=True):
+                        np.concatenate(arrays, axis=1, out=target)
+                    if (batch.version != np.arange(meter.count - GATHERED, meter.count)).any():
+                        raise AssertionError(f"the blocks up to {meter.count - 1} did not arrive whole")
+                    for block in held:
+                        reader.release(block)
+                    held.clear()
             return meter.row()
 
 
-def _fields(block: Segments) -> dict[str, Any]:
+def _fields(block: Segments) -> list[np.ndarray]:
     """The arrays that a learner reads."""
     if "fields" not in block.cache:
-        empty = ("state", "action_mask", "final_at", "final_observation", "final_value", "episode_return", "episode_length")
-        block.cache["fields"] = {name: array for name, array in block.arrays().items() if name not in empty}
-    fields: dict[str, Any] = block.cache["fields"]
+        block.cache["fields"] = [getattr(block, name) for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER) if name != "action_mask"]
+    fields: list[np.ndarray] = block.cache["fields"]
     return fields
 
 
@@ -367,7 +374,11 @@ def ray_objects_in_lots(seconds: float) -> Row:
 WAYS: dict[str, tuple[Callable[[float], Row], str]] = {
     "memcpy": (memcpy, "two processes copy into and out of the same 256 MB, no hand-over: the ceiling"),
     "ring": (ring, "ludus.memory.ring, records of 100 KB written in place, copied once into the batch"),
-    "segments": (segments, "ludus.memory.shared, segments of 99 KB: ten arrays written in place, gathered into the batch"),
+    "ring of 16": (small_ring, "the same with room for 16 records, as a worker's ring has: it stays in the cache"),
+    "segments": (
+        segments,
+        "ludus.memory.shared, segments of 99 KB: ten arrays written in place, gathered 16 at a time into a batch",
+    ),
     "ray": (ray_objects, "ray.put, one actor call per segment (64 under way), ray.get, copied into the batch"),
     "ray, 16 a call": (ray_objects_in_lots, "ray.put of each segment, 16 references per actor call"),
     "pipe": (pipe, "multiprocessing.Pipe, send_bytes, recv_bytes_into the batch"),
@@ -390,19 +401,20 @@ def one(name: str, seconds: float, module: str = "bench.transport") -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| way | rounds | segments/s | MB/s | CPU µs/segment | of memcpy | of ray |", "|---|---:|---:|---:|---:|---:|---:|"]
+    bases = ("memcpy", "ray", "ray, 16 a call")
+    titles = " | ".join(f"÷ {base}" for base in bases)
+    lines = [f"| way | rounds | segments/s | MB/s | CPU µs/segment | {titles} |", "|---|" + "---:|" * 7]
     medians = {name: statistics.median(v) for name in WAYS if (v := _column(rows, name, "segments_per_s"))}
-    best_ray = max((medians[name] for name in medians if name.startswith("ray")), default=0.0)
     for name in WAYS:
         rates = _column(rows, name, "segments_per_s")
         failed = [row["error"] for row in rows if row["way"] == name and "error" in row]
         if failed:
-            lines.append(f"| {name} | failed: {failed[0][:100]} | | | | | |")
+            lines.append(f"| {name} | failed: {failed[0][:100]} | | | | | | |")
         if rates:
-            ratios = [f"{medians[name] / base:.2f}" if base else "" for base in (medians.get("memcpy", 0.0), best_ray)]
+            ratios = " | ".join(f"{medians[name] / medians[base]:.2f}" if base in medians else "" for base in bases)
             mb = medians[name] * SIZE / 1e6
             cpu = spread(_column(rows, name, "cpu_us_per_segment"), 1)
-            lines.append(f"| {name} | {len(rates)} | {spread(rates)} | {mb:,.0f} | {cpu} | {ratios[0]} | {ratios[1]} |")
+            lines.append(f"| {name} | {len(rates)} | {spread(rates)} | {mb:,.0f} | {cpu} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -442,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{round_number} {name}: {row.get('segments_per_s', 0):,.0f} segments/s {row.get('error', '')}", flush=True)
     how = (
         f"Segments of {SIZE:,} bytes from one process to another. Median [quartiles] of {args.rounds} interleaved rounds of "
-        f"{args.seconds:g} s, after one lap. *of ray* is against the faster of the two ways through Ray's object store. "
+        f"{args.seconds:g} s, after one lap. "
         "CPU counts all processes of a way.\n\n" + "\n".join(f"- {name}: {WAYS[name][1]}" for name in names)
     )
     keep("transport", names == list(WAYS) and args.rounds >= 3, rows, table(rows), how)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ASYNC_MODES = ("appo", "impala")
 
 # Installed on its own before everything else: a bare `torch` requirement may resolve to a CUDA build.
 TORCH = "torch==2.13.0"
@@ -14,11 +15,12 @@ TORCH = "torch==2.13.0"
 _COMMON = (TORCH, "numpy==2.4.6", "psutil==7.2.2")
 _GYM = ("gymnasium==1.4.0", "ale-py==0.12.1")
 _CV2 = "opencv-python-headless==4.13.0.92"
+_DOOM = "vizdoom==1.3.2"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One library. `scripts` are file names next to this module; the first one is PPO.
+    """One library. `scripts` are file names next to this module; the first one is PPO, the last one trains asynchronously.
 
     `source_builds` come last and are compiled against the environment, not in isolation: in isolation pip
     would fetch a second, unpinned torch for them.
@@ -38,6 +40,9 @@ class Peer:
     def python(self) -> Path:
         return self.venv / "bin" / "python"
 
+    def script(self, mode: str) -> Path:
+        return HERE / self.scripts[-1 if mode in ASYNC_MODES else 0]
+
     @property
     def failure_file(self) -> Path:
         """Holds the reason of the last failed install; absent when the peer is installed."""
@@ -54,7 +59,7 @@ PEERS: dict[str, Peer] = {
     for peer in (
         Peer(
             name="cleanrl",
-            requirements=(*_COMMON, *_GYM),
+            requirements=(*_COMMON, *_GYM, _DOOM),
             scripts=("cleanrl_ppo.py",),
             note="our own single-file PPO in CleanRL's style, not CleanRL's code",
         ),
@@ -71,8 +76,8 @@ PEERS: dict[str, Peer] = {
         ),
         Peer(
             name="rllib",
-            requirements=(*_COMMON, "gymnasium==1.2.2", "ale-py==0.12.1", _CV2, "ray[rllib]==2.60.0"),
-            scripts=("rllib_ppo.py",),
+            requirements=(*_COMMON, "gymnasium==1.2.2", "ale-py==0.12.1", _CV2, "ray[rllib]==2.60.0", _DOOM),
+            scripts=("rllib_ppo.py", "rllib_appo.py"),
             note="Ray pins gymnasium 1.2.2",
         ),
         Peer(
@@ -85,8 +90,9 @@ PEERS: dict[str, Peer] = {
                 "ale-py==0.10.2",
                 "opencv-python-headless==4.11.0.86",
                 "sample-factory==2.1.1",
+                _DOOM,
             ),
-            scripts=("sample_factory_ppo.py",),
+            scripts=("sample_factory_ppo.py", "sample_factory_appo.py"),
             note="needs gymnasium < 1.0; ale-py 0.10 is the first to bring its ROMs along",
         ),
         Peer(

@@ -157,7 +157,9 @@ class Run:
         self._window = EpisodeWindow()
         self._first_step: float | None = None
         self._iterations: list[tuple[float, int]] = []
-        self._steady: tuple[float, int, float] | None = None  # when, at how many frames and CPU seconds the warm-up was over
+        self._steady: tuple[float, int] | None = None  # when, and at how many frames, the warm-up was over
+        self._cpu: list[tuple[float, float]] = []  # since then: when, how many CPU seconds
+        self._notes: dict[str, Any] = {}
         self._frames = 0
         self._at_target: dict[str, float | int] = {}
         self._measured: dict[str, float] | None = None
@@ -188,11 +190,17 @@ class Run:
         self.saw(frames)
         warm_s = ASYNC_WARMUP_S if self._args.mode in ASYNC_MODES else 0.0
         if self._steady is None and len(self._iterations) >= WARMUP_ITERATIONS and self._train_s() >= warm_s:
-            self._steady = (*self._iterations[-1], tree_usage().cpu_s)
+            self._steady = self._iterations[-1]
+        if self._steady is not None and (not self._cpu or self._iterations[-1][0] - self._cpu[-1][0] >= RSS_INTERVAL_S):
+            self._cpu.append((time.perf_counter(), tree_usage().cpu_s))  # now: processes that have ended count no more
 
     def saw(self, frames: int) -> None:
         """Progress within an iteration, so that `max_frames` and `max_seconds` hold there too."""
         self._frames = max(self._frames, frames)
+
+    def note(self, values: dict[str, Any]) -> None:
+        """Something else that is to stand in the result."""
+        self._notes |= values
 
     @property
     def reached(self) -> bool:
@@ -233,6 +241,7 @@ class Run:
                 "threads": self._args.threads,
                 "settings": self._settings,
                 **(self._measured or {}),
+                **self._notes,
                 "reached": self.reached,
                 "time_to_target_s": self._at_target.get("time_to_target_s"),
                 "cpu_to_target_s": self._at_target.get("cpu_to_target_s"),
@@ -248,14 +257,15 @@ class Run:
     def _fps(self, train_s: float) -> float:
         if self._steady is None or self._iterations[-1][0] <= self._steady[0]:
             return self._frames / train_s if train_s else 0.0
-        (start_s, start_frames, _), (end_s, end_frames) = self._steady, self._iterations[-1]
+        (start_s, start_frames), (end_s, end_frames) = self._steady, self._iterations[-1]
         return (end_frames - start_frames) / (end_s - start_s)
 
     def _cores(self) -> float:
         """CPU seconds per second since the warm-up, of the whole process tree."""
-        if self._steady is None:
+        if len(self._cpu) < 2:
             return 0.0
-        return (tree_usage().cpu_s - self._steady[2]) / (time.perf_counter() - self._steady[0])
+        (start_s, start_cpu_s), (end_s, end_cpu_s) = self._cpu[0], self._cpu[-1]
+        return (end_cpu_s - start_cpu_s) / (end_s - start_s)
 
 
 def skip(peer: str, args: Args, reason: str) -> None:

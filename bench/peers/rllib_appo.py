@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-import rllib_ppo as ppo_script  # sets Ray's environment before Ray is imported
-import gymnasium as gym  # isort: skip
+import gymnasium as gym
 import numpy as np
+import rllib_ppo as ppo_script  # sets Ray's environment, before anything of Ray is imported
 import settings
 import torch
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -75,12 +76,13 @@ def config(args: Args) -> APPOConfig | IMPALAConfig:
 
 def train(algorithm: Algorithm, run: Run) -> None:
     """Counts what was learned from; what was sampled and thrown away is no step of training."""
-    frames, before = 0, -1
+    frames, before, ppo = 0, 0, settings.ASYNC
     run.begin()
     while not run.over:
         result = algorithm.train()
         learner = result.get("learners", {}).get("__all_modules__", {})
-        frames = int(learner.get("num_env_steps_trained_lifetime", frames))
+        # One artificial step per fragment, for the value after its end, is counted there, too.
+        frames = int(learner.get("num_env_steps_trained_lifetime", 0)) * ppo.steps // (ppo.steps + 1) or frames
         if frames > before:
             run.iteration(frames)
             before = frames
@@ -93,6 +95,8 @@ def main() -> None:
     register_env(DOOM, make_doom)
     kind = "wrap_atari_for_new_api_stack" if args.task == "pong" else "ViZDoom, float32"
     run = Run("rllib", args, describe(settings.ASYNC, algorithm=args.mode, runners=settings.WORKERS, env=kind))
+    # By default its runners have a lower priority than the loop that polls them, which starves them where cores are few.
+    os.environ["RAY_worker_niceness"] = "0"
     with ppo_script.local_ray():
         algorithm = config(args).build_algo()
         train(algorithm, run)

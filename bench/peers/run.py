@@ -1,4 +1,4 @@
-"""Run one peer's PPO script in its own environment and process group, and read back its one JSON line."""
+"""Run one peer's script in its own environment and process group, and read back its one JSON line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.peers.peers import HERE, PEERS, Peer
+from bench.peers.peers import PEERS, Peer
 
 POLL_S = 0.05
 GRACE_S = 10.0
@@ -49,7 +49,7 @@ def run_peer(
         "--target": target,
         "--threads": threads,
     }
-    command = [str(entry.python), str(HERE / entry.scripts[0])]
+    command = [str(entry.python), str(entry.script(mode))]
     command += [str(word) for option in options.items() for word in option]
     with tempfile.TemporaryDirectory(prefix="peer-", ignore_cleanup_errors=True) as directory:
         return {**identity, **_run(command, threads, timeout_s, Path(directory))}

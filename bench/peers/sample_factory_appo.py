@@ -33,8 +33,7 @@ def arguments(task: str) -> dict[str, Any]:
         # Its own default, and what it was designed for: one half is stepped while the other waits for actions.
         "worker_num_splits": 2,
         "policy_workers_per_policy": 1,
-        "with_vtrace": True,
-        "recurrence": settings.ASYNC.steps,  # V-trace wants whole rollouts
+        "with_vtrace": False,  # its default; with it, 2.1.1 fails while it gathers statistics
         "decorrelate_experience_max_seconds": 1,
         "encoder_conv_architecture": "convnet_atari",
         "encoder_conv_mlp_layers": [512],

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 
 from ludus import errors
@@ -30,7 +31,7 @@ from ludus.errors import (
     WorkerFailed,
 )
 from ludus.experiment import checkpoint, experiment, status
-from ludus.experiment.driver import Again, Failure, GiveUp, Policy, _packed, _unpacked
+from ludus.experiment.driver import Again, Failure, GiveUp, Luggage, Policy, _packed, _unpacked
 from ludus.experiment.run import Run
 from ludus.metrics import Numbers, read_jsonl
 from ludus.store.local import LocalStore
@@ -211,7 +212,7 @@ def test_a_learner_that_dies_goes_on_from_its_checkpoint_and_one_that_always_die
 def test_a_learner_that_died_after_its_last_checkpoint_had_finished(tmp_path: Path) -> None:
     first = small.train(tmp_path / "run", 3)
     Run.open(tmp_path / "run").write_meta({"status": "running"})
-    result = experiment._resume(tmp_path / "run", None, None, [], None, again=True)
+    result = experiment._resume(tmp_path / "run", None, None, [], None, None, again=True)
     assert result.to_json() | {"time_s": 0, "fps": 0} == first.to_json() | {"time_s": 0, "fps": 0}
     assert same(result.agent.policy.weights(), first.agent.policy.weights())
     assert Run.open(tmp_path / "run").meta()["status"] == "finished"
@@ -220,7 +221,7 @@ def test_a_learner_that_died_after_its_last_checkpoint_had_finished(tmp_path: Pa
 def test_a_new_run_from_a_checkpoint_that_died_before_its_own_first_one_begins_with_it_again(tmp_path: Path) -> None:
     old = small.train(tmp_path / "old", 4)
     Run.create(tmp_path / "run", experiment.resolve(small.data(1)).saved())
-    result = experiment._resume(tmp_path / "run", None, str(tmp_path / "old"), [], None, again=True)
+    result = experiment._resume(tmp_path / "run", None, str(tmp_path / "old"), [], None, None, again=True)
     assert result.metrics["iterations"] == 1, "it counts from 0"
     assert result.agent.version > old.agent.version
 
@@ -233,7 +234,7 @@ SMALL = ["--num-envs", "8", "--set", "train_batch_size=512", "--set", "evaluatio
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Program]:
     """CartPole with two sampling workers, in `tmp_path/run`."""
-    words = ["train", "CartPole-v1", "--project", tmp_path, "--trial", "run", "--num-workers", "2", *SMALL]
+    words: list[str | Path] = ["train", "CartPole-v1", "--project", tmp_path, "--trial", "run", "--num-workers", "2", *SMALL]
     with program(*words, "--keep-checkpoints-num", "3", "--stop", "timesteps=1000000000", listens=False) as running:
         yield running
 
@@ -305,7 +306,6 @@ _SCRIPT = """
 import sys
 from pathlib import Path
 
-import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from ludus.experiment import experiment
@@ -320,19 +320,29 @@ def make(**settings):
     return Mine()
 
 
-gym.register("Mine-v0", entry_point=lambda **settings: Mine(), max_episode_steps=100)
-for env in ("__main__:make", "Mine-v0"):
-    result = experiment.start(small.data(1, env=env), local_dir=Path("runs"), supervised=True)
-    print(env, result.stopped_by)
+print(experiment.start(small.data(1, env="__main__:make"), local_dir=Path("runs"), supervised=True).stopped_by)
 """
 
 
-def test_functions_of_the_script_and_environments_registered_in_it_are_known_to_the_learner(tmp_path: Path) -> None:
+def test_functions_of_the_script_are_known_to_the_learner(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(_SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "mine.py"]
     done = subprocess.run(words, cwd=tmp_path, env=environment, timeout=120, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["__main__:make iterations", "Mine-v0 iterations"], done.stderr
+    assert done.stdout.splitlines() == ["iterations"], done.stderr
+
+
+def test_an_environment_that_the_script_registered_goes_along() -> None:
+    gym.register("Mine-v7", entry_point="tests.environments:make_count", max_episode_steps=100)
+    try:
+        luggage = Luggage.of("Mine-v7", "PPO")
+    finally:
+        del gym.registry["Mine-v7"]
+    luggage.unpack()
+    try:
+        assert gym.registry["Mine-v7"].entry_point == "tests.environments:make_count"
+    finally:
+        del gym.registry["Mine-v7"]
 
 
 _STUCK = """
@@ -351,7 +361,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_learner_that_is_stuck(tmp_path: Pat
     words = [sys.executable, "-c", _STUCK, str(says)]
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            eventually(says.exists)
+            eventually(lambda: says.exists() or process.poll() is not None)
+            assert process.poll() is None, process.communicate()
             (run,) = (tmp_path / "runs" / "default").iterdir()
             pid = json.loads((run / "status.json").read_text())["pid"]
             process.send_signal(signal.SIGINT)

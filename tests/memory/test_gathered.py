@@ -309,6 +309,7 @@ def test_who_commits_rubbish_is_cut_off_and_the_others_are_learned_from(
         assert numbers(memory) == [2]
         assert memory.cut_off() == [os.getpid()]
         assert memory.cut_off() == []
+        assert memory.stats().dropped == 1
         assert "cut off" in caplog.text
         assert signature(held) == 1, "what was taken before may still be read"
         memory.release(held)

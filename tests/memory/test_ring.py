@@ -321,29 +321,25 @@ def test_nothing_that_happens_between_looking_and_waiting_goes_unheard(tmp_path:
         create_ring(tmp_path / name, 64)
         Bell.create(tmp_path / f"{name}.bell").close()
 
-    def play(inwards: str, outwards: str, begins: bool) -> int:
-        lost = 0
+    def play(inwards: str, outwards: str, begins: bool) -> None:
         reader, bell = RingReader(tmp_path / inwards), Bell(tmp_path / f"{inwards}.bell")
         writer = RingWriter(tmp_path / outwards, tmp_path / f"{outwards}.bell")
         with reader, bell, writer:
-            for _ in range(rounds):
-                if begins:
+            for turn in range(2 * rounds):
+                if (turn % 2 == 0) == begins:
                     assert writer.reserve(8, 10.0) is not None
                     writer.commit()
-                while (record := reader.take()) is None:
-                    lost += not bell.wait(5.0)
-                reader.release(record)
-                if not begins:
-                    assert writer.reserve(8, 10.0) is not None
-                    writer.commit()
-        return lost
+                else:
+                    while (record := reader.take()) is None:
+                        assert bell.wait(10.0), f"nothing was heard in turn {turn}"
+                    reader.release(record)
 
-    def echo() -> None:
-        assert play("there", "back", False) == 0
-
-    pid = forked(echo)
-    assert play("back", "there", True) == 0
-    assert reap(pid) == 0
+    pid = forked(lambda: play("there", "back", False))
+    try:
+        play("back", "there", True)
+    finally:
+        code = reap(pid)
+    assert code == 0
 
 
 def test_whoever_waits_for_room_gets_it_when_a_record_is_released(path: Path) -> None:

@@ -113,6 +113,10 @@ def row(value: float) -> Any:
     return np.full(3, value, np.float32)
 
 
+def do_version_of_python() -> str:
+    return sys.version
+
+
 def do_join(project: str, trial: str, address: str) -> dict[str, Any]:
     session = init(project=project, trial=trial, address=address)
     held["session"] = session
@@ -175,6 +179,24 @@ def do_until_version(name: str, version: int) -> int:
     return model(name).version
 
 
+def do_decide(name: str) -> dict[str, Any]:
+    async def play() -> Any:
+        return await model(name).decide(row(0))
+
+    decision = asyncio.run(play())
+    mirrors = held["session"]._mirrors
+    copies = [] if mirrors is None else [mirror._name for mirror in mirrors._mirrors.values()]
+    return {"action": int(decision.action), "version": decision.version, "copies": copies}
+
+
+def do_onnx(name: str, made_here: str) -> list[list[float]]:
+    """Of a model that was traced at home, and of one that is traced here."""
+    x = np.arange(4, dtype=np.float32)
+    mine = ludus.RemoteModel(made_here, parts.Two(), forward_args=(x,), use_onnx=True)
+    assert model(name)._shared.graph
+    return [model(name)(x).tolist(), mine(x).tolist()]
+
+
 def do_publish(name: str, value: float) -> int:
     return model(name).publish_weights(parts.scaled(value))
 
@@ -234,6 +256,11 @@ def do_train(name: str, into: str, out: str) -> None:
     assert trainer.wait(60)
 
 
+def do_peers() -> int:
+    """Connections of other machines to the hub in this process."""
+    return sum(peer.away for peer in list(held["session"].hub._peers))
+
+
 def do_wait_for_the_end() -> None:
     ludus.run_until_asked_to_stop()
 
@@ -241,7 +268,8 @@ def do_wait_for_the_end() -> None:
 def do_leave() -> list[str]:
     session = held.pop("session")
     session.close()
-    return sorted(os.listdir(os.environ["LUDUS_SHM"]))
+    held.clear()
+    return sorted(path.name for path in Path(os.environ.get("LUDUS_SHM", "/dev/shm")).glob("ludus-*"))
 
 
 def main() -> None:

@@ -243,7 +243,7 @@ def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: Session
     workers += [start("take", pushing.take_for_ever, ticket, "kills", 4, restart=ALWAYS)]
     draw = random.Random(2)
     buffer = ludus.RemoteBuffer("kills")
-    for _ in range(9):
+    for _ in range(6):
         for worker in workers:
             worker.wait_ready(60)
         before = buffer.stats()["taken"]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 import ludus
 from ludus.errors import UsageError, WorkerFailed
 from ludus.metrics import read_jsonl
+from ludus.model.policy import Policy
 from ludus.remote import session as sessions
 from ludus.remote import workers
 from ludus.remote.session import Session
@@ -26,7 +28,7 @@ from ludus.runtime import joining, wire
 from ludus.runtime.guard import write_token
 from ludus.runtime.joining import join
 from tests.remote.node import Failed, Node
-from tests.remote.parts import Scale, scaled
+from tests.remote.parts import Scale, Two, scaled
 
 X = np.ones(3, np.float32)
 
@@ -158,6 +160,26 @@ def test_workers_that_were_started_there_serve_the_home(hub: Session, node: Node
     model = ludus.RemoteModel("outpost")
     assert all(path.startswith("tcp://") for path in model._shared.workers)
     assert float(model(np.full(3, 5, np.float32))[0]) == 5
+
+
+def test_a_policy_decides_through_its_workers_without_its_weights_travelling(hub: Session, node: Node) -> None:
+    policy = Policy(gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(3))
+    ludus.RemoteModel("policy", policy, num_workers=1)
+    decided = node.ask("decide", "policy")
+    assert 0 <= decided["action"] < 3
+    assert decided["version"] == 1
+    assert "policy" not in decided["copies"]
+    hub.supervisor._processes["inference-policy-0"].stop()
+
+
+def test_traced_models_travel_both_ways(hub: Session, node: Node) -> None:
+    pytest.importorskip("onnxruntime")
+    x = np.arange(4, dtype=np.float32)
+    home = ludus.RemoteModel("traced", Two(), forward_args=(x,), use_onnx=True)
+    there, made_there = node.ask("onnx", "traced", "traced_there")
+    np.testing.assert_allclose(home(x), there, atol=1e-5)
+    np.testing.assert_allclose(ludus.RemoteModel("traced_there")(x), made_there, atol=1e-5)
+    assert ludus.RemoteModel("traced_there")._shared.graph
 
 
 # -- one copy of the weights for each machine

@@ -189,9 +189,11 @@ def test_somebody_else_at_the_port_does_not_learn_the_token_and_is_not_believed(
     heard = bytearray()
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-        heard.extend(await reader.read(4096))
-        writer.close()
+        try:
+            writer.write(answer)
+            heard.extend(await reader.read(4096))
+        finally:
+            writer.close()
 
     async def main() -> None:
         server = await asyncio.start_server(impostor, "127.0.0.1", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 from ludus.errors import WorkerFailed
-from ludus.runtime.learners import SharedAlgorithm, share_learning, spec_from_json, spec_json
+from ludus.runtime.learners import SharedAlgorithm, share_learning
+from ludus.runtime.link import Entrance
 from ludus.runtime.processes import Supervisor
+from ludus.runtime.rank import learn_for, spec_from_json, spec_json
 from ludus.runtime.scratch import alive, start_time
 from ludus.spaces import ArraySpec
 from ludus.training.algorithms.ppo import PPO
@@ -142,6 +145,37 @@ def test_a_learner_that_hangs_is_given_up(supervisor: Supervisor) -> None:
         with pytest.raises(WorkerFailed, match="Learner 1 did not come to a common sum within 1 s"):
             several.learn(block, 0)
     assert not alive(pid, 0)
+
+
+def test_a_learner_on_another_node_calls_by_address(supervisor: Supervisor) -> None:
+    token, kind, failures = b"a token of this very run", "lstm", []
+    with contextlib.closing(Entrance("127.0.0.1", token)) as entrance:
+
+        def live() -> None:
+            try:
+                learn_for(entrance.address, token)
+            except Exception as error:
+                failures.append(error)
+
+        elsewhere = threading.Thread(target=live)
+        elsewhere.start()
+        single = alone(kind)
+        with sharing(kind, supervisor, learners=3, away=1, entrance=entrance) as several:
+            for block in data(kind):
+                single.learn(block, 0)
+                several.learn(block, 0)
+            assert_alike(single, several)
+        elsewhere.join(30)
+    assert not elsewhere.is_alive()
+    assert failures == []
+
+
+def test_a_learner_that_does_not_come_from_its_node_is_named(supervisor: Supervisor) -> None:
+    config = config_for()
+    with contextlib.closing(Entrance("127.0.0.1", b"a token of this very run")) as entrance:
+        options: Any = {"supervisor": supervisor, "away": 1, "entrance": entrance, "start_s": 0.2}
+        with pytest.raises(WorkerFailed, match=r"Learner 1 of 2 did not come to tcp://127\.0"):
+            share_learning(PPO(policy_for("mlp"), config, 0), config, 2, LOGS, **options)
 
 
 class Careless(PPO):

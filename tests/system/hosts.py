@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from tests import tools
@@ -101,6 +102,11 @@ class Hosts:
         there.started.append(process)
         return process
 
+    def processes(self, host: int) -> list[psutil.Process]:
+        """Whatever runs there, as seen from outside."""
+        space = os.readlink(f"/proc/{self._hosts[host].pid}/ns/pid")
+        return [process for process in psutil.process_iter(["name"]) if _pid_space(process.pid) == space]
+
     def cut(self, host: int) -> None:
         """Pull the cable: no packet goes in or out, nobody is told."""
         self._link(host, "down")
@@ -146,9 +152,12 @@ class Hosts:
 
 
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM, within_s: float = 10.0) -> int:
-    """Signal its whole group, after `within_s` kill; the exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+    """Signal the program, after `within_s` kill it and what else is in its group; the program's exit code.
+
+    `nsenter` waits for the program and says what it said; it must not be ended before it.
+    """
+    with contextlib.suppress(OSError):  # it has just ended
+        os.kill(_child(process.pid, 0.0), number)
     try:
         return process.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -212,13 +221,20 @@ def _boot(name: str, address: str, prepare: str) -> Host:
     return Host(name, address, popen, _child(popen.pid))
 
 
-def _child(pid: int) -> int:
-    deadline = time.monotonic() + _CALL_S
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-    raise OSError(f"process {pid} has no child")
+def _child(pid: int, within_s: float = _CALL_S) -> int:
+    deadline = time.monotonic() + within_s
+    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        if time.monotonic() >= deadline:
+            raise OSError(f"process {pid} has no child")
+        time.sleep(0.01)
+    return int(children[0])
+
+
+def _pid_space(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:  # it has just ended
+        return ""
 
 
 def _enter(pid: int) -> list[str]:

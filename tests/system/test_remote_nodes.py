@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.remote.node import ROOT, Node
+from ludus.runtime.guard import LOST_S
+from tests.remote.node import ROOT, Failed, Node
 from tests.system import hosts as rig
 from tests.system.hosts import SHARED, Hosts
 
@@ -28,63 +29,172 @@ HEALTH = {
 
 
 class Fleet:
-    """Hosts with Ray on each of them, and processes of a run there."""
+    """Hosts, and processes of runs there. They share a directory, as machines with a network file system do."""
 
     def __init__(self, hosts: Hosts, base: Path) -> None:
         self.hosts, self.base = hosts, base
-        self.address = f"{hosts.address(0)}:6379"
-        token = base / "ray-token"
-        token.write_text("c" * 64)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "LUDUS_", "ip_head"))}
-        known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(SHARED / token.name), "RAY_USAGE_STATS_ENABLED": "0"}
-        self.env = kept | HEALTH | known
-        for host in range(len(hosts)):
-            self.start_ray(host)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "LUDUS_", "ip_head", "TMPDIR"))}
+        self.env = kept | {"LUDUS_TOKEN_FILE": str(SHARED / "token")}
 
-    def start_ray(self, host: int) -> None:
-        where = ["--head", "--port=6379", "--include-dashboard=false"] if host == 0 else [f"--address={self.address}"]
-        small = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
-        address = f"--node-ip-address={self.hosts.address(host)}"
-        with open(self.base / f"ray-{host}.log", "wb") as log:
-            started = self.hosts.run(host, [RAY, "start", *where, *small, address], env=self.env, output=log)
-            assert started.wait(90) == 0, (self.base / f"ray-{host}.log").read_text()
-
-    def node(self, host: int, **env: str) -> Node:
+    def node(self, host: int) -> Node:
         """A process there; its temporary directories and shared memory are those of the host."""
 
         def start(argv: list[str]) -> subprocess.Popen[bytes]:
             there = [part.replace(str(self.base), str(SHARED)) for part in argv]
             log = SHARED / f"node-{host}-{time.monotonic_ns()}.log"
             quiet = ["bash", "-c", f'exec "$@" 2>{log}', "-", *there]
-            return self.hosts.run(host, quiet, env={**self.env, **env}, cwd=ROOT, output=subprocess.PIPE)
+            return self.hosts.run(host, quiet, env=self.env, cwd=ROOT, output=subprocess.PIPE)
 
         return Node(self.base / f"h{host}", start)
 
-    def join(self, node: Node, trial: str = "t", address: str | None = None) -> Any:
-        return node.ask("join", str(SHARED / "project"), trial, address or self.address)
+    def ask_to_join(self, node: Node, address: str, trial: str = "t") -> None:
+        """Every host in a directory of its own: nothing but the address may lead them to each other."""
+        node.tell("join", str(SHARED / node.base.name), trial, address)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-
     base = tmp_path_factory.mktemp("fleet")
     with rig.up(2, base) as hosts:
         yield Fleet(hosts, base)
 
 
-def test_a_run_is_found_by_name_from_another_host_and_its_workers_serve_there(fleet: Fleet) -> None:
+def opened(fleet: Fleet, home: Node, away: Node, port: int) -> None:
+    """The same call on both hosts; the one that has the address becomes the hub, the other waits for it."""
+    address = f"tcp://{fleet.hosts.address(0)}:{port}"
+    fleet.ask_to_join(away, address)
+    fleet.ask_to_join(home, address)
+    assert home.answer()["hub"]
+    joined = away.answer()
+    assert (joined["hub"], joined["home"]) == (False, False)
+
+
+def test_a_host_that_is_cut_off_is_told_and_given_up_and_may_come_back_until_the_hub_loses_its_power(fleet: Fleet) -> None:
     with fleet.node(0) as home, fleet.node(1) as away:
-        assert fleet.join(home)["hub"]
+        opened(fleet, home, away, 7001)
         home.ask("make", "m", 2.0)
         home.ask("crew", "central", 2)
-        joined = fleet.join(away)
+        assert away.ask("call", "m", 3) == 6
+        assert all(path.startswith(f"tcp://{fleet.hosts.address(0)}:") for path in away.ask("workers", "central"))
+        assert away.ask("gather", "central", 40) == [20.0 + i for i in range(40)]
+        away.tell("take_for_ever", "b")
+        until(lambda: home.ask("peers") >= 3, 10)  # its calls, its copy of the weights, its place in the queue
+        fleet.hosts.cut(1)
+        with pytest.raises(Failed, match=r"WorkerFailed: .* is gone") as caught:
+            away.answer()
+        assert caught.value.seconds < 2 * LOST_S
+        until(lambda: home.ask("peers") == 0, 2 * LOST_S)
+        home.ask("push", "b", [5.0])
+        assert home.ask("take", "b", 1) == [5.0], "nothing is handed to a host that is gone"
+        with pytest.raises(Failed, match="WorkerFailed") as caught:
+            away.ask("publish", "m", 9)
+        assert caught.value.seconds < 1
+        with pytest.raises(Failed, match="WorkerFailed") as caught:
+            away.ask("call", "central", 9)
+        assert caught.value.seconds < 2 * LOST_S
+        fleet.hosts.mend(1)
+        assert away.ask("leave") == []
+        fleet.ask_to_join(away, f"tcp://{fleet.hosts.address(0)}:7001")
+        away.answer()
+        assert away.ask("publish", "m", 4) == 2
+        assert away.ask("until_version", "m", 2) == 2
+        assert away.ask("call", "m", 3) == 12
+        away.tell("wait_for_the_end")
+        fleet.hosts.power_off(0)
+        with pytest.raises(Failed, match=r"WorkerFailed: .* is gone") as caught:
+            away.answer()
+        assert caught.value.seconds < 2 * LOST_S
+
+
+def until(true: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+# -- hosts that meet in a Ray cluster
+
+
+class Ray:
+    """Ray on every host of a fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.address = fleet, f"{fleet.hosts.address(0)}:6379"
+        (fleet.base / "ray-token").write_text("c" * 64)
+        known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(SHARED / "ray-token"), "RAY_USAGE_STATS_ENABLED": "0"}
+        fleet.env |= HEALTH | known
+        del fleet.env["LUDUS_TOKEN_FILE"]
+        for host in range(len(fleet.hosts)):
+            self.start(host)
+
+    def start(self, host: int) -> None:
+        where = ["--head", "--port=6379", "--include-dashboard=false"] if host == 0 else [f"--address={self.address}"]
+        small = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        address = f"--node-ip-address={self.fleet.hosts.address(host)}"
+        path = self.fleet.base / f"ray-{host}.log"
+        with open(path, "wb") as log:
+            started = self.fleet.hosts.run(host, [RAY, "start", *where, *small, address], env=self.fleet.env, output=log)
+            assert started.wait(90) == 0, path.read_text()
+
+    def ask_to_join(self, node: Node, trial: str) -> None:
+        node.tell("join", str(SHARED / "project"), trial, self.address)
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ray]:
+    base = tmp_path_factory.mktemp("ray")
+    with rig.up(2, base) as hosts:
+        yield Ray(Fleet(hosts, base))
+
+
+@pytest.mark.long
+def test_a_run_is_found_by_name_from_another_host_and_its_workers_serve_there(ray: Ray) -> None:
+    with ray.fleet.node(0) as home, ray.fleet.node(1) as away:
+        ray.ask_to_join(home, "found")
+        assert home.answer()["hub"]
+        home.ask("make", "m", 2.0)
+        home.ask("crew", "central", 2)
+        ray.ask_to_join(away, "found")
+        joined = away.answer()
         assert (joined["hub"], joined["home"]) == (False, False)
         assert away.ask("call", "m", 3) == 6
         version = home.ask("publish", "m", 4)
         assert away.ask("until_version", "m", version) == version
         assert away.ask("call", "m", 3) == 12
-        assert all(path.startswith(f"tcp://{fleet.hosts.address(0)}:") for path in away.ask("workers", "central"))
+        assert all(path.startswith(f"tcp://{ray.fleet.hosts.address(0)}:") for path in away.ask("workers", "central"))
         assert away.ask("gather", "central", 40) == [20.0 + i for i in range(40)]
         away.ask("push", "b", [1.0, 2.0])
         assert home.ask("take", "b", 2) == [1.0, 2.0]
         assert away.ask("serve", "m", "seen") == [8.0, 12.0]
+
+
+@pytest.mark.long
+def test_of_two_hosts_that_come_at_once_one_becomes_the_hub_and_after_its_death_the_next(ray: Ray) -> None:
+    with ray.fleet.node(0) as one, ray.fleet.node(1) as two:
+        for node in (one, two):
+            node.ask("version_of_python")  # both are up: now they start together
+        for node in (one, two):
+            ray.ask_to_join(node, "race")
+        came = [node.answer() for node in (one, two)]
+        assert sorted(joined["hub"] for joined in came) == [False, True]
+        hub, other = (one, two) if came[0]["hub"] else (two, one)
+        hub.ask("make", "m", 3.0)
+        assert other.ask("call", "m", 2) == 6
+        other.tell("wait_for_the_end")
+        os.kill(_child_of(hub), signal.SIGKILL)
+        with pytest.raises(Failed, match=r"WorkerFailed: .* is gone"):
+            other.answer()
+        ray.ask_to_join(other, "race")
+        assert other.answer()["hub"], "the name is free again"
+        assert other.ask("call", "m", 2) == 6, "from what was kept"
+
+
+def _child_of(node: Node) -> int:
+    """The process in the host, as it is numbered outside: what runs it waits beside it."""
+    tree = [node.process.pid]
+    while True:
+        children = Path(f"/proc/{tree[-1]}/task/{tree[-1]}/children").read_text().split()
+        if not children:
+            return tree[-1]
+        tree.append(int(children[0]))

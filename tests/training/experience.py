@@ -72,6 +72,6 @@ def experience(policy: Policy, steps: int, rows: int, seed: int = 0, ragged: boo
                 block.log_prob[t] = log_prob
     lengths = rng.integers(1, steps + 1, rows) if ragged else np.full(rows, steps)
     block.valid[:] = np.arange(steps)[:, None] < lengths
-    block.observation[:-1][~block.valid] = np.nan
+    block.observation[np.arange(steps + 1)[:, None] > lengths] = np.nan  # at the length itself is the bootstrap observation
     block.reward[~block.valid] = np.inf
     return block

@@ -16,7 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ludus.config import algorithm_config
 from ludus.errors import StoreFull, TrainingDiverged, UsageError, WorkerFailed
+from ludus.model.policy import Policy
+from ludus.training.algorithms.impala import IMPALA, IMPALAConfig
 from ludus.training.algorithms.ppo import PPO
 from ludus.training.group import ALONE, Group, SharedGroup, TorchGroup
 from ludus.types import Segments
@@ -172,6 +175,13 @@ def test_the_network_card_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- learning -----------------------------------------------------------------------------------------------------------
 
 
+def impala(policy: Policy) -> IMPALA:
+    """Cuts a batch by rows, some of which hold no valid step at all."""
+    config = algorithm_config(IMPALAConfig, {"minibatch_size": 30, "num_epochs": 2}, collated=True)
+    assert isinstance(config, IMPALAConfig)
+    return IMPALA(policy, config.model_copy(update={"learner_threads": 1}), seed=5)
+
+
 def blocks(kind: str, count: int) -> list[Segments]:
     """Of different sizes; the last is so small that some learners get no part of a minibatch."""
     sizes = [(12, 7), (9, 5), (3, 1)][:count]
@@ -222,6 +232,24 @@ def test_the_same_batches_give_the_same_weights_on_one_learner_and_on_several(
     for found in results:
         for mine, theirs in zip(expected, found, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_rows_without_a_valid_step_weigh_nothing_for_any_learner(tmp_path: Path, kind: str) -> None:
+    block = experience(policy_for(kind), 10, 9)
+    block.valid[:, [0, 1, 2, 3, 5]] = False
+    join = joined("shared", 3, tmp_path)
+    alone, several = impala(policy_for(kind)), [impala(policy_for(kind)) for _ in range(3)]
+
+    def act(rank: int) -> dict[str, float]:
+        several[rank].optimizer.group = join(rank)
+        return several[rank].learn(block, 0)
+
+    numbers = alone.learn(block, 0)
+    for algorithm, found in zip(several, together(3, act), strict=True):
+        assert found == pytest.approx(numbers, rel=1e-3, abs=1e-5)
+        assert 0 < algorithm.optimizer.updates == alone.optimizer.updates
+        torch.testing.assert_close(algorithm.optimizer.flat, alone.optimizer.flat, atol=1e-5, rtol=0)
 
 
 def test_all_learners_stop_their_epochs_alike(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import gymnasium as gym
 
@@ -284,12 +284,12 @@ class Driver:
                     if isinstance(found, Result):
                         return found
                     self._set_up = self._set_up or (self._directory / CONFIG).exists()
-                    if stop():
-                        self._note({"status": "interrupted", "ended": status.now_text()})
-                        raise KeyboardInterrupt
                     self._again, restarts = True, restarts + 1
-                    self._restart(found, restarts, stop)
-        except LudusError:
+                    if not stop():
+                        self._restart(found, restarts, stop)
+                    if stop():
+                        self._break_off(found)
+        except (LudusError, KeyboardInterrupt):
             if not (self._directory / CONFIG).exists():
                 _unmake(made, self._directory / LOGS)
             raise
@@ -319,7 +319,7 @@ class Driver:
             except BaseException:
                 process.kill()  # a second Ctrl-C, or a sink of the caller's that raised
                 raise
-            if end.ended is not None and (end.ended["stopped_by"].startswith("interrupted") <= stop()):
+            if end.ended is not None and (stop() or not end.ended["stopped_by"].startswith("interrupted")):
                 return self._result(end.ended, file, stop)
         finally:
             mail.close()
@@ -391,7 +391,16 @@ class Driver:
         while (left := deadline - time.monotonic()) > 0 and not stop():
             time.sleep(min(left, _POLL_S))
 
-    def _give_up(self, error: LudusError) -> None:
+    def _break_off(self, failure: Failure) -> NoReturn:
+        """Interrupted while there is no learner that could store anything."""
+        if failure.error is not None and not isinstance(failure.error, Policy.CURABLE):
+            self._give_up(failure.error)  # such as a full disk: it could not store what it had learned
+        if self._set_up:
+            self._note({"status": "interrupted", "ended": status.now_text()})
+            self._say(f"interrupted; `ludus train --resume {self._directory}` goes on from the newest checkpoint")
+        raise KeyboardInterrupt
+
+    def _give_up(self, error: LudusError) -> NoReturn:
         self._note({"status": "failed", "ended": status.now_text(), "error": str(error)})
         if isinstance(error, WorkerFailed) and not error.hint and self._set_up:
             log_file = self._directory / LOGS / f"{NAME}.log"

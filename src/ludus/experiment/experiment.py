@@ -252,8 +252,9 @@ def _resume(
 
 def _has_processes(resolved: Resolved) -> bool:
     config = resolved.config
-    called = resolved.experiment.env == configs.EXTERNAL  # games know where they are served, and wait for that process
-    return not called and (config.workers > 0 or config.learners > 1)
+    if resolved.experiment.env == configs.EXTERNAL and not configs.external_config(config.env_config).port:
+        return False  # any free port: games would not find the next learner
+    return config.workers > 0 or config.learners > 1
 
 
 def _driven(

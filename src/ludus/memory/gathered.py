@@ -269,7 +269,8 @@ class GatheredMemory:
                 self._lost += 1
             else:
                 waiting.append((block, owner))
-        self._lost += reader.ring.dropped
+        unread = 1 + min(max(0, reader.waiting), RECORDS)  # this one, and those after it, if the count is not rubbish too
+        self._lost += reader.ring.dropped + unread
         capacity = reader.ring.capacity
         self._retire(reader)
         self._cut_off.append(int(notes[0]) if math.isfinite(notes[0]) else 0)

@@ -22,6 +22,7 @@ from ludus.types import Segments, SegmentSpec
 _MAGIC = int.from_bytes(b"LUDBLOCK", "little")
 _HEAD = ALIGN  # four numbers: magic, checksum of the layout, finals, episodes
 _EPISODES = ("episode_return", "episode_length")
+_NONE = {"episode_return": np.zeros(0, np.float32), "episode_length": np.zeros(0, np.int64)}
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,11 @@ class Layout:
         episodes = len(segments.episode_return)
         if episodes > self._episodes or len(segments.episode_length) != episodes:
             raise UsageError(f"{episodes} episodes cannot have ended in {self._episodes} steps.", "Was a block sealed twice?")
-        for name in _EPISODES:
-            self._places[name].view(buffer)[:episodes] = getattr(segments, name)
-        self._head(buffer)[:] = _MAGIC, self._checksum, segments.finals, episodes
+        head = buffer[:_HEAD].cast("Q")
+        head[0], head[1], head[2], head[3] = _MAGIC, self._checksum, segments.finals, episodes
+        if episodes:
+            for name in _EPISODES:
+                self._places[name].view(buffer)[:episodes] = getattr(segments, name)
 
     def load(self, buffer: memoryview) -> Segments:
         """What was sealed: views of `buffer`, but for the few numbers of the episodes. Raises Damaged."""
@@ -77,19 +80,16 @@ class Layout:
 
     def refresh(self, segments: Segments, buffer: memoryview) -> Segments:
         """The same views of `buffer` after it was sealed once more."""
-        magic, checksum, finals, episodes = self._head(buffer).tolist()
-        if magic != _MAGIC or checksum != self._checksum:
+        head = buffer[:_HEAD].cast("Q")
+        finals, episodes = head[2], head[3]
+        if head[0] != _MAGIC or head[1] != self._checksum:
             raise Damaged("A record does not hold segments of this shape.", "Do both sides have the same spec?")
-        if not (0 <= finals <= self.spec.finals and 0 <= episodes <= self._episodes):
+        if finals > self.spec.finals or episodes > self._episodes:
             raise Damaged(f"A record claims {finals} final observations and {episodes} episodes.")
         segments.finals = finals
         for name in _EPISODES:  # a copy: they are kept for the metrics long after the block is released
-            setattr(segments, name, self._places[name].view(buffer)[:episodes].copy())
+            setattr(segments, name, self._places[name].view(buffer)[:episodes].copy() if episodes else _NONE[name])
         return segments
-
-    @staticmethod
-    def _head(buffer: memoryview) -> Array:
-        return np.ndarray((4,), np.uint64, buffer)
 
 
 def ring_capacity(layout: Layout, blocks: int) -> int:

@@ -141,7 +141,11 @@ class Outbox:
         if ring is not None and SHARED_BYTES <= item.size <= ring.capacity:
             room = ring.reserve(item.size)
             if room is not None:
-                item.write_into(room)
+                try:
+                    item.write_into(room)
+                except BaseException:  # Ctrl-C, or an array that another thread has changed: the ring is for the next one
+                    ring.abandon()
+                    raise
                 ring.commit()
                 return ring.committed - 1
         return item.bytes()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
-from ludus.runtime import scratch
+from ludus.runtime import reaper, scratch
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,11 @@ _SHUTDOWN_S = 15.0
 _END_S = 5.0
 _NOTE = "owner"
 _PREFIX = "ludus-ray-"
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor"}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call that comes too late would start a Ray of its own
+}
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Where Ray believes that there can be no other machines, it listens on 127.0.0.1 alone."""
 
@@ -167,6 +171,7 @@ class Cluster:
         token = home / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+        self._undo.enter_context(_reaped(home))
         environment = _ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
         self._undo.enter_context(_environment(environment, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
         with _loopback(), _signals_kept():
@@ -247,7 +252,7 @@ def find(address: str, environ: Mapping[str, str], within_s: float) -> Found:
                 f"The Ray cluster at {address} asks for no token, but RAY_AUTH_MODE=token is set.",
                 "Start the cluster with RAY_AUTH_MODE=token, or unset it here: anyone who reaches the cluster can run code in it.",
             )
-        return Found(_accepted(open_to_all, address), {"RAY_AUTH_MODE": "disabled"}, ())
+        return Found(accepted(open_to_all, address), {"RAY_AUTH_MODE": "disabled"}, ())
     if source is None:
         raise UsageError(
             f"The Ray cluster at {address} asks for a token, and there is none here.",
@@ -255,7 +260,7 @@ def find(address: str, environ: Mapping[str, str], within_s: float) -> Found:
         )
     if answers[0].get("refused") == "token":
         raise UsageError(f"The Ray cluster at {address} does not accept the token from {source}.", "Is it the one of its head?")
-    return Found(_accepted(answers[0], address), authentication, remove)
+    return Found(accepted(answers[0], address), authentication, remove)
 
 
 def _token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...], str | None]:
@@ -274,7 +279,7 @@ def _token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...],
     return {}, (), None
 
 
-def _accepted(answer: Mapping[str, Any], address: str) -> str:
+def accepted(answer: Mapping[str, Any], address: str) -> str:
     if "refused" in answer:
         raise UsageError(f"The Ray cluster at {address} cannot be joined: {answer['refused']}")
     ours = {"Ray": _version(), "Python": ".".join(map(str, sys.version_info[:2]))}
@@ -419,6 +424,24 @@ def sweep(base: Path) -> int:
 
 
 @contextlib.contextmanager
+def _reaped(home: Path) -> Iterator[None]:
+    """If this process is killed inside the block, whatever was started with the token in `home` is ended."""
+    if not Path("/proc/self/environ").exists():  # no Linux: what Ray does by itself has to be enough
+        yield
+        return
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), "RAY_AUTH_TOKEN_PATH"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True, cwd="/") as process:  # noqa: S603 - ours
+        assert process.stdin is not None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(b"!")
+                process.stdin.close()
+            process.wait(_END_S)
+
+
+@contextlib.contextmanager
 def _environment(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> Iterator[None]:
     """Variables that Ray and the processes that it starts read; as they were before when the block is left."""
     environ: MutableMapping[str, str] = os.environ
@@ -464,7 +487,9 @@ def _loopback() -> Iterator[None]:
 
 def _forget_cached_settings() -> None:
     """Ray reads its variables when it is imported, and the token once. This process may have had another cluster before."""
-    _raylet = _ray()._raylet
+    ray = _ray()
+    ray._private.auto_init_hook.enable_auto_connect = False
+    _raylet = ray._raylet
     _raylet.Config.initialize("")
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 

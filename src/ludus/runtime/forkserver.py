@@ -55,6 +55,10 @@ OWN_FDS = 3
 """The first descriptors of a SPAWN are ours: payload, page, report."""
 
 LOG_BYTES = 5_000_000
+LOG_BACKUPS = 3
+LOG_LOOK_S = 10.0
+"""A log that has grown beyond LOG_BYTES is put aside, at the start of a worker and while it lives; so many old ones are kept."""
+
 ERROR_CHARACTERS = 32_000
 LENGTH = struct.Struct("<q")
 
@@ -211,13 +215,38 @@ def _move_to(place: Place) -> None:
 
 
 def _append_output_to(path: Path) -> None:
-    """Standard output and error go to the end of `path`; a file that has grown large is put aside first."""
-    if path.exists() and path.stat().st_size > LOG_BYTES:
-        os.replace(path, f"{path}.1")
+    """Standard output and error go to the end of `path`, which is kept from growing without end."""
+    path = path.absolute()  # the worker may move
+    rotate(path)
+    _redirect_output(path)
+    threading.Thread(target=_keep_small, args=(path,), name="ludus-log", daemon=True).start()
+
+
+def _redirect_output(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def rotate(path: Path) -> bool:
+    """Put a log aside that has grown large: it becomes `.1`, what was `.1` becomes `.2`, the oldest goes. True when it did."""
+    if not path.exists() or path.stat().st_size <= LOG_BYTES:
+        return False
+    for number in range(LOG_BACKUPS - 1, 0, -1):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}.{number}", f"{path}.{number + 1}")
+    os.replace(path, f"{path}.1")
+    return True
+
+
+def _keep_small(path: Path) -> None:
+    """What is written between putting the log aside and opening the next one lands in the former: nothing is lost."""
+    while True:
+        time.sleep(LOG_LOOK_S)
+        with contextlib.suppress(OSError):  # the disk is full, or the directory was removed: the worker has better things to do
+            if rotate(path):
+                _redirect_output(path)
 
 
 def _log_to_stderr(name: str) -> None:

@@ -12,38 +12,42 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import logging
 import math
 import mmap
 import os
-import select
 import socket
-import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 
 from ludus import tree
 from ludus.config import AlgorithmConfig
-from ludus.errors import Damaged, StoreFull, TrainingDiverged, WorkerFailed
+from ludus.errors import StoreFull, WorkerFailed
 from ludus.memory.shared import Layout
-from ludus.model import saved
-from ludus.model.policy import Policy
 from ludus.runtime.hub import shared_memory
-from ludus.runtime.machine import keep_freed_memory
+from ludus.runtime.link import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, TCP, WELCOME, Entrance, Frame, Link
 from ludus.runtime.processes import NEVER, OVER, Context, Process, Supervisor
+from ludus.runtime.rank import (
+    FINGERPRINT,
+    START_S,
+    Order,
+    Recipe,
+    Welcome,
+    batch_path,
+    fingerprint,
+    joined,
+    pack_state,
+    serve,
+    spec_json,
+)
 from ludus.runtime.scratch import Scratch
-from ludus.spaces import ArraySpec
-from ludus.training.algorithm import Algorithm, algorithm_class
-from ludus.training.group import ALONE, COLLECTIVE_S, Group, SharedGroup, TorchGroup
-from ludus.training.optimizer import Optimizer
-from ludus.tree import Array, Tree
+from ludus.training.algorithm import Algorithm
+from ludus.training.group import ALONE, COLLECTIVE_S, SharedGroup
+from ludus.tree import Array
 from ludus.types import Segments, SegmentSpec
 
 log = logging.getLogger(__name__)
@@ -51,154 +55,10 @@ log = logging.getLogger(__name__)
 Transport = Literal["shared", "torch"]
 """How gradients are summed: over shared memory (one node, CPUs), or by torch.distributed (gloo, nccl)."""
 
-START_S = 120.0
-"""How long a learner may take to import, build its model and join."""
-
 _GRACE_S = 1.0
-_LOOK_S = 1.0
 _VERDICT_S = 2.0
-_MAX_BODY = 1 << 36
-_TCP = "tcp://"
 _CHECK_EVERY = 50
 _DRIFT = 1e-3
-
-
-# -- the link -----------------------------------------------------------------------------------------------------------
-
-_FRAME = struct.Struct("<Bqqq")
-"""Kind, two numbers, bytes that follow."""
-_FINGERPRINT = struct.Struct("<dd")
-
-HELLO, WELCOME, READY, JOIN, STATE, SPEC, LEARN, DONE = range(1, 9)
-
-Body = bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True)
-class Frame:
-    kind: int
-    first: int
-    second: int
-    body: bytearray
-
-
-class Link:
-    """One end of the conversation between rank 0 and another rank, over any connected stream socket. Nothing in it is code."""
-
-    def __init__(self, connection: socket.socket, other: str, far: bool = False) -> None:
-        self._connection, self.other, self.far = connection, other, far
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-
-    def send(self, kind: int, first: int = 0, second: int = 0, body: Body = b"", timeout_s: float = COLLECTIVE_S) -> None:
-        """Raises WorkerFailed when the other end is gone, or does not read."""
-        self._connection.settimeout(timeout_s)
-        try:
-            self._connection.sendall(_FRAME.pack(kind, first, second, len(body)))
-            if body:
-                self._connection.sendall(body)
-        except OSError as error:
-            raise WorkerFailed(f"{self.other} does not listen any more: {error or 'no answer'}.", "See its log.") from error
-
-    def waiting(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to receive, if only the end."""
-        return bool(self._poll.poll(timeout_s * 1000))
-
-    def receive(self, kind: int | None = None, timeout_s: float = COLLECTIVE_S) -> Frame:
-        """The next frame, which must be of this kind if one is given. Raises WorkerFailed."""
-        self._connection.settimeout(timeout_s)
-        try:
-            found, first, second, size = _FRAME.unpack(self._exactly(_FRAME.size))
-            if size < 0 or size > _MAX_BODY or kind not in (None, found):
-                raise Damaged(f"{self.other} sent a frame of kind {found} and {size} bytes, where {kind} was expected.")
-            return Frame(found, first, second, self._exactly(size))
-        except OSError as error:
-            raise WorkerFailed(f"{self.other} did not answer: {error}.", "See its log.") from error
-        except EOFError as error:
-            raise WorkerFailed(f"{self.other} is gone.", "It was stopped or it died; see its log.") from error
-
-    def _exactly(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
-        return data
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-# -- what travels -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a rank builds the algorithm that rank 0 has: plain data."""
-
-    algorithm: str
-    policy: Mapping[str, Any]
-    config: Mapping[str, Any]
-    seed: int
-
-    @classmethod
-    def of(cls, algorithm: Algorithm, config: AlgorithmConfig) -> Recipe:
-        kind = type(algorithm)
-        named = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(named, algorithm.policy.description(), config.model_dump(mode="json", by_alias=True), config.seed)
-
-    def build(self, device: torch.device) -> Algorithm:
-        kind = algorithm_class(self.algorithm)
-        config = kind.Config.model_validate(self.config)
-        torch.set_num_threads(max(1, config.torch_threads))
-        return kind(saved.policy_from(self.policy).to(device), config, self.seed)
-
-
-def pack_state(algorithm: Algorithm) -> bytes:
-    """Weights and everything else that a rank must have in common with rank 0."""
-    arrays, plain = algorithm.state()
-    whole = {"weights": algorithm.policy.weights(), "arrays": arrays}
-    return tree.encode(whole, {"plain": json.dumps(plain), "updates": algorithm.optimizer.updates})
-
-
-def load_packed(algorithm: Algorithm, data: bytes | bytearray) -> None:
-    whole, meta = tree.decode(memoryview(data))
-    algorithm.policy.load_weights(whole["weights"])
-    algorithm.load_state({name: array.copy() for name, array in whole["arrays"].items()}, json.loads(meta["plain"]))
-
-
-def spec_json(spec: SegmentSpec) -> bytes:
-    plain = asdict(spec) | {name: tree.map_tree(_spec_leaf, getattr(spec, name)) for name in ("observation", "action", "state")}
-    return json.dumps({**plain, **{name: _tagged(plain[name]) for name in ("observation", "action", "state")}}).encode()
-
-
-def spec_from_json(data: bytes | bytearray) -> SegmentSpec:
-    plain = json.loads(data)
-    return SegmentSpec(**{**plain, **{name: _untagged(plain[name]) for name in ("observation", "action", "state")}})
-
-
-def _spec_leaf(spec: ArraySpec) -> list[Any]:
-    return [list(spec.shape), spec.dtype.str]
-
-
-def _tagged(value: Tree) -> Any:
-    """JSON has no tuples: {"d": dict}, {"t": list}, {"a": leaf}."""
-    if isinstance(value, Mapping):
-        return {"d": {key: _tagged(item) for key, item in value.items()}}
-    if isinstance(value, tuple):
-        return {"t": [_tagged(item) for item in value]}
-    return {"a": value}
-
-
-def _untagged(value: Any) -> Tree:
-    if "d" in value:
-        return {key: _untagged(item) for key, item in value["d"].items()}
-    if "t" in value:
-        return tuple(_untagged(item) for item in value["t"])
-    shape, dtype = value["a"]
-    return ArraySpec(tuple(shape), np.dtype(dtype))
 
 
 class BatchFile:
@@ -215,17 +75,15 @@ class BatchFile:
         if layout is None or layout.spec != segments.spec or layout.rows != segments.rows:
             layout = self._layout = Layout(segments.spec, segments.rows)
         if self._map is None or len(self._map) < layout.nbytes:
-            self._grow(layout.nbytes)
-        assert self._map is not None
+            self._map = self._larger(layout.nbytes)  # the former one goes when nothing looks at it any more
         buffer = memoryview(self._map)[: layout.nbytes]
-        mine = layout.views(buffer)
-        for name, whole in mine.arrays().items():
+        for name, whole in layout.views(buffer).arrays().items():
             if not name.startswith("episode_"):
                 tree.copy_into(whole, getattr(segments, name))
         layout.seal(segments, buffer)
         return buffer
 
-    def _grow(self, size: int) -> None:
+    def _larger(self, size: int) -> mmap.mmap:
         self.number += 1
         path = batch_path(self._directory, self.number)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
@@ -236,160 +94,8 @@ class BatchFile:
                     f"{self._directory.parent} has no room for a batch of {size:,} bytes: {error}.",
                     "Use a smaller train_batch_size.",
                 ) from error
-            self._map = mmap.mmap(file.fileno(), size)  # the former one goes when nothing looks at it any more
-        batch_path(self._directory, self.number - 1).unlink(missing_ok=True)
-
-
-def batch_path(directory: Path, number: int) -> Path:
-    return directory / f"batch-{number}"
-
-
-def fingerprint(optimizer: Optimizer[Policy]) -> tuple[float, float]:
-    """Two numbers that differ when weights do."""
-    return float(optimizer.flat.double().sum()), float(optimizer.flat.norm())
-
-
-# -- rank 1 … N-1 -------------------------------------------------------------------------------------------------------
-
-
-class Rank:
-    """A learner that does what rank 0 does, with its own part of every minibatch."""
-
-    def __init__(self, link: Link, rank: int, welcome: Mapping[str, Any]) -> None:
-        self._link, self._rank, self._welcome = link, rank, welcome
-        self._device = torch.device(welcome["device"])
-        self._algorithm = Recipe(**welcome["recipe"]).build(self._device)
-        self._layout: Layout | None = None
-        self._spec: SegmentSpec | None = None
-        self._maps: dict[int, mmap.mmap] = {}
-
-    def join(self, check: Callable[[], None]) -> None:
-        w = self._welcome
-        group: Group
-        if w["transport"] == "shared":
-            group = SharedGroup(Path(w["group"]), self._rank, w["size"], timeout_s=w["timeout_s"], check=check)
-        else:
-            store = _store(w["group"], w["size"], w["timeout_s"])
-            group = TorchGroup(
-                store, self._rank, w["size"], device=self._device, address=_own_address(w["group"]), timeout_s=w["timeout_s"]
-            )
-        self._algorithm.optimizer.group = group
-
-    def serve(self, beat: Callable[[], None]) -> None:
-        """Until rank 0 hangs up."""
-        while True:
-            beat()
-            if not self._link.waiting(_LOOK_S):
-                continue
-            try:
-                frame = self._link.receive()
-            except WorkerFailed:
-                log.info("rank 0 is gone; so is this learner")
-                return
-            if frame.kind == STATE:
-                load_packed(self._algorithm, frame.body)
-            elif frame.kind == SPEC:
-                self._spec, self._layout = spec_from_json(frame.body), None
-            elif frame.kind == LEARN:
-                self._learn(frame)
-
-    def _learn(self, frame: Frame) -> None:
-        order = _Order(*_ORDER.unpack_from(frame.body))
-        assert self._spec is not None
-        if self._layout is None or self._layout.rows != order.rows:
-            self._layout = Layout(self._spec, order.rows)
-        buffer = self._mapped(order.file) if order.file else memoryview(frame.body)[_ORDER.size :]
-        segments = self._layout.load(buffer[: self._layout.nbytes])
-        if hasattr(self._algorithm, "version"):
-            self._algorithm.version = None if order.version < 0 else order.version
-        try:
-            self._algorithm.learn(segments, order.timestep)
-        except TrainingDiverged as error:  # rank 0 says it, too, and decides
-            log.error("%s", error)
-        except WorkerFailed as error:  # another learner was lost; this one must not be taken for the cause
-            log.error("%s", error)
-            self._algorithm.optimizer.group.close()
-            return
-        shown = _FINGERPRINT.pack(*fingerprint(self._algorithm.optimizer)) if order.checked else b""
-        self._link.send(DONE, self._algorithm.optimizer.updates, 0, shown)
-
-    def _mapped(self, number: int) -> memoryview:
-        if number not in self._maps:
-            self._maps.clear()
-            with batch_path(Path(self._welcome["directory"]), number).open("r+b") as file:
-                self._maps[number] = mmap.mmap(file.fileno(), 0)
-        return memoryview(self._maps[number])
-
-    def close(self) -> None:
-        self._algorithm.optimizer.group.close()
-        close = getattr(self._algorithm, "close", None)
-        if close is not None:
-            close()
-
-
-_ORDER = struct.Struct("<qqqqq")
-
-
-@dataclass(frozen=True)
-class _Order:
-    """What a rank is told with every batch."""
-
-    timestep: int
-    version: int
-    rows: int
-    file: int
-    """Number of the batch file; 0: the bytes of the batch follow."""
-    checked: int
-    """Whether it is to show its fingerprint afterwards."""
-
-    def packed(self) -> bytes:
-        return _ORDER.pack(self.timestep, self.version, self.rows, self.file, self.checked)
-
-
-def _store(place: str, size: int, timeout_s: float) -> Any:
-    """`tcp://host:port`, or a path that all of them see."""
-    stores: Any = torch.distributed  # absent where torch is built without it
-    if not place.startswith(_TCP):
-        return stores.FileStore(place, size)
-    host, port = _host_and_port(place)
-    return stores.TCPStore(host, port, size, False, datetime.timedelta(seconds=timeout_s))
-
-
-def _host_and_port(place: str) -> tuple[str, int]:
-    host, _, port = place.removeprefix(_TCP).rpartition(":")
-    return host, int(port)
-
-
-def _own_address(place: str) -> str:
-    """The address of this machine towards the store."""
-    if not place.startswith(_TCP):
-        return "127.0.0.1"
-    host, port = _host_and_port(place)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
-
-
-def serve(link: Link, *, beat: Callable[[], None] = lambda: None, ready: Callable[[], None] = lambda: None) -> None:
-    """A rank's life, on this node or another: told by rank 0 over the link what it is."""
-    keep_freed_memory()
-    link.send(HELLO, os.getpid())
-    frame = link.receive(WELCOME, START_S)
-    with contextlib.closing(Rank(link, frame.first, json.loads(frame.body))) as rank:
-        link.send(READY)
-        link.receive(JOIN, START_S)
-        rank.join(lambda: None)
-        ready()
-        rank.serve(beat)
-
-
-def _local_rank(context: Context) -> None:
-    connection = socket.socket(fileno=context.fds[0])
-    with contextlib.closing(Link(connection, "rank 0")) as link:
-        serve(link, beat=context.beat, ready=context.ready)
-
-
-# -- rank 0 -------------------------------------------------------------------------------------------------------------
+            batch_path(self._directory, self.number - 1).unlink(missing_ok=True)
+            return mmap.mmap(file.fileno(), size)
 
 
 class Learners:
@@ -406,19 +112,24 @@ class Learners:
         timeout_s: float = COLLECTIVE_S,
         start_s: float = START_S,
         supervisor: Supervisor | None = None,
+        away: int = 0,
+        entrance: Entrance | None = None,
     ) -> None:
-        """`config`: with which the algorithm was made. `supervisor`: to start them under, whose logs are in `log_dir`."""
-        self.size = size
+        """`config`: with which the algorithm was made. `supervisor`: to start them under, whose logs are in `log_dir`.
+
+        So many of them as `away` says are on other nodes: they call `learn_for` with the address of the entrance.
+        """
+        self.size, self._log_dir = size, log_dir
         self._algorithm, self._timeout_s = algorithm, timeout_s
-        device = algorithm.optimizer.device
-        self._transport = transport or ("shared" if device.type == "cpu" else "torch")
-        self._log_dir = log_dir
         self._processes: dict[int, Process] = {}
         self._links: dict[int, Link] = {}
         self._spec: SegmentSpec | None = None
         self._updates = 0
-        self._busy = False
+        self._busy = self._checked = False
         self._expected: tuple[float, float] | None = None
+        self._store: Any = None
+        shared = not away and algorithm.optimizer.device.type == "cpu"
+        self._transport: Transport = transport or ("shared" if shared else "torch")
         with contextlib.ExitStack() as undo:
             self._scratch = Scratch(shared_memory())
             undo.callback(self._scratch.close)
@@ -427,48 +138,57 @@ class Learners:
                 supervisor = Supervisor(log_dir=log_dir, preload=("numpy", "torch", __name__))
                 undo.callback(supervisor.close, _GRACE_S)
             undo.callback(self._stop)
-            self._start(supervisor, Recipe.of(algorithm, config), start_s)
+            deadline = time.monotonic() + start_s
+            self._start(supervisor, away)
+            if entrance is not None:
+                self._await_far(entrance, away, deadline)
+            self._gather(Recipe.of(algorithm, config), entrance, deadline)
             self.send_state()
             self._undo = undo.pop_all()
 
     # -- starting
 
-    def _start(self, supervisor: Supervisor, recipe: Recipe, start_s: float) -> None:
-        for rank in range(1, self.size):
+    def _start(self, supervisor: Supervisor, away: int) -> None:
+        for rank in range(1, self.size - away):
             ours, theirs = socket.socketpair()
-            with theirs:
-                name = f"learner-{rank}"
-                self._processes[rank] = supervisor.start(name, _local_rank, fds=[theirs.fileno()], restart=NEVER)
             self._links[rank] = Link(ours, f"Learner {rank}")
-        deadline = time.monotonic() + start_s
-        place = self._scratch.path / "group"
+            with theirs:
+                fds, kind = [theirs.fileno()], type(self._algorithm)
+                self._processes[rank] = supervisor.start(f"learner-{rank}", _local_rank, kind, fds=fds, restart=NEVER)
+
+    def _await_far(self, entrance: Entrance, away: int, deadline: float) -> None:
+        for rank in range(self.size - away, self.size):
+            link = entrance.admit(deadline - time.monotonic())
+            if link is None:
+                raise WorkerFailed(
+                    f"Learner {rank} of {self.size} did not come to {entrance.address} in time.",
+                    "Is it started on its node, with the token of this run?",
+                )
+            self._links[rank] = link
+
+    def _gather(self, recipe: Recipe, entrance: Entrance | None, deadline: float) -> None:
+        """Tell all ranks what they are, and join them."""
+        place, device = str(self._scratch.path / "group"), self._algorithm.optimizer.device
         if self._transport == "shared":
-            SharedGroup.create(place, self.size, self._algorithm.optimizer.wire.numel())
-        welcome = {
-            "recipe": asdict(recipe),
-            "size": self.size,
-            "transport": self._transport,
-            "group": str(place),
-            "directory": str(self._scratch.path),
-            "timeout_s": self._timeout_s,
-        }
+            SharedGroup.create(Path(place), self.size, self._algorithm.optimizer.wire.numel())
+        elif entrance is not None:
+            place = self._open_store(entrance.host)
+        welcome = Welcome(recipe, self.size, self._transport, place, str(self._scratch.path), "cpu", self._timeout_s)
         for rank, link in self._links.items():
-            body = json.dumps(welcome | {"device": _device_of(rank, self._algorithm.optimizer.device)}).encode()
             self._hear(rank, HELLO, deadline)
-            link.send(WELCOME, rank, self.size, body)
+            mine = Welcome(**{**vars(welcome), "device": _device_of(rank, device)})
+            link.send(WELCOME, rank, self.size, mine.to_json())
         for rank in self._links:
             self._hear(rank, READY, deadline)
         for link in self._links.values():
             link.send(JOIN)
-        group: Group
-        if self._transport == "shared":
-            group = SharedGroup(place, 0, self.size, timeout_s=self._timeout_s, check=self.check)
-        else:
-            store = _store(str(place), self.size, self._timeout_s)
-            group = TorchGroup(
-                store, 0, self.size, device=self._algorithm.optimizer.device, timeout_s=self._timeout_s, check=self.check
-            )
-        self._algorithm.optimizer.group = group
+        self._algorithm.optimizer.group = joined(welcome, 0, device, self.check)
+
+    def _open_store(self, host: str) -> str:
+        stores: Any = torch.distributed
+        limit = datetime.timedelta(seconds=self._timeout_s)
+        self._store = stores.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
+        return f"{TCP}{host}:{self._store.port}"
 
     def _hear(self, rank: int, kind: int, deadline: float) -> Frame:
         """A frame from that rank, or the reason why there will be none."""
@@ -476,7 +196,7 @@ class Learners:
         while not link.waiting(0.05):
             self.check()
             if time.monotonic() >= deadline:
-                raise WorkerFailed(f"Learner {rank} was not ready in time.", self._log_hint(rank))
+                raise WorkerFailed(f"Learner {rank} of {self.size} did not answer in time.", self._hint(rank))
         try:
             return link.receive(kind)
         except WorkerFailed as error:
@@ -495,24 +215,22 @@ class Learners:
         """Have all ranks learn from these segments; rank 0 does so next."""
         self.settle()
         self.check()
-        data = self._batch.put(segments)
-        if segments.spec != self._spec:
-            self._spec = segments.spec
-            for link in self._links.values():
-                link.send(SPEC, 0, 0, spec_json(segments.spec))
         self._updates += 1
-        checked = self._updates == 1 or self._updates % _CHECK_EVERY == 0
-        order = _Order(timestep, -1 if version is None else version, segments.rows, self._batch.number, int(checked))
-        for link in self._links.values():
-            link.send(LEARN, 0, 0, order.packed())
-        self._busy, self._checked = True, checked
-        data.release()
+        self._checked = self._updates == 1 or self._updates % _CHECK_EVERY == 0
+        spec = spec_json(segments.spec) if segments.spec != self._spec else None
+        self._spec = segments.spec
+        with self._batch.put(segments) as data:
+            for link in self._links.values():
+                if spec is not None:
+                    link.send(SPEC, 0, 0, spec)
+                file = 0 if link.far else self._batch.number
+                order = Order(timestep, -1 if version is None else version, segments.rows, file, int(self._checked))
+                link.send(LEARN, 0, 0, order.packed(), *([data] if link.far else []))
+        self._busy = True
 
     def end(self) -> None:
         """Rank 0 has learned. That the others have is awaited when it matters: before the next batch."""
         self._expected = fingerprint(self._algorithm.optimizer) if self._checked else None
-
-    _checked = False
 
     def settle(self) -> None:
         """All ranks are done with the batch. Raises WorkerFailed when they are not, or are no longer alike."""
@@ -523,13 +241,13 @@ class Learners:
         for rank in self._links:
             frame = self._hear(rank, DONE, deadline)
             if self._expected is not None and frame.body:
-                self._compare(rank, _FINGERPRINT.unpack(frame.body))
+                self._compare(rank, FINGERPRINT.unpack(frame.body), self._expected)
 
-    def _compare(self, rank: int, found: Sequence[float]) -> None:
-        assert self._expected is not None
-        if not all(math.isclose(a, b, rel_tol=_DRIFT, abs_tol=_DRIFT) for a, b in zip(found, self._expected, strict=True)):
+    @staticmethod
+    def _compare(rank: int, found: Sequence[float], expected: Sequence[float]) -> None:
+        if not all(math.isclose(a, b, rel_tol=_DRIFT, abs_tol=_DRIFT) for a, b in zip(found, expected, strict=True)):
             raise WorkerFailed(
-                f"Learner {rank} has other weights than learner 0 (sum {found[0]:.6g} instead of {self._expected[0]:.6g}).",
+                f"Learner {rank} has other weights than learner 0 (sum {found[0]:.6g} instead of {expected[0]:.6g}).",
                 "An algorithm that learners share must be a function of its state(), the batch and its seed; "
                 "use num_learners: 1, or correct it.",
             )
@@ -538,25 +256,34 @@ class Learners:
 
     def check(self) -> None:
         """Raises WorkerFailed when a rank is known to be lost."""
-        for rank, process in self._processes.items():
-            if process.state in OVER:
-                raise self._lost(rank, process)
+        lost = self._lost()
+        if lost is not None:
+            raise lost
 
     def verdict(self, error: WorkerFailed) -> WorkerFailed:
         """The reason behind a failed collective or link: which rank was lost, if that comes out in a moment."""
         deadline = time.monotonic() + _VERDICT_S
         while time.monotonic() < deadline:
-            for rank, process in self._processes.items():
-                if process.wait(0.05):
-                    return self._lost(rank, process)
+            lost = self._lost()
+            if lost is not None:
+                return lost
+            time.sleep(0.02)
         return error
 
-    def _lost(self, rank: int, process: Process) -> WorkerFailed:
-        why = process.error.rstrip().rpartition("\n")[2] or "it ended"
-        return WorkerFailed(f"Learner {rank} of {self.size} is lost: {why}", self._log_hint(rank))
+    def _lost(self) -> WorkerFailed | None:
+        for rank, link in self._links.items():
+            process = self._processes.get(rank)
+            if process is not None and process.state in OVER:
+                why = process.error.rstrip().rpartition("\n")[2] or "it ended"
+            elif process is None and link.gone:
+                why = "its connection is broken"
+            else:
+                continue
+            return WorkerFailed(f"Learner {rank} of {self.size} is lost: {why.rstrip(".")}.", self._hint(rank))
+        return None
 
-    def _log_hint(self, rank: int) -> str:
-        path = self._log_dir / f"learner-{rank}.log" if self._log_dir else None
+    def _hint(self, rank: int) -> str:
+        path = self._log_dir / f"learner-{rank}.log" if self._log_dir and rank in self._processes else None
         return "The run can go on from its newest checkpoint." + (f" The learner's log: {path}" if path else "")
 
     def close(self) -> None:
@@ -573,6 +300,12 @@ class Learners:
             process.stop(_GRACE_S)
         self._algorithm.optimizer.group.close()
         self._algorithm.optimizer.group = ALONE
+        self._store = None
+
+
+def _local_rank(context: Context, kind: type[Algorithm]) -> None:
+    with contextlib.closing(Link(socket.socket(fileno=context.fds[0]), "Learner 0")) as link:
+        serve(link, kind=kind, beat=context.beat, ready=context.ready)
 
 
 def _device_of(rank: int, device: torch.device) -> str:
@@ -628,7 +361,10 @@ class SharedAlgorithm:
 def share_learning(
     algorithm: Algorithm, config: AlgorithmConfig, learners: int, log_dir: Path | None, **options: Any
 ) -> Algorithm:
-    """The same algorithm on so many learners, this process among them. `config`: with which it was made."""
+    """The same algorithm on so many learners, this process among them. `config`: with which it was made.
+
+    Options are those of Learners.
+    """
     if learners <= 1:
         return algorithm
     shared: Algorithm = SharedAlgorithm(algorithm, Learners(algorithm, config, learners, log_dir, **options))

@@ -196,7 +196,7 @@ class NodeAgent:
                 continue
             idle = 0
             at = len(blocks) * size
-            pack(self._layout, block, memoryview(room)[at : at + size])
+            pack(self._layout, block, room.data[at : at + size])
             self._node.release(index, block)
             blocks.append((index, self._lives[index]))
 
@@ -251,5 +251,5 @@ def pack(layout: Layout, block: Segments, buffer: memoryview) -> None:
 
 def unpack(layout: Layout, count: int, data: Bytes) -> list[Segments]:
     """The blocks of a bundle: read-only views of its bytes, which stay as long as one of them. Raises Damaged."""
-    buffer = memoryview(data)
+    buffer = data.data
     return [layout.load(buffer[i * layout.nbytes : (i + 1) * layout.nbytes]) for i in range(count)]

@@ -1,7 +1,8 @@
 """The machines of a Ray cluster as nodes to sample on: an agent on each, watched, given up when silent, found when it returns.
 
 One thread, the post, owns every change of state; other threads leave it notes: the learner its wishes, Ray the answers to
-calls, and a second thread, which asks the head who is there, the list of members. So the learner never waits for the network.
+calls. A second one, the clerk, does all business with the head of the cluster (who is there? an agent for this machine, the
+end of that one): whoever speaks to a head that is gone may not come back. So the learner never waits for the network.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ludus
-from ludus.errors import Damaged, LudusError, Unreachable, UsageError, WorkerFailed
+from ludus.errors import LudusError, Unreachable, UsageError, WorkerFailed
 from ludus.memory.ring import Bell
 from ludus.runtime.cluster import Cluster, Member
 from ludus.runtime.node_agent import Bundle, Bytes, Make, NodeAgent, local_node, unpack
@@ -50,9 +51,10 @@ DATA, CONTROL = "data", "control"
 class RayNode:
     """One machine of the cluster, seen by the learner. `start` … `close` are for one thread; see `Node` for what they mean."""
 
-    def __init__(self, owner: RayNodes, member: Member, name: str, agent: Any) -> None:
+    def __init__(self, owner: RayNodes, member: Member, name: str) -> None:
         self.name, self.cores, self.lost = name, member.cores, ""
-        self.id, self.agent = member.id, agent
+        self.id = member.id
+        self.agent: Any = None
         self.ready = False
         self.born = time.monotonic()
         self.calls: deque[float] = deque()
@@ -155,9 +157,11 @@ class RayNodes:
         self._cluster, self._plan, self._make = cluster, plan, make
         self._layout = plan.layout
         self._silent_s, self._head_s = silent_s, head_s
+        self._agents = _agents()
         self._say = announce or (lambda sentence: None)
         self._agent_here = agent_here
         self._notes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._nodes: dict[str, RayNode] = {}
         self._retry_at: dict[str, tuple[float, float]] = {}
         """Of members whose agent failed: when to try again, and how long to wait after that."""
@@ -167,7 +171,7 @@ class RayNodes:
         self._weights: tuple[int, Mapping[str, Array]] = (0, {})
         self._weights_lock = threading.Lock()
         self._reference: tuple[int, Any] = (0, None)
-        self._closing = threading.Event()
+        self._closing, self._dismissed = threading.Event(), threading.Event()
         self._settled = threading.Condition()
         self._members: list[Member] = cluster.members()
         self._heard_at = time.monotonic()
@@ -176,7 +180,7 @@ class RayNodes:
         self._own: LocalNode | None = None
         self._threads = [
             threading.Thread(target=self._deliver, name="ray-post", daemon=True),
-            threading.Thread(target=self._look, name="ray-members", daemon=True),
+            threading.Thread(target=self._attend, name="ray-clerk", daemon=True),
         ]
         try:
             self._own = self._own_node(bell)
@@ -198,6 +202,7 @@ class RayNodes:
     # -- for the learner
 
     def current(self) -> list[Node]:
+        self._check_head()
         if self._failure is not None:
             raise _final(*self._failure)
         own: list[Node] = [] if self._own is None else [self._own]
@@ -207,10 +212,10 @@ class RayNodes:
         """End all agents and their workers. No effect when called again."""
         if not self._closing.is_set():
             self._closing.set()
-            self.tell(lambda: None)
-            for thread in self._threads:
+            for thread, ended in zip(self._threads, (lambda: None, self._dismissed.set), strict=True):
                 if thread.ident is not None:
                     thread.join(2 * _CLOSE_S)
+                ended()
             self._bell.close()
             if self._log_dir is not None:
                 (self._log_dir / self._mark).unlink(missing_ok=True)
@@ -279,16 +284,19 @@ class RayNodes:
                 self.ask(node)
                 if not node.calls and now > node.asked_at + _POLL_S:  # the learner is busy: for the sign of life alone
                     self._call_for_bundle(node, 0, 0.0)
-        if now > self._heard_at + self._head_s:
+        self._hire(now)
+
+    def _check_head(self) -> None:
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s > self._head_s:
             self._fail(
-                f"The head of the cluster is gone: {self._cluster.address} has not answered for {now - self._heard_at:.0f} s.",
+                f"The head of the cluster is gone: {self._cluster.address} has not answered for {silent_s:.0f} s.",
                 "Continue with --resume RUN once it is back.",
             )
-        self._hire(now)
 
     def _seen(self, members: list[Member]) -> None:
         """The head has said who is there."""
-        self._members, self._heard_at = members, time.monotonic()
+        self._members = members
         alive = {member.id for member in members if member.alive}
         if self._cluster.here not in alive:
             self._fail(
@@ -308,9 +316,13 @@ class RayNodes:
         for member in self._members:
             due, _ = self._retry_at.get(member.id, (0.0, 0.0))
             if self._wants_agent(member) and member.id not in self._nodes and now >= due:
-                self._nodes[member.id] = node = RayNode(self, member, self._name(member), None)
-                node.agent = _agent_class()(member.id).remote(node.name)
-                self.call(node, None, "hello", then=self._greeted)
+                self._nodes[member.id] = node = RayNode(self, member, self._name(member))
+                self._errands.put(functools.partial(self._engage, node))
+
+    def _engage(self, node: RayNode) -> None:
+        """An errand: only when it is done is there an agent to call."""
+        node.agent = self._agents(node.id).remote(node.name)
+        self.tell(lambda: self.call(node, None, "hello", then=self._greeted))
 
     def _name(self, member: Member) -> str:
         taken = {node.name for node in self._nodes.values()} | ({self._own.name} if self._own else set())
@@ -430,7 +442,7 @@ class RayNodes:
         node.lost = why
         log.warning("%s is given up: %s", node.name, why)
         self._nodes.pop(node.id, None)
-        _kill(node.agent)
+        self._errands.put(lambda: _kill(node.agent))
         _, wait_s = self._retry_at.get(node.id, (0.0, _BACKOFF_S))
         wait_s = _BACKOFF_S if node.ready else wait_s
         self._retry_at[node.id] = time.monotonic() + wait_s, min(2 * wait_s, _MAX_BACKOFF_S)
@@ -450,33 +462,42 @@ class RayNodes:
                 self._bell.ring()
 
     def _dismiss(self) -> None:
-        """Agents end their workers and are then ended themselves; those that cannot be reached end by themselves."""
+        """Agents end their workers, before they are ended themselves; those that cannot be reached end by themselves."""
         import ray
 
         asked = []
-        for node in self._nodes.values():
-            if node.ready and self._failure is None:
-                with contextlib.suppress(Exception):  # Ray's, of an agent that has just died
-                    asked.append(node.agent.close.options(concurrency_group=CONTROL).remote())
+        if self._failure is None:
+            for node in self._nodes.values():
+                if node.ready:
+                    with contextlib.suppress(Exception):  # Ray's, of an agent that has just died
+                        asked.append(node.agent.close.options(concurrency_group=CONTROL).remote())
+                self._errands.put(functools.partial(_kill, node.agent))
         if asked:
             with contextlib.suppress(Exception):
                 ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
-        for node in self._nodes.values():
-            _kill(node.agent)
 
-    # -- the thread that asks the head
+    # -- the clerk
 
-    def _look(self) -> None:
-        while not self._closing.wait(_MEMBERS_S):
-            with contextlib.suppress(Unreachable):  # how long that has been so is for the post to judge
-                members = self._cluster.members(_ASK_S)
-                self.tell(functools.partial(self._seen, members))
+    def _attend(self) -> None:
+        due = 0.0
+        while not self._dismissed.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._errands.get(timeout=_TICK_S)()
+            if time.monotonic() >= due and not self._closing.is_set():
+                with contextlib.suppress(Unreachable):  # how long that has been so is judged elsewhere
+                    members = self._cluster.members(_ASK_S)
+                    self._heard_at = time.monotonic()
+                    self.tell(functools.partial(self._seen, members))
+                due = time.monotonic() + _MEMBERS_S
+        with contextlib.suppress(queue.Empty):
+            while self._failure is None:
+                self._errands.get_nowait()()
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
-def _agent_class() -> Callable[[str], Any]:
+def _agents() -> Callable[[str], Any]:
     """Node id → what makes an agent there and nowhere else."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -489,6 +510,8 @@ def _agent_class() -> Callable[[str], Any]:
 def _kill(agent: Any) -> None:
     import ray
 
+    if agent is None:
+        return
     with contextlib.suppress(Exception):  # it is dead already, or its machine is out of reach
         ray.kill(agent)
 
@@ -501,14 +524,22 @@ def _is_death(error: BaseException) -> bool:
 
 def _reason(error: BaseException) -> str:
     """In a line, what somebody can do something about."""
-    from ray.exceptions import RayTaskError
+    from ray import exceptions
 
     text = str(error)
     if "No module named 'ludus" in text:
-        return "ludus is not installed there, or not in the Python with which Ray was started"
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, LudusError | Damaged):
+        return "ludus is not installed there, or not for the Python with which Ray was started"
+    cause = error.cause if isinstance(error, exceptions.RayTaskError) else error
+    if isinstance(cause, LudusError):
         return str(cause)
+    for kind, why in (
+        (exceptions.ActorUnschedulableError, "it has left the cluster"),
+        (exceptions.ActorUnavailableError, "its agent cannot be reached"),
+        (exceptions.ActorDiedError, "its agent died"),
+    ):
+        if isinstance(cause, kind):
+            raised = text.strip().splitlines()[-1] if "creation task" in text else ""
+            return f"{why} ({raised})" if raised else why
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"
 
@@ -526,5 +557,7 @@ def _marked(log_dir: Path | None) -> tuple[Path | None, str]:
     if log_dir is not None:
         log_dir = log_dir.absolute()
         log_dir.mkdir(parents=True, exist_ok=True)
+        for left in log_dir.glob(".seen-*"):  # by a learner that was killed
+            left.unlink(missing_ok=True)
         (log_dir / mark).touch()
     return log_dir, mark

@@ -65,6 +65,7 @@ class Optimizer(Generic[M]):
         self.grad = self.wire[: self.flat.numel()]
         self._mean = torch.zeros_like(self.flat)
         self._variance = torch.zeros_like(self.flat)
+        self._count = torch.zeros((), device=self.device)
         self._half = None if precision is None else _HALF[precision]
         self.scale = _scale_for(precision, self.device)
         self._models, self._grads = [model], [self.grad]
@@ -94,24 +95,29 @@ class Optimizer(Generic[M]):
         """
         assert len(shards) <= self.pieces
         scale = 1.0 if self.scale is None else self.scale.value
-        gradient = partial(_gradient, loss, self._half, scale)
-        count = min(self.threads, len(shards))
-        work = [(self._models[i], self._grads[i], shards[i::count], weights[i::count]) for i in range(count)]
-        if self._pool is None or count == 1:
-            results = gradient(*work[0])
+        if self._pool is None or len(shards) == 1:
+            results = _gradient(loss, self._half, scale, self._models[0], self.grad, shards, weights)
         else:
-            with one_thread_each():
-                waiting: list[Future[list[Numbers]]] = [self._pool.submit(partial(gradient, *part)) for part in work[1:]]
-                results = gradient(*work[0])
-                for future in waiting:
-                    results += future.result()
-            for _, grad, _, _ in work[1:]:
-                self.grad.add_(grad)
+            results = self._on_threads(self._pool, partial(_gradient, loss, self._half, scale), shards, weights)
         numbers = {name: torch.stack([r[name] for r in results]).sum() for name in results[0]}
         if self.group.size > 1:
             numbers = self._sum_over_learners(numbers)
         self.apply()
         return numbers
+
+    def _on_threads(
+        self, pool: ThreadPoolExecutor, gradient: Callable[..., list[Numbers]], shards: Sequence[Shard], weights: Sequence[float]
+    ) -> list[Numbers]:
+        count = min(self.threads, len(shards))
+        work = [(self._models[i], self._grads[i], shards[i::count], weights[i::count]) for i in range(count)]
+        with one_thread_each():
+            waiting: list[Future[list[Numbers]]] = [pool.submit(gradient, *part) for part in work[1:]]
+            results = gradient(*work[0])
+            for future in waiting:
+                results += future.result()
+        for _, grad, _, _ in work[1:]:
+            self.grad.add_(grad)
+        return results
 
     def _sum_over_learners(self, numbers: Numbers) -> Numbers:
         """One sum for gradient and numbers: for a small network the way is longer than the load."""
@@ -155,7 +161,7 @@ class Optimizer(Generic[M]):
             [self._mean],
             [self._variance],
             [],
-            [torch.tensor(float(self.updates), device=self.device)],
+            [self._count.fill_(self.updates)],
             lr=self.lr,
             beta1=beta1,
             beta2=beta2,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludus.model.device import moved
 from ludus.model.policy import Policy
 from ludus.training.batch import described
 from ludus.tree import Array, Tree, map_tree
@@ -149,9 +150,9 @@ class Trajectories:
 
     # -- between [T, B] and [N]
 
-    def flat(self, grid: Floats) -> Tensor:
+    def flat(self, grid: Floats, device: torch.device) -> Tensor:
         """[T, B] → [N]"""
-        return torch.from_numpy(grid[self.valid])
+        return moved(torch.from_numpy(grid[self.valid]), device)
 
     def grid(self, samples: Tensor) -> Floats:
         """[N] → [T, B], 0 where nothing is valid"""
@@ -183,8 +184,8 @@ class Trajectories:
             return flat if index is None else flat.index_select(0, index)
 
         observation = self._arranged(policy, map_tree(rows, self.observation))
-        mask = None if self.mask is None else rows(self.mask)
-        log_prob, entropy, value = policy.evaluate(observation, map_tree(rows, self.action), mask)
+        action, mask = _moved(policy, (map_tree(rows, self.action), () if self.mask is None else rows(self.mask)))
+        log_prob, entropy, value = policy.evaluate(observation, action, None if self.mask is None else mask)
         following = np.zeros(self.valid.shape, np.float32)
         following[:-1] = self.grid(value)[1:]
         self._look_beyond(policy, outside, following)
@@ -219,7 +220,7 @@ class Trajectories:
         return map_tree(lambda x: x[t, b], self.observation)
 
     def _arranged(self, policy: Policy, observation: Tree) -> Tree:
-        return observation if self.arranged else policy.arranged(observation)
+        return _moved(policy, observation if self.arranged else policy.arranged(observation))
 
     def _unrolled(self, policy: Policy, outside: Bools) -> Evaluated:
         """Sequences of `state_every` steps from the recorded states, each with one row more: the successor of its last step.
@@ -227,20 +228,24 @@ class Trajectories:
         Final observations keep the value that the acting policy gave them: the state they were seen in is not kept.
         """
         cut = _Cut.of(self.valid, outside, self.state_every)
-        log_prob, entropy, value = policy.evaluate(
-            self._arranged(policy, map_tree(cut.sequences, self.observation)),
-            map_tree(cut.sequences, self.action),
-            None if self.mask is None else cut.sequences(self.mask),
-            tuple(map(cut.states, self.state)),
-            cut.sequences(self.first),
-        )
+        observation = self._arranged(policy, map_tree(cut.sequences, self.observation))
+        others = (self.action, () if self.mask is None else self.mask, self.first)
+        action, mask, first = _moved(policy, map_tree(cut.sequences, others))
+        state = _moved(policy, tuple(map(cut.states, self.state)))
+        log_prob, entropy, value = policy.evaluate(observation, action, None if self.mask is None else mask, state, first)
         at, after = cut.positions(self.valid)
         following = np.zeros(self.valid.shape, np.float32)
         following[self.valid] = value.detach().cpu().numpy().reshape(-1)[after]
         following[self.final_at[:, 0], self.final_at[:, 1]] = self.final_value
-        index = torch.from_numpy(at)
+        index = moved(torch.from_numpy(at), policy.device)
         log_prob, entropy, value = (x.flatten().index_select(0, index) for x in (log_prob, entropy, value))
         return Evaluated(log_prob, entropy, value, following)
+
+
+def _moved(policy: Policy, tree: Tree) -> Tree:
+    """To where the policy computes."""
+    device = policy.device
+    return tree if device.type == "cpu" else map_tree(lambda x: moved(x, device), tree)
 
 
 @dataclass(frozen=True)

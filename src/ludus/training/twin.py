@@ -19,9 +19,10 @@ class Twinned:
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
 
     def __init__(self, algorithm: Algorithm, acting: Policy) -> None:
-        """`algorithm` learns with a copy of `acting` that lives elsewhere."""
+        """`algorithm` learns with a copy of `acting` that lives elsewhere, whose weights count."""
         self.policy, self.optimizer = acting, algorithm.optimizer
         self._algorithm = algorithm
+        self._copy(algorithm.policy, acting)
 
     @property
     def version(self) -> int | None:

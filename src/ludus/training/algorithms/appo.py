@@ -95,15 +95,16 @@ class APPO(IMPALA):
     def loss(self, policy: Policy, batch: Trajectories, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         """The surrogate around the target policy, weighted by min(ρ̄, π_t/μ); value error against V-trace; entropy bonus."""
         now, clip = batch.evaluate(policy), self.config.clip_param
+        device = now.log_prob.device
         with torch.no_grad():
-            anchor = now.log_prob.detach() if batch.anchor is None else batch.flat(batch.anchor)
-            log_rho = bounded(anchor - batch.flat(batch.log_prob))
-            rho = log_rho.exp()
-            target, advantage = self.corrected(batch, rho, now, terms)
-            advantage *= rho.clamp(max=self.config.vtrace_clip_pg_rho_threshold)
+            acted = batch.flat(batch.log_prob, device)
+            anchor = now.log_prob.detach() if batch.anchor is None else batch.flat(batch.anchor, device)
+            rho = bounded(anchor - acted).exp()
+            target, advantage = self.corrected(batch, rho, now)
+            weighted = rho.clamp(max=self.config.vtrace_clip_pg_rho_threshold) * terms.scaled(advantage)
         log_ratio = bounded(now.log_prob - anchor)
         ratio = log_ratio.exp()
-        gain = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+        gain = torch.min(ratio * weighted, ratio.clamp(1 - clip, 1 + clip) * weighted)
         divergence = ((ratio - 1) - log_ratio).mean()
         policy_loss, entropy = -gain.mean(), now.entropy.mean()
         value_loss = (now.value - target).square().mean()
@@ -112,8 +113,8 @@ class APPO(IMPALA):
             loss = loss + self.kl_coeff * divergence
         with torch.no_grad():
             numbers = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-            numbers |= self.of_ratios(bounded(now.log_prob - batch.flat(batch.log_prob)), rho)
-            numbers["target_kl"] = divergence
+            numbers |= self.of_ratios(bounded(now.log_prob - acted), rho)
+            numbers |= {"target_kl": divergence, "advantage_mean": advantage.mean()}
             numbers["clip_fraction"] = ((ratio - 1).abs() > clip).float().mean()
         return loss, {name: number.detach() for name, number in numbers.items()}
 

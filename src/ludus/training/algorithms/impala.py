@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -23,7 +22,8 @@ from ludus.training.learner import Learner, LearnerConfig, means
 from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
 from ludus.training.schedule import value_at
 from ludus.training.trajectories import Evaluated, Trajectories
-from ludus.types import Floats, Segments
+from ludus.tree import Array
+from ludus.types import Segments
 
 _MOST = 20.0  # of |log ratio|: beyond every threshold, and its exponential is still a number
 
@@ -53,11 +53,14 @@ class IMPALAConfig(LearnerConfig):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss of all minibatches of a batch has in common."""
+    """What all shards of a minibatch have in common. Advantages are scaled by what is known without looking at all of them."""
 
     entropy_coeff: float
     centre: float = 0.0
     deviation: float = 1.0
+
+    def scaled(self, advantage: Tensor) -> Tensor:
+        return (advantage - self.centre) * (1 / self.deviation)
 
 
 class IMPALA(Learner):
@@ -68,6 +71,7 @@ class IMPALA(Learner):
         self.config = config
         self.replay = Replay(config.replay_buffer_num_slots, config.replay_buffer_bytes) if config.replay_proportion else None
         self._owed = 0.0  # batches that are to be learned from again
+        self._centre: float | None = None  # of the advantages of the latest step
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
@@ -75,16 +79,26 @@ class IMPALA(Learner):
             return {"epochs": 0.0}
         fresh = segments if self.reward_scale is None else replace(segments, reward=self.rewards(segments), cache={})
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)
-        terms, metrics = self._terms(fresh, entropy_coeff)
-        numbers = self._update(fresh, terms)
+        numbers, metrics = self._update(fresh, entropy_coeff)
+        self._centre = float(numbers[-1]["advantage_mean"])
         metrics |= self._again(fresh, entropy_coeff, numbers)
         self.observe(segments)
         metrics |= means(numbers)
         epochs = float(self.config.num_epochs)
         return metrics | {"lr": self.optimizer.lr, "grad_norm": self.optimizer.grad_norm, "epochs": epochs}
 
+    def _update(self, segments: Segments, entropy_coeff: float) -> tuple[list[dict[str, Tensor]], dict[str, float]]:
+        terms, metrics = self._terms(segments, entropy_coeff)
+        batch, loss = self.batch(segments), partial(self.loss, terms=terms)
+        numbers = [self.step(loss, part) for _ in range(self.config.num_epochs) for part in self._minibatches(batch)]
+        return [n for n in numbers if n], metrics
+
     def _terms(self, segments: Segments, entropy_coeff: float) -> tuple[Terms, dict[str, float]]:
-        """The scale of the advantages, from the values that were recorded: the same for every shard, and without a pass."""
+        """Advantages are divided by the deviation that they had by the recorded values, and their mean is taken off.
+
+        That is the mean of the latest update: values move from version to version, all in one direction, so that by recorded
+        ones it would be another. (CartPole, three versions of lag: 300 instead of 170 after 250 updates.)
+        """
         value, n, valid = segments.value[:-1], segments.finals, segments.valid
         following = successor_values(segments.value, segments.final_at[:n], segments.final_value[:n])
         ends = (segments.terminated, segments.truncated, valid)
@@ -93,7 +107,8 @@ class IMPALA(Learner):
         metrics = {"explained_variance": explained_variance(known, inside + known)}
         if not self.config.normalize_advantage:
             return Terms(entropy_coeff), metrics
-        return Terms(entropy_coeff, float(inside.mean()), float(inside.std()) + 1e-8), metrics
+        centre = float(inside.mean()) if self._centre is None else self._centre
+        return Terms(entropy_coeff, centre, float(inside.std()) + 1e-8), metrics
 
     def _again(self, fresh: Segments, entropy_coeff: float, numbers: list[dict[str, Tensor]]) -> dict[str, float]:
         """Learn from earlier batches as often as `replay_proportion` says, then keep this one."""
@@ -104,14 +119,10 @@ class IMPALA(Learner):
         while self._owed >= 1.0:
             self._owed -= 1.0
             old = self.replay[int(torch.randint(len(self.replay), (), generator=self.generator))]
-            numbers += self._update(old, self._terms(old, entropy_coeff)[0])
+            numbers += self._update(old, entropy_coeff)[0]
             replayed += old.steps
         self.replay.add(fresh)
         return {"replayed": float(replayed), "replay_bytes": float(self.replay.nbytes)}
-
-    def _update(self, segments: Segments, terms: Terms) -> list[dict[str, Tensor]]:
-        batch, loss = self.batch(segments), partial(self.loss, terms=terms)
-        return [self.step(loss, part) for _ in range(self.config.num_epochs) for part in self._minibatches(batch)]
 
     def batch(self, segments: Segments) -> Trajectories:
         batch = Trajectories.of(segments)
@@ -128,31 +139,31 @@ class IMPALA(Learner):
 
     # -- the loss
 
-    def corrected(self, batch: Trajectories, ratio: Tensor, now: Evaluated, terms: Terms) -> tuple[Tensor, Tensor]:
+    def corrected(self, batch: Trajectories, ratio: Tensor, now: Evaluated) -> tuple[Tensor, Tensor]:
         """(targets, advantages) [N] by V-trace."""
         config = self.config
         ends = (batch.terminated, batch.truncated, batch.valid)
         bars = (config.vtrace_clip_rho_threshold, config.vtrace_clip_c_threshold)
         grids = (batch.grid(ratio), batch.reward, batch.grid(now.value), now.following)
         found = vtrace(*grids, *ends, config.gamma, config.lambda_, *bars)
-        advantage: Floats = (found.advantage - np.float32(terms.centre)) * np.float32(1 / terms.deviation)
-        return batch.flat(found.target), batch.flat(advantage)
+        device = now.value.device
+        return batch.flat(found.target, device), batch.flat(found.advantage, device)
 
     def loss(self, policy: Policy, batch: Trajectories, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         """−ρ·log π·(r + γ·v' − V) + value error − entropy bonus (§4.2), averaged over the valid steps."""
         now = batch.evaluate(policy)
         with torch.no_grad():
-            log_rho = bounded(now.log_prob - batch.flat(batch.log_prob))
+            log_rho = bounded(now.log_prob - batch.flat(batch.log_prob, now.log_prob.device))
             rho = log_rho.exp()
-            target, advantage = self.corrected(batch, rho, now, terms)
-            weight = rho.clamp(max=self.config.vtrace_clip_pg_rho_threshold)
-        policy_loss = -(weight * advantage * now.log_prob).mean()
+            target, advantage = self.corrected(batch, rho, now)
+            weighted = rho.clamp(max=self.config.vtrace_clip_pg_rho_threshold) * terms.scaled(advantage)
+        policy_loss = -(weighted * now.log_prob).mean()
         value_loss = (now.value - target).square().mean()
         entropy = now.entropy.mean()
         loss = policy_loss + self.config.vf_loss_coeff * value_loss - terms.entropy_coeff * entropy
         with torch.no_grad():
             numbers = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-            numbers |= self.of_ratios(log_rho, rho)
+            numbers |= self.of_ratios(log_rho, rho) | {"advantage_mean": advantage.mean()}
         return loss, {name: number.detach() for name, number in numbers.items()}
 
     def of_ratios(self, log_ratio: Tensor, rho: Tensor) -> dict[str, Tensor]:
@@ -162,6 +173,16 @@ class IMPALA(Learner):
             "rho_mean": rho.mean(),
             "rho_clipped": (rho > self.config.vtrace_clip_rho_threshold + ROUNDING).float().mean(),
         }
+
+    # -- what a resumed run needs (earlier batches are not among it: it begins to collect them anew)
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        arrays, plain = super().state()
+        return arrays, plain if self._centre is None else plain | {"advantage_mean": self._centre}
+
+    def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        super().load_state(arrays, plain)
+        self._centre = plain.get("advantage_mean")
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

@@ -1,0 +1,231 @@
+"""`ludus status`: what a run is doing, seen from outside; and the words for what limits it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.cli.display import Display, bottleneck
+from ludus.errors import NotFound
+from ludus.experiment import status
+from ludus.experiment.run import Run
+from ludus.experiment.status import Rates, StatusWriter, judge, summary
+from tests.cli.programs import program
+from tests.experiment import small
+
+WORKING = {
+    "timesteps": 1000.0,
+    "iterations": 2.0,
+    "episodes": 3.0,
+    "time_s": 1.0,
+    "fps": 1000.0,
+    "sampler/workers": 2.0,
+    "sampler/nodes": 1.0,
+    "sampler/env_share": 0.7,
+    "sampler/policy_share": 0.22,
+    "sampler/blocked_share": 0.0,
+    "sampler/weights_wait_share": 0.05,
+    "sampler/restarts": 1.0,
+    "learner/wait_share": 0.03,
+    "learner/lag_mean": 0.8,
+    "learner/lag_max": 2.0,
+}
+
+
+# -- in words -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_run_are_shown_in_one_line() -> None:
+    assert summary(WORKING) == "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart"
+    more = WORKING | {"memory/dropped": 1.0, "learner/dropped_lag": 11.0, "sampler/nodes": 3.0, "learner/restarts": 2.0}
+    assert summary(more).endswith("· 12 dropped · 2 workers, 3 nodes, 1 restart, learner restarted 2×")
+    assert summary({"timesteps": 1.0, "learner_share": 0.5, "learner/lag_mean": 0.0}) == "", "one process has no such parts"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "limit"),
+    [
+        ({"sampler/env_share": 0.8, "sampler/policy_share": 0.1, "learner/wait_share": 0.7}, "the environments"),
+        ({"sampler/env_share": 0.2, "sampler/policy_share": 0.7, "learner/wait_share": 0.5}, "the decisions of the policy"),
+        ({"sampler/env_share": 0.3, "sampler/blocked_share": 0.5, "learner/wait_share": 0.0}, "the learner"),
+        ({"sampler/env_share": 0.4, "sampler/weights_wait_share": 0.5, "learner/wait_share": 0.4}, "taking turns"),
+        ({"sampler/env_share": 0.2, "sampler/nodes": 3.0, "learner/wait_share": 0.6}, "the network"),
+        ({"sampler/env_share": 0.2, "sampler/nodes": 1.0, "learner/wait_share": 0.6}, "the machine"),
+        ({"sampler/env_share": 0.9, "learner/wait_share": 0.02}, "nothing in particular"),
+        ({"learner_share": 0.7}, "the learner"),
+        ({"learner_share": 0.2}, "sampling"),
+    ],
+)
+def test_what_limits_a_run_is_said_in_words(numbers: Mapping[str, float], limit: str) -> None:
+    assert bottleneck(numbers).startswith(limit)
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    assert bottleneck({}) == ""
+    assert bottleneck({"learner_share": float("nan")}) == ""
+    assert bottleneck({"sampler/env_share": 0.0, "learner/wait_share": 0.0}) == "", "the first moment has measured nothing"
+
+
+def test_the_display_shows_the_parts_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as display:
+        display.write(WORKING)
+    assert "sampler 92 % busy, learner waits 3 %" in capsys.readouterr().out
+    with Display() as display:
+        display.write({name: value for name, value in WORKING.items() if "/" not in name})
+    assert "busy" not in capsys.readouterr().out
+
+
+def test_rates_of_a_worker_come_from_its_counters() -> None:
+    rates = Rates()
+    first = {"worker": 0, "steps": 100.0, "environment_s": 1.0, "policy_s": 0.5}
+    rates.add_to([first], 10.0)
+    assert "fps" not in first
+    second: dict[str, Any] = {"worker": 0, "steps": 300.0, "environment_s": 2.5, "policy_s": 0.75}
+    rates.add_to([second], 12.0)
+    assert (second["fps"], second["env_share"], second["policy_share"]) == (100.0, 0.75, 0.125)
+    moved = {"worker": 0, "steps": 5.0, "environment_s": 0.1, "policy_s": 0.1}
+    rates.add_to([moved], 13.0)
+    assert "fps" not in moved, "it counts from 0 on another node"
+
+
+# -- judging ------------------------------------------------------------------------------------------------------------
+
+NOW = 1_000_000.0
+SEEN = {"state": "running", "pid": 7, "host": "here", "since": "then", "written": NOW - 1}
+
+
+@pytest.mark.parametrize(
+    ("meta", "seen", "lives", "state", "said"),
+    [
+        ({"status": "running"}, SEEN, True, "running", "since then as process 7 on here"),
+        ({"status": "running"}, SEEN, False, "dead", "process 7 on here is gone, last seen 1 s ago.*--resume"),
+        ({"status": "running"}, SEEN, None, "running", "on here"),
+        ({"status": "running"}, SEEN | {"written": NOW - 7200}, None, "silent", "not written for 2 hours"),
+        ({"status": "running", "started": "then"}, {}, None, "unknown", "started then"),
+        ({"status": "finished", "ended": "now"}, SEEN | {"state": "finished", "stopped_by": "timesteps"}, False, "finished", r"\(timesteps\) at now"),
+        ({"status": "interrupted", "ended": "now"}, {}, None, "interrupted", "at now"),
+        ({"status": "failed", "ended": "now", "error": "It broke."}, SEEN, False, "failed", "at now: It broke"),
+        ({"status": "failed"}, SEEN | {"state": "restarting", "why": "the learner died"}, True, "restarting", "the learner died"),
+        ({"status": "running"}, SEEN | {"state": "restarting"}, False, "dead", "is gone"),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_run_follows_from_what_it_wrote_and_who_lives(
+    meta: dict[str, Any], seen: dict[str, Any], lives: bool | None, state: str, said: str
+) -> None:
+    judged, sentence = judge(meta, seen, {}, NOW, lambda who: lives)
+    assert judged == state
+    assert re.search(said, sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("hub", "lives", "state"), [({}, None, "finished"), ({"pid": 7}, True, "running"), ({"pid": 7}, False, "dead")]
+)
+def test_a_trial_of_a_script_is_known_by_its_hub(hub: dict[str, Any], lives: bool | None, state: str) -> None:
+    assert judge({"kind": "session"}, {}, hub, NOW, lambda who: lives)[0] == state
+
+
+def test_a_process_is_told_from_another_one_with_its_number() -> None:
+    me = status.identity()
+    assert status.lives(me) is True
+    assert status.lives(me | {"started": me["started"] + 1}) is False
+    assert status.lives(me | {"host": "elsewhere"}) is None
+    assert status.lives({"pid": os.getpid(), "host": platform.node()}) is True, "one that did not say when it started"
+
+
+# -- the file -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_plain_json_and_never_half_written(tmp_path: Path) -> None:
+    import numpy as np
+
+    status.write(tmp_path, {"a": np.float32(0.5), "b": float("nan"), "c": (1, np.int64(2)), "d": None, "e": 1.5e9 + 0.25})
+    assert json.loads((tmp_path / status.FILE).read_text()) == {"a": 0.5, "b": None, "c": [1, 2], "d": None, "e": 1.5e9 + 0.25}
+    assert [path.name for path in tmp_path.iterdir()] == [status.FILE]
+
+
+def test_a_status_that_cannot_be_seen_does_not_disturb_the_run_and_the_next_one_is_written(tmp_path: Path) -> None:
+    looks = [0]
+
+    def look() -> dict[str, Any]:
+        looks[0] += 1
+        if looks[0] == 2:
+            raise RuntimeError("dictionary changed size during iteration")
+        return {"state": "running", "looks": looks[0]}
+
+    with StatusWriter(tmp_path, look, every_s=0.005) as writer:
+        end = time.monotonic() + 30
+        while looks[0] < 4 and time.monotonic() < end:
+            time.sleep(0.001)
+        writer.final = {"state": "finished", "stopped_by": "iterations"}
+    seen = json.loads((tmp_path / status.FILE).read_text())
+    assert seen["looks"] >= 4
+    assert (seen["state"], seen["stopped_by"], seen["pid"]) == ("finished", "iterations", os.getpid())
+
+
+# -- the command --------------------------------------------------------------------------------------------------------
+
+
+def shown(*words: str | Path) -> tuple[int, str, str]:
+    with program("status", *words, listens=False) as asked:
+        return asked.finish()
+
+
+def test_a_run_that_ended_says_how_and_when_for_people_and_for_programs(tmp_path: Path) -> None:
+    small.train(tmp_path / "run", 2)
+    code, out, err = shown(tmp_path / "run", "--watch")
+    assert (code, err) == (0, "")
+    assert "finished (iterations) at 2" in out
+    assert "PPO on CartPole-v1" in out
+    code, out, _ = shown(tmp_path / "run", "--json")
+    data = json.loads(out)
+    assert (data["state"], data["progress"]["iterations"], data["checkpoint"]) == ("finished", 2, "000002")
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    code, out, err = shown(tmp_path / "nothing")
+    assert (code, out) == (1, "")
+    assert "not the directory of a run" in err
+    assert "ludus runs list" in err
+    assert err.count("\n") == 1
+
+
+def test_a_run_without_the_file_shows_what_its_metrics_say(tmp_path: Path) -> None:
+    small.train(tmp_path / "run", 2)
+    (tmp_path / "run" / status.FILE).unlink()
+    seen = status.look(tmp_path / "run")
+    assert (seen.state, seen.status["progress"]["iterations"]) == ("finished", 2)
+    with pytest.raises(NotFound):
+        status.look(tmp_path)
+
+
+def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from ludus.cli.status import page
+
+    Run.create(tmp_path / "run", {"name": {"env": "x"}})
+    workers = [
+        {"worker": 0, "node": "here", "state": "ready", "pid": 12, "fps": 1234.5, "env_share": 0.81, "restarts": 0, "error": ""},
+        {"worker": 1, "node": "far", "state": "waiting", "pid": None, "restarts": 3, "error": "IndexError: [/bold] x[3]"},
+    ]
+    numbers = WORKING | {"memory/waiting": 4.0}
+    seen = {**status.identity(), "state": "running", "written": time.time(), "sampling": {"workers": workers}}
+    status.write(tmp_path / "run", seen | status.described(numbers, {"workers": workers}))
+    console = Console(width=250, record=True, file=io.StringIO())
+    console.print(page(status.look(tmp_path / "run")))
+    text = console.export_text()
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "here", "ready", "12", "1,234", "81%", "–", "–", "–", "0"] in rows
+    assert any(row[:4] == ["1", "far", "waiting", "–"] and row[-3:] == ["IndexError:", "[/bold]", "x[3]"] for row in rows)
+    assert "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart" in text
+    assert "4 blocks wait for the learner" in text
+    assert "limit" in text
