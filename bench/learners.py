@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--case", choices=CASES, default="cartpole")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--transport", choices=["shared", "torch"], default="shared")
+    parser.add_argument("--transport", choices=["shared", "gloo"], default="shared")
     args = parser.parse_args()
     keep_freed_memory()
     space, settings, updates = CASES[args.case]

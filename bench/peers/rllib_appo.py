@@ -96,7 +96,7 @@ def main() -> None:
     kind = "wrap_atari_for_new_api_stack" if args.task == "pong" else "ViZDoom, float32"
     run = Run("rllib", args, describe(settings.ASYNC, algorithm=args.mode, runners=settings.WORKERS, env=kind))
     # By default its runners have a lower priority than the loop that polls them, which starves them where cores are few.
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
     with ppo_script.local_ray():
         algorithm = config(args).build_algo()
         train(algorithm, run)

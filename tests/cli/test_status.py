@@ -84,6 +84,21 @@ def test_the_display_shows_the_parts_where_there_are_any(capsys: pytest.CaptureF
     assert "busy" not in capsys.readouterr().out
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_the_limit_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "200")
+    with Display() as display:
+        display.write(WORKING | {"learner/wait_share": 0.4})
+    assert "sampler 92 % busy, learner waits 40 %" in screen.getvalue()
+    assert "the environments: 70 % of the samplers' time" in screen.getvalue()
+
+
 def test_rates_of_a_worker_come_from_its_counters() -> None:
     rates = Rates()
     first = {"worker": 0, "steps": 100.0, "environment_s": 1.0, "policy_s": 0.5}
@@ -219,7 +234,8 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     ]
     numbers = WORKING | {"memory/waiting": 4.0}
     seen = {**status.identity(), "state": "running", "written": time.time(), "sampling": {"workers": workers}}
-    status.write(tmp_path / "run", seen | status.described(numbers, {"workers": workers}))
+    nodes = [{"name": "here", "cores": 2}, {"name": "far", "cores": 1}]
+    status.write(tmp_path / "run", seen | status.described(numbers, {"workers": workers, "nodes": nodes}))
     console = Console(width=250, record=True, file=io.StringIO())
     console.print(page(status.look(tmp_path / "run")))
     text = console.export_text()
@@ -228,4 +244,5 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     assert any(row[:4] == ["1", "far", "waiting", "–"] and row[-3:] == ["IndexError:", "[/bold]", "x[3]"] for row in rows)
     assert "sampler 92 % busy, learner waits 3 % · lag 0.8 (max 2) · 2 workers, 1 restart" in text
     assert "4 blocks wait for the learner" in text
+    assert "here (2 cores), far (1 core)" in text
     assert "limit" in text

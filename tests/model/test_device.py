@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ludus.errors import ConfigError
-from ludus.model.device import CPU, DevicePolicy, acting_on, learner_device, moved, named_device
+from ludus.model.device import CPU, DevicePolicy, acting_on, learner_device, learning_on, moved, named_device
 from tests.training.experience import policy_for
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without accelerators")
@@ -60,5 +60,6 @@ def test_a_policy_elsewhere_decides_as_one_here(kind: str) -> None:
 def test_on_the_cpu_nothing_is_copied() -> None:
     policy, x = policy_for("mlp"), torch.ones(3)
     assert acting_on(policy, CPU) is policy
+    assert learning_on(policy, CPU) is policy
     assert moved(x, CPU) is x
     assert policy.device == CPU

@@ -123,9 +123,13 @@ def do_join(project: str, trial: str, address: str) -> dict[str, Any]:
     return {"hub": session.hub is not None, "home": session.place.home, "mirror": session.place.mirror, "pid": os.getpid()}
 
 
+def do_where() -> str:
+    return str(held["session"].place.mirror)
+
+
 def do_open(project: str, trial: str) -> dict[str, Any]:
     """Become a hub for other machines, at a free port."""
-    session = init(project=project, trial=trial, address="tcp://127.0.0.1:0")
+    session = held["session"] = init(project=project, trial=trial, address="tcp://127.0.0.1:0")
     assert session.hub is not None
     ludus.RemoteModel("m", parts.Scale(), forward_args=(row(1),))
     ludus.RemoteBuffer("b", size=8)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import struct
+import warnings
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -246,3 +249,17 @@ def test_a_live_connection_is_not_taken_for_a_dead_one() -> None:
             pass
         assert not unanswered(caller), "it does not read, but its machine answers"
         answering.close()
+
+
+def test_a_connection_that_nobody_uses_any_more_is_let_go(tmp_path: Path) -> None:
+    async def work(port: Port) -> None:
+        connection = weakref.ref(await port.connect())
+        deadline = asyncio.get_running_loop().time() + 10
+        while connection() is not None:
+            gc.collect()
+            await asyncio.sleep(0.01)
+            assert asyncio.get_running_loop().time() < deadline, "something holds it"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        with_port(tmp_path, work)

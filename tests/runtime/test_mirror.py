@@ -155,6 +155,7 @@ def test_whoever_waits_is_answered_when_there_is_something_new_and_otherwise_in_
         assert await asyncio.wait_for(answers.get(), 5) == (1, 1, False)
         source.want((peer, 2), "m", 1, 60, board.directory)
         source.published("another")
+        source.published("m")  # nothing new: the same model was made again
         publish(board, 2, 2)
         source.published("m")
         assert await asyncio.wait_for(answers.get(), 5) == (2, 2, True)

@@ -169,6 +169,16 @@ def test_a_large_bundle_does_not_wait_for_more(bench: Bench, monkeypatch: pytest
     assert len(bench.bundle(most=2, timeout_s=60.0)) == 2
 
 
+def test_a_bundle_has_an_upper_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_agent, "MAX_BUNDLE_BYTES", 2 * Layout(SPEC, ROWS).nbytes)
+    bench = Bench(tmp_path, plan())
+    bench.agent.start(0, 0, life=1)
+    bench.node.write(0, 1.0, 2.0, 3.0)
+    assert [value for _, _, value in bench.bundle()] == [1.0, 2.0]
+    assert [value for _, _, value in bench.bundle()] == [3.0]
+    bench.agent.close()
+
+
 def test_when_all_have_taken_their_turn_there_is_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_agent, "LINGER_S", 60.0)
     bench = Bench(tmp_path, plan(ahead=0))

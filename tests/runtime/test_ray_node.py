@@ -11,9 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-import ludus
 from ludus.config import AlgorithmConfig
-from ludus.errors import WorkerFailed
 from ludus.experiment.parts import make_policy
 from ludus.experiment.sampled import look_at, make_plan
 from ludus.memory.ring import Bell
@@ -128,12 +126,3 @@ def test_a_killed_agent_takes_its_workers_along_and_is_replaced(cluster: Cluster
         assert np.unique(next_block(another, 0, bell).version).tolist() == [FIRST + 1]
     finally:
         nodes.close()
-
-
-def test_another_version_of_ludus_is_refused_by_name(
-    cluster: Cluster, plan: Plan, bell: Bell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = ludus.__version__
-    monkeypatch.setattr(ludus, "__version__", "99.0")
-    with pytest.raises(WorkerFailed, match=f"has ludus {there}, and this machine 99.0"):
-        RayNodes(cluster, plan, bell.path, agent_here=True)

@@ -80,7 +80,7 @@ def page(seen: Look) -> RenderableType:
 
 
 def _facts(seen: Look) -> Iterable[tuple[str, str]]:
-    from ludus.experiment.status import summary
+    from ludus.experiment.status import many, summary
 
     known, progress = seen.status, seen.status.get("progress") or {}
     numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}
@@ -94,6 +94,9 @@ def _facts(seen: Look) -> Iterable[tuple[str, str]]:
     if known.get("checkpoint"):
         yield "checkpoint", str(known["checkpoint"])
     if seen.state in _LIVING:
+        nodes = (known.get("sampling") or {}).get("nodes") or []
+        if len(nodes) > 1:
+            yield "nodes", ", ".join(f"{node.get('name')} ({many(node.get('cores', 0), 'core')})" for node in nodes)
         if parts := summary(numbers):
             yield "parts", parts
         if "memory/waiting" in numbers:

@@ -332,13 +332,15 @@ def _measured(numbers: Numbers) -> bool:
 def _counted(numbers: Numbers) -> str:
     words = []
     if "sampler/workers" in numbers:
-        words.append(_many(numbers["sampler/workers"], "worker"))
+        words.append(many(numbers["sampler/workers"], "worker"))
     if numbers.get("sampler/nodes", 1.0) > 1:
-        words.append(_many(numbers["sampler/nodes"], "node"))
+        words.append(many(numbers["sampler/nodes"], "node"))
+    if numbers.get("sampler/lost_nodes"):
+        words.append(many(numbers["sampler/lost_nodes"], "node") + " lost")
     if numbers.get("sampler/restarts"):
-        words.append(_many(numbers["sampler/restarts"], "restart"))
+        words.append(many(numbers["sampler/restarts"], "restart"))
     if numbers.get("sampler/env_restarts"):
-        words.append(_many(numbers["sampler/env_restarts"], "environment") + " made anew")
+        words.append(many(numbers["sampler/env_restarts"], "environment") + " made anew")
     if numbers.get("learner/restarts"):
         words.append(f"learner restarted {numbers['learner/restarts']:.0f}×")
     return ", ".join(words)
@@ -348,7 +350,7 @@ def _known(numbers: Numbers, name: str) -> bool:
     return math.isfinite(numbers.get(name, math.nan))
 
 
-def _many(number: float, word: str) -> str:
+def many(number: float, word: str) -> str:
     return f"{number:,.0f} {word}{'' if number == 1 else 's'}"
 
 

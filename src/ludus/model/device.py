@@ -72,8 +72,15 @@ class DevicePolicy(Policy):
 
 def acting_on(policy: Policy, device: torch.device) -> Policy:
     """The policy itself for the CPU; else a copy on the device that takes and gives tensors on the CPU."""
-    if device.type == "cpu":
-        return policy
-    twin = DevicePolicy.from_description(policy.description())
+    return policy if device.type == "cpu" else _copied(policy, DevicePolicy, device)
+
+
+def learning_on(policy: Policy, device: torch.device) -> Policy:
+    """The policy itself if it is there; else a copy on the device."""
+    return policy if policy.device == device else _copied(policy, Policy, device)
+
+
+def _copied(policy: Policy, kind: type[Policy], device: torch.device) -> Policy:
+    twin = kind.from_description(policy.description())
     twin.load_weights(policy.weights())
     return twin.to(device)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import socket
 import time
@@ -87,7 +88,12 @@ class Crew:
 
 def gpus_of_workers(workers: int, each: float) -> list[str]:
     """For every worker the GPUs that it has, as in CUDA_VISIBLE_DEVICES; empty without any. Raises UsageError."""
-    if each < 0 or (each > 1 and each != int(each)) or (each and not workers):
+    if (
+        not isinstance(each, (int, float))
+        or not 0 <= each < math.inf
+        or (each > 1 and each != int(each))
+        or (each and not workers)
+    ):
         raise UsageError(
             f"gpus_per_worker={each} for {workers} workers makes no sense.",
             "Give whole GPUs, or a part of one, to num_workers=….",

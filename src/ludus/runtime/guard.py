@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from pathlib import Path
 
 from ludus.errors import UsageError, WorkerFailed
@@ -168,13 +169,15 @@ def unanswered(connection: socket.socket) -> bool:
     return bool((retransmits or probes) and last_ack_ms > LOST_S * 1000)
 
 
-async def watch(writer: asyncio.StreamWriter) -> None:
-    """Break the connection when the other machine is gone. Runs as long as the connection lives."""
-    connection = writer.get_extra_info("socket")
-    while not writer.is_closing():
+async def watch(watched: weakref.ref[asyncio.StreamWriter]) -> None:
+    """Break the connection when the other machine is gone. Holds nothing: a connection that nobody uses any more may go."""
+    while True:
         await asyncio.sleep(_LOOK_S)
+        writer = watched()
+        if writer is None or writer.is_closing():
+            return
         try:
-            gone = unanswered(connection)
+            gone = unanswered(writer.get_extra_info("socket"))
         except OSError:  # closed meanwhile
             return
         if gone:
@@ -182,3 +185,5 @@ async def watch(writer: asyncio.StreamWriter) -> None:
                 "nothing was heard from %s for %g s; the connection is given up", writer.get_extra_info("peername"), LOST_S
             )
             writer.transport.abort()
+            return
+        del writer

@@ -117,7 +117,8 @@ def find_or_start(directory: Path, report_s: float = REPORT_S, door: Door | None
         record = _record(directory)
         if record is not None and record.get("host") not in (None, platform.node()):
             raise UsageError(
-                f"The run {directory} is open in process {record.get('pid')} on {record['host']}.", "Stop it, or work there."
+                f"The run {directory} is open in process {record.get('pid')} on {record['host']}.",
+                "Stop it, work there, or let several machines take part: ludus.init(…, address=…) on each of them.",
             )
         place = _reachable(record)
         if place is not None:

@@ -76,7 +76,7 @@ def _join_at(directory: Path, address: str, report_s: float) -> Joined:
     while True:
         try:
             if port and (door.token_file or not ours or _listens(host, port)):
-                return _away(directory, address, _given(door.token_file))
+                return _away(directory, address, _given(door.token_file, deadline))
         except WorkerFailed as error:  # nobody is there yet
             if time.monotonic() > deadline:
                 raise WorkerFailed(
@@ -111,11 +111,14 @@ def _alone(directory: Path) -> UsageError:
     )
 
 
-def _given(token_file: str) -> str:
+def _given(token_file: str, deadline: float) -> str:
+    """Raises WorkerFailed while the file may still come: on a shared file system the hub makes it."""
     if not token_file:
         raise UsageError(
             "The hub asks for a token, and none is given.", f"Set {TOKEN_VARIABLE} to the file with the run's token."
         )
+    if not Path(token_file).exists() and time.monotonic() < deadline:
+        raise WorkerFailed(f"There is no token at {token_file} yet.")
     return token_file
 
 

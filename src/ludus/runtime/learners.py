@@ -52,8 +52,8 @@ from ludus.types import Segments, SegmentSpec
 
 log = logging.getLogger(__name__)
 
-Transport = Literal["shared", "torch"]
-"""How gradients are summed: over shared memory (one node, CPUs), or by torch.distributed (gloo, nccl)."""
+Transport = Literal["shared", "gloo", "nccl"]
+"""How gradients are summed: over shared memory (one node, CPUs), or by torch.distributed."""
 
 _GRACE_S = 1.0
 _VERDICT_S = 2.0
@@ -128,8 +128,7 @@ class Learners:
         self._busy = self._checked = False
         self._expected: tuple[float, float] | None = None
         self._store: Any = None
-        shared = not away and algorithm.optimizer.device.type == "cpu"
-        self._transport: Transport = transport or ("shared" if shared else "torch")
+        self._transport = transport or _transport_for(algorithm.optimizer.device, size - away, away)
         with contextlib.ExitStack() as undo:
             self._scratch = Scratch(shared_memory())
             undo.callback(self._scratch.close)
@@ -279,7 +278,7 @@ class Learners:
                 why = "its connection is broken"
             else:
                 continue
-            return WorkerFailed(f"Learner {rank} of {self.size} is lost: {why.rstrip(".")}.", self._hint(rank))
+            return WorkerFailed(f"Learner {rank} of {self.size} is lost: {why.rstrip('.')}.", self._hint(rank))
         return None
 
     def _hint(self, rank: int) -> str:
@@ -306,6 +305,13 @@ class Learners:
 def _local_rank(context: Context, kind: type[Algorithm]) -> None:
     with contextlib.closing(Link(socket.socket(fileno=context.fds[0]), "Learner 0")) as link:
         serve(link, kind=kind, beat=context.beat, ready=context.ready)
+
+
+def _transport_for(device: torch.device, here: int, away: int) -> Transport:
+    if device.type == "cpu":
+        return "gloo" if away else "shared"
+    enough = torch.cuda.device_count() >= here  # nccl refuses two learners on one accelerator
+    return "nccl" if enough and torch.distributed.is_nccl_available() else "gloo"
 
 
 def _device_of(rank: int, device: torch.device) -> str:

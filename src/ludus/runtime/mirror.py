@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -115,7 +114,9 @@ class Source:
         self._answer(waiting.who, {"version": waiting.version, "size": 0})
 
     def published(self, name: str) -> None:
-        for waiting in self._waiting.pop(name, []):
+        """The model may have a new version: those that have an older one are answered."""
+        for waiting in [one for one in self._waiting.get(name, []) if one.reader.version > one.version]:
+            self._waiting[name].remove(waiting)
             if waiting.timer is not None:
                 waiting.timer.cancel()
             self._start(name, waiting)
@@ -157,12 +158,11 @@ class Source:
     def gone(self, peer: Peer) -> None:
         for key in [key for key in self._held if key[0] is peer]:
             del self._held[key]
-        for name, waiting in self._waiting.items():
+        for waiting in self._waiting.values():
             for one in [one for one in waiting if one.who[0] is peer]:
                 waiting.remove(one)
                 if one.timer is not None:
                     one.timer.cancel()
-            self._waiting[name] = waiting
 
 
 class Landing:
@@ -256,7 +256,7 @@ class Share:
                 continue
             except OSError as error:
                 raise StoreFull(f"Cannot make {self.path}: {error.strerror}.", "Set LUDUS_SHM to another directory.") from error
-            if _locked(users, fcntl.LOCK_SH) and _is(users, self.path / "users"):
+            if _locked(users, alone=False) and _is(users, self.path / "users"):
                 return users
             users.close()
             if time.monotonic() > deadline:
@@ -279,7 +279,7 @@ class Share:
     def close(self) -> None:
         if self._users.closed:
             return
-        if _locked(self._users, fcntl.LOCK_EX) and _is(self._users, self.path / "users"):
+        if _locked(self._users) and _is(self._users, self.path / "users"):
             shutil.rmtree(self.path, ignore_errors=True)
         self._users.close()
 
@@ -288,9 +288,12 @@ def _opened(path: Path) -> IO[bytes]:
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b")
 
 
-def _locked(file: IO[bytes], how: int) -> bool:
+def _locked(file: IO[bytes], alone: bool = True) -> bool:
+    """Whether this process has the lock now, alone or with others; the kernel gives it back when the process ends."""
+    import fcntl  # not everywhere, and needed away from the hub only
+
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -307,7 +310,7 @@ def _is(file: IO[bytes], path: Path) -> bool:
 def _sweep(path: Path) -> None:
     try:
         with _opened(path / "users") as users:
-            if _locked(users, fcntl.LOCK_EX) and _is(users, path / "users"):
+            if _locked(users) and _is(users, path / "users"):
                 shutil.rmtree(path, ignore_errors=True)
     except OSError:  # being made, being removed, or not ours
         pass
@@ -390,7 +393,7 @@ class Mirror:
 
     async def _run(self) -> None:
         while True:
-            if not (self.leads or _locked(self._lock, fcntl.LOCK_EX)):
+            if not (self.leads or _locked(self._lock)):
                 await asyncio.sleep(TAKE_OVER_S)
                 continue
             self.leads = True
@@ -453,6 +456,8 @@ async def _fetched(connection: Connection, question: Header, path: Path, size: i
 
 def _make_room(out: Any, size: int, path: Path) -> None:
     """Beforehand: a full file system is an error here, and never a fault of whoever maps the file."""
+    if not hasattr(os, "posix_fallocate"):
+        return
     try:
         os.posix_fallocate(out.fileno(), 0, size)
     except OSError as error:

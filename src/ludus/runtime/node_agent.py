@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 BUNDLE_BYTES = 1 << 20
 """A bundle is sent when it has this many bytes; what Ray costs per object is then little beside the bytes themselves."""
 
+MAX_BUNDLE_BYTES = 16 << 20
+"""And never has more than this, unless a single block has: an object store is small, and others wait for the wire."""
+
 LINGER_S = 0.02
 """A smaller one is sent this long after its first block."""
 
@@ -108,6 +111,7 @@ class NodeAgent:
         self._layout = plan.layout
         self._in_turn = plan.ahead is not None
         self._enough = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
+        self._most = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
         node = make(plan, self._log_dir(log_dir, mark), self._name)
         self._bell = Bell(node.bell)
         self._node = node
@@ -159,7 +163,7 @@ class NodeAgent:
         """
         self._called_at = now = time.monotonic()
         deadline, due = now + timeout_s, now + timeout_s
-        size = self._layout.nbytes
+        size, most = self._layout.nbytes, min(most, self._most)
         room: Bytes = np.empty(most * size, np.uint8)  # pages that are not written to cost nothing
         blocks: list[tuple[int, int]] = []
         while True:

@@ -188,11 +188,14 @@ def joined(welcome: Welcome, rank: int, device: torch.device, check: Callable[[]
     place, size, timeout_s = welcome.group, welcome.size, welcome.timeout_s
     if welcome.transport == "shared":
         return SharedGroup(Path(place), rank, size, timeout_s=timeout_s, check=check)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     stores: Any = torch.distributed  # absent where torch is built without it
     if not place.startswith(TCP):
-        return TorchGroup(stores.FileStore(place, size), rank, size, device=device, timeout_s=timeout_s, check=check)
+        return TorchGroup(stores.FileStore(place, size), rank, size, backend=welcome.transport, timeout_s=timeout_s, check=check)
     store = stores.TCPStore(*host_and_port(place), size, False, datetime.timedelta(seconds=timeout_s))
-    return TorchGroup(store, rank, size, device=device, address=own_address(place), timeout_s=timeout_s, check=check)
+    options: Any = {"backend": welcome.transport, "address": own_address(place), "timeout_s": timeout_s}
+    return TorchGroup(store, rank, size, check=check, **options)
 
 
 # -- its life -----------------------------------------------------------------------------------------------------------

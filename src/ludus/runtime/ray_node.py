@@ -226,6 +226,8 @@ class RayNodes:
         """Until every machine that is there has an agent, or has shown that it cannot have one."""
         wanted = {member.id for member in self._members if self._wants_agent(member)}
         deadline = time.monotonic() + start_s
+        if wanted:
+            self._say(f"starting agents on {len(wanted)} {'machine' if len(wanted) == 1 else 'machines'} …")
         with self._settled:
             while time.monotonic() < deadline and self._failure is None:
                 ready = {node.id for node in self._nodes.values() if node.ready}

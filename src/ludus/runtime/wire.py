@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ async def listen_beyond(
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         keep_alive(writer.get_extra_info("socket"))
-        watching = asyncio.get_running_loop().create_task(watch(writer))
+        watching = asyncio.get_running_loop().create_task(watch(weakref.ref(writer)))
         try:
             if await guard.admits(reader, writer):
                 await _talk(reader, Peer(writer, away=True), on_frame, on_gone)
@@ -216,7 +217,7 @@ class Connection:
         self._lost: Exception | None = None
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._receive())
-        self._watching = loop.create_task(watch(writer)) if self.local_host else None
+        self._watching = loop.create_task(watch(weakref.ref(writer))) if self.local_host else None
 
     @classmethod
     async def open(cls, address: str, what: str, timeout_s: float | None = None, token_file: str = "") -> Connection:

@@ -156,7 +156,7 @@ class SharedGroup:
 
 
 class TorchGroup:
-    """Learners over torch.distributed: gloo, between machines too; nccl where they compute on accelerators."""
+    """Learners over torch.distributed: gloo, between machines too; nccl where each has an accelerator of its own."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class TorchGroup:
         rank: int,
         size: int,
         *,
-        device: torch.device | None = None,
+        backend: str = "gloo",
         address: str = "127.0.0.1",
         timeout_s: float = COLLECTIVE_S,
         check: Callable[[], None] = lambda: None,
@@ -176,9 +176,10 @@ class TorchGroup:
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
-        make = _nccl if device is not None and device.type == "cuda" else _gloo
         try:
-            self._backend = make(store, rank, size, datetime.timedelta(seconds=timeout_s), address)
+            self._backend = (_nccl if backend == "nccl" else _gloo)(
+                store, rank, size, datetime.timedelta(seconds=timeout_s), address
+            )
         except RuntimeError as error:
             raise WorkerFailed(
                 f"Learner {rank} of {size} could not join the others: {_said(error)}",

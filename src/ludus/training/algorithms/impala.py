@@ -35,6 +35,7 @@ class IMPALAConfig(LearnerConfig):
         "async",
         description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind.",
     )
+    lr: Schedule = Field(5e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     train_batch_size: int = Field(1024, ge=1, description="Environment steps per update.")
     lambda_: float = Field(1.0, alias="lambda", ge=0, le=1, description="V-trace: 0 trusts the value, 1 the return.")
     entropy_coeff: Schedule = Field(0.01, description="Weight of the entropy bonus: a number or a schedule.")
@@ -71,7 +72,7 @@ class IMPALA(Learner):
         self.config = config
         self.replay = Replay(config.replay_buffer_num_slots, config.replay_buffer_bytes) if config.replay_proportion else None
         self._owed = 0.0  # batches that are to be learned from again
-        self._centre: float | None = None  # of the advantages of the latest step
+        self._drift = 0.0  # how far the mean advantage was from that by recorded values, in the latest update
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
@@ -79,25 +80,20 @@ class IMPALA(Learner):
             return {"epochs": 0.0}
         fresh = segments if self.reward_scale is None else replace(segments, reward=self.rewards(segments), cache={})
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)
-        numbers, metrics = self._update(fresh, entropy_coeff)
-        self._centre = float(numbers[-1]["advantage_mean"])
+        terms, metrics = self._terms(fresh, entropy_coeff)
+        numbers = self._update(fresh, terms)
+        if self.config.normalize_advantage:
+            self._drift += means(numbers)["advantage_mean"] - terms.centre
         metrics |= self._again(fresh, entropy_coeff, numbers)
         self.observe(segments)
         metrics |= means(numbers)
         epochs = float(self.config.num_epochs)
         return metrics | {"lr": self.optimizer.lr, "grad_norm": self.optimizer.grad_norm, "epochs": epochs}
 
-    def _update(self, segments: Segments, entropy_coeff: float) -> tuple[list[dict[str, Tensor]], dict[str, float]]:
-        terms, metrics = self._terms(segments, entropy_coeff)
-        batch, loss = self.batch(segments), partial(self.loss, terms=terms)
-        numbers = [self.step(loss, part) for _ in range(self.config.num_epochs) for part in self._minibatches(batch)]
-        return [n for n in numbers if n], metrics
-
     def _terms(self, segments: Segments, entropy_coeff: float) -> tuple[Terms, dict[str, float]]:
-        """Advantages are divided by the deviation that they had by the recorded values, and their mean is taken off.
+        """Mean and deviation of the advantages by the values that were recorded, which costs no pass over the batch.
 
-        That is the mean of the latest update: values move from version to version, all in one direction, so that by recorded
-        ones it would be another. (CartPole, three versions of lag: 300 instead of 170 after 250 updates.)
+        From version to version all values move in one direction, and with them the mean: by as much as in the update before.
         """
         value, n, valid = segments.value[:-1], segments.finals, segments.valid
         following = successor_values(segments.value, segments.final_at[:n], segments.final_value[:n])
@@ -107,8 +103,11 @@ class IMPALA(Learner):
         metrics = {"explained_variance": explained_variance(known, inside + known)}
         if not self.config.normalize_advantage:
             return Terms(entropy_coeff), metrics
-        centre = float(inside.mean()) if self._centre is None else self._centre
-        return Terms(entropy_coeff, centre, float(inside.std()) + 1e-8), metrics
+        return Terms(entropy_coeff, float(inside.mean()) + self._drift, float(inside.std()) + 1e-8), metrics
+
+    def _update(self, segments: Segments, terms: Terms) -> list[dict[str, Tensor]]:
+        batch, loss = self.batch(segments), partial(self.loss, terms=terms)
+        return [self.step(loss, part) for _ in range(self.config.num_epochs) for part in self._minibatches(batch)]
 
     def _again(self, fresh: Segments, entropy_coeff: float, numbers: list[dict[str, Tensor]]) -> dict[str, float]:
         """Learn from earlier batches as often as `replay_proportion` says, then keep this one."""
@@ -119,7 +118,7 @@ class IMPALA(Learner):
         while self._owed >= 1.0:
             self._owed -= 1.0
             old = self.replay[int(torch.randint(len(self.replay), (), generator=self.generator))]
-            numbers += self._update(old, entropy_coeff)[0]
+            numbers += self._update(old, self._terms(old, entropy_coeff)[0])
             replayed += old.steps
         self.replay.add(fresh)
         return {"replayed": float(replayed), "replay_bytes": float(self.replay.nbytes)}
@@ -178,11 +177,11 @@ class IMPALA(Learner):
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays, plain = super().state()
-        return arrays, plain if self._centre is None else plain | {"advantage_mean": self._centre}
+        return arrays, plain | {"advantage_drift": self._drift}
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         super().load_state(arrays, plain)
-        self._centre = plain.get("advantage_mean")
+        self._drift = float(plain.get("advantage_drift", 0.0))
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
