@@ -17,6 +17,7 @@ from bench.peers import settings
 from bench.peers.report import ASYNC_MODES, Args, Run, describe, parse_args
 
 ENVIRONMENTS = {"cartpole": "CartPole-v1", "pong": "ALE/Pong-v5", "doom": "VizdoomBasic-v1"}
+ASYNC_START_S = 6.0  # for the processes of an asynchronous run
 SHOWN = (
     "sampler/env_share",
     "sampler/policy_share",
@@ -35,6 +36,7 @@ class Watch:
         self._seen: dict[str, list[float]] = {}
 
     def write(self, numbers: Any) -> None:
+        self._run.begin()
         self._run.iteration(int(numbers["timesteps"]))
         for name in SHOWN:
             if name in numbers:
@@ -99,12 +101,14 @@ def main(args: Args) -> None:
     from ludus.experiment import experiment
     from ludus.game.environment import make_environments
 
-    limits = {"timesteps": args.max_frames, "time_s": args.max_seconds, "episode_return_mean": args.target}
+    begun_s = ASYNC_START_S if args.mode in ASYNC_MODES else 0.0
+    limits = {"timesteps": args.max_frames, "time_s": args.max_seconds + begun_s, "episode_return_mean": args.target}
     data = {"env": ENVIRONMENTS[args.task], "stop": limits, "config": chosen | {"seed": args.seed}}
     if args.mode in ASYNC_MODES:
         data["run"] = args.mode.upper()
     watch = Watch(run)
-    run.begin()
+    if args.mode not in ASYNC_MODES:  # those begin with the first update, when all processes are there
+        run.begin()
     with tempfile.TemporaryDirectory() as directory:
         result = experiment.start(data, local_dir=Path(directory), sinks=[watch])
     if result.stopped_by == "episode_return_mean":

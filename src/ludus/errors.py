@@ -30,6 +30,8 @@ class LudusError(Exception):
     """Base of the tree; `hint` says what to do about it, in one sentence."""
 
     exit_code = 1
+    final = False
+    """A run that ends with it does not try again."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)

@@ -31,12 +31,13 @@ from ludus.errors import (
     WorkerFailed,
 )
 from ludus.experiment import checkpoint, experiment, status
-from ludus.experiment.driver import Again, Failure, GiveUp, Luggage, Policy, _packed, _unpacked
+from ludus.experiment.driver import Again, Failure, GiveUp, Policy, _packed, _unpacked
 from ludus.experiment.run import Run
 from ludus.metrics import Numbers, read_jsonl
+from ludus.runtime.luggage import Luggage
 from ludus.store.local import LocalStore
 from tests.cli.programs import Program, program
-from tests.experiment import small
+from tests.experiment import called, small
 from tests.experiment.small import same
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="worker processes need fork()")
@@ -101,7 +102,7 @@ def test_what_comes_from_outside_the_learner_is_tried_again_up_to_the_limit(erro
 
 def test_a_loss_that_says_it_is_final_is_final() -> None:
     raised = WorkerFailed("The head of the cluster is gone.")
-    raised.final = True  # type: ignore[attr-defined]
+    raised.final = True
     crossed = _unpacked(json.loads(json.dumps(_packed(raised))))
     assert isinstance(Policy(limit=5).decide(Failure(str(crossed), crossed), None, True), GiveUp)
 
@@ -134,6 +135,21 @@ def test_an_error_crosses_to_the_driver_with_its_class_its_message_and_its_hint(
             assert (type(back), back.message, back.hint) == (cls, "It is so.", "Do this.")
     assert type(_unpacked(_packed(Own("mine")))) is EnvironmentFault
     assert "busy" in str(_unpacked(_packed(Refused(503, "busy", "The server is busy."))))
+
+
+@pytest.mark.parametrize(
+    ("data", "driven"),
+    [
+        (small.data(), False),
+        (small.data(num_workers=2), True),
+        (small.data(num_learners=2), True),
+        (called.data(num_workers=1), False),  # on any free port: games would not find the next learner
+        (called.data(outside=called.ONE_SEAT | {"port": 8000}, num_workers=1), True),
+        (called.data(outside=called.ONE_SEAT | {"port": 8000}), False),
+    ],
+)
+def test_a_run_that_has_other_processes_has_a_driver(data: dict[str, Any], driven: bool) -> None:
+    assert experiment._has_processes(experiment.resolve(data)) is driven
 
 
 # -- the same as in this process ----------------------------------------------------------------------------------------

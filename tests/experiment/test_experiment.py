@@ -115,7 +115,7 @@ def test_evaluating_and_checkpointing_do_not_change_what_is_learned(tmp_path: Pa
         ({"env": "CartPole-v1", "run": "PPPO"}, UnknownName, "Unknown algorithm 'PPPO'.*'PPO'"),
         ({"env": "CartPole-v1", "config": {"lrr": 1}}, ConfigError, r"Unknown key 'config\.lrr'.*'lr'"),
         ({"env": "CartPole-v1", "config": {"lr": "fast"}}, ConfigError, r"config\.lr.*'fast'"),
-        ({"env": "CartPole-v1", "config": {"num_workers": 2}}, ConfigError, "num_workers is 2"),
+        ({"env": "CartPole-v1", "config": {"sampling": "pipelined"}}, ConfigError, "sampling is pipelined"),
         ({"env": "CartPole-v1", "config": {"num_gpus": 1}}, ConfigError, "num_gpus is 1"),
         ({"env": "CartPole-v1", "stop": {"timestep": 1}}, ConfigError, r"Unknown key 'stop\.timestep'.*'timesteps'"),
         ({"run": "PPO"}, ConfigError, "'env' is missing"),

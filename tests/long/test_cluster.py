@@ -113,11 +113,14 @@ def test_a_wrong_token_an_absent_one_and_an_absent_head_are_told_apart(tmp_path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_ray_of_ours_is_gone_however_its_owner_ends(tmp_path: Path, number: int) -> None:
-    with an_owner(tmp_path) as owner:
+    with an_owner(tmp_path) as owner, open(owner.home / "token") as held:
         assert len(owner.processes) >= 2
-        owner.end(number)
-        assert owner.left() == []
-        assert not owner.home.exists()
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[held.fileno()]) as reader:
+            owner.end(number)
+            assert owner.left() == []
+            assert not owner.home.exists()
+            assert reader.poll() is None, "somebody who merely looks at a file of it is not one of its processes"
+            reader.kill()
 
 
 def test_a_training_on_a_ray_of_its_own_leaves_nothing_when_it_is_killed(tmp_path: Path) -> None:

@@ -227,6 +227,21 @@ def test_a_closed_consumer_gives_back_what_it_was_given(run: Session) -> None:
     wait_for(lambda: held(run) == 0, "the hub still holds records")
 
 
+def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_reference(run: Session) -> None:
+    buffer = ludus.RemoteBuffer("b", size=8)
+    shared(buffer)
+    buffer.push(item(1), item(2)).wait(WAIT_S)
+    consumer = run.client.wait(run.client.connect(), WAIT_S)
+    header = {"op": "buffer.take", "name": "b", "count": 2, "maps": True}
+    reply = run.client.wait(consumer.request(header, timeout_s=WAIT_S), WAIT_S)
+    assert len(reply[-1][0]["places"]) == 2
+    assert run.hub is not None
+    referred_to = list(run.hub._lent.values())
+    assert held(run) == len(referred_to[0]) == 2
+    run.client.wait(consumer.close(), WAIT_S)
+    wait_for(lambda: held(run) == 0, "the hub still holds records")
+
+
 # -- processes that are killed
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.errors import WorkerFailed
+from ludus.errors import TrainingDiverged, WorkerFailed
 from ludus.runtime.learners import SharedAlgorithm, share_learning
 from ludus.runtime.link import Entrance
 from ludus.runtime.processes import Supervisor
@@ -78,6 +78,20 @@ def test_two_learners_learn_what_one_learns(supervisor: Supervisor, kind: str, t
         pids = processes(several)
         assert all(pids)
     assert not any(alive(pid, 0) for pid in pids)
+
+
+def test_after_a_batch_that_is_no_use_all_learners_go_on_from_where_they_were(supervisor: Supervisor) -> None:
+    good, bad = data("mlp")[0], data("mlp")[1]
+    bad.value[0] = np.nan
+    single = alone("mlp")
+    with sharing("mlp", supervisor) as several:
+        for algorithm in (single, several):
+            algorithm.learn(good, 0)
+            with pytest.raises(TrainingDiverged, match="gradient became nan"):
+                algorithm.learn(bad, 0)
+            algorithm.learn(good, 0)
+        several._learners.settle()
+        assert_alike(single, several)
 
 
 def test_states_of_one_and_of_several_learners_are_interchangeable(supervisor: Supervisor) -> None:

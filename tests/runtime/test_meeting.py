@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.runtime.cluster import LOCAL, Cluster
-from ludus.runtime.meeting import Meeting, Spot, card_address, meeting_place, run_name
+from ludus.runtime.meeting import Keeper, Meeting, Spot, card_address, meeting_place, run_name
 
 SPOT = Spot("tcp://10.0.0.1:7", "secret-token")
 
@@ -63,6 +64,36 @@ def test_a_hub_that_never_says_where_it_is_is_waited_for_in_time_only(cluster: C
     with pytest.raises(WorkerFailed, match="nothing came of it"):
         waiting.find_or_claim(time.monotonic() + 1)
     silent.close()
+
+
+def test_a_process_beside_ours_keeps_the_notice_and_if_ray_takes_it_away_ours_goes_on(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub, visitor = (Keeper(tmp_path / "t", cluster.address) for _ in range(2))
+    assert hub.find_or_claim(60) == cluster.members()[0].address
+    hub.leave(SPOT)
+    assert visitor.find_or_claim(60) == SPOT
+    command = Path(f"/proc/{hub._process.pid}/cmdline").read_bytes() + Path(f"/proc/{hub._process.pid}/environ").read_bytes()
+    assert SPOT.token.encode() not in command
+    visitor.close()
+    with caplog.at_level(logging.ERROR):
+        hub._process.kill()
+        deadline = soon()
+        while "goes on" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    hub.close()
+    after = Keeper(tmp_path / "t", cluster.address)
+    while isinstance(after.find_or_claim(60), Spot):  # the job of a process that was killed ends a moment later
+        assert time.monotonic() < deadline
+    after.close()
+
+
+def test_a_cluster_that_is_not_there_is_said(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "t", "127.0.0.1:9")
+    with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:9"):
+        keeper.find_or_claim(30)
+    keeper.close()
 
 
 def test_the_process_of_the_notice_imports_nothing_heavy() -> None:

@@ -77,6 +77,19 @@ def test_a_record_stays_while_somebody_needs_it_and_no_longer(rings: Rings) -> N
         assert put(writer, b"c" * (1 << 18))
 
 
+def test_what_is_released_makes_room_whoever_still_refers_to_it(rings: Rings) -> None:
+    ring = granted(rings, "p")
+    with written(ring, b"a" * (1 << 20)) as writer:
+        items = rings.taken("p", [0], 1)
+        items[0].release()
+        items[0].release()
+        assert put(writer, b"b" * (1 << 20))
+        (second,) = rings.taken("p", [1], 2)
+        items.clear()
+        assert second.copy() == b"b" * (1 << 20)
+        assert not put(writer, b"c"), "a reference that was released has released another record"
+
+
 def test_the_ring_of_a_dead_producer_goes_with_its_last_item(rings: Rings) -> None:
     ring = granted(rings, "p")
     written(ring, b"kept", b"also").close()

@@ -17,7 +17,7 @@ from tests.remote.node import ROOT, Failed, Node
 from tests.system import hosts as rig
 from tests.system.hosts import SHARED, Hosts
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 RAY = Path(sys.executable).with_name("ray")
 HEALTH = {
@@ -209,3 +209,16 @@ def _child_of(node: Node) -> int:
         if not children:
             return tree[-1]
         tree.append(int(children[0]))
+
+
+@pytest.mark.long
+def test_when_the_head_of_ray_is_lost_the_run_goes_on(ray: Ray) -> None:
+    """The last of this file: it takes the cluster away."""
+    with ray.fleet.node(1) as hub:
+        ray.ask_to_join(hub, "headless")
+        assert hub.answer()["hub"]
+        hub.ask("make", "m", 3.0)
+        ray.fleet.hosts.power_off(0)
+        time.sleep(75)  # after a minute Ray ends the processes that use it
+        assert hub.ask("call", "m", 2) == 6
+        assert hub.ask("leave") == []

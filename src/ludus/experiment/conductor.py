@@ -73,7 +73,10 @@ class Conductor:
         sinks: Sequence[Sink],
         config: ExperimentConfig,
         evaluate: Evaluate | None,
+        always: Numbers | None = None,
     ) -> None:
+        """`always`: numbers that are part of every report."""
+        self._always = dict(always or {})
         self._trainer, self._source, self._pool, self._store = trainer, source, pool, store
         self._schedule, self._sinks, self._evaluate = schedule, sinks, evaluate
         self._config = config
@@ -93,7 +96,7 @@ class Conductor:
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
             self._reported_at = progress.time_s
-            self._trainer.metrics |= self._source.metrics()
+            self._trainer.metrics |= {**self._source.metrics(), **self._always}
             self._report(self._trainer.metrics)
         due = self._checkpoint_is_due(progress)
         if due:

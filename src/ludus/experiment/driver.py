@@ -15,15 +15,12 @@ import json
 import logging
 import os
 import selectors
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
-
-import gymnasium as gym
 
 from ludus import errors
 from ludus.actor.trained import TrainedAgent
@@ -34,6 +31,7 @@ from ludus.experiment.run import CONFIG, Run
 from ludus.metrics import Numbers, Sink
 from ludus.model import saved
 from ludus.runtime.forkserver import anonymous_file
+from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import StopSignal, stop_on_signals
 from ludus.runtime.processes import OVER, Context, Process, Restart, Supervisor
 
@@ -116,7 +114,7 @@ class Policy:
 
     def _curable(self, error: LudusError, set_up: bool) -> bool:
         if isinstance(error, self.CURABLE):
-            return not getattr(error, "final", False)
+            return not error.final
         # A port that the last learner's processes have not given back yet; what was wrong with the config was wrong before.
         return set_up and type(error) is UsageError
 
@@ -153,28 +151,6 @@ class Post:
         """As a sink: the driver closes its own."""
 
 
-@dataclass(frozen=True)
-class Luggage:
-    """What a name in the config means in the driver's process alone: a function of its script, an environment registered there."""
-
-    named: Mapping[str, Any] = field(default_factory=dict)
-    spec: Any = None
-
-    @classmethod
-    def of(cls, *names: str) -> Luggage:
-        main = sys.modules["__main__"]
-        own = {name.partition(":")[2].split(".")[0] for name in names if name.startswith("__main__:")}
-        spec = next((gym.registry[name] for name in names if name in gym.registry), None)
-        return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec)
-
-    def unpack(self) -> None:
-        main = sys.modules["__main__"]
-        for name, value in self.named.items():
-            setattr(main, name, value)
-        if self.spec is not None:
-            gym.registry.setdefault(self.spec.id, self.spec)
-
-
 def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, announces: bool) -> None:
     """The life of a learner: train, then say how it ended. Signals end it as they would end a training in the foreground."""
     pipe, file = context.fds
@@ -199,7 +175,7 @@ def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, anno
 
 def _packed(error: LudusError) -> dict[str, Any]:
     known = next(cls for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
-    return {"class": known.__name__, "message": error.message, "hint": error.hint, "final": bool(getattr(error, "final", False))}
+    return {"class": known.__name__, "message": error.message, "hint": error.hint, "final": error.final}
 
 
 def _unpacked(data: Mapping[str, Any]) -> LudusError:
@@ -209,7 +185,7 @@ def _unpacked(data: Mapping[str, Any]) -> LudusError:
     except TypeError:  # one that is made of more
         error = LudusError(data["message"], data["hint"])
     if data.get("final"):
-        error.final = True  # type: ignore[attr-defined]
+        error.final = True
     return error
 
 

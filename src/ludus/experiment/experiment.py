@@ -23,7 +23,7 @@ from ludus.experiment import checkpoint, external, sampled
 from ludus.experiment.auto import choose_workers
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
-from ludus.experiment.driver import Driver, Luggage
+from ludus.experiment.driver import Driver
 from ludus.experiment.evaluation import make_evaluation
 from ludus.experiment.parts import (
     ClusterOptions,
@@ -45,6 +45,7 @@ from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
 from ludus.runtime.cluster import address_of
 from ludus.runtime.in_process import InProcess
+from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm, algorithm_class

@@ -122,7 +122,9 @@ def make_conductor(
     )
     incarnation = pool.incarnation(pool.names()[0])
     written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
-    return Conductor(trainer, source, pool, run.store, schedule, written, e, evaluate)
+    restarts = run.meta().get("learner_restarts")
+    always = {} if restarts is None else {"learner/restarts": float(restarts)}
+    return Conductor(trainer, source, pool, run.store, schedule, written, e, evaluate, always)
 
 
 def count_on(before: Checkpoint | None, trainer: Trainer, source: Experience) -> None:

@@ -30,6 +30,7 @@ from ludus.metrics import Sink
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
 from ludus.runtime.cluster import Cluster
+from ludus.runtime.luggage import Luggage
 from ludus.runtime.processes import Restart
 from ludus.runtime.program import Handle, Program
 from ludus.runtime.ray_node import RayNodes
@@ -117,6 +118,7 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
         restart=Restart(config.max_worker_restarts, config.worker_restart_backoff_s),
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
+        luggage=Luggage.of(env),
     )
 
 

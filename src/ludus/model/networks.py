@@ -96,7 +96,12 @@ class Dense(nn.Linear):
         if not torch.is_grad_enabled():
             return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
         fused = self.activation == "tanh" and x.ndim == 2 and x.dtype == torch.float32 and not x.is_cuda
-        if fused and not torch.is_autocast_enabled("cpu") and not torch._C._get_tracing_state() and not torch.compiler.is_compiling():
+        if (
+            fused
+            and not torch.is_autocast_enabled("cpu")
+            and not torch._C._get_tracing_state()
+            and not torch.compiler.is_compiling()
+        ):
             return _LinearTanh.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
         return ACTIVATIONS[self.activation](super().forward(x))
 

@@ -425,11 +425,11 @@ def sweep(base: Path) -> int:
 
 @contextlib.contextmanager
 def _reaped(home: Path) -> Iterator[None]:
-    """If this process is killed inside the block, whatever was started with the token in `home` is ended."""
+    """If this process is killed inside the block, whatever was started with `home` as its directory is ended."""
     if not Path("/proc/self/environ").exists():  # no Linux: what Ray does by itself has to be enough
         yield
         return
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), "RAY_AUTH_TOKEN_PATH"]
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(home)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True, cwd="/") as process:  # noqa: S603 - ours
         assert process.stdin is not None
         try:

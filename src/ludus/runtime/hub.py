@@ -301,7 +301,7 @@ class Hub:
         self._rings = Rings(self._shm.path / "rings")
         self._mapping: set[Peer] = set()
         """Consumers that see the rings."""
-        self._lent: dict[Hashable, list[Item]] = {}
+        self._lent: dict[Hashable, list[Shared]] = {}
         """What consumers are copying from the rings, by whom it was given to."""
         self._components: dict[str, _Component] = {}
         self._tally = Tally()
@@ -656,11 +656,12 @@ class Hub:
 
     def _give(self, who: Any, items: list[Item]) -> None:
         """In frames of bounded size; the last one is not marked `more`. Who sees the rings is told where in them to look."""
-        if who[0] in self._mapping:
-            if any(isinstance(item, Shared) for item in items):
-                self._lent[who] = items
-        else:
+        shared = [item for item in items if isinstance(item, Shared)]
+        if shared and who[0] in self._mapping:
+            self._lent[who] = shared
+        elif shared:
             items = [item.copy() if isinstance(item, Shared) else item for item in items]
+            _release(shared)
         part: list[Item] = []
         size = 0
         for item in items:
@@ -680,12 +681,12 @@ class Hub:
         self._answer(who, header, *inline)
 
     def _buffer_release(self, peer: Peer, header: Header, body: bytes) -> None:
-        self._lent.pop((peer, header["take"]), None)
+        _release(self._lent.pop((peer, header["take"]), []))
 
     def _buffer_gone(self, peer: Peer) -> None:
         self._mapping.discard(peer)
         for who in [who for who in self._lent if isinstance(who, tuple) and who[0] is peer]:
-            del self._lent[who]
+            _release(self._lent.pop(who))
         self._rings.gone(peer)
 
     def _buffer_stats(self, peer: Peer, header: Header, body: bytes) -> Header:
@@ -761,6 +762,12 @@ class Hub:
         log.info("%s", "  ".join(f"{name} {value:.5g}" for name, value in numbers.items()))
         for sink in self._sinks:
             sink.write(numbers)
+
+
+def _release(items: list[Shared]) -> None:
+    """Said, not left to the last reference: an error on the way to a consumer keeps the frames, and all that is in them."""
+    for item in items:
+        item.release()
 
 
 def short_temp() -> Path:

@@ -22,7 +22,7 @@ from pathlib import Path
 from ludus.errors import UsageError, WorkerFailed
 from ludus.runtime.guard import read_token, write_token
 from ludus.runtime.hub import REPORT_S, Door, Hub, Place, find_or_start, found_here, shared_memory, short_temp
-from ludus.runtime.meeting import Meeting, Spot, card_address
+from ludus.runtime.meeting import Keeper, Spot, card_address
 from ludus.runtime.mirror import Share
 from ludus.runtime.scratch import Scratch
 from ludus.runtime.wire import Connection, Header, host_and_port, is_tcp
@@ -146,40 +146,41 @@ def _listens(host: str, port: int) -> bool:
 
 def _join_in_cluster(directory: Path, address: str, report_s: float) -> Joined:
     deadline = time.monotonic() + 2 * JOIN_S  # a worker of Ray has to start for the notice
-    meeting = Meeting(directory, address)
+    log.info("looking for the run %s in the Ray cluster at %s", directory, address)
+    keeper = Keeper(directory, address)
     try:
         while True:
-            spot = meeting.find_or_claim(deadline)
-            if spot is None:
-                return _opened_in(meeting, directory, report_s)
+            found = keeper.find_or_claim(max(1.0, deadline - time.monotonic()))
+            if isinstance(found, str):
+                return _opened_in(keeper, directory, found, report_s)
             try:
-                joined = _away_with(directory, spot)
+                joined = _away_with(directory, found)
             except WorkerFailed:  # it is ending, and its notice with it, or it is cut off
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_AGAIN_S)
             else:
-                meeting.close()
+                keeper.close()
                 return joined
     except BaseException:
-        meeting.close()
+        keeper.close()
         raise
 
 
-def _opened_in(meeting: Meeting, directory: Path, report_s: float) -> Joined:
-    place, hub = find_or_start(directory, report_s, Door(meeting.host()))
+def _opened_in(keeper: Keeper, directory: Path, host: str, report_s: float) -> Joined:
+    place, hub = find_or_start(directory, report_s, Door(host))
     if hub is None:
-        meeting.close()
+        keeper.close()
         if not place.host:
             raise _alone(directory)
         return Joined(place, None)
     try:
-        meeting.leave(Spot(hub.address, read_token(place.token_file).decode()))
+        keeper.leave(Spot(hub.address, read_token(place.token_file).decode()))
     except BaseException:
         hub.close()
         raise
     log.info("the hub of %s listens at %s for the other nodes", directory, hub.address)
-    return Joined(place, hub, close=meeting.close)
+    return Joined(place, hub, keeper.close, keeper.forget)
 
 
 def _away_with(directory: Path, spot: Spot) -> Joined:

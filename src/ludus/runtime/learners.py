@@ -214,7 +214,7 @@ class Learners:
         """Have all ranks learn from these segments; rank 0 does so next."""
         self.settle()
         self.check()
-        self._updates += 1
+        self._updates, self._expected = self._updates + 1, None
         self._checked = self._updates == 1 or self._updates % _CHECK_EVERY == 0
         spec = spec_json(segments.spec) if segments.spec != self._spec else None
         self._spec = segments.spec

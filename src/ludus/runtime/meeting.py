@@ -4,7 +4,8 @@ The actor belongs to the Ray job of the hub's process and lives on its node, so 
 a name can be taken only once is what decides who becomes the hub when several come at the same moment: file locks are not to be
 relied on between machines.
 
-The actor's process imports this file, so it imports nothing heavy.
+Ray ends the processes that use it when its head is lost, so ours does not: a `Keeper` is a process beside it that speaks to Ray, over
+a private pipe to us, and is gone when we are. The actor's process and the keeper import this file, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import contextlib
 import getpass
 import hashlib
 import importlib
+import json
 import logging
 import os
+import select
 import socket
 import struct
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +38,9 @@ NAMESPACE = "ludus"
 NET_CARD = "NET_CARD_NAME"
 """The environment variable that names the network interface on which other machines reach this one."""
 ASK_S = 10.0
+JOIN_S = 60.0
+"""How long Ray may take to let a process in."""
+_END_S = 20.0
 _LOOK_S = 0.1
 _SIOCGIFADDR = 0x8915
 
@@ -55,6 +64,107 @@ class Notice:
 
     def note(self) -> tuple[str, str] | None:
         return self._note
+
+
+class Keeper:
+    """The hub's or a visitor's process beside it that is in the Ray cluster. `close` ends it, and with it the hub's notice."""
+
+    def __init__(self, directory: Path, address: str) -> None:
+        self._directory, self._address = directory, address
+        script = f"import sys; sys.path[:] = {sys.path!r}; from ludus.runtime.meeting import keep; keep()"
+        self._closing = False
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a script of ours
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us, and we tell it
+        )
+
+    def find_or_claim(self, within_s: float) -> Spot | str:
+        """Where the hub is; or the address of this node, when there is none and this process is to become it.
+
+        Raises UsageError when the cluster cannot be joined, WorkerFailed when nothing comes of it.
+        """
+        said = self._ask({"directory": str(self._directory), "address": self._address, "within_s": within_s}, within_s + JOIN_S)
+        return Spot(*said["spot"]) if "spot" in said else str(said["host"])
+
+    def leave(self, spot: Spot) -> None:
+        """Tell where the hub is: from now on others find it."""
+        self._ask({"leave": [spot.address, spot.token]}, 6 * ASK_S)
+        threading.Thread(target=self._mourn, name="ludus-meeting", daemon=True).start()
+
+    def _ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        from ludus.runtime.wire import error_from
+
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            if select.select([self._process.stdout], [], [], within_s)[0]:
+                line = self._process.stdout.readline()
+        if not line:
+            raise WorkerFailed(f"The Ray cluster at {self._address} does not answer.", "Is its head running?")
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise error_from(said)
+        return said
+
+    def _mourn(self) -> None:
+        self._process.wait()
+        if not self._closing:
+            log.error(
+                "The Ray cluster at %s is gone. The run %s goes on; processes on further nodes cannot find it until it is started again.",
+                self._address,
+                self._directory,
+            )
+
+    def forget(self) -> None:
+        """In a copy of this process made by fork(), which must not keep it alive."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def close(self) -> None:
+        self._closing = True
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_S)
+        self._process.stdout.close()
+
+
+def keep() -> None:
+    """The keeper's life: a question a line, an answer a line, until the other side is gone."""
+    from ludus.errors import LudusError
+    from ludus.runtime.wire import error_fields
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints is no answer
+    meeting: Meeting | None = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        said: dict[str, Any] = {}
+        try:
+            if "leave" in question and meeting is not None:
+                meeting.leave(Spot(*question["leave"]))
+            else:
+                meeting = meeting or Meeting(Path(question["directory"]), question["address"])
+                spot = meeting.find_or_claim(time.monotonic() + question["within_s"])
+                said = {"host": meeting.host()} if spot is None else {"spot": [spot.address, spot.token]}
+        except LudusError as error:
+            said = error_fields(error)
+        out.write(json.dumps(said) + "\n")
+        out.flush()
+    if meeting is not None:
+        meeting.close()
 
 
 class Meeting:

@@ -549,7 +549,7 @@ def _reason(error: BaseException) -> str:
 def _final(message: str, hint: str) -> WorkerFailed:
     """An error that another attempt of the same learner would only meet again."""
     error = WorkerFailed(message, hint)
-    error.final = True  # type: ignore[attr-defined]
+    error.final = True
     return error
 
 

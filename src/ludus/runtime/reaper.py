@@ -1,6 +1,6 @@
 """Outlives a process that was killed, and ends what that has left: run as a program, with a pipe from the owner as its input.
 
-    reaper.py DIRECTORY VARIABLE       every process in whose environment VARIABLE=DIRECTORY/… stands is one of the owner's
+    reaper.py DIRECTORY       whoever writes to a file below DIRECTORY, or has one in his environment, is one of the owner's
 
 A byte on the pipe is a farewell: nothing is left to do. The end of the pipe without one means that the owner is dead.
 Ray's own processes end with their parent in time, but for some that first want to tell a head that is gone as well.
@@ -19,21 +19,42 @@ _WITHIN_S = 20.0
 _PAUSE_S = 0.1
 
 
-def marked(mark: bytes) -> list[int]:
-    """Processes that were started with this in their environment; others' cannot be read, and are not ours."""
+def users_of(directory: str) -> list[int]:
+    """Processes that have to do with the directory. (Those of other users cannot be looked into, and are not ours.)"""
+    inside = f"{directory}/"
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - names are all that is needed
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            if any(entry.startswith(mark) for entry in file.read().split(b"\0")):
+        with contextlib.suppress(OSError):  # it has just ended, or is another's
+            if int(pid) != os.getpid() and (_opened_to_write(pid, inside) or _told(pid, inside)):
                 found.append(int(pid))
     return found
 
 
-def main(directory: str, variable: str) -> None:
+def _opened_to_write(pid: str, inside: str) -> bool:
+    for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside) and _writes(pid, fd):  # noqa: PTH115
+                return True
+    return False
+
+
+def _writes(pid: str, fd: str) -> bool:
+    """Somebody who only reads a log there is nobody's business."""
+    with open(f"/proc/{pid}/fdinfo/{fd}") as file:
+        return any(line.startswith("flags:") and int(line.split()[1], 8) & os.O_ACCMODE for line in file)
+
+
+def _told(pid: str, inside: str) -> bool:
+    """Not enough by itself: whoever sets the title of his process writes over his environment."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return any(entry.partition(b"=")[2].startswith(os.fsencode(inside)) for entry in file.read().split(b"\0"))
+
+
+def main(directory: str) -> None:
     if sys.stdin.buffer.read(1):
         return
     deadline = time.monotonic() + _WITHIN_S
-    while time.monotonic() < deadline and (left := marked(os.fsencode(f"{variable}={directory}/"))):
+    while time.monotonic() < deadline and (left := users_of(directory)):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Items of buffers that stay where their producers wrote them: in rings in shared memory, as the hub sees them.
 
-The hub passes references around. While one of them exists, in a queue or with a consumer, its record stays as it is; when the
-last is gone, however it went (taken, dropped, given up by whoever waited), there is room for another.
+The hub passes references around. What a consumer was given is released by it, or by its end; what nobody refers to any more,
+because the queue dropped it or whoever offered it gave up, releases itself. Then there is room for another.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ _LEAST_BYTES = 1 << 20
 class Shared:
     """A record that somebody still needs."""
 
-    __slots__ = ("record", "ring")
+    __slots__ = ("record", "released", "ring")
 
     def __init__(self, ring: Ring, record: Record) -> None:
         self.ring, self.record = ring, record
+        self.released = False
 
     def __len__(self) -> int:
         return len(self.record.data)
 
+    def release(self) -> None:
+        """Nobody reads it any more. Again: no effect."""
+        if not self.released:
+            self.released = True
+            self.ring.let_go(self.record)
+
     def __del__(self) -> None:
-        self.ring.let_go(self.record)
+        self.release()
 
     @property
     def at(self) -> int:

@@ -28,6 +28,7 @@ from ludus.model import saved
 from ludus.model.board import Board, BoardReader
 from ludus.model.policy import Policy
 from ludus.runtime.hub import shared_memory
+from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import keep_freed_memory, usable_cores
 from ludus.runtime.placement import place
 from ludus.runtime.processes import Context, Process, Restart, Supervisor
@@ -70,6 +71,8 @@ class Plan:
     restart: Restart = field(default_factory=lambda: Restart(limit=None))
     forgiving: bool = False
     device: str = "cpu"
+    luggage: Luggage = field(default_factory=Luggage)
+    """What `env` means, if that is a function of the user's script."""
 
     @property
     def layout(self) -> Layout:
@@ -154,6 +157,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
     """A worker's life. Ends by SIGTERM, which raises SystemExit wherever it is."""
     torch.set_num_threads(1)
     keep_freed_memory()
+    plan.luggage.unpack()
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring(directory, index), plan.layout, bell)))
         reader = BoardReader(directory / BOARD)

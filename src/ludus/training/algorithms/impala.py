@@ -118,7 +118,8 @@ class IMPALA(Learner):
         while self._owed >= 1.0:
             self._owed -= 1.0
             old = self.replay[int(torch.randint(len(self.replay), (), generator=self.generator))]
-            numbers += self._update(old, self._terms(old, entropy_coeff)[0])
+            terms, _ = self._terms(old, entropy_coeff)
+            numbers += self._update(old, replace(terms, centre=0.0))  # its recorded values are too old to tell
             replayed += old.steps
         self.replay.add(fresh)
         return {"replayed": float(replayed), "replay_bytes": float(self.replay.nbytes)}
