@@ -34,7 +34,9 @@ def arguments(task: str) -> dict[str, Any]:
         "worker_num_splits": 2,
         "policy_workers_per_policy": 1,
         "with_vtrace": False,  # its default; with it, 2.1.1 fails while it gathers statistics
-        "decorrelate_experience_max_seconds": 1,
+        # Else it plays for up to a quarter of a minute before the first rollout; that is start-up, and not what is measured.
+        "decorrelate_experience_max_seconds": 0,
+        "decorrelate_envs_on_one_worker": False,
         "encoder_conv_architecture": "convnet_atari",
         "encoder_conv_mlp_layers": [512],
         "nonlinearity": "relu",

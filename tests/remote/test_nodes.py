@@ -125,6 +125,7 @@ def test_buffers_metrics_gateways_and_trainers_work_there(hub: Session, node: No
     seen = ludus.RemoteBuffer("seen", batch_size=2)
     assert node.ask("serve", "m", "seen") == [4.0, 6.0]
     np.testing.assert_array_equal(seen.take(10)["y"][:, 0], [4.0, 6.0])
+    node.ask("stop_serving")
     for buffer in (mine, seen):
         buffer.close()
     ludus.RemoteBuffer("factors").push(6.0)
@@ -180,6 +181,14 @@ def test_traced_models_travel_both_ways(hub: Session, node: Node) -> None:
     np.testing.assert_allclose(home(x), there, atol=1e-5)
     np.testing.assert_allclose(ludus.RemoteModel("traced_there")(x), made_there, atol=1e-5)
     assert ludus.RemoteModel("traced_there")._shared.graph
+
+
+def test_a_forked_copy_works_there_too_and_leaves_the_copy_of_the_weights_alone(hub: Session, node: Node) -> None:
+    ludus.RemoteModel("forked", Scale(), forward_args=(X,))
+    assert node.ask("fork", "forked", "from_the_fork") == 0
+    assert float(ludus.RemoteBuffer("from_the_fork").take(10)) == 2
+    version = ludus.RemoteModel("forked").publish_weights(scaled(5))
+    assert node.ask("until_version", "forked", version) == version
 
 
 # -- one copy of the weights for each machine

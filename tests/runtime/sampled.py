@@ -13,15 +13,15 @@ from ludus.experiment.parts import make_policy
 from ludus.experiment.sampled import look_at, make_plan
 from ludus.model.policy import Policy
 from ludus.runtime.sampling import LocalNode, Nodes, Plan, Sampling, ThisNode
-from ludus.training.algorithms.ppo import PPOConfig
+from ludus.training.algorithms.impala import IMPALAConfig
 from ludus.tree import Array
 
 FIRST_VERSION = 5
 
 
 def configured(**settings: Any) -> AlgorithmConfig:
-    small = {"num_envs_per_worker": 4, "rollout_fragment_length": 8, "model": {"fcnet_hiddens": [8]}}
-    return algorithm_config(PPOConfig, small | settings)
+    small = {"sampling": "sync", "num_envs_per_worker": 4, "rollout_fragment_length": 8, "model": {"fcnet_hiddens": [8]}}
+    return algorithm_config(IMPALAConfig, small | settings)
 
 
 class Fleet:

@@ -223,8 +223,11 @@ def test_logs_that_the_learner_cannot_see_are_sent_when_a_worker_has_failed(benc
     assert not bench.logs.is_relative_to(bench.node.bell.parent), "the mark is not there: it is another file system"
     bench.agent.start(0, 0, life=1)
     (bench.logs / "sampler-0.log").write_text("the last words")
+    assert bench.agent.next_bundle(0, 0.0)[0].tails == ()
     bench.node.restarts = 1
-    bundle, _ = bench.agent.next_bundle(0, 0.0)
+    bundle, _ = bench.agent.next_bundle(1, 0.05)
+    while bundle.reports is None:
+        bundle, _ = bench.agent.next_bundle(1, 0.05)
     assert bundle.tails == ((0, "the last words"),)
 
 

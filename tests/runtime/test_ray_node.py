@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -35,9 +34,9 @@ def cluster() -> Iterator[Cluster]:
     assert [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()] == []
 
 
-@pytest.fixture
-def bell(tmp_path: Path) -> Iterator[Bell]:
-    bell = Bell.create(tmp_path / "bell")
+@pytest.fixture(scope="module")
+def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bell]:
+    bell = Bell.create(tmp_path_factory.mktemp("bell") / "bell")
     yield bell
     bell.close()
 
@@ -51,6 +50,21 @@ def policy() -> Policy:
 @pytest.fixture(scope="module")
 def plan(policy: Policy) -> Plan:
     return make_plan("CartPole-v1", SETTINGS, look_at("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster, plan: Plan, bell: Bell) -> Iterator[RayNodes]:
+    """With an agent for this machine: it is the only one."""
+    before = set(threading.enumerate())
+    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
+    yield nodes
+    agents = [process for process in psutil.Process().children(recursive=True) if "NodeAgent" in process.name()]
+    family = [process for agent in agents for process in (agent, *agent.children(recursive=True))]
+    nodes.close()
+    assert len(family) >= 3, "an agent, its forkserver and a worker at the least"
+    assert psutil.wait_procs(family, timeout=20)[1] == [], "workers end with an agent that is dismissed"
+    ours = ("ray-post", "ray-clerk")
+    assert [thread for thread in threading.enumerate() if thread not in before and thread.name in ours] == []
 
 
 def until(found: Callable[[], object], bell: Bell) -> None:
@@ -74,55 +88,42 @@ def next_block(node: Node, worker: int, bell: Bell) -> Segments:
     return came[0]
 
 
-def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, plan: Plan, policy: Policy, bell: Bell) -> None:
-    before = set(threading.enumerate())
-    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
-    try:
-        (node,) = nodes.current()
-        assert (node.name, node.cores) == (cluster.members()[0].host, 2)
-        node.publish(FIRST, policy.weights())
-        for worker in (0, 1):
-            node.start(worker, 0)
-        for update in range(4):
-            blocks = [next_block(node, worker, bell) for worker in (0, 1)]
-            for worker, block in enumerate(blocks):
-                assert np.unique(block.version).tolist() == [FIRST + update], "block k is made after k updates"
-                assert block.origin.tolist() == [2 * worker, 2 * worker + 1]
-                assert block.valid.any()
-                node.release(worker, block)
-            node.publish(FIRST + update + 1, policy.weights())
-        until(lambda: node.workers().get(1) is not None and node.workers()[1].note("blocks") >= 4, bell)
+def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: RayNodes, policy: Policy, bell: Bell) -> None:
+    (node,) = nodes.current()
+    assert (node.name, node.cores) == (cluster.members()[0].host, 2)
+    node.publish(FIRST, policy.weights())
+    for worker in (0, 1):
+        node.start(worker, 0)
+    for update in range(4):
+        blocks = [next_block(node, worker, bell) for worker in (0, 1)]
+        for worker, block in enumerate(blocks):
+            assert np.unique(block.version).tolist() == [FIRST + update], "block k is made after k updates"
+            assert block.origin.tolist() == [2 * worker, 2 * worker + 1]
+            assert block.valid.any()
+            node.release(worker, block)
+        node.publish(FIRST + update + 1, policy.weights())
+    until(lambda: 1 in node.workers() and node.workers()[1].note("blocks") >= 4, bell)
 
-        node.stop(0)
-        node.start(0, 4)  # as after a move: it goes on where the learner is
-        assert np.unique(next_block(node, 0, bell).version).tolist() == [FIRST + 4]
-        workers = [psutil.Process(report.pid) for report in node.workers().values() if report.pid]
-    finally:
-        nodes.close()
-    assert [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("ray-post")] == []
-    assert psutil.wait_procs(workers, timeout=20)[1] == [], "its workers end with an agent that is dismissed"
+    node.stop(0)
+    node.start(0, 4)  # as after a move: it goes on where the learner is
+    assert np.unique(next_block(node, 0, bell).version).tolist() == [FIRST + 4]
 
 
-def test_a_killed_agent_takes_its_workers_along_and_is_replaced(cluster: Cluster, plan: Plan, policy: Policy, bell: Bell) -> None:
-    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
-    try:
-        (node,) = nodes.current()
-        node.publish(FIRST, policy.weights())
-        node.start(0, 0)
-        next_block(node, 0, bell)
-        until(lambda: bool(node.workers()), bell)
-        worker = psutil.Process(node.workers()[0].pid)
-        agent = next(parent for parent in worker.parents() if "NodeAgent" in parent.name())
-        agent.kill()
-        until(lambda: node.lost, bell)
-        assert "agent" in node.lost
-        assert psutil.wait_procs([worker], timeout=20)[1] == []
+def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes, policy: Policy, bell: Bell) -> None:
+    (node,) = nodes.current()
+    node.publish(FIRST + 10, policy.weights())
+    node.start(2, 0)
+    until(lambda: 2 in node.workers() and node.workers()[2].pid is not None, bell)
+    worker = psutil.Process(node.workers()[2].pid)
+    agent = next(parent for parent in worker.parents() if "NodeAgent" in parent.name())
+    agent.kill()
+    until(lambda: node.lost, bell)
+    assert "agent" in node.lost
+    assert psutil.wait_procs([worker], timeout=20)[1] == []
 
-        until(lambda: nodes.current(), bell)
-        (another,) = nodes.current()
-        assert another is not node
-        another.publish(FIRST + 1, policy.weights())
-        another.start(0, 1)
-        assert np.unique(next_block(another, 0, bell).version).tolist() == [FIRST + 1]
-    finally:
-        nodes.close()
+    until(lambda: nodes.current(), bell)
+    (another,) = nodes.current()
+    assert another is not node
+    another.publish(FIRST + 11, policy.weights())
+    another.start(2, 3)
+    assert np.unique(next_block(another, 2, bell).version).tolist() == [FIRST + 11]

@@ -111,7 +111,13 @@ def test_a_worker_whose_environment_stalls_is_replaced() -> None:
         rollout_fragment_length=4,
         num_envs_per_worker=1,
     ) as made:
-        until(made, lambda: made.sampling.restarts >= 1 and made.batches.ready())
+        deadline = time.monotonic() + WITHIN_S
+        while made.sampling.restarts < 1:
+            assert time.monotonic() < deadline
+            if made.batches.ready():
+                made.batches.release(batch(made))
+            made.sampling.step()
+        made.batches.release(batch(made))
         assert made.sampling.metrics()["sampler/restarts"] >= 1
 
 
@@ -156,3 +162,20 @@ def test_the_numbers_say_who_waits_for_whom() -> None:
         assert numbers["sampler/blocked_share"] > 0.3
         assert numbers["sampler/workers"] == 1
         assert numbers["sampler/nodes"] == 1
+
+
+def test_a_worker_that_is_stopped_and_started_again_leaves_blocks_that_can_still_be_read() -> None:
+    with fleet(num_workers=1, sampling="async") as made:
+        until(made, lambda: made.sampling.take_block(0) is not None)
+        node = made.sampling._at[0]
+        held = None
+        deadline = time.monotonic() + WITHIN_S
+        while held is None and time.monotonic() < deadline:
+            held = node.take(0)
+        assert held is not None
+        before = held.observation.copy()
+        node.stop(0)
+        node.start(0, 7)
+        assert np.array_equal(held.observation, before)
+        node.release(0, held)
+        until(made, lambda: made.sampling.take_block(0) is not None)

@@ -34,6 +34,7 @@ from ludus.experiment.parts import (
     make_policy,
     make_pool,
     opened,
+    share,
 )
 from ludus.experiment.result import Result as Result
 from ludus.experiment.run import CONFIG, Run, run_directory
@@ -41,6 +42,7 @@ from ludus.experiment.status import StatusWriter, described
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.memory.memory import Memory, make_memory
 from ludus.metrics import Sink, read_jsonl
+from ludus.model.device import acting_on, learner_device, named_device
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
 from ludus.runtime.cluster import address_of
@@ -128,8 +130,8 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: Clus
         )
     if config.sampling == "pipelined" and not config.workers:
         raise ConfigError("config.sampling is pipelined, and num_workers is 0.", "Set num_workers: sampling goes on elsewhere.")
-    if config.num_gpus:
-        raise ConfigError(f"config.num_gpus is {config.num_gpus}: this version trains on the CPU only.", "Use num_gpus: 0.")
+    learner_device(config.learner_device, config.num_gpus)
+    named_device(config.inference_device, "inference_device")
 
 
 # -- starting, resuming -------------------------------------------------------------------------------------------------
@@ -450,11 +452,12 @@ def program_of(
     policy = program.add("policy", _policy, environments, config)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
+    learning = program.add("learning", share, algorithm, policy, config, run)
     pool = program.add("pool", make_pool, run)
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
     sampler = program.add_worker("sampler", Sampler, environments, source, memory, environment_seed)
-    trainer = program.add_worker("trainer", _trainer, algorithm, memory, pool, config.metrics_num_episodes_for_smoothing)
+    trainer = program.add_worker("trainer", _trainer, learning, memory, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
     evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
@@ -473,7 +476,8 @@ def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
 
 
 def _policy(environments: Environments, config: AlgorithmConfig) -> Policy:
-    return make_policy(environments.observation_space, environments.action_space, config)
+    policy = make_policy(environments.observation_space, environments.action_space, config)
+    return acting_on(policy, named_device(config.inference_device, "inference_device"))
 
 
 def _memory(policy: Policy, environments: Environments, steps: int) -> Memory:

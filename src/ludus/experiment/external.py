@@ -20,7 +20,7 @@ from ludus.buffer.collate import Collated
 from ludus.config import AlgorithmConfig, ExternalConfig
 from ludus.errors import ConfigError
 from ludus.experiment.checkpoint import Checkpoint
-from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened
+from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened, share
 from ludus.experiment.run import Run
 from ludus.game.protocol import read_token
 from ludus.metrics import Sink
@@ -95,6 +95,7 @@ def program_of(
     policies = program.add("policies", _policies, seats, config)
     algorithms = program.add("algorithms", _Algorithms, resolved.algorithm, policies, config, before)
     run = program.add("run", _opened, open_run, policies, config)
+    learning = program.add("learning", _Shared, algorithms, policies, config, run)
     pool = program.add("pool", make_pool, run)
     program.add("versions", _add_models, pool, policies, before)
     if config.workers:
@@ -109,7 +110,7 @@ def program_of(
         games = program.add_worker("games", _games, listening, outside, seats, deciding, memories, memory)
         publisher = pool
     smoothing = config.metrics_num_episodes_for_smoothing
-    trainer = program.add_worker("trainer", _trainer, algorithms, memory, publisher, smoothing)
+    trainer = program.add_worker("trainer", _trainer, learning, memory, publisher, smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, games)
     conductor = program.add_worker("conductor", make_conductor, trainer, games, pool, run, resolved, None, sinks)
     return program, (run, games, trainer, conductor, pool)
@@ -124,18 +125,33 @@ def _policies(seats: GameSeats, config: AlgorithmConfig) -> dict[str, Policy]:
     return {name: make_policy(seen, done, config) for name, (seen, done) in seats.models.items()}
 
 
-class _Algorithms(dict[str, Algorithm]):
+class _Closing(dict[str, Algorithm]):
     """By model; closed together."""
-
-    def __init__(
-        self, kind: type[Algorithm], policies: dict[str, Policy], config: AlgorithmConfig, before: Checkpoint | None
-    ) -> None:
-        super().__init__({name: make_algorithm(kind, policy, config, before, name) for name, policy in policies.items()})
 
     def close(self) -> None:
         for algorithm in self.values():
             if hasattr(algorithm, "close"):
                 algorithm.close()
+
+
+class _Algorithms(_Closing):
+    def __init__(
+        self, kind: type[Algorithm], policies: dict[str, Policy], config: AlgorithmConfig, before: Checkpoint | None
+    ) -> None:
+        super().__init__({name: make_algorithm(kind, policy, config, before, name) for name, policy in policies.items()})
+
+
+class _Shared(_Closing):
+    """The same on several learners each."""
+
+    def __init__(self, algorithms: _Algorithms, policies: dict[str, Policy], config: AlgorithmConfig, run: Run) -> None:
+        super().__init__()
+        try:
+            for name, algorithm in algorithms.items():
+                self[name] = share(algorithm, policies[name], config, run, name)
+        except BaseException:
+            self.close()
+            raise
 
 
 def _opened(open_run: Callable[[], Run], policies: dict[str, Policy], config: AlgorithmConfig) -> Run:

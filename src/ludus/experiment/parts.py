@@ -14,12 +14,15 @@ from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
 from ludus.metrics import JsonLines, Sink, TensorBoard
+from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
+from ludus.runtime.learners import share_learning
 from ludus.runtime.machine import usable_cores
 from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Trainer
+from ludus.training.twin import Twinned
 from ludus.types import DEFAULT_MODEL
 
 _MANY_PIXELS = 32 * 32
@@ -74,9 +77,9 @@ def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any],
 
 
 def threads_of(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:
-    """Convolutions over real pictures fill all cores; a small network is faster on one."""
+    """Convolutions over real pictures fill all cores, divided among the learners; a small network is faster on one."""
     pixels = sum(encoder.pixels for encoder in policy.network.trunk.image_encoders)
-    usual = usable_cores() if pixels >= _MANY_PIXELS else 1
+    usual = max(1, usable_cores() // config.learners) if pixels >= _MANY_PIXELS else 1
     return {"torch_threads": config.torch_threads or usual, "learner_threads": config.learner_threads or usual}
 
 
@@ -85,10 +88,19 @@ def make_algorithm(
 ) -> Algorithm:
     threads = threads_of(policy, config)
     torch.set_num_threads(threads["torch_threads"])
-    algorithm = kind(policy, config.model_copy(update=threads), config.seed)
+    learning = learning_on(policy, learner_device(config.learner_device, config.num_gpus))
+    algorithm = kind(learning, config.model_copy(update=threads), config.seed)
     if before is not None:
         before.restore(model, algorithm)
     return algorithm
+
+
+def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Run, model: str = DEFAULT_MODEL) -> Algorithm:
+    """The algorithm on as many learners as the config says; `policy` is the one that acts, wherever it is learned."""
+    logs = run.directory / "logs" / "learner"
+    made_with = config.model_copy(update=threads_of(policy, config))
+    shared = share_learning(algorithm, made_with, config.learners, logs if model == DEFAULT_MODEL else logs / model)
+    return shared if algorithm.policy is policy else Twinned(shared, policy)
 
 
 def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:

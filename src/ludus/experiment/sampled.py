@@ -23,6 +23,7 @@ from ludus.experiment.parts import (
     make_policy,
     make_pool,
     opened,
+    share,
 )
 from ludus.experiment.run import Run
 from ludus.game.environment import make_environments
@@ -72,13 +73,14 @@ def program_of(
     policy = program.add("policy", _policy, shape, config)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
+    learning = program.add("learning", share, algorithm, policy, config, run)
     pool = program.add("pool", make_pool, run)
     program.add("versions", _add_model, pool, policy, before)
     plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed)
     sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
     batches = program.add("batches", make_batches, sampling, pool, config)
     publisher = program.add("publisher", PublishingPool, pool, sampling)
-    trainer = program.add_worker("trainer", _trainer, algorithm, batches, publisher, config.metrics_num_episodes_for_smoothing)
+    trainer = program.add_worker("trainer", _trainer, learning, batches, publisher, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampling)
     evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampling, pool, run, resolved, evaluation, sinks)

@@ -6,6 +6,7 @@ that gathering is the only copy.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class _Place:
     dtype: np.dtype[Any]
 
     def view(self, buffer: memoryview) -> Array:
-        return np.ndarray(self.shape, self.dtype, buffer, self.offset)
+        """Holds on to the buffer: a block that is still in use keeps its ring mapped after the reader has closed."""
+        return np.frombuffer(buffer, self.dtype, math.prod(self.shape), self.offset).reshape(self.shape)
 
 
 class Layout:

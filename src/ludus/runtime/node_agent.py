@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -73,15 +73,23 @@ class Bundle:
     """The last lines of the logs of workers that failed, where the learner cannot read the logs themselves."""
 
 
-@dataclass
 class _Failures:
-    """Which failures of a worker were told already."""
+    """Which failures of workers were told already."""
 
-    restarts: dict[int, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[int, int, bool]] = {}
 
-    def new(self, reports: Mapping[int, WorkerReport]) -> list[int]:
-        failed = [i for i, report in reports.items() if report.restarts > self.restarts.get(i, 0) or report.state == "failed"]
-        self.restarts = {i: report.restarts for i, report in reports.items()}
+    def new(self, reports: Mapping[int, tuple[int, WorkerReport]]) -> list[int]:
+        """Workers that have failed since the last call. (A worker that is started again may begin with restarts of before.)"""
+        now = {i: (life, report.restarts, report.state == "failed") for i, (life, report) in reports.items()}
+        failed = []
+        for index, (life, restarts, over) in now.items():
+            known = self._told.get(index)
+            if known is None or known[0] != life:
+                known = (life, restarts, False)
+            if restarts > known[1] or over > known[2]:
+                failed.append(index)
+        self._told = now
         return failed
 
 
@@ -220,9 +228,10 @@ class NodeAgent:
             lives = dict(self._lives)
         finally:
             self._lock.release()
-        failed = self._failures.new(reports)
+        living = {i: (lives[i], report) for i, report in reports.items() if i in lives}
+        failed = self._failures.new(living)
         tails = tuple((index, self._tail(index)) for index in failed) if self._logs is not None else ()
-        return Bundle(tuple(blocks), {i: (lives[i], report) for i, report in reports.items() if i in lives}, tails)
+        return Bundle(tuple(blocks), living, tails)
 
     def _tail(self, index: int) -> str:
         assert self._logs is not None

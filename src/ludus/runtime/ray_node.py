@@ -212,10 +212,10 @@ class RayNodes:
         """End all agents and their workers. No effect when called again."""
         if not self._closing.is_set():
             self._closing.set()
-            for thread, ended in zip(self._threads, (lambda: None, self._dismissed.set), strict=True):
+            for thread in self._threads:  # the post first: it has errands for the clerk
                 if thread.ident is not None:
                     thread.join(2 * _CLOSE_S)
-                ended()
+                self._dismissed.set()
             self._bell.close()
             if self._log_dir is not None:
                 (self._log_dir / self._mark).unlink(missing_ok=True)
@@ -230,7 +230,7 @@ class RayNodes:
             self._say(f"starting agents on {len(wanted)} {'machine' if len(wanted) == 1 else 'machines'} …")
         with self._settled:
             while time.monotonic() < deadline and self._failure is None:
-                ready = {node.id for node in self._nodes.values() if node.ready}
+                ready = {node.id for node in list(self._nodes.values()) if node.ready}
                 if wanted <= ready | self._unusable.keys():
                     break
                 self._settled.wait(_POLL_S)

@@ -26,6 +26,7 @@ from ludus.memory.ring import Bell, create_ring, record_bytes
 from ludus.memory.shared import Layout, SharedReader, SharedWriter
 from ludus.model import saved
 from ludus.model.board import Board, BoardReader
+from ludus.model.device import acting_on
 from ludus.model.policy import Policy
 from ludus.runtime.hub import shared_memory
 from ludus.runtime.luggage import Luggage
@@ -161,7 +162,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring(directory, index), plan.layout, bell)))
         reader = BoardReader(directory / BOARD)
-        source = BoardSource(saved.policy_from(dict(plan.description)), reader)
+        source = BoardSource(acting_on(saved.policy_from(dict(plan.description)), torch.device(plan.device)), reader)
         environments = make_environments(plan.env, plan.num_envs, plan.env_config, forgiving=plan.forgiving)
         stack.callback(environments.close)
         seed = plan.seed + index * plan.num_envs + (context.incarnation - 1) * _SEED_STEP
@@ -258,7 +259,8 @@ class LocalNode:
         reader = self._readers.pop(index, None)
         if reader is not None:
             reader.close()
-            _ring(self._scratch.path, index).unlink(missing_ok=True)
+            for path in self._scratch.path.glob(f"{_ring(self._scratch.path, index).name}*"):  # its bells, too
+                path.unlink(missing_ok=True)
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
         self._board.publish(version, weights)
