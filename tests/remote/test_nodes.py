@@ -186,7 +186,9 @@ def test_traced_models_travel_both_ways(hub: Session, node: Node) -> None:
 def test_a_forked_copy_works_there_too_and_leaves_the_copy_of_the_weights_alone(hub: Session, node: Node) -> None:
     ludus.RemoteModel("forked", Scale(), forward_args=(X,))
     assert node.ask("fork", "forked", "from_the_fork") == 0
-    assert float(ludus.RemoteBuffer("from_the_fork").take(10)) == 2
+    buffer = ludus.RemoteBuffer("from_the_fork")
+    assert float(buffer.take(10)) == 2
+    buffer.close()
     version = ludus.RemoteModel("forked").publish_weights(scaled(5))
     assert node.ask("until_version", "forked", version) == version
 

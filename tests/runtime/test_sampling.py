@@ -154,12 +154,8 @@ def test_nothing_is_left_behind() -> None:
 
 def test_the_numbers_say_who_waits_for_whom() -> None:
     with fleet(num_workers=1, sampling="async") as made:
-        made.sampling.metrics()
-        until(made, lambda: made.sampling._reports[0].note("blocks") >= 2)
-        time.sleep(1.2)  # nobody takes anything: the worker has no room
-        made.sampling._look()
+        until(made, lambda: made.sampling.metrics()["sampler/blocked_share"] > 0.5)  # nobody takes anything
         numbers = made.sampling.metrics()
-        assert numbers["sampler/blocked_share"] > 0.3
         assert numbers["sampler/workers"] == 1
         assert numbers["sampler/nodes"] == 1
 
