@@ -18,7 +18,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "results.jsonl"
         began = time.time()
-        command = [sys.executable, "-m", "pytest", "-m", "long", "-o", "addopts=", "-ra", *sys.argv[1:], "tests/long"]
+        command = [sys.executable, "-m", "pytest", "-m", "long", "-o", "addopts=", "-ra", *sys.argv[1:], "tests"]
         code = subprocess.run(command, cwd=HERE.parent, env=os.environ | {"LUDUS_LONG_RESULTS": str(lines)}).returncode
         rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()

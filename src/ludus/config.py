@@ -230,6 +230,7 @@ ALIASES: Mapping[str, str] = {
     "lr_schedule": "lr",
     "entropy_coeff_schedule": "entropy_coeff",
     "evaluation_num_episodes": "evaluation_duration",
+    "target_update_frequency": "target_network_update_freq",
 }
 """Other spellings of keys in `config:`; they mean what they meant."""
 

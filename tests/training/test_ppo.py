@@ -17,6 +17,7 @@ from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.spaces import ArraySpec
 from ludus.training.algorithms.ppo import PPO, PPOConfig
+from ludus.training.trajectories import Trajectories
 from ludus.types import Segments, SegmentSpec
 from tests.training.sampled import Sampled, disturbed, made
 from tests.training.test_returns import vtrace_by_definition
@@ -251,6 +252,24 @@ def test_old_steps_are_weighted_and_clipped_around_the_policy_that_learns() -> N
             begin = end + 1
     np.testing.assert_allclose(batch.log_prob.reshape(6, 2), near, atol=1e-6)
     assert metrics["rho_mean"] == pytest.approx(float(rho.mean()), rel=1e-5)
+
+
+def test_steps_more_than_one_version_old_are_clipped_around_the_policy_that_acted() -> None:
+    policy = policy_for()
+    block = segments(policy, 6, 2)
+    block.version[:] = 9
+    block.version[2:4, 1] = 8
+    block.version[4:, 1] = 7
+    disturbed(policy, 0.2)
+    algorithm = ppo(policy, normalize_advantage=False)
+    algorithm.version = 9
+    batch, _ = algorithm.prepare(block)
+    now = Trajectories.of(block).evaluated(policy, 1000)
+    found = batch.log_prob.reshape(6, 2).numpy()
+    old = block.version == 7
+    np.testing.assert_array_equal(found[old], block.log_prob[old])
+    np.testing.assert_allclose(found[~old], now.log_prob[~old], atol=1e-6)
+    assert not np.allclose(now.log_prob, block.log_prob, atol=1e-3)
 
 
 def test_one_old_step_is_enough_for_a_correction() -> None:

@@ -327,6 +327,7 @@ class GatheredMemory:
         for lanes in self._readers.values():
             for reader in lanes.values():
                 self._retire(reader)
+            lanes.clear()  # the memory is given back with the last array that points into it
         self._bell.close()
 
 

@@ -95,6 +95,7 @@ class Trainer:
         started = self._clock()
         algorithm = self.algorithms[segments.model]
         _, newest = self._pool.newest(segments.model)
+        algorithm.version = newest
         numbers = algorithm.learn(segments, self.progress.timesteps)
         self._count(segments)
         lag = _lag(newest, segments)
