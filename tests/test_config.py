@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from ludus import config
-from ludus.config import ALIASES, AlgorithmConfig, StopConfig
+from ludus.config import ALIASES, AlgorithmConfig, StopConfig, algorithm_config
 from ludus.errors import ConfigError
+from ludus.training.algorithms.appo import APPOConfig
 from ludus.training.algorithms.ppo import PPOConfig
 
 
@@ -183,8 +184,9 @@ def test_a_name_that_would_be_a_path_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
 def test_an_older_spelling_means_the_same(alias: str, name: str) -> None:
     value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else 8
-    assert ppo(**{alias: value}) == ppo(**{name: value})
-    assert ppo(**{alias: value}) != ppo()
+    schema = PPOConfig if name in PPOConfig.model_fields else APPOConfig
+    assert algorithm_config(schema, {alias: value}) == algorithm_config(schema, {name: value})
+    assert algorithm_config(schema, {alias: value}) != algorithm_config(schema, {})
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,23 @@ def test_as_they_come_every_block_is_in_exactly_one_batch(order: list[int], bloc
     for worker in range(4):
         own = [value for value in seen if value // 100 == worker]
         assert own == sorted(own) or blocks > 1
-    assert workers.released == whole
+    assert workers.released == len(order), "also those of a batch that is not complete"
+
+
+def test_as_they_come_blocks_are_given_back_before_the_batch_is_complete() -> None:
+    workers = Workers(1)
+    made = batches(workers, 3, in_turn=False)
+    for number in range(2):
+        workers.made[0].append(block(0, number, finals=number))
+        assert not made.ready()
+    assert not workers.held
+    assert made.waiting == 2
+    workers.made[0].append(block(0, 2, finals=2))
+    batch = made.take()
+    assert batch is not None
+    assert batch.reward[0].tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.final_at[: batch.finals].tolist() == [[0, 2], [0, 4], [1, 5]]
+    assert batch.episode_length.tolist() == [0, 1, 2]
 
 
 def test_a_fast_worker_does_not_starve_the_others() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from ludus.buffer.blocks import BlockBatches
 from ludus.errors import EnvironmentFault
 from ludus.runtime.hub import shared_memory
 from ludus.types import Segments
@@ -119,6 +120,24 @@ def test_a_worker_whose_environment_stalls_is_replaced() -> None:
             made.sampling.step()
         made.batches.release(batch(made))
         assert made.sampling.metrics()["sampler/restarts"] >= 1
+
+
+def test_an_environment_that_ends_its_process_without_an_error_is_started_again() -> None:
+    with fleet("tests.environments:make_leaving", num_workers=1, sampling="async", num_envs_per_worker=1) as made:
+        for _ in range(5):
+            made.batches.release(batch(made))
+        assert made.sampling.restarts >= 1
+
+
+def test_a_batch_may_be_larger_than_what_workers_have_room_for() -> None:
+    with fleet(num_workers=2, sampling="async", blocks_ahead=1) as made:
+        many = BlockBatches(made.sampling, 2, 9, in_turn=False, newest=lambda: made.version)
+        made.sampling.batches = many
+        until(made, many.ready)
+        taken = many.take()
+        assert taken is not None
+        assert taken.rows == 9 * 4
+        assert (taken.version == FIRST_VERSION).all()
 
 
 def test_an_environment_that_crashes_now_and_then_costs_its_episode_only() -> None:

@@ -40,7 +40,7 @@ def play(
     """`episodes` episodes, each row playing its equal share, so that short episodes are not over-counted.
 
     Rows play ⌈episodes / rows⌉ or one fewer; `max_steps` bounds an environment that never ends; what is open then, or when
-    `interrupted` says so, is left out. Inside `policy.acting()`.
+    `interrupted` says so, is left out, and so is what an environment did before it failed. Inside `policy.acting()`.
     """
     n = environments.num
     quota = np.full(n, episodes // n)
@@ -66,9 +66,11 @@ def play(
             returns.append(float(running[row]))
             lengths.append(int(length[row]))
             quota[row] -= 1
-        running[done], length[done] = 0.0, 0
-        first = done if environments.resets_at_once else over
+        begun = done if environments.resets_at_once else over
         over = np.zeros(n, np.bool_) if environments.resets_at_once else done
+        gone = done if outcome.lost is None else done | outcome.lost  # an episode whose environment failed is not scored
+        running[gone], length[gone] = 0.0, 0
+        first = begun if outcome.lost is None else begun | outcome.lost
         seen = outcome.seen
     return Score(tuple(returns), tuple(lengths), complete=not quota.any())
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from ludus.buffer.collate import join_into
-from ludus.types import Segments
+import numpy as np
+
+from ludus.buffer.collate import put_rows
+from ludus.types import Floats, Ints, Segments
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ class Lanes(Protocol):
 class BlockBatches:
     """What a trainer takes. A batch is `blocks` blocks, all of the same size, copied once into a block that is used again.
 
-    `in_turn`: one of every worker, in their order, so that a batch is the same whoever was faster. Else the first that come.
+    `in_turn`: one of every worker, in their order, so that a batch is the same whoever was faster. Else the first that come; they
+    are copied and given back as they come, so that a batch may be larger than what workers have room for.
     A block whose weights are more than `max_lag` versions old is dropped, and counted.
     """
 
@@ -48,10 +51,11 @@ class BlockBatches:
             raise ValueError(f"{blocks} blocks in turn from {workers} workers")
         self._lanes, self._workers, self._blocks, self._in_turn = lanes, workers, blocks, in_turn
         self._newest, self._max_lag, self._clock = newest, max_lag, clock
-        self._waiting: list[tuple[int, Segments]] = []
-        self._next = 0
+        self._held: dict[int, Segments] = {}
+        self._episodes: list[tuple[Floats, Ints]] = []
+        self._copied = self._next = 0
         self._batch: Segments | None = None
-        self._taken: list[tuple[int, Segments]] | None = None
+        self._taken = False
         self._warned_at = -_WARN_EVERY_S
         self.dropped = 0
         """Blocks that were too old."""
@@ -59,56 +63,66 @@ class BlockBatches:
     @property
     def waiting(self) -> int:
         """Blocks that are here and not yet enough for a batch."""
-        return len(self._waiting)
+        return len(self._held) + self._copied
 
     def ready(self) -> bool:
         """Whether `take` would find a batch."""
-        while len(self._waiting) < self._blocks:
+        while not self._taken and self.waiting < self._blocks:
             if not self._gather():
                 return False
-        return True
+        return not self._taken
 
     def take(self, timeout_s: float = 0.0) -> Segments | None:
         """Never waits: whoever drives the workers knows what there is to wait for."""
-        if self._taken is not None:
+        if self._taken:
             raise ValueError("A batch was taken before the one before it was released.")
         if not self.ready():
             return None
-        parts, self._waiting = sorted(self._waiting, key=lambda part: part[0]), []
-        self._taken = parts
-        if len(parts) == 1:
-            return parts[0][1]  # the very block that the worker wrote
-        if self._batch is None:
-            self._batch = _batch_for(parts[0][1], len(parts))
-        join_into(self._batch, [block for _, block in parts])
-        self._give_back()
+        self._taken = True
+        if self._blocks == 1:
+            (alone,) = self._held.values()  # the very block that the worker wrote
+            return alone
+        for worker in sorted(self._held):
+            self._copy(worker, self._held.pop(worker))
+        assert self._batch is not None
+        returns, lengths = zip(*self._episodes, strict=True)
+        self._batch.episode_return, self._batch.episode_length = np.concatenate(returns), np.concatenate(lengths)
+        self._copied = 0
+        self._episodes.clear()
         return self._batch
 
     def release(self, segments: Segments) -> None:
-        if self._taken is None:
+        if not self._taken:
             raise ValueError("A batch was released without having been taken.")
-        self._give_back()
-        self._taken = None
+        self._taken = False
+        for worker in list(self._held):
+            self._lanes.release_block(worker, self._held.pop(worker))
 
-    def _give_back(self) -> None:
-        assert self._taken is not None
-        for worker, block in self._taken:
-            self._lanes.release_block(worker, block)
-        self._taken = []
+    def _copy(self, worker: int, block: Segments) -> None:
+        if self._batch is None:
+            self._batch = _batch_for(block, self._blocks)
+        if self._copied == 0:
+            self._batch.finals = 0
+        put_rows(self._batch, block, self._copied * block.rows)
+        self._episodes.append((block.episode_return, block.episode_length))
+        self._copied += 1
+        self._lanes.release_block(worker, block)
 
     def _gather(self) -> bool:
         """Take one more block; False when there is none."""
-        have = {worker for worker, _ in self._waiting} if self._in_turn else set()
         for offset in range(self._workers):
             worker = (self._next + offset) % self._workers
-            if worker in have:
+            if self._in_turn and worker in self._held:
                 continue
             block = self._lanes.take_block(worker)
             while block is not None and self._too_old(block):
                 self._lanes.release_block(worker, block)
                 block = self._lanes.take_block(worker)
             if block is not None:
-                self._waiting.append((worker, block))
+                if self._in_turn or self._blocks == 1:
+                    self._held[worker] = block
+                else:
+                    self._copy(worker, block)
                 self._next = (worker + 1) % self._workers  # the others come first next time: none is starved
                 return True
         return False

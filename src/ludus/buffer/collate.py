@@ -33,14 +33,19 @@ def join_into(batch: Segments, parts: Sequence[Segments]) -> None:
     """
     row, batch.finals = 0, 0
     for part in parts:
-        columns = slice(row, row + part.rows)
-        for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
-            map_tree(lambda whole, own, at=columns: _put(whole, own, at), getattr(batch, name), getattr(part, name))
-        batch.origin[columns] = part.origin
-        _put_finals(batch, part, row)
+        put_rows(batch, part, row)
         row += part.rows
     batch.episode_return = np.concatenate([part.episode_return for part in parts])
     batch.episode_length = np.concatenate([part.episode_length for part in parts])
+
+
+def put_rows(batch: Segments, part: Segments, row: int) -> None:
+    """Copy one part to where its rows begin in the batch; its final observations after those that are there."""
+    columns = slice(row, row + part.rows)
+    for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
+        map_tree(lambda whole, own: _put(whole, own, columns), getattr(batch, name), getattr(part, name))
+    batch.origin[columns] = part.origin
+    _put_finals(batch, part, row)
 
 
 def _put(whole: Array, own: Array, columns: slice) -> None:

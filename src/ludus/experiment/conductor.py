@@ -20,6 +20,9 @@ from ludus.tree import Array
 
 log = logging.getLogger(__name__)
 
+SOON_S = 30.0
+"""A learner that replaces a dead one checkpoints after this time, then after twice as much, up to the time of the schedule."""
+
 Evaluate = Callable[[int], Score]
 """Plays the evaluation episodes of one iteration."""
 
@@ -84,8 +87,18 @@ class Conductor:
         self._reported_at = -math.inf
         self._checkpointed = -1
         self._checkpointed_at = trainer.progress.time_s
+        self._soon_s = math.inf
+        self._reported: dict[str, float] = {}
         self.stopped_by: str | None = None
         self.last_checkpoint: str | None = None
+
+    def hurry(self) -> None:
+        """Deaths may come more often than checkpoints by time: let the first ones come soon, or the run never gets on."""
+        self._soon_s = SOON_S
+
+    def numbers(self) -> dict[str, float]:
+        """The newest of every number: those of the last update, and what else was in the last report. From any thread."""
+        return {**self._reported, **self._trainer.metrics}
 
     def step(self) -> bool:
         """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
@@ -97,7 +110,8 @@ class Conductor:
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
             self._reported_at = progress.time_s
             self._trainer.metrics |= {**self._source.metrics(), **self._always}
-            self._report(self._trainer.metrics)
+            self._reported = dict(self._trainer.metrics)
+            self._report(self._reported)
         due = self._checkpoint_is_due(progress)
         if due:
             self.checkpoint()
@@ -120,7 +134,7 @@ class Conductor:
         if self.stopped_by is not None:
             return self._config.checkpoint_at_end
         freq, seconds = self._schedule.checkpoint_freq, self._schedule.checkpoint_time_s
-        by_time = bool(seconds) and progress.time_s - self._checkpointed_at >= seconds
+        by_time = bool(seconds) and progress.time_s - self._checkpointed_at >= min(seconds, self._soon_s)
         return by_time or bool(freq and progress.iterations % freq == 0)
 
     def _report(self, numbers: Numbers) -> None:
@@ -137,6 +151,7 @@ class Conductor:
         name = checkpoint.write(self._store, progress.iterations, self._trainer.algorithms, versions, self._source.state(), state)
         self.last_checkpoint, self._checkpointed = name, progress.iterations
         self._checkpointed_at = progress.time_s
+        self._soon_s *= 2
         if self._evaluate is None:
             self._judge(progress.episode_return_mean, "training")
         for gone in checkpoint.retain(self._store, self._schedule.keep, name).values():

@@ -337,6 +337,8 @@ def _train(
     ):
         if before is not None:
             log.info("continuing from checkpoint %s; environments start anew", before.name)
+        if parts.run.meta().get("learner_restarts"):
+            parts.conductor.hurry()
         address = getattr(parts.sampler, "address", None)
         if address is not None:
             log.info("games connect to http://%s:%d/step", *address)
@@ -354,7 +356,7 @@ def _train(
             parts.conductor.checkpoint()
         parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
         shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
-        metrics, name = dict(parts.trainer.metrics), parts.conductor.last_checkpoint
+        metrics, name = parts.conductor.numbers(), parts.conductor.last_checkpoint
         policy, version = parts.pool.newest(parts.pool.names()[0])
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
@@ -366,7 +368,7 @@ def _shown(parts: Parts, resolved: Resolved) -> dict[str, Any]:
     """What `status.json` says of a training. Called in a thread of its own: it looks, and touches nothing."""
     sampling = getattr(parts.sampler, "status", None)
     named = {"env": resolved.experiment.env, "algorithm": resolved.experiment.run, "checkpoint": parts.conductor.last_checkpoint}
-    seen = described(dict(parts.trainer.metrics), sampling() if sampling is not None else None)
+    seen = described(parts.conductor.numbers(), sampling() if sampling is not None else None)
     return {"state": "running", **named, **seen}
 
 

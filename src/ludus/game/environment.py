@@ -64,6 +64,10 @@ class Environments(Protocol):
     action_space: gym.Space[Any]
     masked: bool
     resets_at_once: bool
+    restarts: int
+    """Environments that failed and were made anew."""
+    beat: Callable[[], None]
+    """Called as often as the environments allow: whoever looks on knows that they are not stuck."""
 
     def reset(self, seed: int | None) -> Seen: ...
     def step(self, action: Tree) -> Outcome: ...
@@ -198,6 +202,10 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
 _FAULTS_IN_A_ROW = 5  # without a step between them, before we believe that it will not work again
 
 
+def _nothing() -> None:
+    pass
+
+
 def _closed(env: Any) -> None:
     try:
         env.close()
@@ -218,6 +226,7 @@ class VectorEnvironments:
         again: Callable[[], gym.vector.VectorEnv[Any, Any, Any]] | None = None,
     ) -> None:
         self.name, self.num, self._env, self._again = name, env.num_envs, env, again
+        self.beat: Callable[[], None] = _nothing
         self.restarts, self._in_a_row = 0, 0
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         mode = AutoresetMode(mode)
@@ -253,14 +262,20 @@ class VectorEnvironments:
 
     def _begun_again(self, fault: EnvironmentFault) -> Outcome:
         """All rows are lost, and start anew. Raises the fault when that is not wanted, or has not helped."""
-        if self._again is None or self._in_a_row >= _FAULTS_IN_A_ROW:
-            raise fault
-        self._in_a_row += 1
-        self.restarts += 1
-        log.warning("%s It is made anew.", fault)
-        _closed(self._env)
-        self._env = self._again()
-        seen = self.reset(None)
+        while True:
+            if self._again is None or self._in_a_row >= _FAULTS_IN_A_ROW:
+                raise fault
+            self._in_a_row += 1
+            self.restarts += 1
+            log.warning("%s It is made anew.", fault)
+            _closed(self._env)
+            try:
+                self._env = self._again()
+                seen = self.reset(None)
+            except EnvironmentFault as another:
+                fault = another
+            else:
+                break
         nothing = np.zeros(self.num, np.bool_)
         return Outcome(seen, np.zeros(self.num, np.float32), nothing, nothing, np.zeros(0, np.int64), None, ~nothing)
 
@@ -349,6 +364,7 @@ class LoopEnvironments:
 
     def __init__(self, name: str, envs: list[gym.Env[Any, Any]], again: Callable[[], gym.Env[Any, Any]] | None = None) -> None:
         self.name, self.num, self._envs, self._again = name, len(envs), envs, again
+        self.beat: Callable[[], None] = _nothing
         self.restarts, self._in_a_row = 0, [0] * len(envs)
         self._lost = np.zeros(self.num, np.bool_)
         env = envs[0]
@@ -378,6 +394,7 @@ class LoopEnvironments:
 
     def reset(self, seed: int | None) -> Seen:
         for i in range(self.num):
+            self.beat()
             self._reset(i, None if seed is None else seed + i)
         self._over[:] = False
         return self._seen()
@@ -385,8 +402,9 @@ class LoopEnvironments:
     def step(self, action: Tree) -> Outcome:
         self._steps += 1
         plain = action if isinstance(action, np.ndarray) else None
-        lost = False
+        lost, beat = False, self.beat
         for i, env in enumerate(self._envs):
+            beat()
             try:
                 if self._over[i]:
                     self._reset(i, None)

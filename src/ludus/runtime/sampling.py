@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ludus.actor.sampler import Sampler
 from ludus.buffer.blocks import BlockBatches
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.game.environment import make_environments
-from ludus.memory.ring import Bell, create_ring, record_bytes
-from ludus.memory.shared import Layout, SharedReader, SharedWriter
+from ludus.memory.ring import Bell, create_ring
+from ludus.memory.shared import Layout, SharedReader, SharedWriter, ring_capacity
 from ludus.model import saved
 from ludus.model.board import Board, BoardReader
 from ludus.model.device import acting_on
@@ -39,7 +40,7 @@ from ludus.types import Segments, SegmentSpec
 
 log = logging.getLogger(__name__)
 
-NOTES = ("steps", "blocks", "environment_s", "policy_s", "blocked_s", "weights_wait_s", "env_restarts", "episodes")
+NOTES = ("steps", "blocks", "environment_s", "policy_s", "blocked_s", "weights_wait_s", "env_restarts")
 """What a worker counts, in this order, where its node can read it at any time."""
 
 BOARD, BELL = "board", "bell"
@@ -48,7 +49,6 @@ _WINDOW_S = 1.0
 _ROOM_S = 0.2
 _START_S = 120.0
 _GRACE_S = 2.0
-_SEED_STEP = 1_000_003
 _FAILURES_IN_A_ROW = 5  # of one worker, without a block between them, before we believe that it will not work
 
 
@@ -165,14 +165,15 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         source = BoardSource(acting_on(saved.policy_from(dict(plan.description)), torch.device(plan.device)), reader)
         environments = make_environments(plan.env, plan.num_envs, plan.env_config, forgiving=plan.forgiving)
         stack.callback(environments.close)
-        seed = plan.seed + index * plan.num_envs + (context.incarnation - 1) * _SEED_STEP
-        sampler = Sampler(environments, source, memory, seed % (1 << 30), first_row=index * plan.num_envs, beat=context.beat)
-        notes, before = memory.ring.notes, list(memory.ring.notes)
+        environments.beat = context.beat
+        seed = _seed(plan, index, begin + memory.committed, context.incarnation)
+        sampler = Sampler(environments, source, memory, seed, first_row=index * plan.num_envs, beat=context.beat)
+        notes, before = memory.notes, list(memory.notes)
         context.ready()
         blocked_s = weights_s = 0.0
         made = 0
         while True:
-            block = begin + memory.ring.committed
+            block = begin + memory.committed
             weights_s += _wait_for_weights(context, source, plan, block)
             asked = time.perf_counter()
             spent = sampler.times.environment_s + sampler.times.policy_s
@@ -187,11 +188,17 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
                 sampler.times.policy_s,
                 blocked_s,
                 weights_s,
-                getattr(environments, "restarts", 0),
-                0.0,
+                environments.restarts,
             )
             for i, value in enumerate(now):
                 notes[i] = before[i] + value
+
+
+def _seed(plan: Plan, index: int, block: int, incarnation: int) -> int:
+    """Environments of different workers have seeds of their own; whoever comes later does not repeat what was sampled before."""
+    if block == 0 and incarnation == 1:
+        return (plan.seed + index * plan.num_envs) % (1 << 30)
+    return int(np.random.SeedSequence((plan.seed, index, block, incarnation)).generate_state(1)[0]) % (1 << 30)
 
 
 def _wait_for_weights(context: Context, source: BoardSource, plan: Plan, block: int) -> float:
@@ -224,6 +231,10 @@ class LocalNode:
         self._supervisor = Supervisor(log_dir=log_dir, preload=_PRELOAD)
         self._processes: dict[int, Process] = {}
         self._readers: dict[int, SharedReader] = {}
+        self._issued: dict[int, SharedReader] = {}
+        """Which ring a block came from, as long as it is held: its worker may have another one by then."""
+        self._begins: dict[int, int] = {}
+        self._first: dict[int, int] = {}
         self._started: dict[int, float] = {}
         try:
             self.bell = bell or self._scratch.path / BELL
@@ -237,14 +248,19 @@ class LocalNode:
 
     def start(self, index: int, begin: int) -> None:
         ring = _ring(self._scratch.path, index)
-        create_ring(ring, record_bytes(self._plan.layout.nbytes) * self._plan.slots)
+        create_ring(ring, ring_capacity(self._plan.layout, self._plan.slots))
         self._readers[index] = SharedReader(ring, self._plan.layout)
+        self._begins[index] = begin
+        self._run(index)
+        self._first[index] = self._processes[index].incarnation
+
+    def _run(self, index: int) -> None:
         self._processes[index] = self._supervisor.start(
             f"sampler-{index}",
             _sample,
             self._plan,
             index,
-            begin,
+            self._begins[index],
             self._scratch.path,
             self.bell,
             restart=self._plan.restart,
@@ -258,6 +274,7 @@ class LocalNode:
             process.stop(_GRACE_S)
         reader = self._readers.pop(index, None)
         if reader is not None:
+            self._issued = {block: own for block, own in self._issued.items() if own is not reader}
             reader.close()
             for path in self._scratch.path.glob(f"{_ring(self._scratch.path, index).name}*"):  # its bells, too
                 path.unlink(missing_ok=True)
@@ -267,25 +284,33 @@ class LocalNode:
 
     def take(self, index: int) -> Segments | None:
         reader = self._readers.get(index)
-        return None if reader is None else reader.take()
+        block = None if reader is None else reader.take()
+        if block is not None and reader is not None:
+            self._issued[id(block)] = reader
+        return block
 
     def release(self, index: int, block: Segments) -> None:
-        reader = self._readers.get(index)
+        reader = self._issued.pop(id(block), None)
         if reader is not None:
             reader.release(block)
 
     def workers(self) -> dict[int, WorkerReport]:
         now = time.monotonic()
         reports = {}
-        for index, process in self._processes.items():
+        for index, process in list(self._processes.items()):
             if process.state != "starting":
                 self._started[index] = now
             elif now - self._started[index] > _START_S:
                 log.error("%s has not started for %.0f s: it is killed", process.name, _START_S)
                 self._started[index] = now
                 process.kill()
+            if process.state == "done":  # the environment has ended the process, and said that all was well
+                log.warning("%s ended by itself; it is started again", process.name)
+                self._run(index)
             notes = tuple(self._readers[index].ring.notes[: len(NOTES)])
-            reports[index] = WorkerReport(process.state, process.pid, process.incarnation - 1, process.error, notes)
+            reports[index] = WorkerReport(
+                process.state, process.pid, process.incarnation - self._first[index], process.error, notes
+            )
         return reports
 
     def close(self) -> None:
@@ -338,6 +363,7 @@ class Sampling:
         self._window = _Window()
         self._taken_there = [0] * workers
         self.lost_nodes = self.lost_blocks = 0
+        self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self.batches: BlockBatches | None = None
         self._scratch = Scratch(shared_memory())
         try:
@@ -398,6 +424,7 @@ class Sampling:
         for node in living.values():
             self._reports.update(node.workers())
         self._judge()
+        self._status = self._seen_now()
 
     def _give_up(self, name: str, node: Node) -> None:
         log.warning("the node %s is lost (%s); its workers start elsewhere", name, node.lost or "it left")
@@ -423,11 +450,12 @@ class Sampling:
 
     def _move_out(self, worker: int) -> None:
         self._at.pop(worker)
+        self._failures.pop(worker, None)
         report = self._reports.pop(worker, None)
         if report is not None:  # the next one counts from 0
             before = self._past.get(worker, (0.0,) * len(NOTES))
             self._past[worker] = tuple(a + b for a, b in zip(before, report.notes, strict=True))
-            self._past_restarts[worker] += report.restarts + 1
+            self._past_restarts[worker] += report.restarts
             self.lost_blocks += max(0, int(report.note("blocks")) - self._taken_there[worker])
 
     def _judge(self) -> None:
@@ -482,11 +510,15 @@ class Sampling:
             "learner/wait_share": min(1.0, new["waited_s"] / max(seconds, 1e-9)),
         }
         if self.batches is not None:
-            numbers |= {"memory/waiting": float(self.batches.waiting), "learner/dropped_lag": float(self.batches.dropped)}
+            dropped = float(self.batches.dropped)
+            numbers |= {"memory/waiting": float(self.batches.waiting), "learner/dropped_lag": dropped}
         return numbers
 
     def status(self) -> dict[str, Any]:
-        """Who runs where and how, as plain values."""
+        """Who runs where and how, as plain values. May be called by any thread: it is what was last seen."""
+        return self._status
+
+    def _seen_now(self) -> dict[str, Any]:
         workers = [
             {
                 "worker": worker,
@@ -500,6 +532,7 @@ class Sampling:
             for worker, report in sorted(self._reports.items())
             if worker in self._at
         ]
+        # Made anew each time and never changed: another thread may be writing it to a file.
         return {"nodes": [{"name": n.name, "cores": n.cores} for n in self._known.values()], "workers": workers}
 
     def state(self) -> dict[str, Array]:

@@ -35,6 +35,9 @@ class IMPALAConfig(LearnerConfig):
         "async",
         description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind.",
     )
+    max_lag: int | None = Field(
+        32, ge=1, description="Experience that is more updates old than this is dropped, and counted; null = as it comes."
+    )
     lr: Schedule = Field(5e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     train_batch_size: int = Field(1024, ge=1, description="Environment steps per update.")
     lambda_: float = Field(1.0, alias="lambda", ge=0, le=1, description="V-trace: 0 trusts the value, 1 the return.")
