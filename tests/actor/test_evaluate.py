@@ -92,3 +92,37 @@ def test_masked_and_hybrid_actions_are_legal_in_an_evaluation() -> None:
     """The game itself asserts that the forbidden door is never chosen."""
     score = played(LoopEnvironments("doors", [RememberAndAim() for _ in range(3)]), 30, deterministic=False)
     assert len(score.returns) == 30
+
+
+class Fails(Steps):
+    """Raises at its third step."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.t == 2:
+            raise RuntimeError("the game crashed")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_what_an_environment_did_before_it_failed_is_not_scored(mode: AutoresetMode | None) -> None:
+    environments: Environments
+    if mode is None:
+        environments = LoopEnvironments("fails", [Fails(5), Steps(4)], lambda: Steps(5))
+    else:
+        made = SyncVectorEnv([lambda: Fails(5), lambda: Steps(4)], autoreset_mode=mode)
+        again = SyncVectorEnv([lambda: Steps(5), lambda: Steps(4)], autoreset_mode=mode)
+        environments = VectorEnvironments("fails", made, lambda: again)
+    policy = Policy(environments.observation_space, environments.action_space, NetworkConfig(core="lstm", cell_size=8))
+    began: list[tuple[float, bool]] = []
+    original = policy.step
+
+    def watched(observation: Any, state: Any, first: Any, *rest: Any) -> Any:
+        began.append((float(observation[0, 0]), bool(first[0])))
+        return original(observation, state, first, *rest)
+
+    policy.step = watched  # type: ignore[method-assign, assignment]
+    with policy.acting():
+        score = play(policy, environments, 2, 0)
+    assert score.complete
+    assert sorted(zip(score.lengths, score.returns, strict=True)) == [(4, 4.0), (5, 5.0)]
+    assert began[:5] == [(0.0, True), (1.0, False), (2.0, False), (0.0, True), (1.0, False)]

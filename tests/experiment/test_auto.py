@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from ludus.config import algorithm_config
 from ludus.experiment.auto import Cost, best, measure, possible_workers
 from ludus.training.algorithms.ppo import PPO, PPOConfig
+from tests.environments import Count
 
 MS = 1e-3
 
@@ -39,3 +45,34 @@ def test_an_environment_that_waits_is_seen_to_wait() -> None:
     assert cost.sample_s > 0.01
     assert cost.wait_s > 0.8 * cost.sample_s
     assert cost.learn_s > 0
+
+
+def test_a_very_slow_environment_is_measured_by_a_few_steps_and_the_threads_are_given_back(tmp_path: Path) -> None:
+    said = tmp_path / "steps"
+    config = algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"said": str(said)}, "torch_threads": 1})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        cost = measure("tests.experiment.test_auto:make_slow", PPO, config)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert cost.wait_s > 0.2
+    assert cost.sample_s > 1.0
+    assert said.read_text() == "...", "one step to see how slow it is, and one short block"
+
+
+class Slow(Count):
+    def __init__(self, said: str) -> None:
+        super().__init__(length=100)
+        self.said = Path(said)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        with self.said.open("a") as file:
+            file.write(".")
+        time.sleep(1.1)
+        return super().step(action)
+
+
+def make_slow(**settings: Any) -> Slow:
+    return Slow(**settings)

@@ -89,7 +89,7 @@ class _Trainer:
 
 class _Sampler:
     def metrics(self) -> dict[str, float]:
-        return {}
+        return {"sampler/workers": 2.0}
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
@@ -205,6 +205,14 @@ def test_reports_can_be_spaced_and_the_last_one_always_comes(tmp_path: Path) -> 
     assert stage.conductor.stopped_by == "iterations"
 
 
+def test_between_two_reports_the_numbers_of_the_sampler_are_still_known(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, report_every_s=100.0)
+    assert stage.conductor.numbers() == {}
+    stage.play(None, None)
+    assert len(stage.sink.written) == 1
+    assert stage.conductor.numbers() == {"sampler/workers": 2.0, "iterations": 2, "timesteps": 64}
+
+
 def test_the_stop_is_decided_after_the_update_that_reaches_it(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, stop=StopConfig(timesteps=64))
     stage.play(None)
@@ -292,6 +300,24 @@ def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=0, checkpoint_time_s=1e-9)
     stage.play(None, None)
     assert stage.names == ["000001", "000002"]
+
+
+def test_after_the_death_of_a_learner_the_first_checkpoints_come_soon_and_then_ever_later(tmp_path: Path) -> None:
+    def checkpoints(stage: _Stage) -> list[str]:
+        for _ in range(90):
+            stage.trainer.advance(seconds=10.0)
+            stage.pool.publish("model")
+            stage.conductor.step()
+        return stage.names
+
+    restarted = _Stage(tmp_path / "restarted", checkpoint_freq=0, checkpoint_time_s=200.0)
+    restarted.conductor.hurry()
+    assert [10 * int(name) for name in checkpoints(restarted)] == [30, 90, 210, 410, 610, 810]
+    untouched = _Stage(tmp_path / "untouched", checkpoint_freq=0, checkpoint_time_s=200.0)
+    assert [10 * int(name) for name in checkpoints(untouched)] == [200, 400, 600, 800]
+    by_count = _Stage(tmp_path / "by_count", checkpoint_freq=50, checkpoint_time_s=0.0)
+    by_count.conductor.hurry()
+    assert checkpoints(by_count) == ["000050"], "no checkpoints by time are wanted"
 
 
 def test_retention_bounds_the_kept_versions_too(tmp_path: Path) -> None:

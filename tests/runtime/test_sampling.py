@@ -160,14 +160,18 @@ def test_an_environment_that_crashes_now_and_then_costs_its_episode_only() -> No
         assert invalid > 0
 
 
+def ours() -> set[Path]:
+    return set(shared_memory().glob(f"ludus-*-{os.getpid()}-*"))
+
+
 def test_nothing_is_left_behind() -> None:
-    before = set(shared_memory().iterdir())
+    before = ours()
     with fleet(num_workers=2) as made:
         made.batches.release(batch(made))
         until(made, lambda: None not in (made.pid(0), made.pid(1)))
         pids = [made.pid(worker) for worker in range(2)]
-        assert set(shared_memory().iterdir()) > before
-    assert set(shared_memory().iterdir()) <= before
+        assert ours() > before
+    assert ours() <= before
     assert not [pid for pid in pids if pid is not None and psutil.pid_exists(pid)]
 
 

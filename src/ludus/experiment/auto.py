@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
+
+import torch
 
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.config import AlgorithmConfig
 from ludus.experiment.parts import make_algorithm, make_policy
-from ludus.game.environment import make_environments
+from ludus.game.environment import Environments, make_environments
 from ludus.memory.local import LocalMemory
 from ludus.model.policy import Policy
 from ludus.training.algorithm import Algorithm
+from ludus.types import Segments
 
 _MOMENT_S = 0.5
 _STEPS = 16
+_SLOW_STEP_S = 0.2
+_FEW_STEPS = 2
+"""Are enough where one step of all environments takes longer than that."""
+_LONG_S = 2.0
+"""Where the first block took longer, it is all that is measured."""
 _WORTH_IT = 1.15
 """Workers cost memory and a longer start: they must promise this much over none."""
 _NEARLY = 0.95
@@ -62,36 +70,52 @@ def possible_workers(given: Mapping[str, Any], envs: int, sampling: str, cores: 
 
 
 def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Cost:
-    """Sample and learn in this process for a moment, with everything thrown away afterwards."""
+    """Sample and learn in this process for a moment, with everything thrown away afterwards.
+
+    A very slow environment is measured by a few steps, and no longer than it takes to know that it is.
+    """
+    threads = torch.get_num_threads()
     environments = make_environments(env, config.num_envs_per_worker, config.env_config)
     try:
         environments.reset(config.seed)
         policy = make_policy(environments.observation_space, environments.action_space, config)
-        spec = segment_spec(policy, environments, min(_STEPS, config.steps))
-        memory = LocalMemory(spec, environments.num, 1)
-        sampler = Sampler(environments, _Fixed(policy), memory, config.seed)
         learner = make_algorithm(algorithm, policy, config, None)
-        blocks, busy_s = 0, 0.0
-        began, learn_s = time.perf_counter(), 0.0
-        while blocks < 2 or time.perf_counter() - began < _MOMENT_S:
-            if blocks == 1:  # the first of everything is slow
-                sampler.times.environment_s = sampler.times.policy_s = busy_s = learn_s = 0.0
-            before = time.thread_time()
-            sampler.step()
-            busy_s += time.thread_time() - before
-            block = memory.take(0)
-            assert block is not None
-            at = time.perf_counter()
-            learner.learn(block, 0)
-            learn_s += time.perf_counter() - at
-            memory.release(block)
-            blocks += 1
-        if hasattr(learner, "close"):
-            learner.close()
+        try:
+            return _measured(environments, policy, learner, config)
+        finally:
+            if hasattr(learner, "close"):
+                learner.close()
     finally:
         environments.close()
-    steps = (blocks - 1) * spec.steps * environments.num
-    sample_s = sampler.times.environment_s + sampler.times.policy_s
+        torch.set_num_threads(threads)  # the caller's process is not ours
+
+
+def _measured(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> Cost:
+    memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
+    sampler = Sampler(environments, _Fixed(policy), memory, config.seed)
+    sampler.step()
+    steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)
+    block = Segments.empty(segment_spec(policy, environments, steps), environments.num)
+    began = time.perf_counter()
+    cost = _one_block(sampler, policy, learner, block)
+    if time.perf_counter() - began > _LONG_S:
+        return cost
+    began, costs = time.perf_counter(), list[Cost]()  # the first of everything is slow: it does not count
+    while not costs or time.perf_counter() - began < _MOMENT_S:
+        costs.append(_one_block(sampler, policy, learner, block))
+    return Cost(*(sum(values) / len(costs) for values in zip(*map(astuple, costs), strict=True)))
+
+
+def _one_block(sampler: Sampler, policy: Policy, learner: Algorithm, block: Segments) -> Cost:
+    before, busy = sampler.times.environment_s + sampler.times.policy_s, time.thread_time()
+    with policy.acting():
+        sampler.fill(block, policy, 1)
+    busy_s = time.thread_time() - busy
+    sample_s = sampler.times.environment_s + sampler.times.policy_s - before
+    at = time.perf_counter()
+    learner.learn(block, 0)
+    learn_s = time.perf_counter() - at
+    steps = block.spec.steps * len(block.origin)
     return Cost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
 
 

@@ -31,9 +31,11 @@ from ludus.experiment.run import CONFIG, Run
 from ludus.metrics import Numbers, Sink
 from ludus.model import saved
 from ludus.runtime.forkserver import anonymous_file
+from ludus.runtime.hub import shared_memory
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import StopSignal, stop_on_signals
 from ludus.runtime.processes import OVER, Context, Process, Restart, Supervisor
+from ludus.runtime.scratch import sweep
 
 log = logging.getLogger(__name__)
 
@@ -253,12 +255,14 @@ class Driver:
         made = _make(self._directory / LOGS)
         run = Run(self._directory)
         restarts = int(run.meta().get("learner_restarts", 0))
+        shared = shared_memory()  # asked before a learner can have filled it
         try:
             with _quiet(), Supervisor(log_dir=self._directory / LOGS, preload=PRELOAD) as supervisor, stop_on_signals() as stop:
                 while True:
                     found = self._one(supervisor, stop, restarts)
                     if isinstance(found, Result):
                         return found
+                    sweep(shared)
                     self._set_up = self._set_up or (self._directory / CONFIG).exists()
                     self._again, restarts = True, restarts + 1
                     if not stop():
@@ -270,6 +274,7 @@ class Driver:
                 _unmake(made, self._directory / LOGS)
             raise
         finally:
+            sweep(shared)  # a learner that was killed could not do it, and nobody knows when the next one comes
             for sink in self._sinks:
                 sink.close()
 

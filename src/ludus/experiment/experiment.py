@@ -98,7 +98,7 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
     inner = configs.canonical(data.get("config") or {})
     if inner.get("num_workers") != "auto":
         return data
-    if cluster is not None:
+    if cluster is not None and cluster.asked_for:
         raise ConfigError(
             "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
             "Give a number: one worker for every core of the cluster is a good start.",
@@ -131,7 +131,8 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: Clus
     if config.sampling == "pipelined" and not config.workers:
         raise ConfigError("config.sampling is pipelined, and num_workers is 0.", "Set num_workers: sampling goes on elsewhere.")
     learner_device(config.learner_device, config.num_gpus)
-    named_device(config.inference_device, "inference_device")
+    if cluster is None or called or not config.workers:  # else decisions are made on other machines, which have other devices
+        named_device(config.inference_device, "inference_device")
 
 
 # -- starting, resuming -------------------------------------------------------------------------------------------------

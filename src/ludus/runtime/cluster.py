@@ -137,10 +137,10 @@ class Cluster:
                 self._start(num_cpus, object_store_memory or STORE_BYTES)
             else:
                 self._join(address, join_s)
+            members = [member for member in self.members() if member.alive]
         except BaseException:
             self._undo.close()
             raise
-        members = [member for member in self.members() if member.alive]
         cores = sum(member.cores for member in members)
         self._say(f"Ray: {_count(len(members), 'node')}, {_count(cores, 'core')}")
 
@@ -438,7 +438,7 @@ def _reaped(home: Path) -> Iterator[None]:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(b"!")
                 process.stdin.close()
-            process.wait(_END_S)
+            _end([process])
 
 
 @contextlib.contextmanager
@@ -503,14 +503,15 @@ def _drop_helpers() -> None:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ray has asked them to end; see that they do."""
+    """They have been asked to end; see that they do. Never raises."""
     deadline = time.monotonic() + _END_S
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(_END_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # why we leave is more important than what stays
+                process.wait(_END_S)
 
 
 def _count(number: int, noun: str) -> str:

@@ -90,15 +90,26 @@ class Link:
         self._connection.close()
 
 
-def _exactly(connection: socket.socket, size: int) -> bytearray:
+def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """Without a deadline, every piece has the time-out of the connection: long bodies take their time."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
+        if deadline is not None:
+            _hurry(connection, deadline)
         count = connection.recv_into(view)
         if not count:
             raise EOFError
         view = view[count:]
     return data
+
+
+def _hurry(connection: socket.socket, deadline: float) -> None:
+    """What comes next has until then. Raises TimeoutError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it took too long")
+    connection.settimeout(left)
 
 
 # -- between nodes ------------------------------------------------------------------------------------------------------
@@ -124,7 +135,7 @@ class Entrance:
             except TimeoutError:
                 break
             try:
-                self._greet(connection)
+                self._greet(connection, time.monotonic() + _GREETING_S)
             except (OSError, EOFError) as error:
                 log.warning("a connection from %s is refused: %s", peer[0], error or "it left")
                 connection.close()
@@ -132,12 +143,13 @@ class Entrance:
                 return Link(connection, f"The learner at {peer[0]}", far=True)
         return None
 
-    def _greet(self, connection: socket.socket) -> None:
-        connection.settimeout(_GREETING_S)
+    def _greet(self, connection: socket.socket, deadline: float) -> None:
+        """All of it until then: whoever says a byte now and then must not keep others waiting."""
+        _hurry(connection, deadline)
         keep_alive(connection)
         mine = secrets.token_bytes(_NONCE)
         connection.sendall(_MAGIC + mine)
-        said = bytes(_exactly(connection, len(_MAGIC) + _NONCE + _PROOF))
+        said = bytes(_exactly(connection, len(_MAGIC) + _NONCE + _PROOF, deadline))
         theirs, proof = said[len(_MAGIC) : -_PROOF], said[-_PROOF:]
         if not said.startswith(_MAGIC) or not hmac.compare_digest(proof, _proof(self._token, b"caller", mine, theirs)):
             raise ConnectionError("it has another token")
@@ -151,16 +163,16 @@ def enter(address: str, token: bytes, timeout_s: float = ANSWER_S) -> Link:
     """Call rank 0 at `tcp://host:port`. Raises WorkerFailed when it is not there, UsageError when the tokens differ."""
     host, port = host_and_port(address)
     connection: socket.socket | None = None
+    deadline = time.monotonic() + timeout_s  # others may be heard before us
     try:
         connection = socket.create_connection((host, port), timeout_s)
-        connection.settimeout(_GREETING_S)
         keep_alive(connection)
-        said = bytes(_exactly(connection, len(_MAGIC) + _NONCE))
+        said = bytes(_exactly(connection, len(_MAGIC) + _NONCE, deadline))
         if not said.startswith(_MAGIC):
             raise ConnectionError("it speaks another protocol")
         theirs, mine = said[len(_MAGIC) :], secrets.token_bytes(_NONCE)
         connection.sendall(_MAGIC + mine + _proof(token, b"caller", theirs, mine))
-        if not hmac.compare_digest(bytes(_exactly(connection, _PROOF)), _proof(token, b"listener", theirs, mine)):
+        if not hmac.compare_digest(bytes(_exactly(connection, _PROOF, deadline)), _proof(token, b"listener", theirs, mine)):
             raise ConnectionError("it does not know the token of this run")
     except (OSError, EOFError) as error:
         if connection is not None:

@@ -103,6 +103,7 @@ class NodeAgent:
         self._lives: dict[int, int] = {}
         self._turn = 0
         self._called_at = time.monotonic()
+        self._closed = threading.Event()
         self._reported_at = 0.0
         self._failures = _Failures()
         self._logs: Path | None = None
@@ -155,6 +156,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """End the workers."""
+        self._closed.set()
         with self._lock:
             node, self._node = self._node, None
         if node is not None:
@@ -246,7 +248,8 @@ class NodeAgent:
 
     def _watch(self) -> None:
         while time.monotonic() < self._called_at + ORPHAN_S:
-            time.sleep(1.0)
+            if self._closed.wait(1.0):  # nothing is left that would need somebody
+                return
         log.error("no learner has called for %.0f s: the agent of %s ends", ORPHAN_S, self._name)
         with contextlib.suppress(Exception):  # whatever is in the way: the workers die with this process
             self.close()

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import ludus
 from ludus.errors import LudusError, Unreachable, UsageError, WorkerFailed
 from ludus.memory.ring import Bell
 from ludus.runtime.cluster import Cluster, Member
-from ludus.runtime.node_agent import Bundle, Bytes, Make, NodeAgent, local_node, unpack
+from ludus.runtime.node_agent import BUNDLE_BYTES, Bundle, Bytes, Make, NodeAgent, local_node, unpack
 from ludus.runtime.sampling import NOTES, LocalNode, Node, Plan, WorkerReport
 from ludus.tree import Array
 from ludus.types import Segments
@@ -36,6 +36,9 @@ SILENT_S = 8.0
 
 HEAD_S = 10.0
 START_S = 60.0
+OTHERS_S = 5.0
+"""Once there is a node to begin with, the others have so long to be there from the beginning; else they join later."""
+
 _POLL_S = 0.5
 _MEMBERS_S = 1.0
 _ASK_S = 3.0
@@ -43,9 +46,32 @@ _TICK_S = 0.1
 _CALLS = 2
 _CLOSE_S = 5.0
 _BACKOFF_S, _MAX_BACKOFF_S = 1.0, 30.0
-_WAITING_BYTES = 2 << 20
+_UNANSWERED = 2
+_STUCK_S = 2 * _ASK_S
+_GAP_S = 1.0
 
 DATA, CONTROL = "data", "control"
+
+
+class Patience:
+    """A clock that stands still while we do: what others have not done while this process was stopped is no fault of theirs.
+
+    Somebody has to look at it several times per `_GAP_S`; for any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._looked_at = clock()
+        self._missed_s = 0.0
+
+    def now(self) -> float:
+        with self._lock:
+            now = self._clock()
+            gap_s, self._looked_at = now - self._looked_at, now
+            if gap_s > _GAP_S:
+                log.warning("this process stood still for %.1f s: everybody gets that much longer to answer", gap_s)
+                self._missed_s += gap_s
+            return now - self._missed_s
 
 
 class RayNode:
@@ -56,9 +82,9 @@ class RayNode:
         self.id = member.id
         self.agent: Any = None
         self.ready = False
-        self.born = time.monotonic()
-        self.calls: deque[float] = deque()
-        """When the bundles that are under way were asked for."""
+        self.born = owner.now()
+        self.calls: deque[tuple[float, int]] = deque()
+        """Of the bundles that are under way: when they were asked for, and how many blocks they may have."""
         self.asked_at = 0.0
         self.published = self.wanted = 0
         self.publishing = self.held_back = False
@@ -67,6 +93,8 @@ class RayNode:
         self._waiting: dict[int, deque[Segments]] = {}
         self._count = 0
         self._reports: dict[int, tuple[int, WorkerReport]] = {}
+        self._refused: dict[int, tuple[int, WorkerReport]] = {}
+        """The agent knows nothing of workers that it could not start: its reports must not make them forgotten."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -76,17 +104,17 @@ class RayNode:
         with self._lock:
             life = self._lives[index] = self._owner.next_life()
             self._drop(index)
-        self._owner.tell(lambda: self._owner.start(self, index, begin, life))
+        self._owner.tell(lambda: self._owner.start(self, index, begin, life), self)
 
     def stop(self, index: int) -> None:
         with self._lock:
             self._lives.pop(index, None)
             self._drop(index)
-        self._owner.tell(lambda: self._owner.call(self, CONTROL, "stop", index))
+        self._owner.tell(lambda: self._owner.call(self, CONTROL, "stop", index), self)
 
     def publish(self, version: int, weights: Mapping[str, Array]) -> None:
         self._owner.offer(version, weights)
-        self._owner.tell(lambda: self._owner.send_weights(self, version))
+        self._owner.tell(lambda: self._owner.send_weights(self, version), self)
 
     def take(self, index: int) -> Segments | None:
         with self._lock:
@@ -97,7 +125,7 @@ class RayNode:
             self._count -= 1
         if self.held_back:
             self.held_back = False
-            self._owner.tell(lambda: self._owner.ask(self))
+            self._owner.tell(lambda: self._owner.ask(self), self)
         return block
 
     def release(self, index: int, block: Segments) -> None:
@@ -105,17 +133,20 @@ class RayNode:
 
     def workers(self) -> dict[int, WorkerReport]:
         with self._lock:
-            return {i: report for i, (life, report) in self._reports.items() if self._lives.get(i) == life}
+            known = self._reports | self._refused
+            return {i: report for i, (life, report) in known.items() if self._lives.get(i) == life}
 
     def close(self) -> None:
-        self._owner.tell(lambda: self._owner.give_up(self, "it was closed"))
+        self._owner.tell(lambda: self._owner.give_up(self, "it was closed"), self)
 
     # -- for the post
 
-    def room(self, block_bytes: int) -> int:
-        """How many more blocks may come before the learner has taken some."""
+    def portion(self, slots: int, block_bytes: int) -> int:
+        """How many blocks the next bundle may have: none before the learner has taken some of those that wait."""
         with self._lock:
-            return max(2 * len(self._lives), -(-_WAITING_BYTES // block_bytes)) - self._count
+            ahead = room_for(len(self._lives), slots, block_bytes)
+            left = ahead - self._count - sum(most for _, most in self.calls)
+            return min(left, -(-ahead // _CALLS))  # so that there is something to ask for while a bundle is under way
 
     def deliver(self, bundle: Bundle, blocks: list[Segments]) -> None:
         """Blocks of workers that were stopped, or started anew, since are dropped."""
@@ -130,10 +161,16 @@ class RayNode:
     def refuse(self, index: int, life: int, why: str) -> None:
         """A worker that could not even be started."""
         with self._lock:
-            self._reports[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(NOTES))
+            self._refused[index] = life, WorkerReport("failed", None, 0, why, (0.0,) * len(NOTES))
 
     def _drop(self, index: int) -> None:
+        self._refused.pop(index, None)
         self._count -= len(self._waiting.pop(index, ()))
+
+
+def room_for(workers: int, slots: int, block_bytes: int) -> int:
+    """How many blocks of a node may be here, or on their way. Tiny ones get twice the room if a bundle is not full otherwise."""
+    return min(max(slots * workers, -(-BUNDLE_BYTES // block_bytes)), 2 * slots * workers)
 
 
 class RayNodes:
@@ -152,6 +189,7 @@ class RayNodes:
         silent_s: float = SILENT_S,
         head_s: float = HEAD_S,
         start_s: float = START_S,
+        others_s: float = OTHERS_S,
     ) -> None:
         """`agent_here`: an agent on this machine, too, as on the others (for tests, and to compare)."""
         self._cluster, self._plan, self._make = cluster, plan, make
@@ -160,8 +198,9 @@ class RayNodes:
         self._agents = _agents()
         self._say = announce or (lambda sentence: None)
         self._agent_here = agent_here
-        self._notes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.now = Patience().now
+        self._notes: queue.SimpleQueue[tuple[Callable[[], None], RayNode | None]] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[tuple[Callable[[], None], RayNode]] = queue.SimpleQueue()
         self._nodes: dict[str, RayNode] = {}
         self._retry_at: dict[str, tuple[float, float]] = {}
         """Of members whose agent failed: when to try again, and how long to wait after that."""
@@ -174,7 +213,8 @@ class RayNodes:
         self._closing, self._dismissed = threading.Event(), threading.Event()
         self._settled = threading.Condition()
         self._members: list[Member] = cluster.members()
-        self._heard_at = time.monotonic()
+        self._heard_at = self._attending_at = self.now()
+        self._unanswered = 0
         self._log_dir, self._mark = _marked(log_dir)
         self._bell = Bell(bell)
         self._own: LocalNode | None = None
@@ -186,7 +226,7 @@ class RayNodes:
             self._own = self._own_node(bell)
             for thread in self._threads:
                 thread.start()
-            self._wait_for_agents(start_s)
+            self._wait_for_agents(start_s, others_s)
         except BaseException:
             self.close()
             raise
@@ -222,10 +262,10 @@ class RayNodes:
         if self._own is not None:
             self._own.close()
 
-    def _wait_for_agents(self, start_s: float) -> None:
-        """Until every machine that is there has an agent, or has shown that it cannot have one."""
+    def _wait_for_agents(self, start_s: float, others_s: float) -> None:
+        """Until every machine that is there has an agent, or has shown that it cannot have one; not long for the last ones."""
         wanted = {member.id for member in self._members if self._wants_agent(member)}
-        deadline = time.monotonic() + start_s
+        deadline, begun = time.monotonic() + start_s, False
         if wanted:
             self._say(f"starting agents on {len(wanted)} {'machine' if len(wanted) == 1 else 'machines'} …")
         with self._settled:
@@ -233,6 +273,8 @@ class RayNodes:
                 ready = {node.id for node in list(self._nodes.values()) if node.ready}
                 if wanted <= ready | self._unusable.keys():
                     break
+                if not begun and (ready or self._own is not None):
+                    begun, deadline = True, min(deadline, time.monotonic() + others_s)
                 self._settled.wait(_POLL_S)
         if not self.current():
             reasons = "; ".join(sorted(set(self._unusable.values()))) or f"no agent was ready within {start_s:.0f} s"
@@ -245,8 +287,9 @@ class RayNodes:
 
     # -- what the learner and the nodes leave for the post
 
-    def tell(self, note: Callable[[], None]) -> None:
-        self._notes.put(note)
+    def tell(self, note: Callable[[], None], about: RayNode | None = None) -> None:
+        """If it fails, the node that it is about is given up; else there is nothing to go on with."""
+        self._notes.put((note, about))
 
     def next_life(self) -> int:
         self._life += 1
@@ -261,36 +304,59 @@ class RayNodes:
     # -- the post
 
     def _deliver(self) -> None:
-        try:
+        with self._to_the_end("post"):
             while not self._closing.is_set():
                 with contextlib.suppress(queue.Empty):
-                    self._notes.get(timeout=_TICK_S)()
+                    self._read(*self._notes.get(timeout=_TICK_S))
                     for _ in range(self._notes.qsize()):
-                        self._notes.get_nowait()()
-                self._tick(time.monotonic())
-        except Exception as error:  # nobody else would notice that this thread has ended
-            log.exception("the post of the cluster failed")
-            self._fail(f"The learner's side of the cluster failed: {error!r}.", "")
-        finally:
-            self._dismiss()
+                        self._read(*self._notes.get_nowait())
+                self._tick(self.now())
+        self._dismiss()
+
+    def _read(self, note: Callable[[], None], about: RayNode | None) -> None:
+        try:
+            note()
+        except Exception as error:  # whatever is wrong with one machine is no reason to end the training
+            if about is None:
+                raise
+            self._failed(about, error)
+
+    def _failed(self, node: RayNode, error: Exception) -> None:
+        if not isinstance(error, LudusError):
+            log.error("a mistake about %s", node.name, exc_info=error)
+        self.give_up(node, _reason(error))
+
+    @contextlib.contextmanager
+    def _to_the_end(self, who: str) -> Iterator[None]:
+        """Nobody else would notice that a thread has ended."""
+        try:
+            yield
+        except BaseException as error:
+            log.exception("the %s of the cluster failed", who)
+            self._fail(f"The learner's side of the cluster failed: {type(error).__name__}: {error}.", "See the log.")
 
     def _tick(self, now: float) -> None:
         """What is due by the clock."""
         for node in list(self._nodes.values()):
-            patience = self._silent_s + 2 * _POLL_S
-            if node.ready and node.calls and now > node.calls[0] + patience:
-                self.give_up(node, f"it has not answered for {now - node.calls[0]:.0f} s")
-            elif not node.ready and now > node.born + START_S:
-                self.give_up(node, f"its agent has not started within {START_S:.0f} s")
-            elif node.held_back:
-                self.ask(node)
-                if not node.calls and now > node.asked_at + _POLL_S:  # the learner is busy: for the sign of life alone
-                    self._call_for_bundle(node, 0, 0.0)
+            self._read(functools.partial(self._look_after, node, now), node)
         self._hire(now)
 
+    def _look_after(self, node: RayNode, now: float) -> None:
+        patience = self._silent_s + 2 * _POLL_S
+        if node.ready and node.calls and now > node.calls[0][0] + patience:
+            self.give_up(node, f"it has not answered for {now - node.calls[0][0]:.0f} s")
+        elif not node.ready and now > node.born + START_S:
+            self.give_up(node, f"its agent has not started within {START_S:.0f} s")
+        elif node.held_back:
+            self.ask(node)
+            if not node.calls and now > node.asked_at + _POLL_S:  # the learner is busy: for the sign of life alone
+                self._call_for_bundle(node, 0, 0.0)
+
     def _check_head(self) -> None:
-        silent_s = time.monotonic() - self._heard_at
-        if silent_s > self._head_s:
+        """Gone is who has let several questions pass, or keeps the clerk from asking."""
+        now = self.now()
+        silent_s = now - self._heard_at
+        if silent_s > self._head_s and (self._unanswered >= _UNANSWERED or now - self._attending_at > _STUCK_S):
             self._fail(
                 f"The head of the cluster is gone: {self._cluster.address} has not answered for {silent_s:.0f} s.",
                 "Continue with --resume RUN once it is back.",
@@ -319,12 +385,12 @@ class RayNodes:
             due, _ = self._retry_at.get(member.id, (0.0, 0.0))
             if self._wants_agent(member) and member.id not in self._nodes and now >= due:
                 self._nodes[member.id] = node = RayNode(self, member, self._name(member))
-                self._errands.put(functools.partial(self._engage, node))
+                self._errands.put((functools.partial(self._engage, node), node))
 
     def _engage(self, node: RayNode) -> None:
         """An errand: only when it is done is there an agent to call."""
         node.agent = self._agents(node.id).remote(node.name)
-        self.tell(lambda: self.call(node, None, "hello", then=self._greeted))
+        self.tell(lambda: self.call(node, None, "hello", then=self._greeted), node)
 
     def _name(self, member: Member) -> str:
         taken = {node.name for node in self._nodes.values()} | ({self._own.name} if self._own else set())
@@ -363,7 +429,7 @@ class RayNodes:
         bound = getattr(node.agent, method)
         reference = (bound.options(concurrency_group=group) if group else bound).remote(*args)
         done = functools.partial(self._answered, node, then, failed)
-        reference.future().add_done_callback(lambda future: self.tell(functools.partial(done, future)))
+        reference.future().add_done_callback(lambda future: self.tell(functools.partial(done, future), node))
 
     def _answered(
         self, node: RayNode, then: Callable[[RayNode, Any], None], failed: Callable[[str], None] | None, future: Future[Any]
@@ -376,23 +442,20 @@ class RayNodes:
         elif error is not None:
             self.give_up(node, _reason(error))
         else:
-            try:
-                then(node, future.result())
-            except LudusError as error:
-                self.give_up(node, str(error))
+            then(node, future.result())
 
     def ask(self, node: RayNode) -> None:
         """Keep bundles coming, as long as there is room for them."""
         while not node.lost and node.ready and len(node.calls) < _CALLS:
-            room = node.room(self._layout.nbytes)
-            node.held_back = room <= 0
+            most = node.portion(self._plan.slots, self._layout.nbytes)
+            node.held_back = most <= 0
             if node.held_back:
                 return
-            self._call_for_bundle(node, room, _POLL_S)
+            self._call_for_bundle(node, most, _POLL_S)
 
     def _call_for_bundle(self, node: RayNode, most: int, timeout_s: float) -> None:
-        node.asked_at = time.monotonic()
-        node.calls.append(node.asked_at)
+        node.asked_at = self.now()
+        node.calls.append((node.asked_at, most))
         self.call(node, DATA, "next_bundle", most, timeout_s, then=self._bundle)
 
     def _bundle(self, node: RayNode, answer: tuple[Bundle, Bytes]) -> None:
@@ -408,6 +471,7 @@ class RayNodes:
 
     def start(self, node: RayNode, index: int, begin: int, life: int) -> None:
         self.call(node, CONTROL, "start", index, begin, life, failed=lambda why: node.refuse(index, life, why))
+        self.ask(node)  # there is room for more than before
 
     def send_weights(self, node: RayNode, version: int) -> None:
         """The newest there are, one transfer at a time: whatever was published meanwhile goes next."""
@@ -444,10 +508,10 @@ class RayNodes:
         node.lost = why
         log.warning("%s is given up: %s", node.name, why)
         self._nodes.pop(node.id, None)
-        self._errands.put(lambda: _kill(node.agent))
+        self._errands.put((lambda: _kill(node.agent), node))
         _, wait_s = self._retry_at.get(node.id, (0.0, _BACKOFF_S))
         wait_s = _BACKOFF_S if node.ready else wait_s
-        self._retry_at[node.id] = time.monotonic() + wait_s, min(2 * wait_s, _MAX_BACKOFF_S)
+        self._retry_at[node.id] = self.now() + wait_s, min(2 * wait_s, _MAX_BACKOFF_S)
         with self._settled:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"
@@ -473,7 +537,7 @@ class RayNodes:
                 if node.ready:
                     with contextlib.suppress(Exception):  # Ray's, of an agent that has just died
                         asked.append(node.agent.close.options(concurrency_group=CONTROL).remote())
-                self._errands.put(functools.partial(_kill, node.agent))
+                self._errands.put((functools.partial(_kill, node.agent), node))
         if asked:
             with contextlib.suppress(Exception):
                 ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
@@ -482,18 +546,34 @@ class RayNodes:
 
     def _attend(self) -> None:
         due = 0.0
-        while not self._dismissed.is_set():
+        with self._to_the_end("clerk"):
+            while not self._dismissed.is_set():
+                with contextlib.suppress(queue.Empty):
+                    self._run(*self._errands.get(timeout=_TICK_S))
+                if time.monotonic() >= due and not self._closing.is_set():
+                    self._ask_head()
+                    due = time.monotonic() + _MEMBERS_S
+                self._attending_at = self.now()
             with contextlib.suppress(queue.Empty):
-                self._errands.get(timeout=_TICK_S)()
-            if time.monotonic() >= due and not self._closing.is_set():
-                with contextlib.suppress(Unreachable):  # how long that has been so is judged elsewhere
-                    members = self._cluster.members(_ASK_S)
-                    self._heard_at = time.monotonic()
-                    self.tell(functools.partial(self._seen, members))
-                due = time.monotonic() + _MEMBERS_S
-        with contextlib.suppress(queue.Empty):
-            while self._failure is None:
-                self._errands.get_nowait()()
+                while self._failure is None:
+                    self._run(*self._errands.get_nowait())
+
+    def _run(self, errand: Callable[[], None], node: RayNode) -> None:
+        self._attending_at = self.now()
+        try:
+            errand()
+        except Exception as error:
+            self.tell(functools.partial(self._failed, node, error), node)
+
+    def _ask_head(self) -> None:
+        self._attending_at = self.now()
+        try:
+            members = self._cluster.members(_ASK_S)
+        except Unreachable:  # how long that has been so is judged elsewhere
+            self._unanswered += 1
+        else:
+            self._heard_at, self._unanswered = self.now(), 0
+            self.tell(functools.partial(self._seen, members))
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
