@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ludus.runtime.hub import shared_memory
+from ludus.runtime.scratch import Scratch
 from tests.environments import Count
 
 
@@ -28,11 +30,12 @@ class Dying(Count):
 
 
 class Stuck(Count):
-    """Says at step `at` that it is stuck, by a file, and then is."""
+    """Says at step `at` that it is stuck, by a file, and then is. Its process has something in shared memory."""
 
     def __init__(self, says: str, at: int = 3) -> None:
         super().__init__(length=5)
         self.says, self.at, self.all_steps = says, at, 0
+        self.scratch = Scratch(shared_memory())
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self.all_steps += 1

@@ -225,6 +225,42 @@ def test_a_learner_that_dies_goes_on_from_its_checkpoint_and_one_that_always_die
     assert status.look(run).state == "failed"
 
 
+class Killing(Kept):
+    """Looks into shared memory and kills every learner, at its first numbers."""
+
+    def __init__(self, run: Path, shared: Path) -> None:
+        super().__init__()
+        self.run, self.shared = run, shared
+        self.used: dict[int, list[str]] = {}
+
+    def write(self, numbers: Numbers) -> None:
+        super().write(numbers)
+        pid = int(json.loads((self.run / "status.json").read_text())["pid"])
+        if pid not in self.used:
+            self.used[pid] = os.listdir(self.shared)
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_learner_leaves_nothing_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it is waited for the next one, nor when the run is given up."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("LUDUS_SHM", str(shared))
+    killing, left = Killing(tmp_path / "run", shared), list[list[str]]()
+
+    def hear(sentence: str) -> None:
+        if "died" in sentence:
+            left.append(os.listdir(shared))
+
+    data = small.data(1_000_000, top={"max_failures": 1}, num_workers=1, evaluation_duration=0)
+    with pytest.raises(WorkerFailed, match="died 2 times"):
+        experiment.start(data, project=tmp_path, trial="run", sinks=[killing], announce=hear)
+    assert len(killing.used) == 2
+    assert all(killing.used.values()), "there was something to leave"
+    assert left == [[]]
+    assert os.listdir(shared) == []
+
+
 def test_a_learner_that_died_after_its_last_checkpoint_had_finished(tmp_path: Path) -> None:
     first = small.train(tmp_path / "run", 3)
     Run.open(tmp_path / "run").write_meta({"status": "running"})
@@ -373,7 +409,9 @@ experiment.start(data, local_dir=Path("runs"), supervised=True)
 
 def test_a_second_ctrl_c_does_not_wait_for_a_learner_that_is_stuck(tmp_path: Path) -> None:
     says = tmp_path / "stuck"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "LUDUS_SHM": str(shared)}
     words = [sys.executable, "-c", _STUCK, str(says)]
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -385,9 +423,11 @@ def test_a_second_ctrl_c_does_not_wait_for_a_learner_that_is_stuck(tmp_path: Pat
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1.0)
             assert alive(pid), "it was asked, and is waited for"
+            assert os.listdir(shared)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=30)
         finally:
             process.kill()
     assert "KeyboardInterrupt" in err
     assert not alive(pid)
+    assert os.listdir(shared) == []
