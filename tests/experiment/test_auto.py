@@ -42,7 +42,7 @@ def test_a_batch_that_was_asked_for_comes_out_even() -> None:
 def test_an_environment_that_waits_is_seen_to_wait() -> None:
     config = algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"stall": 1.0, "stall_s": (0.01, 0.01)}})
     cost = measure("tests.environments:make_fragile", PPO, config)
-    assert cost.sample_s > 0.01
+    assert cost.sample_s > 0.008  # the steps that only reset do not wait
     assert cost.wait_s > 0.8 * cost.sample_s
     assert cost.learn_s > 0
 
@@ -57,8 +57,7 @@ def test_a_very_slow_environment_is_measured_by_a_few_steps_and_the_threads_are_
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)
-    assert cost.wait_s > 0.2
-    assert cost.sample_s > 1.0
+    assert cost.sample_s > cost.wait_s > 1.0
     assert said.read_text() == "...", "one step to see how slow it is, and one short block"
 
 

@@ -304,20 +304,20 @@ def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:
 
 def test_after_the_death_of_a_learner_the_first_checkpoints_come_soon_and_then_ever_later(tmp_path: Path) -> None:
     def checkpoints(stage: _Stage) -> list[str]:
-        for _ in range(90):
-            stage.trainer.advance(seconds=10.0)
+        for _ in range(28):
+            stage.trainer.advance(seconds=30.0)
             stage.pool.publish("model")
             stage.conductor.step()
         return stage.names
 
-    restarted = _Stage(tmp_path / "restarted", checkpoint_freq=0, checkpoint_time_s=200.0)
+    restarted = _Stage(tmp_path / "restarted", checkpoint_freq=0, checkpoint_time_s=210.0)
     restarted.conductor.hurry()
-    assert [10 * int(name) for name in checkpoints(restarted)] == [30, 90, 210, 410, 610, 810]
-    untouched = _Stage(tmp_path / "untouched", checkpoint_freq=0, checkpoint_time_s=200.0)
-    assert [10 * int(name) for name in checkpoints(untouched)] == [200, 400, 600, 800]
-    by_count = _Stage(tmp_path / "by_count", checkpoint_freq=50, checkpoint_time_s=0.0)
+    assert [30 * int(name) for name in checkpoints(restarted)] == [30, 90, 210, 420, 630, 840]
+    untouched = _Stage(tmp_path / "untouched", checkpoint_freq=0, checkpoint_time_s=210.0)
+    assert [30 * int(name) for name in checkpoints(untouched)] == [210, 420, 630, 840]
+    by_count = _Stage(tmp_path / "by_count", checkpoint_freq=20, checkpoint_time_s=0.0)
     by_count.conductor.hurry()
-    assert checkpoints(by_count) == ["000050"], "no checkpoints by time are wanted"
+    assert checkpoints(by_count) == ["000020"], "no checkpoints by time are wanted"
 
 
 def test_retention_bounds_the_kept_versions_too(tmp_path: Path) -> None:

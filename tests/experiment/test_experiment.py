@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import yaml
 
 import ludus
 from ludus.errors import ConfigError, EnvironmentFault, IncompatibleCheckpoint, NotFound, UnknownName, UsageError
-from ludus.experiment import checkpoint, experiment
+from ludus.experiment import checkpoint, conductor, experiment
 from ludus.experiment.experiment import assembled
+from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import LOG_FILE, Run
 from ludus.metrics import Numbers, read_jsonl
 from ludus.model.pool import stored_versions
@@ -127,6 +129,24 @@ def test_what_is_wrong_with_an_experiment_is_said_before_a_directory_is_made(
     with pytest.raises(error, match=said):
         experiment.start(data, local_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_device_of_workers_on_other_machines_is_not_looked_for_here() -> None:
+    elsewhere = ClusterOptions("10.0.0.1:6379")
+    data = small.data(num_workers=2, inference_device="cuda:99")
+    with pytest.raises(ConfigError, match="inference_device"):
+        experiment.resolve(data)
+    assert experiment.resolve(data, elsewhere).config.inference_device == "cuda:99"
+    with pytest.raises(ConfigError, match="inference_device"):  # without workers it is this process that decides
+        experiment.resolve(data | {"config": data["config"] | {"num_workers": 0}}, replace(elsewhere, asked_for=False))
+
+
+def test_the_number_of_workers_is_measured_here_unless_a_cluster_was_asked_for() -> None:
+    data, named = small.data(num_workers="auto"), ClusterOptions("10.0.0.1:6379")
+    with pytest.raises(ConfigError, match="num_workers is auto"):
+        experiment._with_workers_chosen(data, None, named)
+    chosen = experiment._with_workers_chosen(data, None, replace(named, asked_for=False))
+    assert isinstance(chosen["config"]["num_workers"], int)
 
 
 def test_without_a_stop_the_environment_says_when_it_is_solved() -> None:
@@ -318,6 +338,31 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run: Pat
     assert "has no checkpoint yet; it starts again" in caplog.text
     learned = [{k: v for k, v in row.items() if k not in ("incarnation", "learner/version")} for row in numbers(run)]
     assert learned == [{k: v for k, v in row.items() if k not in ("incarnation", "learner/version")} for row in before]
+
+
+def test_a_run_whose_learner_died_checkpoints_soon(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conductor, "SOON_S", 1e-9)
+    shutil.rmtree(run / "checkpoints")
+    data = Run.open(run).config() | {"checkpoint_freq": 0, "keep_checkpoints_num": None, "checkpoint_time_s": 300.0}
+    Run.open(run).write_config({data.pop("name"): data})
+    Run.open(run).write_meta({"learner_restarts": 1})
+    experiment.resume(run, stop={"iterations": 3})
+    assert checkpoint.names(LocalStore(run)) == ["000001", "000002", "000003"]
+
+
+def test_the_status_keeps_the_numbers_of_the_last_report_until_the_next(tmp_path: Path) -> None:
+    resolved = experiment.resolve(small.data(100, evaluation_duration=0, min_time_s_per_iteration=1000.0))
+
+    def create() -> Run:
+        made = Run.create(tmp_path / "run", resolved.saved())
+        made.write_meta({"learner_restarts": 7})  # is in every report
+        return made
+
+    with assembled(resolved, create) as parts:
+        parts.runtime.run(lambda: parts.trainer.progress.iterations >= 3)
+        shown = experiment._shown(parts, resolved)
+    assert shown["numbers"]["learner/restarts"] == 7.0
+    assert shown["progress"]["iterations"] == 3
 
 
 def test_what_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:

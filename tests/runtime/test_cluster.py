@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,9 @@ import psutil
 import pytest
 
 import ludus
-from ludus.errors import MissingExtra, UsageError
-from ludus.runtime import scratch
-from ludus.runtime.cluster import Cluster, accepted, address_of, find, sweep
+from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
+from ludus.runtime import cluster, reaper, scratch
+from ludus.runtime.cluster import Cluster, Member, accepted, address_of, find, sweep
 
 ANSWER = {
     "address": "127.0.0.1:6379",
@@ -219,3 +220,43 @@ def test_only_directories_of_the_dead_are_swept(tmp_path: Path) -> None:
     assert ours.exists()
     assert other.exists(), "it says nothing about its owner: it may be in the making"
     assert not dead.exists()
+
+
+# -- when it goes wrong
+
+
+class Silent(Cluster):
+    """One whose head falls silent when it has let us in."""
+
+    left = False
+
+    def _join(self, address: str, join_s: float) -> None:
+        self.address = address
+        self._undo.callback(setattr, type(self), "left", True)
+
+    def members(self, timeout_s: float = 3.0) -> list[Member]:
+        raise Unreachable("it says nothing more")
+
+
+def test_a_head_that_falls_silent_at_once_is_left_again() -> None:
+    with pytest.raises(Unreachable, match="says nothing more"):
+        Silent("127.0.0.1:6379")
+    assert Silent.left
+
+
+def test_a_reaper_that_does_not_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = tmp_path / "deaf.py"
+    deaf.write_text("import os, sys, time\nopen(sys.argv[1] + '/pid', 'w').write(str(os.getpid()) + '.')\ntime.sleep(600)\n")
+    monkeypatch.setattr(reaper, "__file__", str(deaf))
+    monkeypatch.setattr(cluster, "_END_S", 0.2)
+    pid = tmp_path / "pid"
+
+    def fail() -> None:
+        deadline = time.monotonic() + 20
+        while not (pid.exists() and pid.read_text().endswith(".")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise WorkerFailed("the real reason")
+
+    with pytest.raises(WorkerFailed, match="the real reason"), cluster._reaped(tmp_path):
+        fail()
+    assert not psutil.pid_exists(int(pid.read_text().strip(".")))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ludus.errors import Damaged, UsageError, WorkerFailed
+from ludus.runtime import link
 from ludus.runtime.link import DONE, LEARN, STATE, Entrance, Link, enter, host_and_port
 
 TOKEN = b"a token of the run that is long enough"
@@ -98,6 +99,34 @@ def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: Entrance) ->
     assert ours is not None
     ours.close()
     assert "refuses our token" in str(refused[0])
+
+
+def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_GREETING_S", 0.3)
+    cut_off, first = threading.Event(), threading.Event()
+
+    def drip() -> None:
+        with socket.create_connection(host_and_port(entrance.address)) as stranger:
+            first.set()
+            stranger.settimeout(0.1)
+            with contextlib.suppress(OSError):  # it is refused, as it should be
+                while not cut_off.is_set():
+                    stranger.sendall(b"x")
+                    cut_off.wait(0.1)
+
+    def call() -> None:
+        first.wait(10)
+        enter(entrance.address, TOKEN).close()
+
+    callers = [threading.Thread(target=target) for target in (drip, call)]
+    for caller in callers:
+        caller.start()
+    ours = entrance.admit(5)  # the stranger would need longer for all that he could say
+    cut_off.set()
+    for caller in callers:
+        caller.join()
+    assert ours is not None
+    ours.close()
 
 
 def test_somebody_else_at_the_address_does_not_get_our_trust() -> None:

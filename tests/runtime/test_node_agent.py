@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ludus.runtime.sampling import NOTES, Plan, WorkerReport
 from ludus.spaces import ArraySpec
 from ludus.tree import Array, leaves
 from ludus.types import Segments, SegmentSpec
+from tests.training.sampled import Sampled, made
 
 SPEC = SegmentSpec(steps=8, observation=ArraySpec((3,), np.dtype(np.float32)), action=ArraySpec((), np.dtype(np.int64)), finals=4)
 ROWS = 2
@@ -229,6 +231,38 @@ def test_logs_that_the_learner_cannot_see_are_sent_when_a_worker_has_failed(benc
     while bundle.reports is None:
         bundle, _ = bench.agent.next_bundle(1, 0.05)
     assert bundle.tails == ((0, "the last words"),)
+
+
+def test_an_agent_that_is_closed_does_not_end_its_process_later(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    bench = Bench(tmp_path, plan())
+    (watch,) = [thread for thread in threading.enumerate() if thread not in before and thread.name == "orphan-watch"]
+    bench.agent.close()
+    watch.join(10)
+    assert not watch.is_alive()
+
+
+@pytest.mark.parametrize("run", ["PPO", "IMPALA", "APPO"])
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_blocks_that_cannot_be_written_teach_the_same(run: str) -> None:
+    """A batch that is one block reaches the algorithm as it came from another machine."""
+    source = Sampled("CartPole-v1", ROWS, 8)
+    block = source.block()
+    layout = Layout(block.spec, block.rows)
+    data: Bytes = np.zeros(layout.nbytes, np.uint8)
+    pack(layout, block, data.data)
+    data.flags.writeable = False
+    (received,) = unpack(layout, 1, data)
+    before = source.policy.weights()
+    learned = []
+    for one in (block, received):
+        source.policy.load_weights(before)
+        made(run, source.policy).learn(one, 0)
+        learned.append(source.policy.weights())
+    source.close()
+    assert any((learned[0][name] != before[name]).any() for name in before)
+    for name, value in learned[0].items():
+        np.testing.assert_array_equal(learned[1][name], value, name)
 
 
 def test_logs_go_below_the_run_where_it_is_seen(tmp_path: Path) -> None:
