@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs programs that the tests of clients and proxies use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
+# Installs programs that the tests of clients, proxies and hosts use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
 # On Debian, as root. godot4 is not in Debian 12: it is unpacked from Debian's unstable suite into ~/.cache/ludus/godot4
 # (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run.
 set -eu
@@ -12,6 +12,8 @@ packages() {
         promtool) echo prometheus ;;
         nginx) echo nginx-light ;;
         haproxy) echo haproxy ;;
+        ip) echo iproute2 ;;
+        unshare | nsenter) echo util-linux ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
     esac
 }

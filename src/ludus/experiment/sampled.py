@@ -138,6 +138,8 @@ def _sampling(
     plan: Plan, workers: int, pool: LocalPool, run: Run, cluster: Cluster | None, announce: Callable[[str], None] | None
 ) -> Sampling:
     logs = run.directory / "logs" / "sampler"
+    if announce is not None:
+        announce(f"starting {workers} workers …" if workers > 1 else "starting 1 worker …")
 
     def nodes(bell: Path) -> Nodes:
         if cluster is not None:
