@@ -111,6 +111,19 @@ def test_one_block_is_a_batch_without_a_copy_and_is_given_back_after_learning() 
     assert not workers.held
 
 
+def test_a_block_that_cannot_be_written_to_is_copied() -> None:
+    workers = Workers(1)
+    made = batches(workers, 1, in_turn=True)
+    workers.made[0].append(block(0, 3))
+    workers.made[0][0].reward.flags.writeable = False
+    batch = made.take()
+    assert batch is not None
+    assert batch.reward.flags.writeable
+    assert batch.reward[0].tolist() == [3, 3]
+    assert not workers.held
+    made.release(batch)
+
+
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 5))
 def test_as_they_come_every_block_is_in_exactly_one_batch(order: list[int], blocks: int) -> None:
     workers = Workers(4)

@@ -80,8 +80,9 @@ class BlockBatches:
             return None
         self._taken = True
         if self._blocks == 1:
-            (alone,) = self._held.values()  # the very block that the worker wrote
-            return alone
+            (alone,) = self._held.values()
+            if alone.reward.flags.writeable:  # else it is Ray's memory, which tensors cannot share
+                return alone  # the very block that the worker wrote
         for worker in sorted(self._held):
             self._copy(worker, self._held.pop(worker))
         assert self._batch is not None
