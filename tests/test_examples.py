@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from ludus.runtime.fleet import bind
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,7 @@ def test_the_quickstart_trains_loads_and_plays(tmp_path: Path) -> None:
     assert score >= 60, "a random agent scores about 22"
 
 
+@pytest.mark.long
 def test_the_duel_is_learned_from_its_file(tmp_path: Path) -> None:
     """Striking at random is worth about 0.2."""
     words = ["-m", "ludus.cli.main", "train", "-f", str(ROOT / "examples" / "duel.yaml"), "--json", "--quiet"]
@@ -81,6 +84,7 @@ def background(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.long
 def test_the_atari_example_trains_from_games_and_deploys_what_it_learned(tmp_path: Path) -> None:
     atari, port = ROOT / "examples" / "atari", free_port()
     words = ["--port", port, "--games", "2", "--batch-size", "64", "--steps", "3", "--project", str(tmp_path / "atari")]

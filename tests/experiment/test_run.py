@@ -132,7 +132,15 @@ def test_a_run_directory_looks_as_designed(trained: Path) -> None:
     files = {str(path.relative_to(trained)) for path in trained.rglob("*") if path.is_file()}
     (events,) = [name for name in files if name.startswith("events.out.tfevents")]
     checkpoint = {"manifest.json", "model.optimizer.safetensors", "model.safetensors", "sampler.safetensors", "state.json"}
-    expected = {"config.yaml", "meta.json", "metrics.jsonl", events, "logs/learner/train.log", "checkpoints/best.json"}
+    expected = {
+        "config.yaml",
+        "meta.json",
+        "status.json",
+        "metrics.jsonl",
+        events,
+        "logs/learner/train.log",
+        "checkpoints/best.json",
+    }
     expected |= {f"checkpoints/{name}/{file}" for name in ("000002", "000004", "000006") for file in checkpoint}
     expected |= {f"models/model/{name}" for name in ("model.json", "versions.json", "incarnations/000001")}
     expected |= {f"models/model/{version:06d}.safetensors" for version in (3, 5, 7)}

@@ -72,6 +72,7 @@ def _check_loads(store: LocalStore, name: str) -> None:
     assert files["model.optimizer.safetensors"] == files["model.safetensors"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no kill -9")
 @pytest.mark.timeout(120)
 def test_after_every_kill_the_newest_checkpoint_loads_and_numbers_never_go_back(tmp_path: Path) -> None:

@@ -89,5 +89,6 @@ def test_training_through_http_learns_cartpole_and_the_served_agent_scores_the_s
     assert sum(one == other for one, other in zip(alone, live["scores"], strict=True)) >= 95
 
 
+@pytest.mark.long
 def test_games_that_play_in_workers_are_learned_too(tmp_path: Path) -> None:
     trained(tmp_path / "run", workers=1)

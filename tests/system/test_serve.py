@@ -158,6 +158,7 @@ def test_sigterm_under_load_lets_every_session_finish_and_takes_no_other(run: Pa
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_who_plays_on_after_the_drain_time_is_told_and_the_exit_is_in_order(run: Path, token: Path) -> None:
     tally = Tally()
     with served(run, "--workers", "2", "--token-file", token, "--drain-s", "1") as (running, port):
@@ -207,6 +208,7 @@ def test_a_killed_worker_costs_its_own_sessions_only(run: Path, token: Path) -> 
         until(lambda: total(metrics(port, AUTHORIZED), "ludus_worker_restarts_total") == 1)
 
 
+@pytest.mark.long
 def test_200_sessions_that_remember_over_hot_updates(run: Path, token: Path, tmp_path: Path) -> None:
     """Two workers, with everything on: no failed tick, no wrong answer, and what was recorded is what was played."""
     versions, tally, over, count = [policy(n) for n in range(1, 6)], Tally(), threading.Event(), 200
@@ -317,6 +319,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", where], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_stops_the_log_and_the_recording_and_nothing_else(run: Path, token: Path, disk: Path) -> None:
     tally, total_ticks = Tally(), 30
     options: list[Any] = ["--token-file", token, "--access-log", disk / "log", "--log-ticks"]

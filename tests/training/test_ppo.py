@@ -330,7 +330,7 @@ def test_cartpole_reaches_475_and_keeps_it_in_fresh_episodes(tmp_path: Any) -> N
     assert result.metrics["evaluation/return_mean"] >= 450
 
 
-@pytest.mark.parametrize("core", ["lstm", "gru"])
+@pytest.mark.parametrize("core", ["lstm", pytest.param("gru", marks=pytest.mark.long)])
 def test_masks_memory_and_hybrid_actions_work_in_one_policy(tmp_path: Any, core: str) -> None:
     """Guessing the door gives 0.5 and the aim at most 0.5 without memory: 1.8 of 2 needs all three."""
     result = trained(
@@ -350,12 +350,14 @@ def test_pictures_and_shifted_actions_are_learned(tmp_path: Any) -> None:
     assert result.metrics["evaluation/return_mean"] >= 0.98
 
 
+@pytest.mark.long
 def test_lists_of_entities_and_bits_are_learned(tmp_path: Any) -> None:
     """A guess is right in a quarter of the cases, the majority group of those present in far fewer than 9 of 10."""
     result = trained(tmp_path, "tests.games:Nearest", 50_000, train_batch_size=1024, minibatch_size=256, lr=2e-3)
     assert result.metrics["evaluation/return_mean"] >= 0.9
 
 
+@pytest.mark.long
 def test_continuous_control_is_learned_with_normalised_observations_and_rewards(tmp_path: Any) -> None:
     """Pendulum: doing nothing is worth about −1,200, swinging up about −150 to −250 (SB3's tuned PPO: −172)."""
     result = trained(
