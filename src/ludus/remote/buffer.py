@@ -431,7 +431,7 @@ class _Consumer:
     def _given(self, reply: Reply) -> _Given:
         try:
             return _Given(self._form([tree.decode(item)[0] for part, body in reply for item in self._items(part, body)]))
-        except LudusError as error:  # of these items alone: the next batch may be fine
+        except Exception as error:  # of these items alone, MemoryError, too: they are given back, and the next batch may be fine
             return _Given(None, error)
 
     def _items(self, header: Header, body: bytes) -> list[memoryview]:
@@ -452,7 +452,7 @@ class _Given:
 
     __slots__ = ("batch", "error")
 
-    def __init__(self, batch: Tree, error: LudusError | None = None) -> None:
+    def __init__(self, batch: Tree, error: Exception | None = None) -> None:
         self.batch, self.error = batch, error
 
 

@@ -35,7 +35,7 @@ from ludus.plugins import did_you_mean
 from ludus.runtime.fleet import bind
 from ludus.runtime.guard import Guard, read_token, write_token
 from ludus.runtime.mirror import PART, Landing, Source
-from ludus.runtime.rings import Rings, Shared
+from ludus.runtime.rings import Rings, Shared, release
 from ludus.runtime.scratch import Scratch
 from ludus.runtime.wire import (
     MAX_BODY,
@@ -617,10 +617,11 @@ class Hub:
             inline = [bytes(part) for part in split(body, sizes)]
         if records is None:
             return inline
-        shared = self._rings.taken(peer, [number for number in records if number >= 0], int(header["upto"]))
+        numbers = [number for number in records if number >= 0]
+        if len(inline) + len(numbers) != len(records):  # before anything is taken, which would have to be given back
+            raise ValueError(f"{len(inline)} items, and not {len(records) - len(numbers)}")
+        shared = self._rings.taken(peer, numbers, int(header["upto"]))
         buffer.shared += len(shared)
-        if len(inline) + len(shared) != len(records):
-            raise ValueError(f"{len(inline)} items, and not {records.count(-1)}")
         here, there = iter(inline), iter(shared)
         return [next(here) if number < 0 else next(there) for number in records]
 
@@ -661,7 +662,7 @@ class Hub:
             self._lent[who] = shared
         elif shared:
             items = [item.copy() if isinstance(item, Shared) else item for item in items]
-            _release(shared)
+            release(shared)
         part: list[Item] = []
         size = 0
         for item in items:
@@ -681,12 +682,12 @@ class Hub:
         self._answer(who, header, *inline)
 
     def _buffer_release(self, peer: Peer, header: Header, body: bytes) -> None:
-        _release(self._lent.pop((peer, header["take"]), []))
+        release(self._lent.pop((peer, header["take"]), []))
 
     def _buffer_gone(self, peer: Peer) -> None:
         self._mapping.discard(peer)
         for who in [who for who in self._lent if isinstance(who, tuple) and who[0] is peer]:
-            _release(self._lent.pop(who))
+            release(self._lent.pop(who))
         self._rings.gone(peer)
 
     def _buffer_stats(self, peer: Peer, header: Header, body: bytes) -> Header:
@@ -762,12 +763,6 @@ class Hub:
         log.info("%s", "  ".join(f"{name} {value:.5g}" for name, value in numbers.items()))
         for sink in self._sinks:
             sink.write(numbers)
-
-
-def _release(items: list[Shared]) -> None:
-    """Said, not left to the last reference: an error on the way to a consumer keeps the frames, and all that is in them."""
-    for item in items:
-        item.release()
 
 
 def short_temp() -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ludus.errors import Damaged, NotFound
@@ -50,6 +50,13 @@ class Shared:
         return bytes(self.record.data)
 
 
+def release(items: Iterable[Shared]) -> None:
+    """Said, not left to the last reference: an error keeps the frames it went through, and all that is in them, as long as
+    it is kept itself, by a log or by a cycle."""
+    for item in items:
+        item.release()
+
+
 class Ring:
     """One producer's ring. Its directory goes when the producer has gone and nobody needs a record of it."""
 
@@ -64,7 +71,18 @@ class Ring:
 
     def taken(self, numbers: Sequence[int], upto: int) -> list[Shared]:
         """The records of these rising numbers; all others before `upto` are not needed by anybody. Raises Damaged."""
-        reader, items, named = self._opened(), [], iter(numbers)
+        items: list[Shared] = []
+        try:
+            self._take_into(items, numbers, upto)
+            if len(items) < len(numbers):
+                raise Damaged(f"A producer speaks of records that are not in its ring {self.path}.")
+        except Damaged:
+            release(items)
+            raise
+        return items
+
+    def _take_into(self, items: list[Shared], numbers: Sequence[int], upto: int) -> None:
+        reader, named = self._opened(), iter(numbers)
         awaited = next(named, -1)
         while reader.taken < upto:
             record = reader.take()
@@ -76,9 +94,6 @@ class Ring:
                 awaited = next(named, -1)
             else:
                 reader.release(record)
-        if len(items) < len(numbers):
-            raise Damaged(f"A producer speaks of records that are not in its ring {self.path}.")
-        return items
 
     def _opened(self) -> RingReader:
         if self._reader is None:
