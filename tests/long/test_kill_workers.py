@@ -48,7 +48,9 @@ def test_workers_are_killed_all_the_time_and_sampling_goes_on() -> None:
             round_began = time.monotonic()
             victim = chooser.randrange(WORKERS)
             pid = made.pid(victim)
-            assert pid is not None
+            if pid is None:  # it has been killed a moment ago, and is not back yet: counted as late there
+                sampled(made, 0.05)
+                continue
             before = made.sampling._reports[victim].restarts
             os.kill(pid, signal.SIGKILL)
             killed = time.monotonic()

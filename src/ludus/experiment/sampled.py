@@ -41,6 +41,9 @@ from ludus.training.trainer import Trainer
 from ludus.tree import Array
 from ludus.types import DEFAULT_MODEL
 
+_STEADY_S = 1.0
+"""A worker that has sampled for so long is replaced at once when it dies, however often that was before."""
+
 _AHEAD: Mapping[str, int | None] = {"sync": 0, "pipelined": 1, "async": None}
 
 
@@ -117,7 +120,7 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
         ahead=_AHEAD[config.sampling],
         slots=config.blocks_ahead,
         hang_s=config.worker_hang_s,
-        restart=Restart(config.max_worker_restarts, config.worker_restart_backoff_s),
+        restart=Restart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
         luggage=Luggage.of(env),

@@ -50,7 +50,6 @@ State = Literal["starting", "ready", "waiting", "done", "failed", "stopped"]
 
 OVER = ("done", "failed", "stopped")
 STEADY_S = 10.0
-"""A worker that lived this long was healthy: the next back-off starts from the beginning."""
 
 CONFIRM_S = 0.2
 """A silent worker gets this much more before it is killed: a machine that was suspended has to wake up first."""
@@ -68,11 +67,13 @@ class Restart:
     limit: int | None = 0
     backoff_s: float = 0.05
     max_backoff_s: float = 5.0
+    steady_s: float = STEADY_S
+    """A worker that lived this long was healthy: the next back-off starts from the beginning."""
 
     def delay(self, deaths: int, in_a_row: int | None = None) -> float | None:
         """Seconds until the replacement after this many deaths in all; None: no replacement.
 
-        `in_a_row` counts the deaths since a worker last lived for STEADY_S (by default: all of them).
+        `in_a_row` counts the deaths since a worker last lived for `steady_s` (by default: all of them).
         """
         if self.limit is not None and deaths > self.limit:
             return None
@@ -570,7 +571,7 @@ class Supervisor:
 
     def _replace(self, process: Process, lived: float) -> None:
         process._deaths += 1
-        process._in_a_row = 1 if lived >= STEADY_S else process._in_a_row + 1
+        process._in_a_row = 1 if lived >= process._order.restart.steady_s else process._in_a_row + 1
         delay = process._order.restart.delay(process._deaths, process._in_a_row)
         log.warning(
             "the worker %s died: %s; %s",
