@@ -162,6 +162,7 @@ def test_a_game_plays_with_onnxruntime_and_numpy_alone(run: Path, tmp_path: Path
     assert done.stdout.count("steps") == 2
 
 
+@pytest.mark.long
 def test_the_example_knows_masks_memory_and_noise(tmp_path: Path) -> None:
     """The class that games may copy, on an agent that needs all of it."""
     import runpy

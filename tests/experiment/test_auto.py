@@ -47,6 +47,7 @@ def test_an_environment_that_waits_is_seen_to_wait() -> None:
     assert cost.learn_s > 0
 
 
+@pytest.mark.long
 def test_a_very_slow_environment_is_measured_by_a_few_steps_and_the_threads_are_given_back(tmp_path: Path) -> None:
     said = tmp_path / "steps"
     config = algorithm_config(PPOConfig, {"num_envs_per_worker": 1, "env_config": {"said": str(said)}, "torch_threads": 1})

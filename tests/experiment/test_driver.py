@@ -376,6 +376,7 @@ print(experiment.start(small.data(1, env="__main__:make"), local_dir=Path("runs"
 """
 
 
+@pytest.mark.long
 def test_functions_of_the_script_are_known_to_the_learner(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(_SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -407,6 +408,7 @@ experiment.start(data, local_dir=Path("runs"), supervised=True)
 """
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_does_not_wait_for_a_learner_that_is_stuck(tmp_path: Path) -> None:
     says = tmp_path / "stuck"
     shared = tmp_path / "shared"

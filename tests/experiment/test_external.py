@@ -171,6 +171,7 @@ class Slow(Watching):
         return super().learn(segments, timestep)
 
 
+@pytest.mark.long
 def test_a_learner_that_takes_longer_than_any_limit_costs_no_session(tmp_path: Path, learned: list[Segments]) -> None:
     """While it learns, nobody reads what games have sent: that is no fault of theirs."""
     outside = ONE_SEAT | {"silent_s": 0.6, "tick_timeout_s": 0.6}

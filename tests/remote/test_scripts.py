@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ludus.game.client import Client
 from ludus.metrics import read_jsonl
 
@@ -172,6 +174,7 @@ def test_the_trainer_snippet_trains_and_stops_when_asked(tmp_path: Path) -> None
     assert len(list(run.glob("models/atari_model/*.safetensors"))) == 2
 
 
+@pytest.mark.long
 def test_a_failing_trainer_ends_the_program_with_its_traceback(tmp_path: Path) -> None:
     text = MODEL + THE_TRAINER.replace("for step in range(num_steps):", "raise RuntimeError('no idea')")
     text = re.sub(r"(?s)        batch = next.*?\n\nbray\.init", "\nbray.init", text)
@@ -182,6 +185,7 @@ def test_a_failing_trainer_ends_the_program_with_its_traceback(tmp_path: Path) -
     assert script.process.returncode == 1
 
 
+@pytest.mark.long
 def test_a_model_of_a_script_is_found_again_by_its_file(tmp_path: Path) -> None:
     """A second program, after the first has ended: only the file of the class is left."""
     guarded = THE_MODEL.replace("\n", "\n    ")

@@ -113,6 +113,7 @@ def games(url: str, count: int) -> Iterator[None]:
             thread.join(WAIT_S)
 
 
+@pytest.mark.long
 def test_kills_of_workers_cost_what_was_under_way_and_no_count_goes_back(tmp_path: Path) -> None:
     with gathered(tmp_path, 2) as fleet:
         with games(fleet.url, count=4):

@@ -149,6 +149,7 @@ def test_a_learner_that_is_killed_in_the_middle_of_an_update_is_noticed(supervis
     assert not alive(pid, started)
 
 
+@pytest.mark.long
 def test_a_learner_that_hangs_is_given_up(supervisor: Supervisor) -> None:
     block = data("mlp")[0]
     with sharing("mlp", supervisor) as several:

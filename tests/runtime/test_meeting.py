@@ -17,6 +17,8 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.runtime.cluster import LOCAL, Cluster
 from ludus.runtime.meeting import Keeper, Meeting, Spot, card_address, meeting_place, run_name
 
+pytestmark = pytest.mark.long
+
 SPOT = Spot("tcp://10.0.0.1:7", "secret-token")
 
 

@@ -70,6 +70,7 @@ def trained(run: Path, workers: int) -> None:
     assert (last["games/failed"], last["games/silent"], last["games/refused"]) == (0, 0, 0)
 
 
+@pytest.mark.long
 def test_training_through_http_learns_cartpole_and_the_served_agent_scores_the_same(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run, workers=0)
