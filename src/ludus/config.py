@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -61,6 +61,10 @@ class ModelConfig(_Strict):
     cell_size: int = Field(128, ge=1, alias="lstm_cell_size", description="Units of the recurrent layer.")
     max_seq_len: int = Field(16, ge=1, description="Steps through which a recurrent layer is differentiated.")
     free_log_std: bool = Field(True, description="One learned deviation per continuous action, the same in every state.")
+    custom_model: str | None = Field(
+        None, description="A network of your own: the name of its file in model/ (class CustomModel), or module:Class."
+    )
+    custom_model_config: dict[str, Any] = Field(default_factory=dict, description="Further keywords of its constructor.")
 
     @model_validator(mode="after")
     def _recurrence_is_shared(self) -> ModelConfig:
@@ -69,8 +73,39 @@ class ModelConfig(_Strict):
         return self
 
 
+class PreprocessConfig(_Strict):
+    """The `preprocess:` section: what happens to an environment before anybody sees it."""
+
+    frame_skip: int | None = Field(None, ge=1, description="Repeat every action so often.")
+
+
+class MultiAgentConfig(_Strict):
+    """The `multiagent:` section: who plays which agent."""
+
+    policies: list[str] | dict[str, dict[str, Any]] | None = Field(
+        None, description="Names of the models, or name → keys of `config:` in which it differs; null = one for all."
+    )
+    policy_mapping: dict[str, str] | str | None = Field(
+        None, alias="policy_mapping_fn", description="agent (or pattern like red_*) → model; or module:function(agent) → model."
+    )
+    policies_to_train: list[str] | None = Field(None, description="The others play and do not learn; null = all learn.")
+    centralized_value: bool = Field(False, description="The value sees what all agents see; the policy does not (MAPPO).")
+
+
+class EvaluationConfig(_Strict):
+    """The `evaluation_config:` section: how evaluations differ from training."""
+
+    explore: bool = Field(False, description="Draw actions as in training; false = the most probable one.")
+    env_config: dict[str, Any] | None = Field(None, description="Other keywords of the environment; null = as in training.")
+
+
 class AlgorithmConfig(_Strict):
     """The keys of `config:` that every algorithm has."""
+
+    learns: ClassVar[str] = "probabilities"
+    """The kind of policy: probabilities of the actions, or their values."""
+    replays: ClassVar[bool] = False
+    """Learns from a store of earlier steps: `train_batch_size` is drawn from it, whatever was sampled last."""
 
     seed: int = Field(0, ge=0, lt=1 << 30, description="Of everything random: weights, exploration, environments.")
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
@@ -103,6 +138,15 @@ class AlgorithmConfig(_Strict):
     )
     train_batch_size: int = Field(4096, ge=1, description="Environment steps per update.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
+    explore: bool = Field(True, description="Draw actions from the policy; false = always the most probable one.")
+    batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
+        "truncate_episodes", description="Learn from pieces of episodes, or only from whole ones."
+    )
+    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="Frame skip, greyscale, stacking …")
+    wrappers: list[str | dict[str, Any]] = Field(
+        default_factory=list, description="module:Wrapper, or {module:Wrapper: {keywords}}, from the inside to the outside."
+    )
+    multiagent: MultiAgentConfig | None = Field(None, description="Several agents in one environment.")
     observation_filter: Literal["NoFilter", "MeanStdFilter"] = Field(
         "NoFilter", description="MeanStdFilter keeps running mean and deviation."
     )
@@ -110,6 +154,8 @@ class AlgorithmConfig(_Strict):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The network.")
     evaluation_interval: int = Field(0, ge=0, description="Evaluate every so many iterations; 0 = with each checkpoint.")
     evaluation_duration: int = Field(10, ge=0, description="Episodes of an evaluation; 0 = never evaluate.")
+    evaluation_num_workers: int = Field(0, ge=0, description="Processes that evaluate while training goes on; 0 = inline.")
+    evaluation_config: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How evaluations differ.")
     metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
     min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
     learner_threads: int = Field(
@@ -186,6 +232,20 @@ class StopConfig(_Strict):
     time_s: float | None = Field(None, gt=0, alias="time_total_s", description="Seconds of training.")
 
 
+class TuneConfig(_Strict):
+    """The `tune:` section: how a sweep is run."""
+
+    metric: str = Field("episode_return_mean", description="What is compared.")
+    mode: Literal["max", "min"] = Field("max", description="Whether more of it is better.")
+    scheduler: Literal["asha", "pbt"] | None = Field(None, description="Who stops or changes trials; null = nobody.")
+
+
+class TrackConfig(_Strict):
+    """The `track:` section: where numbers go besides metrics.jsonl and TensorBoard."""
+
+    csv: bool = Field(False, description="Also write metrics.csv.")
+
+
 def _plain_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise ValueError("an experiment's name is made of letters, digits and _ . + -")
@@ -212,6 +272,9 @@ class ExperimentConfig(_Strict):
         5, ge=0, description="A learner that dies goes on from its newest checkpoint, so often without progress in between."
     )
     keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
+    num_samples: int = Field(1, ge=1, description="Trials of the experiment, each with a seed of its own.")
+    tune: TuneConfig = Field(default_factory=TuneConfig, description="How a sweep is run.")
+    track: TrackConfig = Field(default_factory=TrackConfig, description="Where numbers go.")
     config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(default_factory=dict)
 
 
@@ -230,6 +293,7 @@ ALIASES: Mapping[str, str] = {
     "lr_schedule": "lr",
     "entropy_coeff_schedule": "entropy_coeff",
     "evaluation_num_episodes": "evaluation_duration",
+    "evaluation_num_env_runners": "evaluation_num_workers",
     "target_update_frequency": "target_network_update_freq",
 }
 """Other spellings of keys in `config:`; they mean what they meant."""

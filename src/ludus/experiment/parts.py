@@ -70,16 +70,18 @@ def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any],
         cell_size=section.cell_size,
         max_seq_len=section.max_seq_len,
         free_log_std=section.free_log_std,
+        dueling=bool(getattr(config, "dueling", False)),
+        custom_model=section.custom_model,
+        custom_model_config=section.custom_model_config,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter")
+        return Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter", config.learns)
 
 
 def threads_of(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:
     """Convolutions over real pictures fill all cores, divided among the learners; a small network is faster on one."""
-    pixels = sum(encoder.pixels for encoder in policy.network.trunk.image_encoders)
-    usual = max(1, usable_cores() // config.learners) if pixels >= _MANY_PIXELS else 1
+    usual = max(1, usable_cores() // config.learners) if policy.network.pixels >= _MANY_PIXELS else 1
     return {"torch_threads": config.torch_threads or usual, "learner_threads": config.learner_threads or usual}
 
 

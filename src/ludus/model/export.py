@@ -71,36 +71,16 @@ class _Deciding(nn.Module):
         self._distribution, self._action_space = policy.distribution, policy.action_space
 
     def forward(self, observation: Tree, mask: Tensor | None, noise: Tensor | None, state: tuple[Tensor, ...]) -> dict[str, Tree]:
-        network = self.network
-        vector = network.vector(observation)
-        if network.norm is not None and vector is not None:
-            vector = network.norm(vector)
-        features = network.trunk(vector, observation)
-        after: tuple[Tensor, ...] = ()
-        if network.core is not None:
-            projected = network.core.input(features)
-            advance = network.core._lstm if network.core.kind == "lstm" else network.core._gru
-            after = advance(projected, *state)
-            features = after[0]
-        value_features = features if network.value_trunk is None else network.value_trunk(vector, observation)
-        logits = self._ordered(network.head(features))
+        logits, value, after = self.network.decide(observation, state)
         chosen, log_prob = self._distribution.sample(logits, mask, noise)
         return {
             "action": _for_environment(self._action_space, chosen),
             "chosen": chosen,
             "log_prob": log_prob,
-            "value": network.value_head(value_features).squeeze(-1),
+            "value": value,
             "logits": logits,
             "next_state": after,
         }
-
-    def _ordered(self, outputs: Tensor) -> Tensor:
-        network = self.network
-        if network.log_std is not None:
-            outputs = torch.cat([outputs, network.log_std.expand(outputs.shape[0], -1)], dim=-1)
-        if network.output_order is not None:  # by Gather, which every runtime has
-            outputs = outputs.index_select(-1, torch.tensor(network.output_order))
-        return outputs
 
 
 def _for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:

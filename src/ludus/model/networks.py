@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
@@ -44,6 +44,56 @@ class NetworkConfig:
     max_seq_len: int = 16
     free_log_std: bool = True
     """A learned standard deviation per action dimension that does not depend on the observation."""
+    dueling: bool = False
+    """Of a model of values: what the state is worth, and how much better each action is, apart."""
+    custom_model: str | None = None
+    """A model of the user's: the name of its file in `model/`, or `module:Class`."""
+    custom_model_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PolicyNetwork(nn.Module):
+    """What a policy asks of its network, ours or the user's: (observation, state, first) → (outputs, value, state).
+
+    Observations are trees with any leading dimensions; a recurrent network is called with exactly [T, B] and `first` [T, B].
+    """
+
+    norm: RunningNorm | None
+    recurrent: bool = False
+    pixels: int = 0
+    """Of all pictures of an observation: whether it is worth to use several cores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = None
+
+    def initial_state(self, rows: int) -> tuple[Tensor, ...]:
+        return ()
+
+    def arranged(self, observation: Tree) -> Tree:
+        """The same observations, laid out for learning from them several times."""
+        return observation
+
+    def freeze(self, *, values: bool = True) -> None:
+        """Promise that the weights do not change until `thaw`: where there is a faster form of them, it is used."""
+
+    def thaw(self) -> None:
+        pass
+
+    def normalise_observations(self) -> None:
+        """Have running statistics of the numbers in an observation; before the first step."""
+        raise NotImplementedError
+
+    def observe(self, observation: Tree) -> None:
+        """Learner only: merge observations [N, …] into the running statistics, if there are any."""
+
+    def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """One step of N rows in the middle of an episode, without a dimension of time: what is exported."""
+        raise NotImplementedError
+
+    def forward(
+        self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        raise NotImplementedError
 
 
 # -- elementary layers --------------------------------------------------------------------------------------------------
@@ -388,6 +438,11 @@ class RecurrentCore(nn.Module):
             outputs.append(state[0])
         return torch.stack(outputs), state
 
+    def advance(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One step [B, F] in the middle of an episode."""
+        step = self.input(x)
+        return self._lstm(step, *state) if self.kind == "lstm" else self._gru(step, *state)
+
     def _lstm(self, step: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         i, f, g, o = (step + self.recurrent(h)).chunk(4, dim=-1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -497,7 +552,7 @@ def _folded(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
     return layers
 
 
-class Network(nn.Module):
+class Network(PolicyNetwork):
     """The default model of every algorithm: (observation, state, first) → (outputs, value, state)."""
 
     def __init__(
@@ -512,9 +567,10 @@ class Network(nn.Module):
             raise ConfigError(f"model.fcnet_activation is {config.fcnet_activation!r}.", f"Use one of {', '.join(ACTIVATIONS)}.")
         plan = _plan(observation_space)
         self.vector = VectorPart(plan)
-        self.norm: RunningNorm | None = None
         self.trunk = Trunk(plan, self.vector.size, config)
         self.core = RecurrentCore(config.core, self.trunk.size, config.cell_size) if config.core else None
+        self.recurrent = self.core is not None
+        self.pixels = sum(encoder.pixels for encoder in self.trunk.image_encoders)
         share = config.vf_share_layers
         if share is None:
             share = self.core is not None or len(self.trunk.images) > 0
@@ -538,20 +594,22 @@ class Network(nn.Module):
         if self.vector.size:
             self.norm = RunningNorm(self.vector.size)
 
+    @torch.no_grad()
+    def observe(self, observation: Tree) -> None:
+        if self.norm is not None:
+            vector = self.vector(observation)
+            self.norm.update(vector.reshape(-1, vector.shape[-1]))
+
     def initial_state(self, rows: int) -> tuple[Tensor, ...]:
         return self.core.initial_state(rows) if self.core else ()
 
     def arranged(self, observation: Tree) -> Tree:
-        """The same observations, laid out for learning from them several times."""
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
             observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
         return observation
 
     def freeze(self, *, values: bool = True) -> None:
-        """Promise that the weights do not change until `thaw`: where there is a faster form of them, it is used.
-
-        Without `values`: nobody will ask what an observation is worth; all values are 0.
-        """
+        """Without `values`: nobody will ask what an observation is worth; all values are 0."""
         self._values = values
         if self.core is not None or len(self.trunk.images) or len(self.trunk.sets):
             return
@@ -588,10 +646,23 @@ class Network(nn.Module):
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
         return outputs, self.value_head(value_features).squeeze(-1).float(), state
 
+    def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        vector = self.vector(observation)
+        if self.norm is not None and vector is not None:
+            vector = self.norm(vector)
+        features = self.trunk(vector, observation)
+        if self.core is not None:
+            state = self.core.advance(features, state)
+            features = state[0]
+        value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
+        return self._ordered(self.head(features)), self.value_head(value_features).squeeze(-1), state
+
     def _ordered(self, outputs: Tensor) -> Tensor:
         """Put the free log standard deviations where the distribution expects them."""
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], -1)], dim=-1)
         if self.output_order is not None:
+            if _traced():  # by Gather, which every runtime has
+                return outputs.index_select(-1, torch.tensor(self.output_order))
             outputs = outputs[..., self.output_order]
         return outputs

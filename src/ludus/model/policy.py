@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from ludus import spaces
 from ludus.errors import IncompatibleCheckpoint
 from ludus.model.distributions import Distribution, make_distribution
-from ludus.model.networks import Network, NetworkConfig
+from ludus.model.networks import Network, NetworkConfig, PolicyNetwork
 from ludus.spaces import ArraySpec
 from ludus.tree import Array, Tree, map_tree
 
 Weights = dict[str, Array]
+
+PROBABILITIES, VALUES = "probabilities", "values"
+"""What a network says of the actions: how often to choose each, or what each is worth."""
 
 
 class Acted(NamedTuple):
@@ -49,15 +52,24 @@ class Policy(nn.Module):
         action_space: gym.Space[Any],
         config: NetworkConfig | None = None,
         normalise_observations: bool = False,
+        kind: str = PROBABILITIES,
     ) -> None:
         super().__init__()
+        self.kind = kind
         self.observation_space, self.action_space = observation_space, action_space
         self.config = config or NetworkConfig()
         self.normalise_observations = normalise_observations
         self.distribution: Distribution = make_distribution(action_space)
-        self.network = Network(observation_space, self.distribution.num_outputs, self.config, self.distribution.free_outputs)
+        self.network = self._make_network()
         if normalise_observations:
             self.network.normalise_observations()
+
+    def _make_network(self) -> PolicyNetwork:
+        if self.config.custom_model is not None:
+            from ludus.model.custom import CustomNetwork
+
+            return CustomNetwork(self.observation_space, self.action_space, self.distribution.num_outputs, self.config)
+        return Network(self.observation_space, self.distribution.num_outputs, self.config, self.distribution.free_outputs)
 
     # -- acting
 
@@ -77,7 +89,7 @@ class Policy(nn.Module):
 
     @property
     def recurrent(self) -> bool:
-        return self.network.core is not None
+        return self.network.recurrent
 
     def initial_state(self, rows: int) -> tuple[Tensor, ...]:
         return self.network.initial_state(rows)
@@ -160,9 +172,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     def update_normaliser(self, observation: Tree) -> None:
         """Learner only: merge a batch [N, …] of observations into the running statistics."""
-        if self.network.norm is not None:
-            vector = self.network.vector(observation)
-            self.network.norm.update(vector.reshape(-1, vector.shape[-1]))
+        self.network.observe(observation)
 
     # -- weights
 
@@ -192,16 +202,18 @@ class Policy(nn.Module):
             "action_space": spaces.to_json(self.action_space),
             "network": asdict(self.config),
             "normalise_observations": self.normalise_observations,
+            "kind": self.kind,
         }
 
     @classmethod
     def from_description(cls, data: Mapping[str, Any]) -> Policy:
-        network = {k: _tupled(v) for k, v in data["network"].items()}
+        network = {k: v if k == "custom_model_config" else _tupled(v) for k, v in data["network"].items()}
         return cls(
             spaces.from_json(data["observation_space"]),
             spaces.from_json(data["action_space"]),
             NetworkConfig(**network),
             bool(data["normalise_observations"]),
+            str(data.get("kind", PROBABILITIES)),
         )
 
 

@@ -18,6 +18,7 @@ from ludus.types import Segments
 ALGORITHMS: Mapping[str, str] = {
     "PPO": "ludus.training.algorithms.ppo:PPO",
     "APPO": "ludus.training.algorithms.appo:APPO",
+    "DQN": "ludus.training.algorithms.dqn:DQN",
     "IMPALA": "ludus.training.algorithms.impala:IMPALA",
 }
 """Name → class; a user's own is given as "module:Class"."""
