@@ -1,4 +1,4 @@
-"""Programs that some tests need and Python does not bring: compilers, engines, proxies."""
+"""What tests share: programs that Python does not bring (compilers, engines, proxies), and ways into a policy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ludus.model.networks import Network
+from ludus.model.policy import Policy
 
 _INSTALLER = Path(__file__).parents[1] / "scripts" / "tools.sh"
 _INSTALL_S = 240.0  # measured: 5 s for each from the mirror, 25 s for godot4
@@ -48,3 +51,9 @@ def _install(program: str) -> str:
     except subprocess.TimeoutExpired:
         return f"{program}: scripts/tools.sh took longer than {_INSTALL_S:g} s"
     return "" if done.returncode == 0 else f"{program}: scripts/tools.sh failed: {done.stderr.strip()[-300:]}"
+
+
+def network_of(policy: Policy) -> Network:
+    """The network of a policy, which is one of ours and not a user's: its parts may be reached into."""
+    assert isinstance(policy.network, Network)
+    return policy.network

@@ -73,10 +73,56 @@ class ModelConfig(_Strict):
         return self
 
 
-class PreprocessConfig(_Strict):
-    """The `preprocess:` section: what happens to an environment before anybody sees it."""
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("normalize", "normalise", "normalize_observation", "observation_filter", "mean_std"),
+        "running mean and deviation of observations are config.observation_filter: MeanStdFilter",
+    ),
+    **dict.fromkeys(("normalize_reward", "normalise_reward"), "it is config.normalize_reward"),
+    **dict.fromkeys(("float32", "dtype"), "observations of floating-point numbers always become float32"),
+    **dict.fromkeys(
+        ("repeat_action_probability", "full_action_space", "fire_reset"), "it is a keyword of the game: config.env_config"
+    ),
+}
 
-    frame_skip: int | None = Field(None, ge=1, description="Repeat every action so often.")
+
+class PreprocessConfig(_Strict):
+    """The `preprocess:` section: what happens to an environment before anybody sees it; null = nothing, or what is usual for
+    Atari and ViZDoom. Evaluations do not clip rewards, and play whole games."""
+
+    standard: bool | None = Field(
+        None,
+        description="What is usual for the family, which the other keys change. Atari: 84×84, grey, 4 stacked, every 4th frame, up "
+        "to 30 no-ops, rewards clipped; ViZDoom: 72×128, every 4th frame. null = where there is such; false = as it comes.",
+    )
+    frame_skip: int | None = Field(None, ge=1, description="Repeat every action so often; their rewards are summed.")
+    grey: bool | None = Field(None, alias="grayscale", description="Pictures without colour.")
+    resize: tuple[_Size, _Size] | None = Field(None, description="Height and width of pictures.")
+    stack: _Size | None = Field(None, alias="framestack", description="Show so many of the last observations together.")
+    clip_reward: Literal["sign"] | bool | tuple[float, float] | None = Field(
+        None, alias="clip_rewards", description="sign (or true): −1, 0 or 1; or [lowest, highest]; false = not."
+    )
+    episodic_life: bool | None = Field(
+        None, alias="terminal_on_life_loss", description="A lost life ends an episode; the game goes on with the next one."
+    )
+    noop_max: int | None = Field(None, ge=0, description="Begin with up to so many actions that do nothing.")
+    max_episode_steps: int | None = Field(None, ge=1, alias="horizon", description="Truncate episodes after so many steps.")
+    scale: bool | None = Field(None, description="Bring numbers with bounds into 0 … 1; networks do that to uint8 by themselves.")
+    flatten: bool | None = Field(None, description="All parts of an observation in one vector.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_elsewhere(cls, data: Any) -> Any:
+        for key in data if isinstance(data, Mapping) else ():
+            if key in _ELSEWHERE:
+                raise ValueError(f"{key} does not belong here; {_ELSEWHERE[key]}")
+        return data
+
+    @model_validator(mode="after")
+    def _bounds_rise(self) -> PreprocessConfig:
+        if isinstance(self.clip_reward, tuple) and not self.clip_reward[0] < self.clip_reward[1]:
+            raise ValueError(f"clip_reward is {list(self.clip_reward)}; the lowest comes first")
+        return self
 
 
 class MultiAgentConfig(_Strict):
@@ -232,6 +278,13 @@ class StopConfig(_Strict):
     time_s: float | None = Field(None, gt=0, alias="time_total_s", description="Seconds of training.")
 
 
+class TargetConfig(_Strict):
+    """The `target:` section: what an experiment is known to reach, and within what."""
+
+    return_mean: float = Field(description="Mean return of its episodes.")
+    timesteps: int = Field(ge=1, description="Environment steps within which it is reached.")
+
+
 class TuneConfig(_Strict):
     """The `tune:` section: how a sweep is run."""
 
@@ -240,10 +293,51 @@ class TuneConfig(_Strict):
     scheduler: Literal["asha", "pbt"] | None = Field(None, description="Who stops or changes trials; null = nobody.")
 
 
-class TrackConfig(_Strict):
-    """The `track:` section: where numbers go besides metrics.jsonl and TensorBoard."""
+def _switch(value: Any) -> Any:
+    """A section may be switched on and off as a whole: true is all of its defaults."""
+    return ({} if value else None) if isinstance(value, bool) else value
 
+
+def _without_password(uri: str | None) -> str | None:
+    if uri is not None and re.search(r"//[^/@]*:[^/@]*@", uri):  # raised as it is: pydantic's complaint would show the value
+        raise ConfigError(
+            "track.mlflow.tracking_uri holds a password, and configs are saved with their runs.",
+            "Give it as MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment.",
+        )
+    return uri
+
+
+class WandbConfig(_Strict):
+    """The `track.wandb:` section. The key is never written here: `wandb login`, or WANDB_API_KEY in the environment."""
+
+    project: str = Field("ludus", min_length=1, description="Project in Weights & Biases.")
+    entity: str | None = Field(None, description="User or team; null = that of the key.")
+    mode: Literal["online", "offline", "disabled"] | None = Field(
+        None, description="offline writes files for `wandb sync`; null = WANDB_MODE, else online with a key and offline without."
+    )
+    group: str | None = Field(None, description="Runs that belong together; null = the name of the experiment.")
+    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
+
+
+class MlflowConfig(_Strict):
+    """The `track.mlflow:` section."""
+
+    tracking_uri: Annotated[str | None, AfterValidator(_without_password)] = Field(
+        None, description="Where the server is; null = MLFLOW_TRACKING_URI, else mlflow.db beside the runs of the experiment."
+    )
+    experiment: str | None = Field(None, description="Experiment in MLflow; null = the name of the experiment.")
+    tags: dict[str, str] = Field(default_factory=dict, description="Further tags of the run.")
+
+
+class TrackConfig(_Strict):
+    """The `track:` section: where numbers go besides metrics.jsonl."""
+
+    tensorboard: Literal[True] = Field(True, description="Always: `tensorboard --logdir runs`.")
     csv: bool = Field(False, description="Also write metrics.csv.")
+    wandb: Annotated[WandbConfig | None, BeforeValidator(_switch)] = Field(
+        None, description="Weights & Biases: true, or its settings."
+    )
+    mlflow: Annotated[MlflowConfig | None, BeforeValidator(_switch)] = Field(None, description="MLflow: true, or its settings.")
 
 
 def _plain_name(name: str) -> str:
@@ -264,7 +358,9 @@ class ExperimentConfig(_Strict):
     name: Annotated[str, AfterValidator(_plain_name)] = Field("default", description="Names the directory of its runs.")
     env: str = Field(description="A Gymnasium id, module:function that makes an environment, or external: games call us.")
     run: str = Field("PPO", description="The algorithm, or module:Class.")
-    stop: StopConfig = Field(default_factory=StopConfig)
+    description: str = Field("", description="What it is, in a sentence, for people.")
+    stop: StopConfig = Field(default_factory=StopConfig, description="Whichever comes first ends the run.")
+    target: TargetConfig | None = Field(None, description="What it is known to reach; the presets are held to theirs.")
     checkpoint_freq: int = Field(0, ge=0, description="Checkpoint every so many iterations; 0 = only at the end.")
     checkpoint_time_s: float = Field(300.0, ge=0, description="Also checkpoint every so many seconds; 0 = not by time.")
     checkpoint_at_end: bool = Field(True, description="Checkpoint when the run ends.")
@@ -275,11 +371,25 @@ class ExperimentConfig(_Strict):
     num_samples: int = Field(1, ge=1, description="Trials of the experiment, each with a seed of its own.")
     tune: TuneConfig = Field(default_factory=TuneConfig, description="How a sweep is run.")
     track: TrackConfig = Field(default_factory=TrackConfig, description="Where numbers go.")
-    config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(default_factory=dict)
+    config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(
+        default_factory=dict, description="Keys of the algorithm."
+    )
+
+
+SEARCHES = ("grid_search", "choice", "uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint", "randn")
+"""Words that, as the only key of a mapping, make a value one that a sweep chooses."""
+
+
+def is_search(value: Any) -> bool:
+    """Whether a value of a config is one that a sweep chooses: `{grid_search: […]}`, `{uniform: [a, b]}` …"""
+    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SEARCHES
 
 
 ASYNC_STEPS = 32
 """Steps of a segment when nothing is said and workers sample without waiting: short ones are fresh."""
+
+REPLAYED_STEPS = 4
+"""Steps of a segment when nothing is said and the algorithm learns from a store of earlier steps."""
 
 COLLATED_STEPS = 64
 """Steps of a segment when nothing is said and batches are collated."""
@@ -322,7 +432,11 @@ def _segment_steps(config: AlgorithmConfig) -> tuple[int, int]:
     Where sampling and learning take turns, an update learns from one segment of every environment of every worker.
     """
     envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
+    if config.replays:  # a batch is drawn from what is stored: it has nothing to do with what a segment brings
+        return steps or REPLAYED_STEPS, batch
     workers = 1 if config.num_workers == "auto" else max(1, config.num_workers)
+    if config.batch_mode == "complete_episodes":  # a batch is what whole episodes add up to
+        return steps or max(1, round(batch / (envs * workers))), batch
     turns = config.sampling != "async" or not config.num_workers
     given = "train_batch_size" in config.model_fields_set
     if not turns:

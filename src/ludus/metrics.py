@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import math
 import os
+import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -96,14 +98,89 @@ def _torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-class TensorBoard:
-    """TensorBoard events, one scalar per number over timesteps. Buffered: opened and written only every few seconds."""
+class Csv:
+    """`metrics.csv`: the same as `metrics.jsonl` for spreadsheets, one row per iteration; an empty cell is no number.
 
-    def __init__(self, directory: Path, flush_s: float = 5.0) -> None:
+    It is made anew from `metrics.jsonl` when it is opened. A column that appears later is added to all rows: the file is
+    written aside and renamed, so that a reader finds the old one or the new one.
+    """
+
+    def __init__(self, path: Path, lines: Path, incarnation: int = 1) -> None:
+        """`lines`: the file of the sink `JsonLines` of the same run, which is written to first."""
+        self._path, self._lines, self._incarnation = path, lines, incarnation
+        self._columns: list[str] = []
+        self._last: dict[str, Any] = {}
+        self._row_at = 0
+        self._file: IO[str] | None = None
+        self._rewrite()
+
+    def write(self, numbers: Numbers) -> None:
+        row = {name: _plain(value) for name, value in numbers.items()} | {"incarnation": self._incarnation}
+        again = bool(self._last) and row.get("iterations") == self._last.get("iterations")
+        self._last = self._last | row if again else row
+        if not self._last.keys() <= set(self._columns):
+            self._rewrite()
+            return
+        with _written(self._path):
+            assert self._file is not None
+            if again:  # an evaluation is reported after its iteration
+                self._file.seek(self._row_at)
+                self._file.truncate()
+            self._append(self._file, self._last)
+            self._file.flush()
+
+    def close(self) -> None:
+        with _written(self._path):
+            if self._file is not None:
+                self._file.close()
+
+    def _rewrite(self) -> None:
+        rows = read_jsonl(self._lines)
+        if not rows and not self._last:
+            return
+        if not rows or rows[-1].get("iterations") != self._last.get("iterations", rows[-1].get("iterations")):
+            rows.append(self._last)  # a report without iterations, which that file does not give back
+        self._last = rows[-1] | self._last
+        rows[-1] = self._last
+        self._columns = list(dict.fromkeys(name for row in rows for name in row))
+        aside = self._path.with_name(f".aside-{self._path.name}")
+        with _written(self._path):
+            self.close()
+            with aside.open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerow(self._columns)
+                for row in rows:
+                    self._append(file, row)
+            os.replace(aside, self._path)
+            self._file = self._path.open("r+", encoding="utf-8", newline="")
+            self._file.seek(self._row_at)
+            self._file.readline()
+
+    def _append(self, file: IO[str], row: Mapping[str, Any]) -> None:
+        self._row_at = file.tell()
+        csv.writer(file).writerow([row.get(name) for name in self._columns])
+
+
+class TensorBoard:
+    """TensorBoard events, one scalar per number over timesteps. Buffered: opened and written only every few seconds.
+
+    `settings` are shown in its HPARAMS tab beside the last value of every number. `pictures` says at the end which files
+    (PNG, GIF) it should show.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        flush_s: float = 5.0,
+        settings: Mapping[str, Any] | None = None,
+        pictures: Callable[[], Iterable[Path]] = tuple,
+        status: Callable[[], str] = lambda: "finished",
+    ) -> None:
         self._directory, self._flush_s = directory, flush_s
+        self._settings, self._pictures, self._status = dict(settings or {}), pictures, status
         self._waiting: list[tuple[float, Numbers]] = []
         self._writer: Any = None
         self._flushed = time.monotonic()
+        self._step = 0
 
     def write(self, numbers: Numbers) -> None:
         self._waiting.append((time.time(), dict(numbers)))
@@ -114,26 +191,91 @@ class TensorBoard:
     def close(self) -> None:
         with _written(self._directory):
             self._flush()
-            if self._writer is not None:
-                self._writer.close()
+            if self._writer is None:
+                return
+            for path in self._pictures():
+                self.picture(path)
+            if self._settings:
+                self._add(_session_end(self._status()))
+            self._writer.close()
+
+    def picture(self, path: Path) -> None:
+        """Show a PNG or a (moving) GIF."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        data = path.read_bytes()
+        width, height = _size(data)
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
+        self._open()
+        self._add(Summary(value=[Summary.Value(tag=f"{path.parent.name}/{path.stem}", image=image)]))
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
         if not self._waiting:
             return
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._writer is None:
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._writer = EventFileWriter(str(self._directory))
+        self._open()
         for wall, numbers in self._waiting:
             values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in _scalars(numbers)]
-            self._writer.add_event(Event(wall_time=wall, step=int(numbers.get("timesteps", 0)), summary=Summary(value=values)))
+            self._step = int(numbers.get("timesteps", 0))
+            self._add(Summary(value=values), wall)
         self._writer.flush()
         self._waiting.clear()
+
+    def _open(self) -> None:
+        if self._writer is not None:
+            return
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(self._directory))
+        if self._settings:
+            self._add(_session_start(self._settings, self._directory.name))
+
+    def _add(self, summary: Any, wall: float | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time() if wall is None else wall, step=self._step, summary=summary))
+
+
+def _size(data: bytes) -> tuple[int, int]:
+    """(width, height) from the head of a PNG or GIF."""
+    if data.startswith(b"\x89PNG"):
+        width, height = struct.unpack(">II", data[16:24])
+    else:
+        width, height = struct.unpack("<HH", data[6:10])
+    return int(width), int(height)
+
+
+def _session_start(settings: Mapping[str, Any], name: str) -> Any:
+    """The message of the HPARAMS tab: what this run was made with. TensorBoard itself finds out what differs between runs."""
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
+    for key, value in settings.items():
+        if isinstance(value, bool):
+            info.hparams[key].bool_value = value
+        elif isinstance(value, (int, float)):
+            info.hparams[key].number_value = value
+        elif value is not None:
+            info.hparams[key].string_value = value if isinstance(value, str) else json.dumps(value)
+    return _hparams("_hparams_/session_start_info", plugin_data_pb2.HParamsPluginData(session_start_info=info))
+
+
+def _session_end(status: str) -> Any:
+    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+
+    how = api_pb2.STATUS_SUCCESS if status in ("finished", "interrupted") else api_pb2.STATUS_FAILURE
+    info = plugin_data_pb2.SessionEndInfo(status=how, end_time_secs=time.time())
+    return _hparams("_hparams_/session_end_info", plugin_data_pb2.HParamsPluginData(session_end_info=info))
+
+
+def _hparams(tag: str, content: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+    plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
+    return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin))])
 
 
 def _scalars(numbers: Numbers) -> Iterator[tuple[str, float]]:

@@ -20,6 +20,7 @@ from ludus.game.protocol import NOTHING_ASKED, START, TICK
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from tests.actor.scripted import ACTION, OBSERVATION, Table, run, tiny_policy
+from tests.tools import network_of
 
 SEEN = [0.5, -1.0, 2.0]
 
@@ -291,7 +292,7 @@ def test_a_model_that_fails_tells_who_asked_and_records_nothing() -> None:
 def test_finite_numbers_that_drown_the_network_never_reach_a_learner(activation: str) -> None:
     policy = Policy(gym.spaces.Box(-np.inf, np.inf, (3,)), ACTION, NetworkConfig(fcnet_activation=activation))
     with torch.no_grad():
-        policy.network.value_head.bias.add_(1.0)
+        network_of(policy).value_head.bias.add_(1.0)
     table = Table(policy)
 
     async def play() -> None:

@@ -22,6 +22,7 @@ from ludus.model import export
 from ludus.model.onnx import OnnxPolicy
 from ludus.store.local import LocalStore
 from tests.experiment import small
+from tests.tools import network_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnx_only" / "play.py"
 Call = Callable[..., tuple[int, str, str]]
@@ -61,7 +62,7 @@ def bad_run(where: Path) -> Path:
     """A checkpoint of a policy that has come to nothing."""
     algorithm = small.make_ppo()
     with torch.no_grad():
-        algorithm.policy.network.head.weight.fill_(float("nan"))
+        network_of(algorithm.policy).head.weight.fill_(float("nan"))
     config = {"run": "PPO", "env": "CartPole-v1", "config": {}}
     checkpoint.write(LocalStore(where), 1, {"model": algorithm}, {"model": 4}, {}, {"config": config})
     return where

@@ -527,3 +527,42 @@ def test_a_checkpoint_of_another_environment_costs_no_directory(run: Path, tmp_p
     with pytest.raises(IncompatibleCheckpoint, match="was trained on CartPole-v1, not on Acrobot-v1"):
         experiment.start(small.data(1, env="Acrobot-v1"), project=tmp_path / "other", trial="run", restore=run)
     assert not (tmp_path / "other").exists()
+
+
+# -- how a batch is made ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_complete_episodes_holds_nothing_else(tmp_path: Path) -> None:
+    result = small.train(tmp_path / "whole", 3, batch_mode="complete_episodes", train_batch_size=300)
+    rows = numbers(result.run_dir)
+    assert all(row["timesteps"] >= 300 * row["iterations"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": {"use_lstm": True}}, "the model is recurrent"),
+        ({"num_workers": 2}, "workers take turns"),
+    ],
+)
+def test_complete_episodes_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small.train(tmp_path / "whole", 1, batch_mode="complete_episodes", **settings)
+    assert not (tmp_path / "whole").exists()
+
+
+def test_without_exploring_the_most_probable_action_is_taken(tmp_path: Path) -> None:
+    resolved = experiment.resolve(small.data(1, explore=False, env="tests.environments:make_count"))
+    with assembled(resolved, lambda: Run.create(tmp_path / "run", resolved.saved())) as parts:
+        block = None
+        take = parts.trainer._memory.take
+
+        def seen(timeout_s: float) -> Any:
+            nonlocal block
+            block = take(timeout_s)
+            return block
+
+        parts.trainer._memory.take = seen  # type: ignore[method-assign]
+        parts.runtime.run(lambda: parts.conductor.stopped_by is not None)
+        assert block is not None
+        assert (block.log_prob > np.log(0.5) - 1e-6).all(), "of two actions"

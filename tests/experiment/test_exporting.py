@@ -17,6 +17,7 @@ from ludus.model.onnx import OnnxPolicy
 from ludus.model.policy import Policy
 from ludus.store.local import LocalStore
 from tests.experiment import small
+from tests.tools import network_of
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +32,8 @@ def made(where: Path, env: str = "CartPole-v1") -> tuple[Path, Policy]:
     """A run of an agent that is sure of what it does, so that rounding changes nothing."""
     algorithm = small.make_ppo(network=NetworkConfig(fcnet_hiddens=(16, 16)))
     with torch.no_grad():
-        algorithm.policy.network.head.weight.normal_(std=10.0, generator=torch.Generator().manual_seed(0))
-        algorithm.policy.network.head.bias.copy_(torch.tensor([0.0, 25.0]))
+        network_of(algorithm.policy).head.weight.normal_(std=10.0, generator=torch.Generator().manual_seed(0))
+        network_of(algorithm.policy).head.bias.copy_(torch.tensor([0.0, 25.0]))
     config = {"run": "PPO", "env": env, "config": {}}
     checkpoint.write(LocalStore(where), 1, {"model": algorithm}, {"model": 4}, {}, {"config": config})
     return where, algorithm.policy

@@ -27,6 +27,7 @@ from ludus.model.networks import NetworkConfig
 from ludus.model.onnx import OnnxModule, OnnxPolicy
 from ludus.model.policy import Policy
 from ludus.tree import map_tree
+from tests.tools import network_of
 
 ENTITIES = spaces.Dict(
     {
@@ -349,15 +350,15 @@ def test_ranges_that_are_measured_over_a_batch_do_not_pass(tmp_path: Path) -> No
 def test_int8_passes_for_a_policy_that_is_sure_and_not_for_one_that_is_not() -> None:
     policy = made("mlp")
     with torch.no_grad():
-        policy.network.head.weight.mul_(10)
-        policy.network.head.bias.copy_(torch.tensor([0.0, 3, 1, -2, 6]))
+        network_of(policy).head.weight.mul_(10)
+        network_of(policy).head.bias.copy_(torch.tensor([0.0, 3, 1, -2, 6]))
     report = parity.artefact(policy, export.with_weights(traced("mlp"), policy.weights()), int8=True)[1]
     assert report.passed, report.reasons
     assert report.precision == "int8"
     unsure = made("nature")
     seen = parity.random_observations(PICTURE, 64, np.random.default_rng(3))
     with torch.no_grad():  # all actions are as good, but for what little one picture differs from another
-        unsure.network.head.bias.sub_(torch.from_numpy(OnnxPolicy(traced("nature")).logits(seen)).mean(dim=0))
+        network_of(unsure).head.bias.sub_(torch.from_numpy(OnnxPolicy(traced("nature")).logits(seen)).mean(dim=0))
     report = parity.artefact(unsure, export.with_weights(traced("nature"), unsure.weights()), int8=True)[1]
     assert report.equal_actions < 0.99
     assert "hardly been trained" in report.reason

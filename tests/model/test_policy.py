@@ -16,6 +16,7 @@ from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.spaces import mask_size
 from ludus.tree import Tree, map_tree, stack
+from tests.tools import network_of
 
 Space = gym.Space[Any]
 
@@ -51,9 +52,10 @@ def observations(space: Space, *lead: int) -> Tree:
 def sharpened(policy: Policy) -> Policy:
     """Make the heads large, so that an action depends on the observation and mistakes show in its probability."""
     with torch.no_grad():
-        policy.network.head.weight.mul_(100)
-        if policy.network.log_std is not None:
-            policy.network.log_std.uniform_(-1, 1)
+        network_of(policy).head.weight.mul_(100)
+        log_std = network_of(policy).log_std
+        if log_std is not None:
+            log_std.uniform_(-1, 1)
     return policy
 
 
@@ -110,11 +112,11 @@ def test_after_acting_the_policy_learns_and_acts_on_its_new_weights() -> None:
     with policy.acting():
         before = policy.value(seen).clone()
     with torch.no_grad():
-        policy.network.value_head.bias.add_(1)
+        network_of(policy).value_head.bias.add_(1)
     with policy.acting():
         close(policy.value(seen).clone(), before + 1)
     policy.value(seen).sum().backward()
-    assert policy.network.value_head.bias.grad is not None
+    assert network_of(policy).value_head.bias.grad is not None
 
 
 def unrolled(
@@ -234,11 +236,11 @@ def test_weights_are_a_copy() -> None:
 
 def test_loaded_weights_are_written_in_place_and_copied() -> None:
     policy, other = Policy(VECTOR, gs.Discrete(2)), Policy(VECTOR, gs.Discrete(2))
-    shared, weights = policy.network.head.weight.data, other.weights()
+    shared, weights = network_of(policy).head.weight.data, other.weights()
     policy.load_weights(weights)
-    assert torch.equal(shared, other.network.head.weight.data)
+    assert torch.equal(shared, network_of(other).head.weight.data)
     weights["network.head.weight"][:] = 5
-    assert torch.equal(shared, other.network.head.weight.data)
+    assert torch.equal(shared, network_of(other).head.weight.data)
 
 
 def without(weights: dict[str, Any], name: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def assert_alike(one: Any, other: Any, atol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize(("kind", "transport"), [("lstm", "shared"), ("hybrid", "gloo")])
 def test_two_learners_learn_what_one_learns(supervisor: Supervisor, kind: str, transport: str) -> None:
-    settings = {"normalize_reward": True, "kl_target": 0.05}
+    settings = {"normalize_reward": True, "kl_target": 0.05, "stop_kl": 0.075}
     single = alone(kind, **settings)
     with sharing(kind, supervisor, settings=settings, transport=transport) as several:
         for i, block in enumerate(data(kind)):

@@ -265,7 +265,7 @@ def test_rows_without_a_valid_step_weigh_nothing_for_any_learner(
 
 def test_all_learners_stop_their_epochs_alike(tmp_path: Path) -> None:
     data = [experience(policy_for("mlp"), 16, 8, ragged=False)]
-    settings = {"num_epochs": 20, "lr": 1e-3, "minibatch_size": 16, "kl_target": 0.01}
+    settings = {"num_epochs": 20, "lr": 1e-3, "minibatch_size": 16, "stop_kl": 0.015}
     alone = ppo(policy_for("mlp"), **settings)
     epochs = learned(alone, data)[0]["epochs"]
     assert 1 < epochs < 20

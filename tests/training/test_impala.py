@@ -15,6 +15,7 @@ from ludus.errors import ConfigError, TrainingDiverged
 from ludus.training.algorithms.impala import IMPALA, IMPALAConfig, Terms
 from ludus.training.trajectories import Trajectories
 from ludus.types import Segments
+from tests.tools import network_of
 from tests.training.sampled import Sampled, disturbed, made, padded
 from tests.training.test_returns import vtrace_by_definition
 
@@ -130,8 +131,8 @@ def test_the_scale_of_rewards_leaves_the_policy_gradient_alone() -> None:
         block.value *= scale
         algorithm = made("IMPALA", source.policy, vf_loss_coeff=0.0, lr=0.0)
         with torch.no_grad():
-            source.policy.network.value_head.weight.mul_(scale)
-            source.policy.network.value_head.bias.mul_(scale)
+            network_of(source.policy).value_head.weight.mul_(scale)
+            network_of(source.policy).value_head.bias.mul_(scale)
         losses.append(algorithm.learn(block, 0)["policy_loss"])
     assert abs(losses[0]) > 0.01
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

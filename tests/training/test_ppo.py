@@ -161,8 +161,29 @@ def test_first_pass_over_fresh_data_has_a_ratio_of_one() -> None:
 
 def test_epochs_stop_when_the_policy_has_moved_too_far() -> None:
     policy = policy_for()
-    eager = ppo(policy, num_epochs=20, lr=0.05, minibatch_size=16, kl_target=0.01)
+    eager = ppo(policy, num_epochs=20, lr=0.05, minibatch_size=16, stop_kl=0.015)
     assert eager.learn(segments(policy, 16, 8), 0)["epochs"] < 20
+
+
+def test_the_penalty_on_divergence_adapts_as_rllib_users_know_it() -> None:
+    policy = policy_for()
+    assert "kl_coeff" not in ppo(policy).learn(segments(policy, 8, 4), 0), "no penalty unless it is asked for"
+    eager = ppo(policy, num_epochs=20, lr=0.05, minibatch_size=16, kl_target=1e-4)
+    assert eager.learn(segments(policy, 16, 8), 0)["kl_coeff"] == pytest.approx(0.3), "0.2 to begin with, and 1.5 times that"
+    lazy = ppo(policy, lr=1e-9, kl_target=0.01, kl_coeff=1.0)
+    assert lazy.learn(segments(policy, 8, 4), 0)["kl_coeff"] == 0.5
+    again = ppo(policy, kl_target=0.01)
+    again.load_state(*lazy.state())
+    assert again.penalty.coeff == 0.5
+
+
+def test_a_penalty_keeps_the_policy_near() -> None:
+    moved = []
+    for coeff in (0.0, 50.0):
+        policy = policy_for()
+        algorithm = ppo(policy, num_epochs=10, lr=0.01, minibatch_size=16, kl_coeff=coeff, clip_param=10.0)
+        moved.append(algorithm.learn(segments(policy, 16, 8), 0)["kl"])
+    assert moved[1] < 0.2 * moved[0]
 
 
 def test_schedules_follow_the_timesteps() -> None:

@@ -35,13 +35,15 @@ class Played:
     steps: int
     lanes: Sequence[Lane]
     """Ways to the learner, one for each worker."""
+    explore: bool = True
     _made: dict[str, Seat] = field(default_factory=dict, init=False, repr=False)
     _writer: LaneWriter | None = field(default=None, init=False, repr=False)
 
     def load(self) -> None:
         deciding = {}
         for name, (description, board) in self.models.items():
-            deciding[name] = Deciding(Newest(Engine(saved.policy_from(description), BoardReader(Path(board)))))
+            engine = Engine(saved.policy_from(description), BoardReader(Path(board)))
+            deciding[name] = Deciding(Newest(engine), deterministic=not self.explore)
         specs = {name: session_spec(model.policy, self.steps, name) for name, model in deciding.items()}
         self._writer = LaneWriter(self.lanes, specs)
         first = os.getpid() * _ORIGINS

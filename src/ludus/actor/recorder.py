@@ -54,6 +54,7 @@ class Recorder:
         self._t = 0  # steps in the block
         self._version = 0
         self._acted = False  # an action of this episode waits for its reward
+        self._before: Tree = ()  # the state in which it was chosen
         self._return, self._length = 0.0, 0
 
     @property
@@ -90,7 +91,39 @@ class Recorder:
         if every and t % every == 0:
             for kept, now in zip(block.state, state, strict=True):
                 kept[t // every, 0] = now
-        self._t = t + 1
+        self._t, self._before = t + 1, state
+
+    def cut(self, reward: float, observation: Tree, mask: Bools | None, value: float) -> None:
+        """A batch is complete: hand in what was done, with the observation that is to be acted on next as its bootstrap.
+
+        The reward is that of the last action, which has it now: the next `step` brings none for it.
+        """
+        self._settle(reward)
+        block, t = self._block, self._t
+        if block is not None and t:
+            self._show(block, t, observation, mask)
+            block.value[t, 0] = value
+            self._hand_in(block)
+
+    def hold_back(self) -> None:
+        """A batch is complete, and what came of the last action is not known yet: hand in all before it.
+
+        It begins the next segment; what it was chosen from is the bootstrap of this one.
+        """
+        block, last = self._block, self._t - 1
+        fresh = self._memory.reserve(0) if block is not None and last > 0 else None
+        if block is None or fresh is None:  # nothing is before it, or there is no room: all of it comes later
+            return
+        self._clear(fresh)
+        for whole, own in ((fresh.observation, block.observation), (fresh.action, block.action)):
+            _put(whole, 0, map_tree(lambda x: x[last, 0], own))
+        for name in ("action_mask", "first", "log_prob", "value", "version", "valid"):
+            getattr(fresh, name)[0, 0] = getattr(block, name)[last, 0]
+        for kept, now in zip(fresh.state, self._before if fresh.spec.state_every else (), strict=True):
+            kept[0, 0] = now
+        block.valid[last, 0] = False
+        self._hand_in(block)
+        self._block, self._t = fresh, 1
 
     def finish(
         self, reward: float, *, terminated: bool, truncated: bool = False, observation: Tree = None, value: float | None = None

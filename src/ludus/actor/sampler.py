@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,7 +104,10 @@ class Sampler:
         *,
         first_row: int = 0,
         beat: Callable[[], None] = lambda: None,
+        explore: bool = True,
     ) -> None:
+        """Without `explore`: always the most probable action."""
+        self._explore = explore
         self._envs, self._source, self._memory, self._beat = environments, source, memory, beat
         self.times = SamplerTimes()
         self._generator = torch.Generator().manual_seed(seed)
@@ -140,7 +143,9 @@ class Sampler:
             self._begin(policy)
         seen, rows, steps = self._seen, _rows(block), block.spec.steps
         assert seen is not None
-        noise = policy.distribution.noise((steps, self._envs.num), self._generator).unbind(0)
+        noise: Sequence[Tensor | None] = [None] * steps
+        if self._explore:
+            noise = policy.distribution.noise((steps, self._envs.num), self._generator).unbind(0)
         actions: list[Tree] = []
         log_probs: list[Tensor] = []
         values: list[Tensor] = []

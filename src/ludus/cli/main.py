@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus.cli import check_game, demo, export, fake, rollout, runs, serve, status, train
+from ludus.cli import check_game, config, demo, export, fake, new, presets, rollout, runs, serve, status, train, tune
 from ludus.errors import LudusError
 
 app = typer.Typer(
@@ -22,7 +22,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("new")(new.new)
 app.command("train")(train.train)
+app.command("tune")(tune.tune)
+app.add_typer(presets.app, name="presets")
+app.add_typer(config.app, name="config")
 app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)

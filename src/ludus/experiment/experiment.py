@@ -19,7 +19,7 @@ from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
-from ludus.experiment import checkpoint, external, sampled
+from ludus.experiment import checkpoint, external, sampled, tracking
 from ludus.experiment.auto import choose_workers
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
@@ -35,12 +35,13 @@ from ludus.experiment.parts import (
     make_pool,
     opened,
     share,
+    whole_episodes,
 )
 from ludus.experiment.result import Result as Result
 from ludus.experiment.run import CONFIG, Run, run_directory
 from ludus.experiment.status import StatusWriter, described
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
-from ludus.memory.memory import Memory, make_memory
+from ludus.memory.memory import Batches, Memory, make_memory
 from ludus.metrics import Sink, read_jsonl
 from ludus.model.device import acting_on, learner_device, named_device
 from ludus.model.policy import Policy
@@ -130,6 +131,14 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: Clus
         )
     if config.sampling == "pipelined" and not config.workers:
         raise ConfigError("config.sampling is pipelined, and num_workers is 0.", "Set num_workers: sampling goes on elsewhere.")
+    if config.batch_mode == "complete_episodes" and (called or (config.workers and config.sampling != "async")):
+        raise ConfigError(
+            "config.batch_mode is complete_episodes, and "
+            + ("games call us." if called else "workers take turns with the learner, a block for every update."),
+            "Use truncate_episodes: an unfinished episode is valued by what the model thinks of its last observation."
+            if called
+            else "Set num_workers: 0, or sampling: async with IMPALA or APPO, or use truncate_episodes.",
+        )
     learner_device(config.learner_device, config.num_gpus)
     if cluster is None or called or not config.workers:  # else decisions are made on other machines, which have other devices
         named_device(config.inference_device, "inference_device")
@@ -157,6 +166,7 @@ def start(
     data = _with_workers_chosen(data, announce, cluster)
     resolved = resolve(data, cluster)
     e = resolved.experiment
+    _check_tracking(resolved, announce)
     before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
     Run.check_free(directory)
@@ -174,8 +184,12 @@ def _start(
     sinks: Sequence[Sink],
     announce: Announce | None,
 ) -> Result:
-    create = functools.partial(Run.create, directory, resolved.saved())
-    return _train(resolved, create, before, sinks, resolved.config.seed, announce=announce)
+    return _train(begun(resolved, directory, before), sinks, announce)
+
+
+def begun(resolved: Resolved, directory: Path, before: Checkpoint | None = None) -> Prepared:
+    """A new run, with the weights and the optimizer of `before` if there is one, counting from 0."""
+    return Prepared(resolved, functools.partial(Run.create, directory, resolved.saved()), before, resolved.config.seed)
 
 
 def _begins_with(restore: str | Path | None, resolved: Resolved) -> Checkpoint | None:
@@ -198,9 +212,17 @@ def resume(
     A run that was killed before its first checkpoint starts again. `supervised` as in `start`.
     """
     resolved = _resolved_again(Run.open(directory), stop, cluster)
+    _check_tracking(resolved, announce)
     if _has_processes(resolved) if supervised is None else supervised:
         return _driven(resolved, directory, functools.partial(_learn, directory, None, None, stop, cluster), sinks, announce)
     return _resume(directory, stop, None, sinks, announce, cluster)
+
+
+def _check_tracking(resolved: Resolved, announce: Announce | None) -> None:
+    """Raises MissingExtra, ConfigError: in the caller's process, before any other has begun."""
+    tracking.check(resolved.experiment.track)
+    for sentence in tracking.notices(resolved.experiment.track) if announce is not None else ():
+        announce(sentence)
 
 
 def _resolved_again(run: Run, stop: Mapping[str, Any] | None, cluster: ClusterOptions | None) -> Resolved:
@@ -240,15 +262,27 @@ def _resume(
             return _concluded(run, resolved, before, over)
         _check_not_over(over, before)
         log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
-        seed = (seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
+        seed = _later_seed(seed, before)
 
-    def take_up() -> Run:
-        run.sweep()
-        run.write_config(resolved.saved())
-        run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        return run
+    return _train(Prepared(resolved, functools.partial(_taken_up, run, resolved), before, seed, counting_on=own), sinks, announce)
 
-    return _train(resolved, take_up, before, sinks, seed, counting_on=own, announce=announce)
+
+def continued(resolved: Resolved, run: Run, before: Checkpoint) -> Prepared:
+    """A run that goes on counting where `before` has come to."""
+    seed = _later_seed(resolved.config.seed, before)
+    return Prepared(resolved, functools.partial(_taken_up, run, resolved), before, seed, counting_on=True)
+
+
+def _later_seed(seed: int, before: Checkpoint) -> int:
+    """Environments start anew: not with the episodes that they have had."""
+    return (seed + 1_000_003 * (1 + int(before.state["progress"]["iterations"]))) % (1 << 30)
+
+
+def _taken_up(run: Run, resolved: Resolved) -> Run:
+    run.sweep()
+    run.write_config(resolved.saved())
+    run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    return run
 
 
 # -- in a process of its own --------------------------------------------------------------------------------------------
@@ -322,41 +356,77 @@ def _check_not_over(over: str | None, before: Checkpoint) -> None:
         )
 
 
-def _train(
-    resolved: Resolved,
-    open_run: Callable[[], Run],
-    before: Checkpoint | None,
-    sinks: Sequence[Sink],
-    environment_seed: int,
-    counting_on: bool = False,
+@dataclass(frozen=True)
+class Prepared:
+    """A training that can begin: what is trained, in which run, from where."""
+
+    resolved: Resolved
+    open_run: Callable[[], Run]
+    before: Checkpoint | None
+    environment_seed: int
+    counting_on: bool = False
+
+
+def _train(prepared: Prepared, sinks: Sequence[Sink], announce: Announce | None = None) -> Result:
+    with stop_on_signals() as stop, training(prepared, sinks, stop, announce) as ours:
+        waiting = _Waiting(ours.parts, announce) if ours.address is not None and announce is not None else None
+        ours.advance(lambda: stop() or (waiting is not None and waiting()))
+        return ours.conclude(f"interrupted ({stop.name})")
+
+
+@contextlib.contextmanager
+def training(
+    prepared: Prepared,
+    sinks: Sequence[Sink] = (),
+    interrupted: Callable[[], bool] = lambda: False,
     announce: Announce | None = None,
-) -> Result:
+) -> Iterator[Training]:
+    """A training in this process, to be advanced as far as one likes. Everything is closed at the end."""
+    resolved, before = prepared.resolved, prepared.before
+    given = (resolved, prepared.open_run, before, sinks, prepared.environment_seed, prepared.counting_on, interrupted, announce)
     with (
-        stop_on_signals() as stop,
-        assembled(resolved, open_run, before, sinks, environment_seed, counting_on, stop, announce) as parts,
+        assembled(*given) as parts,
         StatusWriter(parts.run.directory, functools.partial(_shown, parts, resolved)) as shown,
     ):
         if before is not None:
             log.info("continuing from checkpoint %s; environments start anew", before.name)
         if parts.run.meta().get("learner_restarts"):
             parts.conductor.hurry()
-        address = getattr(parts.sampler, "address", None)
-        if address is not None:
-            log.info("games connect to http://%s:%d/step", *address)
+        ours = Training(parts, resolved, shown)
+        if ours.address is not None:
+            log.info("games connect to http://%s:%d/step", *ours.address)
             if announce is not None:
-                announce(f"games connect to http://{address[0]}:{address[1]}/step")
+                announce(f"games connect to http://{ours.address[0]}:{ours.address[1]}/step")
+        yield ours
+
+
+class Training:
+    """A training under way; made by `training`."""
+
+    def __init__(self, parts: Parts, resolved: Resolved, shown: StatusWriter) -> None:
+        self.parts, self._resolved, self._shown = parts, resolved, shown
+        self.address: tuple[str, int] | None = getattr(parts.sampler, "address", None)
+        """Where games find it."""
+
+    def advance(self, until: Callable[[], bool]) -> bool:
+        """Train until one of the run's stop conditions holds (True), or `until()`."""
+        conductor = self.parts.conductor
         try:
-            waiting = _Waiting(parts, announce) if address is not None and announce is not None else None
-            parts.runtime.run(lambda: parts.conductor.stopped_by is not None or stop() or (waiting is not None and waiting()))
+            self.parts.runtime.run(lambda: conductor.stopped_by is not None or until())
         except EnvironmentFault:
             with contextlib.suppress(LudusError):  # what was learned before is whole, and worth keeping
-                parts.conductor.checkpoint()
+                conductor.checkpoint()
             raise
-        stopped_by = parts.conductor.stopped_by or f"interrupted ({stop.name})"
+        return conductor.stopped_by is not None
+
+    def conclude(self, otherwise: str) -> Result:
+        """The last word. `otherwise`: why it ends, when it has not come to its end."""
+        parts, resolved = self.parts, self._resolved
+        stopped_by = parts.conductor.stopped_by or otherwise
         if not parts.conductor.stopped_by:
             parts.conductor.checkpoint()
         parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
-        shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
+        self._shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
         metrics, name = parts.conductor.numbers(), parts.conductor.last_checkpoint
         policy, version = parts.pool.newest(parts.pool.names()[0])
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
@@ -459,8 +529,9 @@ def program_of(
     pool = program.add("pool", make_pool, run)
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
-    sampler = program.add_worker("sampler", Sampler, environments, source, memory, environment_seed)
-    trainer = program.add_worker("trainer", _trainer, learning, memory, pool, config.metrics_num_episodes_for_smoothing)
+    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config.explore)
+    batches = program.add("batches", whole_episodes, memory, config)
+    trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
     evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
@@ -493,5 +564,9 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
     return pool.source(DEFAULT_MODEL)
 
 
-def _trainer(algorithm: Algorithm, memory: Memory, pool: LocalPool, smoothing: int) -> Trainer:
+def _sampler(environments: Environments, source: PolicySource, memory: Memory, seed: int, explore: bool) -> Sampler:
+    return Sampler(environments, source, memory, seed, explore=explore)
+
+
+def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int) -> Trainer:
     return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing)

@@ -106,7 +106,7 @@ def program_of(
     else:
         memories = program.add("memories", _memories, policies, config)
         memory = program.add("memory", _memory, memories, config.train_batch_size)
-        deciding = program.add("deciding", _deciding, pool, policies, config.seed)
+        deciding = program.add("deciding", _deciding, pool, policies, config)
         games = program.add_worker("games", _games, listening, outside, seats, deciding, memories, memory)
         publisher = pool
     smoothing = config.metrics_num_episodes_for_smoothing
@@ -173,8 +173,11 @@ def _add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
 
 
-def _deciding(pool: LocalPool, policies: dict[str, Policy], seed: int) -> dict[str, Deciding[Policy]]:
-    return {name: Deciding(pool.source(name), seed=seed + number) for number, name in enumerate(policies)}
+def _deciding(pool: LocalPool, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, Deciding[Policy]]:
+    return {
+        name: Deciding(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
+        for number, name in enumerate(policies)
+    }
 
 
 def _boards(policies: dict[str, Policy], config: AlgorithmConfig) -> Boards:
@@ -197,7 +200,8 @@ def _fleet(
 ) -> FleetGathering:
     settings = settings_of(outside, seats)
     logs = run.directory / "logs" / "actor"
-    return FleetGathering(listening, settings, seats.seats, config.workers, config.steps, boards, publisher, memory, logs)
+    given = (listening, settings, seats.seats, config.workers, config.steps, boards, publisher, memory, logs)
+    return FleetGathering(*given, explore=config.explore)
 
 
 def _games(

@@ -9,11 +9,15 @@ from typing import Any
 import gymnasium as gym
 import torch
 
+from ludus.buffer.episodes import WholeEpisodes
 from ludus.config import AlgorithmConfig, ExperimentConfig
+from ludus.errors import ConfigError
+from ludus.experiment import tracking
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
-from ludus.metrics import JsonLines, Sink, TensorBoard
+from ludus.memory.memory import Batches
+from ludus.metrics import Sink
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -76,7 +80,13 @@ def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter", config.learns)
+        policy = Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter", config.learns)
+    if policy.recurrent and config.batch_mode == "complete_episodes":
+        raise ConfigError(
+            "config.batch_mode is complete_episodes, and the model is recurrent.",
+            "Use truncate_episodes: recurrent models learn from sequences of max_seq_len steps in either case.",
+        )
+    return policy
 
 
 def threads_of(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:
@@ -116,6 +126,13 @@ def make_pool(run: Run) -> LocalPool:
     return LocalPool(run.store)
 
 
+def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
+    """The blocks themselves, or whole episodes made of them, as the config says."""
+    if config.batch_mode == "truncate_episodes":
+        return blocks
+    return WholeEpisodes(blocks, config.train_batch_size)
+
+
 def make_conductor(
     trainer: Trainer,
     source: Experience,
@@ -135,7 +152,7 @@ def make_conductor(
         e.checkpoint_time_s,
     )
     incarnation = pool.incarnation(pool.names()[0])
-    written: list[Sink] = [JsonLines(run.metrics_path, incarnation), TensorBoard(run.directory), *sinks]
+    written = [*tracking.sinks_of(run, e, incarnation), *sinks]
     restarts = run.meta().get("learner_restarts")
     always = {} if restarts is None else {"learner/restarts": float(restarts)}
     return Conductor(trainer, source, pool, run.store, schedule, written, e, evaluate, always)

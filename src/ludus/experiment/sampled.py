@@ -24,9 +24,11 @@ from ludus.experiment.parts import (
     make_pool,
     opened,
     share,
+    whole_episodes,
 )
 from ludus.experiment.run import Run
 from ludus.game.environment import make_environments
+from ludus.memory.memory import Batches
 from ludus.metrics import Sink
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
@@ -83,7 +85,8 @@ def program_of(
     sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
     batches = program.add("batches", make_batches, sampling, pool, config)
     publisher = program.add("publisher", PublishingPool, pool, sampling)
-    trainer = program.add_worker("trainer", _trainer, learning, batches, publisher, config.metrics_num_episodes_for_smoothing)
+    whole = program.add("whole", whole_episodes, batches, config)
+    trainer = program.add_worker("trainer", _trainer, learning, whole, publisher, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampling)
     evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampling, pool, run, resolved, evaluation, sinks)
@@ -122,6 +125,7 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
         hang_s=config.worker_hang_s,
         restart=Restart(config.max_worker_restarts, config.worker_restart_backoff_s, steady_s=_STEADY_S),
         forgiving=config.restart_failed_sub_environments,
+        explore=config.explore,
         device=config.inference_device,
         luggage=Luggage.of(env),
     )
@@ -187,5 +191,5 @@ class PublishingPool:
         return version
 
 
-def _trainer(algorithm: Algorithm, batches: BlockBatches, pool: PublishingPool, smoothing: int) -> Trainer:
+def _trainer(algorithm: Algorithm, batches: Batches, pool: PublishingPool, smoothing: int) -> Trainer:
     return Trainer({DEFAULT_MODEL: algorithm}, batches, pool, smoothing=smoothing)

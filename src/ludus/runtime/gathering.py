@@ -83,10 +83,12 @@ class FleetGathering:
         pool: PublishingPool,
         memory: Collated,
         log_dir: Path,
+        *,
+        explore: bool = True,
     ) -> None:
         self._boards, self._memory = boards, memory
         models = {name: (_described(pool.newest(name)[0]), str(board.directory)) for name, board in boards.boards.items()}
-        played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers))
+        played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
         self._supervisor = Supervisor(log_dir=log_dir)
         try:
             self._fleet = GatewayFleet(

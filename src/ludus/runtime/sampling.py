@@ -71,6 +71,7 @@ class Plan:
     hang_s: float = 60.0
     restart: Restart = field(default_factory=lambda: Restart(limit=None))
     forgiving: bool = False
+    explore: bool = True
     device: str = "cpu"
     luggage: Luggage = field(default_factory=Luggage)
     """What `env` means, if that is a function of the user's script."""
@@ -167,7 +168,8 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         stack.callback(environments.close)
         environments.beat = context.beat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
-        sampler = Sampler(environments, source, memory, seed, first_row=index * plan.num_envs, beat=context.beat)
+        first_row = index * plan.num_envs
+        sampler = Sampler(environments, source, memory, seed, first_row=first_row, beat=context.beat, explore=plan.explore)
         notes, before = memory.notes, list(memory.notes)
         context.ready()
         blocked_s = weights_s = 0.0

@@ -17,11 +17,11 @@ from torch import Tensor
 from ludus.config import AlgorithmConfig
 from ludus.model.policy import Policy
 from ludus.training.algorithms.impala import IMPALA, IMPALAConfig, Terms, bounded
+from ludus.training.penalty import KLPenalty
 from ludus.training.trajectories import Trajectories
 from ludus.tree import Array
 from ludus.types import Segments
 
-_LEAST_KL_COEFF = 1e-4  # from which the penalty can still grow again
 _PASS = 2048  # samples at a time in a pass without gradients: bounds its memory
 
 
@@ -52,7 +52,7 @@ class APPO(IMPALA):
         kept = config.vtrace and (config.target_network_update_freq > 1 or config.tau < 1)
         self.target = _frozen(policy) if kept else None
         self._age = 0  # updates since the target was refreshed
-        self.kl_coeff = config.kl_coeff if config.use_kl_loss else 0.0
+        self.penalty = KLPenalty(config.kl_coeff if config.use_kl_loss else 0.0, config.kl_target)
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         if self.target is not None and self._age >= self.config.target_network_update_freq:
@@ -60,8 +60,8 @@ class APPO(IMPALA):
         metrics = super().learn(segments, timestep)
         self._age += 1
         if self.config.use_kl_loss and "target_kl" in metrics:
-            self._adapt(metrics["target_kl"])
-            metrics["kl_coeff"] = self.kl_coeff
+            self.penalty.adapt(metrics["target_kl"])
+            metrics["kl_coeff"] = self.penalty.coeff
         return metrics
 
     @torch.no_grad()
@@ -71,13 +71,6 @@ class APPO(IMPALA):
         for kept, now in zip(target.buffers(), self.policy.buffers(), strict=True):
             kept.copy_(now)
         self._age = 0
-
-    def _adapt(self, kl: float) -> None:
-        """As PPO with an adaptive penalty does (Schulman et al. 2017, §4), in RLlib's steps."""
-        if kl > 2.0 * self.config.kl_target:
-            self.kl_coeff *= 1.5
-        elif kl < 0.5 * self.config.kl_target:
-            self.kl_coeff = max(0.5 * self.kl_coeff, _LEAST_KL_COEFF)
 
     def batch(self, segments: Segments) -> Trajectories:
         """With the target's log-probabilities, where they are not those of the first and only pass over the batch."""
@@ -109,8 +102,8 @@ class APPO(IMPALA):
         policy_loss, entropy = -gain.mean(), now.entropy.mean()
         value_loss = (now.value - target).square().mean()
         loss = policy_loss + self.config.vf_loss_coeff * value_loss - terms.entropy_coeff * entropy
-        if self.kl_coeff:
-            loss = loss + self.kl_coeff * divergence
+        if self.penalty.coeff:
+            loss = loss + self.penalty.coeff * divergence
         with torch.no_grad():
             numbers = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
             numbers |= self.of_ratios(bounded(now.log_prob - acted), rho)
@@ -124,7 +117,7 @@ class APPO(IMPALA):
         arrays, plain = super().state()
         if self.target is not None:
             arrays |= {f"target.{name}": value for name, value in self.target.weights().items()}
-        return arrays, plain | {"target_age": self._age, "kl_coeff": self.kl_coeff}
+        return arrays, plain | {"target_age": self._age, "kl_coeff": self.penalty.coeff}
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         super().load_state(arrays, plain)
@@ -133,7 +126,7 @@ class APPO(IMPALA):
             # A run that had no target of its own begins one from the policy, which has been loaded before this.
             self.target.load_weights(kept or self.policy.weights())
         self._age = int(plain.get("target_age", 0))
-        self.kl_coeff = float(plain.get("kl_coeff", self.kl_coeff))
+        self.penalty.coeff = float(plain.get("kl_coeff", self.penalty.coeff))
 
 
 def _frozen(policy: Policy) -> Policy:

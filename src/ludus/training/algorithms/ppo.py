@@ -11,21 +11,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from ludus.config import AlgorithmConfig
 from ludus.model.policy import Policy
 from ludus.training.batch import Batch, make_batch, mean_over, minibatches
 from ludus.training.learner import Learner, LearnerConfig, means
+from ludus.training.penalty import KLPenalty
 from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
 from ludus.training.schedule import value_at
 from ludus.training.trajectories import Trajectories
+from ludus.tree import Array
 from ludus.types import Bools, Floats, Segments
+
+_USUAL_KL_COEFF = 0.2  # RLlib's, whose users write kl_target alone
 
 
 class PPOConfig(LearnerConfig):
@@ -33,8 +37,25 @@ class PPOConfig(LearnerConfig):
 
     clip_param: float = Field(0.2, gt=0, description="How far the probability ratio may leave 1.")
     vf_clip_param: float | None = Field(None, gt=0, description="Largest squared value error of a sample; null = unlimited.")
-    kl_target: float | None = Field(None, gt=0, description="Stop the epochs once the KL divergence exceeds 1.5 × this.")
+    kl_coeff: float = Field(
+        0.0,
+        ge=0,
+        description="Weight, in the beginning, of a penalty on the KL divergence from the policy that acted; 0.2 if only "
+        "kl_target is given.",
+    )
+    kl_target: float = Field(0.01, gt=0, description="That weight rises while the divergence is above this, and falls below.")
+    stop_kl: float | None = Field(None, gt=0, description="End the epochs of an update once the divergence exceeds this.")
     minibatch_size: int = Field(1024, ge=1, description="Samples per gradient step.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_without_weight(cls, data: Any) -> Any:
+        """Here, not when it is used: a saved configuration names every key."""
+        if isinstance(data, dict) and "kl_target" in data:
+            if data["kl_target"] is None:
+                return {key: value for key, value in data.items() if key != "kl_target"}
+            return {"kl_coeff": _USUAL_KL_COEFF, **data}
+        return data
 
     @field_validator("sampling")
     @classmethod
@@ -50,6 +71,7 @@ class PPO(Learner):
     def __init__(self, policy: Policy, config: PPOConfig, seed: int) -> None:
         super().__init__(policy, config, seed)
         self.config = config
+        self.penalty = KLPenalty(config.kl_coeff, config.kl_target)
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
@@ -62,14 +84,17 @@ class PPO(Learner):
         numbers: list[dict[str, Tensor]] = []
         epochs = 0
         for epoch in range(self.config.num_epochs):
-            diagnose = epoch == self.config.num_epochs - 1 or self.config.kl_target is not None
+            diagnose = epoch == self.config.num_epochs - 1 or self.config.stop_kl is not None
             loss = partial(self.loss, entropy_coeff=entropy_coeff, diagnose=diagnose)
             numbers += [self.step(loss, minibatch) for minibatch in minibatches(batch, size, self.generator)]
             epochs += 1
-            if self.config.kl_target is not None and float(numbers[-1]["kl"]) > 1.5 * self.config.kl_target:
+            if self.config.stop_kl is not None and float(numbers[-1]["kl"]) > self.config.stop_kl:
                 break
         self.observe(segments)
         metrics |= means(numbers)
+        if self.penalty.coeff:
+            self.penalty.adapt(metrics["kl"])
+            metrics["kl_coeff"] = self.penalty.coeff
         return metrics | {"lr": self.optimizer.lr, "grad_norm": self.optimizer.grad_norm, "epochs": float(epochs)}
 
     # -- advantages and targets, once per batch
@@ -144,10 +169,13 @@ class PPO(Learner):
         mean = mean_over(batch.valid)
         policy_loss, value_loss = -mean(gain), mean(error)
         loss = policy_loss + self.config.vf_loss_coeff * value_loss
+        kl = mean((ratio - 1) - log_ratio) if self.penalty.coeff or diagnose else None  # never negative (Schulman 2020)
+        if self.penalty.coeff and kl is not None:
+            loss = loss + self.penalty.coeff * kl
         entropy_mean = mean(entropy) if entropy_coeff or diagnose else None
         if entropy_coeff and entropy_mean is not None:
             loss = loss - entropy_coeff * entropy_mean
-        if not diagnose or entropy_mean is None:
+        if not diagnose or entropy_mean is None or kl is None:
             return loss, {}
         with torch.no_grad():
             numbers = {
@@ -155,7 +183,17 @@ class PPO(Learner):
                 "policy_loss": policy_loss.detach(),
                 "value_loss": value_loss.detach(),
                 "entropy": entropy_mean.detach(),
-                "kl": mean((ratio - 1) - log_ratio),  # low-variance and never negative (Schulman 2020)
+                "kl": kl.detach(),
                 "clip_fraction": mean(((ratio - 1).abs() > clip).float()),
             }
         return loss, numbers
+
+    # -- what a resumed run needs
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        arrays, plain = super().state()
+        return arrays, plain | {"kl_coeff": self.penalty.coeff}
+
+    def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        super().load_state(arrays, plain)
+        self.penalty.coeff = float(plain.get("kl_coeff", self.penalty.coeff))

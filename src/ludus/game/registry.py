@@ -1,0 +1,154 @@
+"""From the name of an environment to whoever makes it: a registered function, `module:function`, or Gymnasium's registry."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import gymnasium as gym
+
+from ludus.errors import MissingExtra, UnknownName, UsageError
+from ludus.plugins import did_you_mean, import_object
+
+Factory = Callable[..., Any]
+
+_registered: dict[str, Factory] = {}
+
+_GYM_ID = re.compile(r"^(?:[\w:.-]+:)?(?:[\w:.-]+/)?[\w:.-]+-v\d+$")
+_EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": "pettingzoo", "mpe2": "pettingzoo"}
+_PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
+_NOT_SHOWN = ("phys2d", "tabular", "GymV")
+_WHOLE = ("env_config", "config", "cfg", "settings", "context", "env_ctx", "ctx")
+"""Names by which a function says that it takes `env_config` as one mapping."""
+
+
+def register_env(name: str, function: Factory) -> None:
+    """From now on `env: name` is what `function` makes, in workers as well.
+
+    It is called as function(**env_config), or as function(env_config) when it has one parameter, which is called `config`,
+    `env_config` or the like, or has neither a default nor a key of that name. Naming `num_envs` it makes a whole vector
+    environment. Registering a name again replaces it.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][\w./+-]*", name):
+        raise UsageError(f"{name!r} is no name for an environment.", "Letters, digits and _ . / + -, beginning with one of the first.")
+    if not callable(function):
+        raise UsageError(f"register_env({name!r}) got a {type(function).__name__}.", "Give a function or class that makes it.")
+    _registered[name] = function
+
+
+def registered() -> Mapping[str, Factory]:
+    """What `register_env` has been given in this process."""
+    return MappingProxyType(_registered)
+
+
+def factory_of(name: str) -> Factory | None:
+    """Whoever makes it, unless that is Gymnasium. Raises UnknownName, MissingExtra."""
+    if name in _registered:
+        return _registered[name]
+    if ":" not in name or _GYM_ID.match(name):
+        return None
+    found = import_object(name)
+    if not callable(found):
+        raise UnknownName(f"{name!r} is a {type(found).__name__}, not a function or class that makes an environment.")
+    factory: Factory = found
+    return factory
+
+
+def spec_of(name: str) -> gym.envs.registration.EnvSpec:
+    """What Gymnasium knows of a name. Raises UnknownName, MissingExtra."""
+    for prefix, module in _PLUGIN_MODULES.items():
+        if name.startswith(prefix):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(module)  # registers its environments
+    try:
+        return gym.spec(name)
+    except ModuleNotFoundError as error:  # package:Name-v0 imports the package
+        raise UnknownName(f"There is no module {error.name!r} (from {name!r}).", "Is it installed?") from error
+    except gym.error.Error as error:
+        found = _of_atari(name)
+        if found is not None:
+            return found
+        raise _unknown(name) from error
+
+
+def _of_atari(name: str) -> gym.envs.registration.EnvSpec | None:
+    """Older names, such as PongNoFrameskip-v4, have no prefix to know them by."""
+    if "/" in name or ":" in name:
+        return None
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("ale_py")
+        return gym.registry.get(name)
+    return None
+
+
+def _unknown(name: str) -> UnknownName | MissingExtra:
+    known = [i for i in gym.registry if not i.startswith(_NOT_SHOWN)]
+    family = name.split("/")[0]
+    extra = _EXTRAS.get(family) or ("doom" if name.startswith("Vizdoom") else None)
+    if extra and not any(i.startswith(family) for i in known):
+        return MissingExtra(f"{name!r} is not installed.", f"pip install 'ludus[{extra}]'")
+    newer = _other_versions(name, known)
+    if newer:
+        return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
+    hint = did_you_mean(name, [*known, *_registered, "external"])
+    if not _GYM_ID.match(name) and ":" not in name:
+        hint = f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()
+    return UnknownName(f"Unknown environment {name!r}.", hint)
+
+
+def _other_versions(name: str, known: list[str]) -> list[str]:
+    stem, dash, version = name.rpartition("-v")
+    if not dash or not version.isdigit():
+        return []
+    same = [i for i in known if i.rpartition("-v")[0].lower() == stem.lower() and i != name]
+    return sorted(same, key=lambda i: int(i.rpartition("-v")[2]))[-2:]
+
+
+def outdated(name: str) -> str:
+    """A sentence about a name that Gymnasium still has and that has a newer version; or nothing."""
+    if factory_of(name) is not None:
+        return ""
+    spec = spec_of(name)
+    if spec.version is None or spec.entry_point is None or str(spec.entry_point).startswith("ale_py"):
+        return ""  # older names of Atari are other environments, not older ones
+    newer = [s for s in gym.registry.values() if (s.namespace, s.name) == (spec.namespace, spec.name) and s.version is not None]
+    newest = max(newer, key=lambda s: s.version or 0, default=spec)
+    if (newest.version or 0) <= spec.version:
+        return ""
+    return f"{name} is out of date: episodes end after {spec.max_episode_steps} steps. {newest.id} ends them after {newest.max_episode_steps}." if (
+        newest.max_episode_steps != spec.max_episode_steps
+    ) else f"{name} is out of date; {newest.id} is its newest version."
+
+
+def takes(factory: Factory, keyword: str) -> bool:
+    parameters = _parameters(factory)
+    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def makes_vectors(factory: Factory) -> bool:
+    return "num_envs" in _parameters(factory)
+
+
+def called(factory: Factory, config: Mapping[str, Any]) -> Any:
+    """The environment, with `env_config` as keywords or as one mapping: whichever the function takes."""
+    return factory(dict(config)) if takes_mapping(factory, config) else factory(**config)
+
+
+def takes_mapping(factory: Factory, config: Mapping[str, Any]) -> bool:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(_parameters(factory).values())
+    if len(parameters) != 1 or parameters[0].kind not in positional or parameters[0].name in config:
+        return False
+    return parameters[0].name in _WHOLE or parameters[0].default is inspect.Parameter.empty
+
+
+def _parameters(factory: Factory) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # one that is written in C tells nothing
+        return {}
