@@ -61,6 +61,11 @@ def test_values_that_say_nothing_about_their_spread() -> None:
         interval([1.0, 2.0], confidence=95)
 
 
+def test_two_values_give_no_more_than_their_own_range() -> None:
+    assert interval([1.0, 3.0]) == (1.0, 3.0)
+    assert difference([1.0, 3.0], [0.0, 1.0]).low == 0.0
+
+
 def test_one_value_far_away_does_not_break_the_correction() -> None:
     low, high = interval([0.0] * 9 + [1_000.0])
     assert 0.0 <= low < 100.0 < high <= 1_000.0

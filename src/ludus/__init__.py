@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ludus.errors import LudusError as LudusError
     from ludus.errors import Refused as Refused
     from ludus.experiment.experiment import Result as Result
+    from ludus.game.registry import register_env as register_env
     from ludus.model.policy import Policy as Policy
     from ludus.remote import fake as fake
     from ludus.remote.actor import RemoteActor as RemoteActor
@@ -52,6 +53,7 @@ _WHERE = {
     "learner": "ludus.remote.trainer",
     "load": "ludus.api",
     "metric": "ludus.remote.session",
+    "register_env": "ludus.game.registry",
     "resume": "ludus.api",
     "run_until_asked_to_stop": "ludus.remote.session",
     "set_torch_model_weights": "ludus.remote.model",
@@ -76,6 +78,7 @@ __all__ = [
     "learner",
     "load",
     "metric",
+    "register_env",
     "resume",
     "run_until_asked_to_stop",
     "set_torch_model_weights",

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from ludus import spellings
+from ludus.documents import dump_yaml as dump_yaml
+from ludus.documents import parse_yaml as parse_yaml
 from ludus.errors import ConfigError
 from ludus.plugins import did_you_mean
+from ludus.spellings import SEARCHES as SEARCHES
+from ludus.spellings import Reading
+from ludus.spellings import has_search as has_search
+from ludus.spellings import is_search as is_search
 
 
 def _rising(points: Any) -> Any:
@@ -58,9 +64,12 @@ class ModelConfig(_Strict):
     )
     core: Literal["lstm", "gru"] | None = Field(None, description="A recurrent layer.")
     use_lstm: bool = Field(False, description="The same as core: lstm.")
-    cell_size: int = Field(128, ge=1, alias="lstm_cell_size", description="Units of the recurrent layer.")
+    cell_size: int = Field(128, ge=1, description="Units of the recurrent layer.")
     max_seq_len: int = Field(16, ge=1, description="Steps through which a recurrent layer is differentiated.")
     free_log_std: bool = Field(True, description="One learned deviation per continuous action, the same in every state.")
+    log_std_init: float = Field(
+        0.0, ge=-10, le=2, description="Logarithm of that deviation in the beginning: −1 explores less than half as widely as 0."
+    )
     custom_model: str | None = Field(
         None, description="A network of your own: the name of its file in model/ (class CustomModel), or module:Class."
     )
@@ -128,14 +137,34 @@ class PreprocessConfig(_Strict):
 class MultiAgentConfig(_Strict):
     """The `multiagent:` section: who plays which agent."""
 
-    policies: list[str] | dict[str, dict[str, Any]] | None = Field(
-        None, description="Names of the models, or name → keys of `config:` in which it differs; null = one for all."
-    )
+    policies: (
+        list[Annotated[str, AfterValidator(lambda name: _model_name(name))]]
+        | dict[Annotated[str, AfterValidator(lambda name: _model_name(name))], dict[str, Any] | None]
+        | None
+    ) = Field(None, description="Names of the models, or name → keys of `config:` in which it differs; null = one for all.")
     policy_mapping: dict[str, str] | str | None = Field(
-        None, alias="policy_mapping_fn", description="agent (or pattern like red_*) → model; or module:function(agent) → model."
+        None,
+        description="agent (or pattern like red_*) → model; one name for all; or module:function(agent) → model. "
+        "Asked once for every agent, before the run begins; an exact name goes before a pattern.",
     )
     policies_to_train: list[str] | None = Field(None, description="The others play and do not learn; null = all learn.")
-    centralized_value: bool = Field(False, description="The value sees what all agents see; the policy does not (MAPPO).")
+    centralized_value: bool = Field(
+        False,
+        description="The value sees the whole (state() of the environment, or what all agents see); the policy does not (MAPPO).",
+    )
+    evaluation_opponents: Literal["policies", "random"] = Field(
+        "policies",
+        description="policies: evaluations are scored by the sum over all agents; random: one agent plays, the others choose at "
+        "random, and the score is what that one earns.",
+    )
+
+    def names(self) -> list[str]:
+        """Of the policies, as far as they are listed."""
+        return list(self.policies or ())
+
+    def own_keys(self, policy: str) -> dict[str, Any]:
+        """In which a policy differs from the others."""
+        return dict(self.policies.get(policy) or {}) if isinstance(self.policies, dict) else {}
 
 
 class EvaluationConfig(_Strict):
@@ -143,6 +172,40 @@ class EvaluationConfig(_Strict):
 
     explore: bool = Field(False, description="Draw actions as in training; false = the most probable one.")
     env_config: dict[str, Any] | None = Field(None, description="Other keywords of the environment; null = as in training.")
+
+
+class ReplayBufferConfig(_Strict):
+    """The `replay_buffer_config:` section: what an algorithm that replays keeps, and how it is drawn."""
+
+    type: Literal["ReplayBuffer", "PrioritizedReplayBuffer"] = Field(
+        "PrioritizedReplayBuffer", description="ReplayBuffer: all alike; PrioritizedReplayBuffer: what surprised most."
+    )
+    capacity: int = Field(50_000, ge=1, description="Steps that are kept; the oldest make room.")
+    max_bytes: int = Field(4 << 30, ge=1, description="A buffer that would need more memory is an error before it starts.")
+    alpha: float = Field(0.6, ge=0, description="How much priorities count; 0 = not at all.")
+    beta: Schedule = Field(0.4, description="How far weights undo the priorities; 1 = wholly. A number or a schedule.")
+    eps: float = Field(1e-6, gt=0, description="Added to the error, so that every step can be drawn.")
+
+    @property
+    def prioritized(self) -> bool:
+        return self.type == "PrioritizedReplayBuffer"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_others_write_it(cls, data: Any) -> Any:
+        """RLlib has a class for each way to store steps; here there is one way, and the question is how they are drawn."""
+        if not isinstance(data, dict):
+            return data
+        data = {key.removeprefix("prioritized_replay_"): value for key, value in data.items()}
+        if data.pop("storage_unit", "timesteps") not in ("timesteps", "fragments"):
+            raise ValueError("storage_unit: single steps are kept, so it is timesteps")
+        name = str(data.get("type", "")).rpartition(".")[2]
+        if re.fullmatch(r"(MultiAgent)?(Prioritized)?(Episode)?ReplayBuffer", name):
+            data["type"] = "PrioritizedReplayBuffer" if "Prioritized" in name else "ReplayBuffer"
+        wanted = data.pop("prioritized_replay", None)
+        if wanted is not None:
+            data.setdefault("type", "PrioritizedReplayBuffer" if wanted else "ReplayBuffer")
+        return data
 
 
 class AlgorithmConfig(_Strict):
@@ -272,10 +335,11 @@ class ExternalConfig(_Strict):
 class StopConfig(_Strict):
     """Whichever comes first ends the run."""
 
-    timesteps: int | None = Field(None, ge=1, alias="timesteps_total", description="Environment steps.")
-    episode_return_mean: float | None = Field(None, alias="episode_reward_mean", description="Mean return of recent episodes.")
-    iterations: int | None = Field(None, ge=1, alias="training_iteration", description="Updates.")
-    time_s: float | None = Field(None, gt=0, alias="time_total_s", description="Seconds of training.")
+    timesteps: int | None = Field(None, ge=1, description="Environment steps.")
+    episode_return_mean: float | None = Field(None, description="Mean return of recent episodes.")
+    iterations: int | None = Field(None, ge=1, description="Updates.")
+    episodes: int | None = Field(None, ge=1, description="Episodes that have ended.")
+    time_s: float | None = Field(None, gt=0, description="Seconds of training.")
 
 
 class TargetConfig(_Strict):
@@ -288,9 +352,35 @@ class TargetConfig(_Strict):
 class TuneConfig(_Strict):
     """The `tune:` section: how a sweep is run."""
 
-    metric: str = Field("episode_return_mean", description="What is compared.")
-    mode: Literal["max", "min"] = Field("max", description="Whether more of it is better.")
-    scheduler: Literal["asha", "pbt"] | None = Field(None, description="Who stops or changes trials; null = nobody.")
+    metric: str = Field("episode_return_mean", min_length=1, description="What is compared: any name in metrics.jsonl.")
+    mode: Literal["max", "min"] = Field("max", description="Whether more of it is better, or less.")
+    scheduler: Literal["asha", "pbt"] | None = Field(
+        None, description="asha stops bad trials early, pbt lets them go on as mutations of good ones; null = neither."
+    )
+    time_attr: Literal["timesteps", "iterations", "time_s"] | None = Field(
+        None, description="How the scheduler measures time; null = as `stop:` does."
+    )
+    max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; null = as many as fit.")
+    cpus_per_trial: int | None = Field(
+        None, ge=1, description="Cores that a trial reserves, those of its workers included; null = 1, and 1 for every worker."
+    )
+    report_s: float = Field(1.0, gt=0, description="A trial reports to the scheduler once in so many seconds.")
+    grace_period: float | None = Field(
+        None, gt=0, description="asha: no trial is stopped before this time; null = a hundredth of the longest."
+    )
+    reduction_factor: float = Field(4.0, gt=1, description="asha: of so many trials one goes on at each rung.")
+    perturbation_interval: float | None = Field(
+        None, gt=0, description="pbt: time between two comparisons; null = a tenth of the longest."
+    )
+    quantile_fraction: float = Field(
+        0.25, gt=0, le=0.5, description="pbt: this share of the trials is replaced by copies of as many best ones."
+    )
+    resample_probability: float = Field(
+        0.25, ge=0, le=1, description="pbt: how often a mutation is a new draw instead of a step up or down."
+    )
+    hyperparam_mutations: dict[str, Any] = Field(
+        default_factory=dict, description="pbt: key of `config:` → its search values; empty = everything that is searched."
+    )
 
 
 def _switch(value: Any) -> Any:
@@ -317,6 +407,17 @@ class WandbConfig(_Strict):
     )
     group: str | None = Field(None, description="Runs that belong together; null = the name of the experiment.")
     tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_key(cls, data: Any) -> Any:
+        for key in ("api_key", "key") if isinstance(data, Mapping) else ():
+            if key in data:  # raised as it is: pydantic's complaint would show the value
+                raise ConfigError(
+                    f"track.wandb.{key}: a key is no part of a config, which is saved with its runs.",
+                    "Run `wandb login`, or set WANDB_API_KEY in the environment.",
+                )
+        return data
 
 
 class MlflowConfig(_Strict):
@@ -352,6 +453,14 @@ def _model_name(name: str) -> str:
     return name
 
 
+def check_model_name(name: str, where: str) -> None:
+    """Raises ConfigError."""
+    try:
+        _model_name(name)
+    except ValueError as error:
+        raise ConfigError(f"{where} names {name!r}: {error}.") from error
+
+
 class ExperimentConfig(_Strict):
     """One experiment. `config` is checked against the schema of the algorithm named by `run`."""
 
@@ -376,15 +485,6 @@ class ExperimentConfig(_Strict):
     )
 
 
-SEARCHES = ("grid_search", "choice", "uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint", "randn")
-"""Words that, as the only key of a mapping, make a value one that a sweep chooses."""
-
-
-def is_search(value: Any) -> bool:
-    """Whether a value of a config is one that a sweep chooses: `{grid_search: […]}`, `{uniform: [a, b]}` …"""
-    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SEARCHES
-
-
 ASYNC_STEPS = 32
 """Steps of a segment when nothing is said and workers sample without waiting: short ones are fresh."""
 
@@ -394,209 +494,315 @@ REPLAYED_STEPS = 4
 COLLATED_STEPS = 64
 """Steps of a segment when nothing is said and batches are collated."""
 
-ALIASES: Mapping[str, str] = {
-    "num_envs": "num_envs_per_worker",
-    "num_envs_per_env_runner": "num_envs_per_worker",
-    "num_env_runners": "num_workers",
-    "sgd_minibatch_size": "minibatch_size",
-    "num_sgd_iter": "num_epochs",
-    "lr_schedule": "lr",
-    "entropy_coeff_schedule": "entropy_coeff",
-    "evaluation_num_episodes": "evaluation_duration",
-    "evaluation_num_env_runners": "evaluation_num_workers",
-    "target_update_frequency": "target_network_update_freq",
-}
-"""Other spellings of keys in `config:`; they mean what they meant."""
+Owners = Callable[[str], Sequence[str]]
+"""Names of the algorithms that have a key; asked only when another one was given it."""
+
+
+# -- checking -----------------------------------------------------------------------------------------------------------
 
 
 def experiment(data: Mapping[str, Any]) -> ExperimentConfig:
-    """Check one experiment's mapping (without its algorithm's keys). Raises ConfigError."""
-    return _validated(ExperimentConfig, data, "")
+    """Check one experiment's mapping (without its algorithm's keys). Raises ConfigError with all that is wrong."""
+    reading = read_experiment(data)
+    return _validated(ExperimentConfig, reading, "")
 
 
-def algorithm_config(schema: type[AlgorithmConfig], data: Mapping[str, Any], *, collated: bool = False) -> AlgorithmConfig:
-    """Check `config:` against an algorithm's schema, older spellings included. Raises ConfigError.
+def algorithm_config(
+    schema: type[AlgorithmConfig],
+    data: Mapping[str, Any],
+    *,
+    collated: bool = False,
+    run: str = "",
+    owners: Owners | None = None,
+) -> AlgorithmConfig:
+    """Check `config:` against an algorithm's schema, older spellings included. Raises ConfigError with all that is wrong.
 
-    `collated`: segments of any number make up a batch, as with games that call us; else one of every environment.
+    `collated`: segments of any number make up a batch, as with games that call us; else one of every environment. `run` is
+    the name of the algorithm, `owners` knows those that have a key.
     """
-    checked = _validated(schema, canonical(data), "config")
+    checked = _validated(schema, read_config(data, schema), "config", run, owners)
     if collated:
         return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
-    steps, batch = _segment_steps(checked)
-    return checked.model_copy(update={"rollout_fragment_length": steps, "train_batch_size": batch})
+    envs, steps, batch = _shape_of_a_batch(checked)
+    return checked.model_copy(update={"num_envs_per_worker": envs, "rollout_fragment_length": steps, "train_batch_size": batch})
 
 
-def _segment_steps(config: AlgorithmConfig) -> tuple[int, int]:
-    """(steps of a segment, steps of a batch): a batch is a whole number of segments of all environments, or the config is wrong.
+def external_config(data: Mapping[str, Any]) -> ExternalConfig:
+    return _validated(ExternalConfig, Reading(dict(data)), "config.env_config")
+
+
+def dumped(config: AlgorithmConfig) -> dict[str, Any]:
+    """As `config:` is saved with a run: every key by its present name."""
+    plain = config.model_dump(mode="json")
+    return {"lambda" if name == "lambda_" else name: value for name, value in plain.items()}
+
+
+def _shape_of_a_batch(config: AlgorithmConfig) -> tuple[int, int, int]:
+    """(environments of a worker, steps of a segment, steps of a batch), which fit together, or the config is wrong.
 
     Where sampling and learning take turns, an update learns from one segment of every environment of every worker.
     """
     envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
     if config.replays:  # a batch is drawn from what is stored: it has nothing to do with what a segment brings
-        return steps or REPLAYED_STEPS, batch
+        return envs, steps or REPLAYED_STEPS, batch
     workers = 1 if config.num_workers == "auto" else max(1, config.num_workers)
     if config.batch_mode == "complete_episodes":  # a batch is what whole episodes add up to
-        return steps or max(1, round(batch / (envs * workers))), batch
-    turns = config.sampling != "async" or not config.num_workers
+        return envs, steps or max(1, round(batch / (envs * workers))), batch
     given = "train_batch_size" in config.model_fields_set
-    if not turns:
-        steps = steps or (batch // envs if given and batch % envs == 0 and batch // envs < ASYNC_STEPS else ASYNC_STEPS)
-        if not given:
-            return steps, max(1, round(batch / (envs * steps))) * envs * steps
-        if batch % (envs * steps) == 0:
-            return steps, batch
-        near = max(1, round(batch / (envs * steps))) * envs * steps
-        raise ConfigError(
-            f"config.train_batch_size is {batch}, which is not a multiple of {envs} environments × {steps} steps.",
-            f"Set train_batch_size to {near}, or rollout_fragment_length to something that fits.",
-        )
-    rows = envs * workers
+    if config.sampling == "async" and config.num_workers:
+        return envs, *_steps_without_turns(envs, steps, batch, given)
     if not given:
-        steps = steps or max(1, round(batch / rows))
-        return steps, steps * rows
-    if steps is None and batch % rows == 0:
-        return batch // rows, batch
-    if steps is not None and steps * rows == batch:
-        return steps, batch
+        steps = steps or max(1, round(batch / (envs * workers)))
+        return envs, steps, steps * envs * workers
+    fitting = _fitting(config, workers)
+    if fitting is not None:
+        return *fitting, batch
+    rows = envs * workers
     shown = f"{workers} workers × " * (workers > 1) + f"{envs} environments"
     shown += f" × {steps} steps (rollout_fragment_length)" if steps else ""
-    near = max(1, round(batch / rows)) * rows if steps is None else steps * rows
+    unit = rows if steps is None else steps * rows
+    near = max(1, round(batch / unit)) * unit
     raise ConfigError(
-        f"config.train_batch_size is {batch}, which is not a multiple of {shown}."
-        if steps is None
-        else f"config.train_batch_size is {batch}, but {shown} are {near}.",
+        f"config.train_batch_size is {batch}, which is not a multiple of {shown}.",
         f"Set train_batch_size to {near}, or leave one of them out.",
     )
 
 
-def external_config(data: Mapping[str, Any]) -> ExternalConfig:
-    return _validated(ExternalConfig, data, "config.env_config")
+def _fitting(config: AlgorithmConfig, workers: int) -> tuple[int, int] | None:
+    """Environments and steps that make up the batch. Several fragments of one environment are one longer segment."""
+    envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
+    each, left = divmod(batch, workers)
+    if left or (steps and each % steps):
+        return None
+    if each % (envs * (steps or 1)) == 0:
+        return envs, each // envs
+    if "num_envs_per_worker" in config.model_fields_set:
+        return None
+    rows = each // (steps or 1)
+    most = max(number for number in range(1, envs + 1) if rows % number == 0)
+    return (most, each // most) if most >= min(8, rows) or steps else None
 
 
-def canonical(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`config:` with every key in its present spelling. Raises ConfigError for one that is there twice."""
-    return _canonical(data, ALIASES, "config")
+def _steps_without_turns(envs: int, steps: int | None, batch: int, given: bool) -> tuple[int, int]:
+    """A batch is any number of segments of a worker."""
+    steps = steps or (batch // envs if given and batch % envs == 0 and batch // envs < ASYNC_STEPS else ASYNC_STEPS)
+    near = max(1, round(batch / (envs * steps))) * envs * steps
+    if given and batch != near:
+        raise ConfigError(
+            f"config.train_batch_size is {batch}, which is not a multiple of {envs} environments × {steps} steps.",
+            f"Set train_batch_size to {near}, or rollout_fragment_length to something that fits.",
+        )
+    return steps, near
 
 
-def _canonical(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    schedules = {aliases[key] for key in data if key.endswith("_schedule") and key in aliases and data[key] is not None}
-    for key, value in data.items():
-        name = aliases.get(key, key)
-        if key.endswith("_schedule") and name != key and value is None:
-            continue
-        if name == key and name in schedules:
-            continue  # a schedule overrides the constant beside it, as it did in RLlib
-        if name in out and out[name] != value:
-            raise ConfigError(f"{where} sets {name!r} twice, as {out[name]!r} and (as {key!r}) as {value!r}.", "Keep one.")
-        out[name] = value
+# -- spellings ----------------------------------------------------------------------------------------------------------
+
+_SECTIONS: Mapping[str, type[_Strict]] = {
+    spellings.EXPERIMENT: ExperimentConfig,
+    spellings.STOP: StopConfig,
+    spellings.CONFIG: AlgorithmConfig,
+    spellings.MODEL: ModelConfig,
+    spellings.EVALUATION: EvaluationConfig,
+    spellings.MULTIAGENT: MultiAgentConfig,
+    "config.preprocess": PreprocessConfig,
+    "config.replay_buffer_config": ReplayBufferConfig,
+    "tune": TuneConfig,
+    "track": TrackConfig,
+    "target": TargetConfig,
+}
+
+
+def sections(schema: type[AlgorithmConfig] = AlgorithmConfig) -> dict[str, type[_Strict]]:
+    """Dotted path → schema of all sections of an experiment whose algorithm has this one."""
+    return {**_SECTIONS, spellings.CONFIG: schema}
+
+
+def read_experiment(data: Mapping[str, Any]) -> Reading:
+    """One experiment in present names, but for its `config`, out of which `env` is lifted."""
+    out = spellings.read(spellings.EXPERIMENT, data, ExperimentConfig.model_fields)
+    _descend(out, "", {spellings.STOP: StopConfig})
+    inner = out.data.get("config")
+    if isinstance(inner, Mapping) and "env" in inner:  # as `tune.run(…, config={"env": …})` had it
+        named = inner["env"]
+        out.data["config"] = {key: value for key, value in inner.items() if key != "env"}
+        if named is not None and out.data.setdefault("env", named) != named:
+            out.clashes.append(f"The experiment sets env twice: {out.data['env']!r}, and {named!r} in config. Keep one.")
+    for name in ("stop", "tune", "track", "config"):
+        if name in out.data and out.data[name] is None:  # a section that was left empty
+            del out.data[name]
     return out
 
 
-def _validated(schema: type[S], data: Mapping[str, Any], where: str) -> S:
+def read_config(data: Mapping[str, Any], schema: type[AlgorithmConfig] = AlgorithmConfig) -> Reading:
+    """`config:` in present names."""
+    out = spellings.read(spellings.CONFIG, data, _names(schema))
+    below = (spellings.MODEL, spellings.EVALUATION, spellings.MULTIAGENT)
+    _descend(out, "config.", {section.removeprefix("config."): _SECTIONS[section] for section in below})
+    for name in ("model", "evaluation_config", "env_config", "preprocess", "wrappers"):
+        if name in out.data and out.data[name] is None:
+            del out.data[name]
+    return out
+
+
+def canonical(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`config:` with every key in its present spelling. Raises ConfigError for one that is there twice, or not here at all."""
+    reading = read_config(data)
+    if reading.complaints():
+        raise ConfigError("\n".join(reading.complaints()))
+    return reading.data
+
+
+def _descend(out: Reading, prefix: str, below: Mapping[str, type[_Strict]]) -> None:
+    """Read the sections inside of a section, together with what the section itself says about them."""
+    for name, schema in below.items():
+        inner = out.data.get(name)
+        if isinstance(inner, Mapping):
+            found = spellings.read(prefix + name, inner, _names(schema))
+            out.refusals += found.refusals
+            out.clashes += found.clashes
+            out.written |= {f"{name}.{key}": f"{name}.{written}" for key, written in found.written.items()}
+            out.data[name] = found.data
+    for path, value in out.elsewhere.items():
+        name, _, key = path.partition(".")
+        section = out.data[name] = dict(out.data.get(name) or {})
+        if section.setdefault(key, value) != value:
+            out.clashes.append(
+                f"{prefix}{path} is {section[key]!r}, and {prefix}{out.written.get(path, path)}, which means the same, is "
+                f"{value!r}. Keep one."
+            )
+
+
+def _names(schema: type[_Strict]) -> set[str]:
+    return {*schema.model_fields} | {field.alias for field in schema.model_fields.values() if field.alias}
+
+
+# -- complaints ---------------------------------------------------------------------------------------------------------
+
+
+def _validated(schema: type[S], reading: Reading, where: str, run: str = "", owners: Owners | None = None) -> S:
+    complaints = reading.complaints()
     try:
-        return schema.model_validate(dict(data))
+        checked = schema.model_validate(reading.data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaints(schema, error, where))) from error
+        complaints += _complaints(schema, error, where, reading.written, run, owners)
+    if complaints:
+        raise ConfigError("\n".join(complaints))
+    return checked
 
 
 _TYPE_NAME = re.compile(r"^(float|int|bool|str|none|(list|tuple|dict|function|constrained|literal)\b.*)$")
 """What pydantic appends to a path to say which branch of a union it tried."""
 
 
-def _complaints(schema: type[_Strict], error: ValidationError, where: str) -> list[str]:
+def _complaints(
+    schema: type[_Strict],
+    error: ValidationError,
+    where: str,
+    written: Mapping[str, str],
+    run: str,
+    owners: Owners | None,
+) -> list[str]:
     lines: dict[str, str] = {}
     for item in error.errors():
         path = [str(p) for p in item["loc"] if not _TYPE_NAME.match(str(p))]
-        shown = ".".join([where, *path] if where else path)
+        seen = written.get(".".join(path), ".".join(path))  # as it stands in the file
+        shown = f"{where}.{seen}" if where and seen else where or seen
         if item["type"] == "extra_forbidden":
-            owner = _schema_at(schema, path[:-1])
-            if path[-1] in owner.model_fields:
-                other = owner.model_fields[path[-1]].alias
-                lines[shown] = f"{shown!r} stands beside {other!r}, which means the same. Keep one."
-                continue
-            lines[shown] = f"Unknown key {shown!r}. {did_you_mean(path[-1], known_keys(owner))}".strip()
+            lines[shown] = _unknown(schema, path, shown, run, owners)
         elif item["type"] == "missing":
             lines[shown] = f"{shown!r} is missing."
+        elif isinstance(item["input"], Mapping) and is_search(item["input"]):
+            lines[shown] = f"{shown} is searched over ({next(iter(item['input']))}), and this is a single run. Use ludus tune -f."
         else:
             found = item["input"]
             lines.setdefault(shown, f"{shown} is {found!r}: {item['msg'].removeprefix('Value error, ')}.")
     return list(lines.values())
 
 
+def _unknown(schema: type[_Strict], path: list[str], shown: str, run: str, owners: Owners | None) -> str:
+    """A sentence for a key that is not there: whose it is, where it belongs, or what comes nearest."""
+    owner, key = _schema_at(schema, path[:-1]), path[-1]
+    if key in owner.model_fields:
+        other = owner.model_fields[key].alias
+        return f"{shown!r} stands beside {other!r}, which means the same. Keep one."
+    if issubclass(owner, AlgorithmConfig):
+        having = [name for name in owners(key) if name != run] if owners is not None else []
+        if having:
+            return f"{shown!r} is a key of {_listed(having)}; this is {run}."
+        if key in ExperimentConfig.model_fields:
+            return f"{shown!r} stands too deep: {key} belongs beside config, not into it."
+    homes = [section for section, there in _SECTIONS.items() if section != shown.rpartition(".")[0] and key in _names(there)]
+    if homes:
+        return f"{shown!r} is in the wrong place: {key} belongs into {_listed(homes)}."
+    near = did_you_mean(key, known_keys(owner))
+    if near.startswith("Known"):  # nothing is near: present names are enough
+        near = did_you_mean(key, _names(owner) - {"lambda_"})
+    return f"Unknown key {shown!r}. {near}".strip()
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name or "the experiment" for name in names]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
 def _schema_at(schema: type[_Strict], path: list[str]) -> type[_Strict]:
     for name in path:
         for field_name, field in schema.model_fields.items():
             if name in (field_name, field.alias):
-                schema = _section(field.annotation) or schema
+                schema = schema_of(field.annotation) or schema
     return schema
 
 
-def _section(annotation: Any) -> type[_Strict] | None:
+def schema_of(annotation: Any) -> type[_Strict] | None:
     """The schema in an annotation, which may be inside `dict[str, …] | None`."""
     if get_origin(annotation) is None:
         return annotation if isinstance(annotation, type) and issubclass(annotation, _Strict) else None
-    return next((found for part in get_args(annotation) if (found := _section(part)) is not None), None)
+    return next((found for part in get_args(annotation) if (found := schema_of(part)) is not None), None)
 
 
 def known_keys(schema: type[_Strict]) -> list[str]:
-    names = [field.alias or name for name, field in schema.model_fields.items()]
-    own = {name for name, field in schema.model_fields.items() if not name.endswith("_")}
-    aliases = [key for key, name in ALIASES.items() if name in own] if issubclass(schema, AlgorithmConfig) else []
-    return sorted({*names, *own, *aliases})
+    """Every spelling of every key of a section, for people."""
+    names = _names(schema) - {"lambda_"}
+    kind = next((s for s, there in _SECTIONS.items() if there is schema), "")
+    if issubclass(schema, AlgorithmConfig):
+        kind = spellings.CONFIG
+    renamed = spellings.RENAMED.get(kind, {}) if kind or schema is ExperimentConfig else {}
+    translated = spellings.TRANSLATED.get(kind, {}) if renamed else {}
+    return sorted(names | {key for key, name in renamed.items() if name in names and key != "lambda_"} | set(translated))
 
 
-# -- YAML and the command line ------------------------------------------------------------------------------------------
+# -- files and the command line -----------------------------------------------------------------------------------------
 
 _MAX_YAML_BYTES = 1 << 20
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses duplicate keys and aliases (a bomb needs them), and reads 3e-4 as a number."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-            raise ConfigError(f"line {line}: YAML aliases (*name) are not read.", "Write it out.")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not a word.")
-            if key in seen:
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice.", "Keep one.")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML lets the last four out for a date that is none, !!bool maybe, !!timestamp soon, and [[[[…
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{source}, {error.message}", error.hint) from error
 
 
 def load_experiments(path: Path) -> dict[str, dict[str, Any]]:
-    """The experiments of a YAML file, by name, unchecked. Raises ConfigError."""
+    """The experiments of a YAML file, by name, unchecked. Raises ConfigError.
+
+    What has a name that begins with a dot is none: a place for values that others refer to by alias.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            read = file.read(_MAX_YAML_BYTES + 1)
+        text = read.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text.") from error
-    if len(text) > _MAX_YAML_BYTES:
+        if len(read) <= _MAX_YAML_BYTES:
+            raise ConfigError(f"{path} is not UTF-8 text.", "Save it as UTF-8.") from error
+    if len(read) > _MAX_YAML_BYTES:
         raise ConfigError(f"{path} has more than {_MAX_YAML_BYTES} bytes; that is no experiment.")
     data = parse_yaml(text, str(path))
+    if (
+        isinstance(data, dict)
+        and isinstance(data.get("env"), str)
+        and not any(isinstance(v, dict) and "env" in v for v in data.values())
+    ):
+        raise ConfigError(
+            f"{path} does not hold an experiment by name.", "Write  my-experiment:  in the first line, and indent the rest."
+        )
+    if isinstance(data, dict):
+        data = {name: value for name, value in data.items() if not name.startswith(".")}
     if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()) or not data:
         raise ConfigError(f"{path} does not hold an experiment.", "The layout is  <name>: {env: …, run: …, stop: …, config: …}")
     return data
@@ -608,7 +814,7 @@ def override(data: dict[str, Any], assignment: str) -> None:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {assignment!r} is not of the form path.to.key=VALUE.")
-    if keys[0] not in ExperimentConfig.model_fields:
+    if spellings.present(spellings.EXPERIMENT, keys[0]) not in ExperimentConfig.model_fields:
         keys.insert(0, "config")
     for key in keys[:-1]:
         if data.get(key) is None:  # absent, or a section left empty in the YAML
@@ -616,24 +822,29 @@ def override(data: dict[str, Any], assignment: str) -> None:
         data = data[key]
         if not isinstance(data, dict):
             raise ConfigError(f"--set {assignment!r}: {key!r} is not a section.")
-    if len(keys) == 2 and keys[0] == "config":  # another spelling of the same key gives way
-        name = ALIASES.get(keys[1], keys[1])
-        for other in [key for key in data if ALIASES.get(key, key) == name]:
-            del data[other]
+    give_way(data, ".".join(keys[:-1]), [keys[-1]])
     data[keys[-1]] = parse_yaml(text, f"--set {path}")
 
 
+def give_way(data: dict[str, Any], section: str, keys: Iterable[str]) -> None:
+    """Remove all spellings of these keys from a section, in place."""
+    names = {spellings.present(section, key) for key in keys}
+    for other in [key for key in data if spellings.present(section, key) in names]:
+        del data[other]
+
+
 def stop_values(pairs: list[str]) -> dict[str, Any]:
-    """`KEY=VALUE` of --stop. Numbers only."""
+    """`KEY=VALUE` of --stop, numbers only; or all of them as one `{"key": value, …}`."""
     out: dict[str, Any] = {}
     for pair in pairs:
-        key, equals, text = pair.partition("=")
-        value = parse_yaml(text, f"--stop {key}")
-        if not equals or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
-            raise ConfigError(f"--stop {pair!r} is not of the form KEY=NUMBER.")
-        out[key.strip()] = value
+        if pair.lstrip().startswith("{"):
+            found = parse_yaml(pair, "--stop")
+            items = list(found.items()) if isinstance(found, dict) else []
+        else:
+            key, equals, text = pair.partition("=")
+            items = [(key.strip(), parse_yaml(text, f"--stop {key}"))] if equals else []
+        for key, value in items or [("", None)]:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+                raise ConfigError(f"--stop {pair!r} is not of the form KEY=NUMBER.")
+            out[key] = value
     return out
-
-
-def dump_yaml(data: Any) -> str:
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

@@ -111,14 +111,16 @@ class Csv:
         self._columns: list[str] = []
         self._last: dict[str, Any] = {}
         self._row_at = 0
+        self._begins = True
         self._file: IO[str] | None = None
         self._rewrite()
 
     def write(self, numbers: Numbers) -> None:
         row = {name: _plain(value) for name, value in numbers.items()} | {"incarnation": self._incarnation}
-        again = bool(self._last) and row.get("iterations") == self._last.get("iterations")
+        again = not self._begins and row.get("iterations") == self._last.get("iterations")
         self._last = self._last | row if again else row
-        if not self._last.keys() <= set(self._columns):
+        if self._begins or not self._last.keys() <= set(self._columns):  # a resumed run begins before where it was killed
+            self._begins = False
             self._rewrite()
             return
         with _written(self._path):
@@ -194,20 +196,23 @@ class TensorBoard:
             if self._writer is None:
                 return
             for path in self._pictures():
-                self.picture(path)
+                self.picture(path.read_bytes(), f"{path.parent.name}/{path.stem}", self._step)
             if self._settings:
                 self._add(_session_end(self._status()))
             self._writer.close()
 
-    def picture(self, path: Path) -> None:
-        """Show a PNG or a (moving) GIF."""
+    def picture(self, data: bytes, tag: str, step: int) -> None:
+        """Show a PNG or a (moving) GIF; anything else is left out."""
+        if not data.startswith((b"\x89PNG", b"GIF8")) or len(data) < 24:
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        data = path.read_bytes()
         width, height = _size(data)
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
-        self._open()
-        self._add(Summary(value=[Summary.Value(tag=f"{path.parent.name}/{path.stem}", image=image)]))
+        with _written(self._directory):
+            self._open()
+            self._step = step
+            self._add(Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()

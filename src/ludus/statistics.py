@@ -132,7 +132,7 @@ def _quantiles(means: Values, low: float, high: float) -> tuple[float, float]:
 def _tail(n: int, confidence: float) -> float:
     """The probability outside on one side, for `n` values."""
     wide = math.sqrt(n / (n - 1)) * student_quantile(0.5 + confidence / 2, n - 1)
-    return _NORMAL.cdf(-wide)
+    return max(1e-12, _NORMAL.cdf(-wide))  # of two values it is zero, and beyond the outermost mean in any case
 
 
 def student_quantile(p: float, freedom: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from typing import Any
 
 import gymnasium as gym
@@ -10,7 +12,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from ludus.actor.evaluate import Score, play
+from ludus.actor.evaluate import EPISODE_STEPS, Score, longest_episode, play, shares, undisturbed
 from ludus.game.environment import Environments, LoopEnvironments, VectorEnvironments
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -76,9 +78,74 @@ def test_recurrent_state_begins_anew_with_every_episode(mode: AutoresetMode | No
     assert len(after_first) == 1
 
 
-def test_an_environment_that_never_ends_is_given_up() -> None:
-    score = played(rows(None, 10**9), 2, max_steps=30)
-    assert (score.returns, score.complete) == ((), False)
+@pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_an_episode_that_never_ends_is_cut_and_counts_as_it_is(mode: AutoresetMode | None) -> None:
+    score = played(rows(mode, 10**9, 4), 5, max_steps=30)
+    assert (score.returns, score.lengths) == ((30.0, 4.0, 4.0), (30, 4, 4)), "its row plays no further one"
+    assert (score.cut, score.complete) == (1, True)
+
+
+@pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_an_environment_that_ends_at_once_is_scored(mode: AutoresetMode | None) -> None:
+    score = played(rows(mode, 1, 1), 7)
+    assert (score.lengths, score.returns, score.cut) == ((1,) * 7, (1.0,) * 7, 0)
+    assert score.interval == (1.0, 1.0)
+
+
+def test_the_bound_on_an_episode_gives_way_to_what_the_environment_allows() -> None:
+    assert longest_episode("CartPole-v1") == EPISODE_STEPS
+    gym.register("VeryLong-v0", entry_point="tests.games:remember_and_aim", max_episode_steps=10**6)
+    try:
+        assert longest_episode("VeryLong-v0") == 10**6
+    finally:
+        del gym.registry["VeryLong-v0"]
+    assert longest_episode("tests.games:remember_and_aim") == EPISODE_STEPS
+
+
+class Shown(Steps):
+    """Pays what it is told to do, for eight steps; its seed is what it shows."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.full(1, (seed or 0) % 7, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen, _, *rest = super().step(action)
+        return seen, float(action) * 2.0**self.t, *rest
+
+
+def test_a_row_plays_the_same_whoever_plays_beside_it() -> None:
+    """So that any number of processes may share an evaluation."""
+    torch.manual_seed(0)
+    policy = Policy(Shown(8).observation_space, Shown(8).action_space)
+
+    def score(first: int, count: int) -> Score:
+        with policy.acting():
+            quota = shares(13, 4)[first : first + count]
+            return play(
+                policy, LoopEnvironments("shown", [Shown(8) for _ in range(count)]), quota, 50 + first, deterministic=False
+            )
+
+    together, apart = score(0, 4), [score(0, 1), score(1, 2), score(3, 1)]
+    assert len(together.returns) == 13
+    assert together.returns == sum((part.returns for part in apart), ())
+    assert len(set(together.returns)) > 3, "the noise is not the same for all"
+
+
+def test_nothing_that_is_drawn_in_an_evaluation_is_missed_outside() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
+    expected = [draw(), draw()]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
+    before = draw()
+    with contextlib.suppress(ValueError), undisturbed():
+        draw()
+        raise ValueError("the environment failed")
+    assert [before, draw()] == expected
 
 
 def test_an_evaluation_can_be_interrupted() -> None:

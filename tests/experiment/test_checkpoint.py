@@ -208,6 +208,19 @@ def test_a_checkpoint_of_another_environment_or_network_is_refused_and_changes_n
     assert other.optimizer.updates == 0
 
 
+def test_a_checkpoint_from_before_a_setting_existed_still_fits(store: LocalStore) -> None:
+    write(store)
+    state = json.loads(store.get("checkpoints/000001/state.json"))
+    described = state["models"]["model"]["description"]
+    del described["kind"]
+    for later in ("dueling", "custom_model", "custom_model_config", "log_std_init"):
+        del described["network"][later]
+    rewrite(store, "000001", {"state.json": json.dumps(state).encode()})
+    algorithm, found = make_ppo(9), checkpoint.read(store, "000001")
+    found.restore("model", algorithm)
+    assert same(algorithm.policy.weights(), found.policy("model").weights())
+
+
 def test_a_model_that_is_not_in_the_checkpoint_is_refused_with_those_that_are(store: LocalStore) -> None:
     write(store)
     found = checkpoint.read(store, "000001")

@@ -11,7 +11,7 @@ import numpy as np
 
 from ludus.memory.memory import MemoryStats, Waiting
 from ludus.tree import Array, map_tree
-from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments
+from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Ints, Segments
 
 
 def joined(parts: Sequence[Segments]) -> Segments:
@@ -37,6 +37,16 @@ def join_into(batch: Segments, parts: Sequence[Segments]) -> None:
         row += part.rows
     batch.episode_return = np.concatenate([part.episode_return for part in parts])
     batch.episode_length = np.concatenate([part.episode_length for part in parts])
+
+
+def rows_in_turn(origin: Ints) -> list[Ints]:
+    """Rows of one origin follow each other in time, as collated segments do: groups in which every origin is there once."""
+    count = np.arange(len(origin))
+    order = np.argsort(origin, kind="stable")
+    begins = np.diff(origin[order], prepend=origin[order[:1]] - 1) != 0
+    turn = np.empty_like(count)
+    turn[order] = count - np.maximum.accumulate(np.where(begins, count, 0))
+    return [np.flatnonzero(turn == number) for number in range(int(turn.max(initial=-1)) + 1)]
 
 
 def put_rows(batch: Segments, part: Segments, row: int) -> None:

@@ -54,8 +54,8 @@ class SumTree:
         for level in self._levels:
             weights = level[node]
             sums = np.cumsum(weights, axis=1)
-            last = (sums < sums[:, -1:]).sum(axis=1)  # the last child of any weight: rounding must not lead beyond it
-            child = np.minimum((sums <= rest[:, None]).sum(axis=1), last)
-            rest = rest - (sums[rows, child] - weights[rows, child])
+            rest = np.minimum(rest, np.nextafter(sums[:, -1], 0.0))  # rounding must not lead beyond the last child of any weight
+            child = (sums > rest[:, None]).argmax(axis=1)  # the first one
+            rest = np.maximum(rest - (sums[rows, child] - weights[rows, child]), 0.0)
             node = node * _FAN + child
         return node

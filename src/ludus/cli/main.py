@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("new")(new.new)
-app.command("train")(train.train)
+app.command("train", cls=train.TrainCommand)(train.train)
 app.command("tune")(tune.tune)
 app.add_typer(presets.app, name="presets")
 app.add_typer(config.app, name="config")

@@ -7,9 +7,20 @@ from typing import Annotated
 
 import typer
 
-from ludus.errors import UsageError
 
-
-def new(directory: Annotated[Path, typer.Argument(help="Is made; may not exist yet.")]) -> None:
+def new(
+    directory: Annotated[Path, typer.Argument(help="Where the project goes; nothing in it is overwritten.")],
+    env: Annotated[
+        str | None,
+        typer.Option(
+            help="Train on this environment, a Gymnasium id or module:function, instead of one of its own.", show_default=False
+        ),
+    ] = None,
+) -> None:
     """Begin a project: environment, model, experiment and test."""
-    raise UsageError(f"There is nothing to put into {directory} yet.")
+    from ludus.cli.display import here, say
+    from ludus.experiment.project import scaffold
+
+    for path in scaffold(directory, env):
+        say(f"wrote  {path}")
+    say(f"then   cd {directory} && {here('ludus')} train -f experiment.yaml")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ludus.errors import LudusError, NotFound
+
+if TYPE_CHECKING:
+    from ludus.experiment.compare import Comparison, Standing
 
 app = typer.Typer(help="List, inspect, compare and plot runs.", no_args_is_help=True)
 
 Directories = Annotated[
     list[Path] | None, typer.Argument(help="Runs, or directories of runs. [default: runs]", show_default=False)
 ]
+Metric = Annotated[str, typer.Option(help="Any name in metrics.jsonl, e.g. evaluation/return_mean.")]
+Over = Annotated[str, typer.Option(help="timesteps, iterations, episodes or time_s.")]
+Smoothing = Annotated[float, typer.Option(help="Moving average: 0 = none, 0.9 = of about ten points.")]
+METRIC = "episode_return_mean"
+_ALL_PAIRS = 5
 
 
 @app.command("list")
@@ -25,24 +34,52 @@ def list_runs(directories: Directories = None, as_json: Annotated[bool, typer.Op
 
 
 @app.command()
-def compare(directories: Directories = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Runs side by side, best first, with the settings in which they differ."""
+def compare(
+    directories: Directories = None,
+    group_by: Annotated[
+        str, typer.Option(metavar="KEY,…", help="name, env, algorithm, lr, config.model.core …; auto: all but the seed.")
+    ] = "auto",
+    metric: Metric = METRIC,
+    over: Over = "timesteps",
+    at: Annotated[
+        str, typer.Option(metavar="last|best|NUMBER", help="The last tenth, the highest value, or after so many timesteps.")
+    ] = "last",
+    out: Annotated[Path, typer.Option(help="The PNG.")] = Path("compare.png"),
+    smoothing: Smoothing = 0.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Runs side by side with the settings in which they differ, and groups of seeds: mean, interval, and whether they differ."""
+    from ludus.experiment import compare as comparing
+    from ludus.experiment.plot import curves, draw
+
     runs = _found(directories)
     rows = [_summary(run) | settings for run, settings in zip(runs, _differences(runs), strict=True)]
     rows.sort(key=lambda row: (row["best"] is None, -(row["best"] or 0.0)))
-    _print_table(rows, as_json)
+    try:
+        groups = comparing.grouped(curves(runs, metric, over), group_by)
+    except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
+        _print_comparison(rows, None, [str(error)], None, as_json)
+        return
+    result = comparing.compared(groups, at)
+    title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
+    picture = draw({g.label: g.curves for g in groups}, out, metric, over, smoothing, title)
+    notes = list(result.notes)
+    if len(groups) == 1 and group_by == comparing.AUTO:
+        notes.append("all runs have the same settings but for their seed; --group-by name compares experiments")
+    _print_comparison(rows, result, notes, picture, as_json)
 
 
 @app.command()
 def show(directory: Annotated[Path, typer.Argument(help="A run.")]) -> None:
     """One run in full: configuration, provenance, last numbers, checkpoints."""
     from ludus.experiment import checkpoint
-    from ludus.experiment.run import Run
+    from ludus.experiment.run import Run, is_script
     from ludus.metrics import read_jsonl
 
-    run = Run.open(directory)
+    run = Run(directory) if is_script(directory) else Run.open(directory)
     rows = read_jsonl(run.metrics_path)
-    print((directory / "config.yaml").read_text(encoding="utf-8"))
+    if not is_script(directory):
+        print((directory / "config.yaml").read_text(encoding="utf-8"))
     print(json.dumps({"meta": run.meta(), "last": rows[-1] if rows else None}, indent=1))
     print(json.dumps({"checkpoints": checkpoint.names(run.store), "best": checkpoint.best_name(run.store)}))
 
@@ -51,50 +88,61 @@ def show(directory: Annotated[Path, typer.Argument(help="A run.")]) -> None:
 def plot(
     directories: Directories = None,
     out: Annotated[Path, typer.Option(help="The PNG.")] = Path("curves.png"),
-    metric: Annotated[str, typer.Option(help="Any name in metrics.jsonl.")] = "episode_return_mean",
-    over: Annotated[str, typer.Option(help="timesteps, iterations, episodes or time_s.")] = "timesteps",
+    metric: Metric = METRIC,
+    over: Over = "timesteps",
+    group_by: Annotated[
+        str | None,
+        typer.Option(metavar="KEY,…", help="auto: seeds together; name, env, lr … [default: every run]", show_default=False),
+    ] = None,
+    smoothing: Smoothing = 0.0,
 ) -> None:
-    """Learning curves of several runs in one PNG."""
-    from ludus.experiment.plot import plot as draw
+    """Learning curves of several runs in one PNG; of groups of them, with mean and interval."""
+    from ludus.experiment import compare as comparing
+    from ludus.experiment import plot as plotting
 
-    print(draw(_found(directories), out, metric, over))
+    runs = _found(directories)
+    if group_by is None:
+        print(plotting.plot(runs, out, metric, over, smoothing))
+        return
+    groups = comparing.grouped(plotting.curves(runs, metric, over), group_by)
+    print(plotting.draw({group.label: group.curves for group in groups}, out, metric, over, smoothing))
 
 
 def _found(directories: list[Path] | None) -> list[Path]:
     from ludus.experiment.run import find_runs
 
     asked = directories or [Path("runs")]
-    runs = [run for directory in asked for run in find_runs(directory) if _readable(run)]
+    found = dict.fromkeys(run for directory in asked for run in find_runs(directory))  # one named twice is one run
+    runs = [run for run in found if _readable(run)]
     if not runs:
         raise NotFound(f"No runs in {', '.join(map(str, asked))}.", "`ludus train CartPole-v1` makes one.")
     return runs
 
 
 def _readable(run: Path) -> bool:
-    from ludus.experiment.run import Run
+    from ludus.experiment.run import Run, is_script
 
     try:
-        Run(run).config()
+        return is_script(run) or bool(Run(run).config())
     except LudusError as error:
         print(f"left out: {error}", file=sys.stderr)
         return False
-    return True
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    from ludus.experiment.run import Run
+    from ludus.experiment.compare import settings_of
+    from ludus.experiment.status import look
     from ludus.metrics import read_jsonl
 
-    opened = Run(run)
-    config = opened.config()
+    settings = settings_of(run)
     rows = read_jsonl(run / "metrics.jsonl")
     means = [row["episode_return_mean"] for row in rows if row.get("episode_return_mean") is not None]
     last = rows[-1] if rows else {}
     return {
         "run": str(run),
-        "env": config["env"],
-        "algorithm": config["run"],
-        "status": opened.meta().get("status"),
+        "env": settings["env"],
+        "algorithm": settings["run"],
+        "status": look(run).state,
         "timesteps": last.get("timesteps"),
         "return": means[-1] if means else None,
         "best": max(means) if means else None,
@@ -105,19 +153,49 @@ def _summary(run: Path) -> dict[str, Any]:
 
 def _differences(runs: list[Path]) -> list[dict[str, Any]]:
     """The settings that are not the same in all runs."""
-    from ludus.experiment.run import Run
+    from ludus.experiment.compare import all_settings, differing
 
-    flat = [_flat(Run(run).config().get("config", {})) for run in runs]
-    keys = sorted({key for settings in flat for key in settings})
-    differing = [key for key in keys if len({json.dumps(settings.get(key)) for settings in flat}) > 1]
-    return [{key: settings.get(key) for key in differing} for settings in flat]
+    settings = all_settings(runs)
+    keys = [key for key in differing(settings) if key.startswith("config.")]
+    return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out
+def _print_comparison(
+    rows: list[dict[str, Any]], result: Comparison | None, notes: list[str], picture: Path | None, as_json: bool
+) -> None:
+    if as_json:
+        judged = {"groups": [], "differences": []} if result is None else result.to_json()
+        print(json.dumps({"runs": rows, **judged, "notes": notes, "picture": None if picture is None else str(picture)}))
+        return
+    _print_table(rows, as_json=False)
+    if result is not None:
+        print()
+        _print_table([_standing(s) for s in result.standings], as_json=False)
+        print()
+        best = result.standings[0].label
+        few = len(result.standings) <= _ALL_PAIRS
+        for verdict in result.verdicts:
+            if few or verdict.a == best:
+                print(verdict.said)
+        if not few:
+            print(f"({len(result.verdicts)} comparisons were made and corrected for; --json has them all)")
+    for note in notes:
+        print(f"note: {note}")
+    if picture is not None:
+        print(picture)
+
+
+def _standing(s: Standing) -> dict[str, Any]:
+    numbers = {"mean": s.mean, "from": s.low, "to": s.high, "std": s.std}
+    shown = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+    return {
+        "group": s.label,
+        "n": s.n,
+        "mean": shown["mean"],
+        "95 %: from": shown["from"],
+        "to": shown["to"],
+        "std": shown["std"],
+    }
 
 
 def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -127,7 +205,9 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = [name for name in rows[0] if name != "run"] + ["run"]  # the longest last, where it may break
+    names = list(rows[0])
+    if "run" in names:
+        names = [*(name for name in names if name != "run"), "run"]  # the longest last, where it may break
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in names:
         number = any(isinstance(row[name], (int, float)) for row in rows)
@@ -140,10 +220,6 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
-    return (
-        f"{value:,.1f}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

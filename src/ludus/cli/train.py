@@ -4,182 +4,436 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperCommand
 
-from ludus.errors import UsageError
+from ludus.cli import options as o
+from ludus.errors import LudusError, UsageError
 
 if TYPE_CHECKING:
     from ludus.experiment.experiment import Result
+    from ludus.experiment.parts import ClusterOptions
+
+Experiments = dict[str, dict[str, Any]]
+NEWEST = "newest"
+"""What --resume means when no directory follows."""
+
+
+class TrainCommand(TyperCommand):
+    """`--resume` may stand alone, as it did in older trainers."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        out: list[str] = []
+        for at, word in enumerate(args):
+            alone = word == "--resume" and (at + 1 == len(args) or args[at + 1].startswith("-"))
+            out += ["--resume", NEWEST] if alone else [word]
+        return super().parse_args(ctx, out)
 
 
 def train(
-    env: Annotated[str | None, typer.Argument(help="Environment: a Gymnasium id or module:function.", show_default=False)] = None,
-    file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="A YAML file with one experiment.", show_default=False)
-    ] = None,
-    env_option: Annotated[str | None, typer.Option("--env", "--name-env", help="The same as ENV.", show_default=False)] = None,
-    run: Annotated[str | None, typer.Option(help="Algorithm, or module:Class. [default: PPO]", show_default=False)] = None,
-    num_envs: Annotated[int | None, typer.Option(help="Environments stepped together.", show_default=False)] = None,
-    num_workers: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Sampling processes; 0 = this one.", show_default=False)
-    ] = None,
-    num_learners: Annotated[int | None, typer.Option(help="Processes that share every gradient.", show_default=False)] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            "--ray-address",
-            metavar="HOST:PORT|auto|local",
-            help="Sample on all machines of this Ray cluster; local starts one here. [RAY_ADDRESS, ip_head]",
-            show_default=False,
-        ),
-    ] = None,
-    ray_num_cpus: Annotated[int | None, typer.Option(help="Of a Ray that is started here.", show_default=False)] = None,
-    ray_object_store_memory: Annotated[
-        int | None, typer.Option(help="Bytes; of a Ray that is started here.", show_default=False)
-    ] = None,
-    num_cpus: Annotated[int | None, typer.Option(help="Cores that this process may use.", show_default=False)] = None,
-    num_gpus: Annotated[float | None, typer.Option(help="Accelerators for the learner.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same run.", show_default=False)] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="timesteps, episode_return_mean, iterations or time_s; repeatable.", show_default=False
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key, e.g. config.lr=1e-3 or model.use_lstm=true; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    local_dir: Annotated[Path, typer.Option(help="Where runs go.")] = Path("runs"),
-    project: Annotated[Path | None, typer.Option(help="With --trial: the run is DIR/NAME.", show_default=False)] = None,
-    trial: Annotated[str | None, typer.Option(help="Name of the run inside --project.", show_default=False)] = None,
-    checkpoint_freq: Annotated[int | None, typer.Option(help="Checkpoint every N iterations.", show_default=False)] = None,
-    checkpoint_at_end: Annotated[
-        bool | None,
-        typer.Option(
-            "--checkpoint-at-end/--no-checkpoint-at-end", help="Checkpoint when it ends (the default).", show_default=False
-        ),
-    ] = None,
-    keep_checkpoints_num: Annotated[int | None, typer.Option(help="Keep the newest N, and the best.", show_default=False)] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory.", show_default=False)] = None,
-    restore: Annotated[str | None, typer.Option(help="Start a new run from this checkpoint.", show_default=False)] = None,
-    local_mode: Annotated[bool, typer.Option("--local-mode", help="Everything in this process, for debugging.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Log everything; show tracebacks.")] = False,
+    env: o.Env = None,
+    file: o.File = None,
+    preset: o.Preset = None,
+    experiment: o.OneExperiment = None,
+    env_option: o.EnvOption = None,
+    run: o.Algorithm = None,
+    stop: o.Stop = None,
+    num_envs: o.NumEnvs = None,
+    num_workers: o.NumWorkers = None,
+    num_cpus: o.NumCpus = None,
+    num_gpus: o.NumGpus = None,
+    num_learners: o.NumLearners = None,
+    num_samples: o.NumSamples = None,
+    seed: o.Seed = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    experiment_name: o.ExperimentName = None,
+    local_dir: o.LocalDir = Path("runs"),
+    temp_dir: o.TempDir = None,
+    project: o.Project = None,
+    trial: o.Trial = None,
+    checkpoint_freq: o.CheckpointFreq = None,
+    checkpoint_at_end: o.CheckpointAtEnd = None,
+    keep_checkpoints_num: o.KeepCheckpoints = None,
+    resume: o.Resume = None,
+    restore: o.Restore = None,
+    local_mode: o.LocalMode = False,
+    quiet: o.Quiet = False,
+    json_: o.Json = False,
+    verbose: o.Verbose = 0,
+    debug: o.Debug = False,
+    address: o.Address = None,
+    ray_num_cpus: o.RayNumCpus = None,
+    ray_num_gpus: o.RayNumGpus = None,
+    ray_num_nodes: o.RayNumNodes = None,
+    ray_object_store_memory: o.RayMemory = None,
+    checkpoint_score_attr: o.ScoreAttr = None,
+    upload_dir: o.UploadDir = None,
+    resources_per_trial: o.ResourcesPerTrial = None,
+    redis_password: o.RedisPassword = None,
+    queue_trials: o.QueueTrials = False,
+    torch: o.Torch = False,
+    eager: o.Eager = False,
+    trace: o.Trace = False,
+    no_ray_ui: o.NoRayUi = False,
 ) -> None:
     """Train an agent. Ctrl-C saves a checkpoint and stops."""
+    _log(2 if debug else verbose)
+    voice = _Voice(quiet, json_)
+    older = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}
+    voice.notices(older | {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None})
+    _refuse(ray_num_nodes, upload_dir, checkpoint_score_attr)
+    _use_temp_dir(temp_dir)
+
     from ludus import config as configs
 
-    if debug:
-        logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     stops = configs.stop_values(stop or [])
-    if resume is not None:
-        fixed = {
-            "ENV": env or env_option, "-f": file, "--run": run, "--restore": restore, "--set": set_, "--seed": seed,
-            "--num-envs": num_envs, "--num-workers": num_workers, "--num-learners": num_learners, "--num-cpus": num_cpus, "--num-gpus": num_gpus,
-            "--project": project, "--trial": trial, "--checkpoint-freq": checkpoint_freq,
-            "--checkpoint-at-end": checkpoint_at_end, "--keep-checkpoints-num": keep_checkpoints_num,
-        }  # fmt: skip
-        given = [name for name, value in fixed.items() if value is not None]
-        if given:
-            raise UsageError(
-                f"--resume continues a run as it is configured; {', '.join(given)} cannot be changed.",
-                "Use --restore to start a new run from it.",
-            )
-    data = {} if resume is not None else experiment_from(
-        file, env or env_option, run, set_ or [], stops,
-        {"num_envs_per_worker": num_envs, "num_workers": 0 if local_mode else _workers(num_workers), "num_learners": 0 if local_mode else num_learners, "torch_threads": num_cpus, "learner_threads": num_cpus, "num_gpus": num_gpus, "seed": seed},
-        {"checkpoint_freq": checkpoint_freq, "checkpoint_at_end": checkpoint_at_end, "keep_checkpoints_num": keep_checkpoints_num},
-    )  # fmt: skip
-    from ludus.cli.display import Display, say
-
-    if not quiet:
-        say("starting …", to_stderr=json_)
-    from ludus.experiment import experiment
-
-    def announce(sentence: str) -> None:
-        if not quiet:
-            say(sentence, to_stderr=json_)
-
-    cluster = None if local_mode else experiment.cluster_of(address, ray_num_cpus, ray_object_store_memory)
-    with Display(quiet=quiet, to_stderr=json_) as display:
-        told: dict[str, Any] = {"sinks": [display], "announce": announce, "cluster": cluster}
-        if resume is not None:
-            result = experiment.resume(resume, stop=stops, **told)
-        else:
-            result = experiment.start(data, local_dir=local_dir, project=project, trial=trial, restore=restore, **told)
-    _conclude(result, quiet=quiet, as_json=json_)
+    workers = _workers(num_workers, num_cpus)
+    own = {"num_envs_per_worker": num_envs, "num_learners": num_learners, "num_gpus": num_gpus, "seed": seed}
+    settings = own | {"num_workers": workers} | ({"num_workers": 0, "num_learners": 0} if local_mode else {})
+    top = {
+        "run": run, "num_samples": num_samples, "checkpoint_freq": checkpoint_freq, "checkpoint_at_end": checkpoint_at_end,
+        "keep_checkpoints_num": keep_checkpoints_num,
+    }  # fmt: skip
+    ray = (None if local_mode else address, ray_num_cpus, ray_object_store_memory)
+    if resume is not None and resume != NEWEST:
+        given = {
+            "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--set": set_, "--config": config,
+            "--num-cpus": num_cpus, "--num-workers": num_workers, "--project": project, "--trial": trial,
+        } | {_option(key): value for key, value in (top | own).items()}  # fmt: skip
+        _resume_one(Path(resume), given, stops, _Starter(voice, ray))
+        return
+    top["env"] = env or env_option
+    source = _source(file, preset)
+    found = experiments_from(source, experiment, experiment_name, top, stops, settings, _mapping("--config", config), set_ or [])
+    starter = _Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST)
+    starter.run_all(found, source, _mapping("--resources-per-trial", resources_per_trial))
 
 
-def _workers(given: str | None) -> int | str | None:
-    return int(given) if given is not None and given.isdigit() else given
+# -- options ------------------------------------------------------------------------------------------------------------
+
+_NOTES = {
+    "--queue-trials": "trials always wait until there is room",
+    "--torch": "networks are always PyTorch's",
+    "--eager": "it is of TensorFlow, and networks are PyTorch's",
+    "--trace": "it is of TensorFlow, and networks are PyTorch's",
+    "--no-ray-ui": "no dashboard is ever started",
+    "--redis-password": "Ray has no such password any more; a cluster lets in whoever has its token",
+    "--ray-num-gpus": "a Ray that is started here finds the GPUs of this machine by itself",
+}
 
 
-def experiment_from(
-    file: Path | None,
-    env: str | None,
-    run: str | None,
-    overrides: list[str],
-    stop: dict[str, Any],
-    settings: dict[str, Any],
-    top: dict[str, Any],
-) -> dict[str, Any]:
-    """The experiment that the options describe: the file first, then single options, then --set."""
+class _Voice:
+    """What is said to people, where they read it."""
+
+    def __init__(self, quiet: bool, as_json: bool) -> None:
+        self.quiet, self.as_json = quiet, as_json
+
+    def __call__(self, sentence: str) -> None:
+        from ludus.cli.display import say
+
+        if not self.quiet:
+            say(sentence, to_stderr=self.as_json)
+
+    def notices(self, given: Mapping[str, bool]) -> None:
+        for option, is_given in given.items():
+            if is_given:
+                self(f"{option} changes nothing: {_NOTES[option]}.")
+
+
+def _log(level: int) -> None:
+    if level:
+        chosen = logging.DEBUG if level > 1 else logging.INFO
+        logging.basicConfig(level=chosen, format="%(levelname)s %(name)s: %(message)s")
+
+
+def _refuse(nodes: int | None, upload_dir: str | None, score: str | None) -> None:
+    if nodes is not None and nodes > 1:
+        raise UsageError(
+            f"--ray-num-nodes {nodes}: nodes that are only emulated have no more cores than this machine.",
+            "Leave it out and set --num-workers; for several machines name their cluster: --address HOST:PORT.",
+        )
+    if upload_dir is not None:
+        raise UsageError(
+            f"--upload-dir {upload_dir}: runs are not copied while they train.",
+            "Give --local-dir a disk that all machines share, or copy the directory of the run afterwards.",
+        )
+    from ludus import spellings
+
+    foreign = spellings.FOREIGN[spellings.EXPERIMENT]["checkpoint_score_attr"]
+    if score is not None and not foreign.says_the_same(score):
+        raise UsageError(f"--checkpoint-score-attr {score} {foreign.why}")
+
+
+def _use_temp_dir(directory: Path | None) -> None:
+    """For this process and all that it starts."""
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(f"--temp-dir {directory} cannot be written: {error.strerror}.") from error
+    os.environ["TMPDIR"] = str(directory.resolve())
+    tempfile.tempdir = None  # looked up again when it is next asked for
+
+
+def _workers(workers: str | None, cpus: int | None) -> int | str | None:
+    if cpus is not None and workers is not None and workers != str(cpus):
+        raise UsageError(f"--num-cpus is {cpus} and --num-workers is {workers}; they mean the same.", "Keep one.")
+    if cpus is not None:
+        return cpus
+    return int(workers) if workers is not None and workers.isdigit() else workers
+
+
+def _mapping(option: str, text: str | None) -> dict[str, Any]:
+    """JSON, or YAML, which contains it."""
+    if text is None:
+        return {}
+    from ludus.config import parse_yaml
+
+    found = parse_yaml(text, option)
+    if not isinstance(found, dict):
+        raise UsageError(f"{option} {text!r} is not of the form {{key: value, …}}.")
+    return found
+
+
+def _option(key: str) -> str:
+    return {"num_envs_per_worker": "--num-envs"}.get(key, "--" + key.replace("_", "-"))
+
+
+def _source(file: Path | None, preset: str | None) -> Path | None:
+    """The file with the experiments."""
+    if preset is None:
+        return file
+    if file is not None:
+        raise UsageError(f"-f {file} and -p {preset} both name an experiment.", "Keep one.")
+    if preset.endswith((".yaml", ".yml")) or Path(preset).is_file():
+        return Path(preset)
+    from ludus.experiment.gallery import preset as find
+
+    return find(preset)
+
+
+def experiments_from(
+    source: Path | None,
+    one: str | None,
+    called: str | None,
+    top: Mapping[str, Any],
+    stop: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+) -> Experiments:
+    """The experiments that the options describe: the file first, then --config, then single options, then --set."""
     from ludus import config as configs
 
-    data: dict[str, Any] = {}
-    if file is not None:
-        experiments = configs.load_experiments(file)
-        if len(experiments) > 1:
-            raise UsageError(f"{file} holds {len(experiments)} experiments; this version runs one.", "Split the file.")
-        ((name, found),) = experiments.items()
-        data = {"name": name, **found}
-    if env is not None:
-        data["env"] = env
-    if run is not None:
-        data["run"] = run
-    if "env" not in data:
-        raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
-    if stop:
-        data["stop"] = stop
-    data |= {key: value for key, value in top.items() if value is not None}
-    given = {key: value for key, value in settings.items() if value is not None}
-    inner = {k: v for k, v in (data.get("config") or {}).items() if configs.ALIASES.get(k, k) not in given}
-    data["config"] = inner | given
-    for assignment in overrides:
-        configs.override(data, assignment)
-    return data
+    found: Experiments = configs.load_experiments(source) if source is not None else {called or "default": {}}
+    if one is not None:
+        if one not in found:
+            from ludus.plugins import did_you_mean
+
+            raise UsageError(f"There is no experiment {one!r} in {source}.", did_you_mean(one, found))
+        found = {one: found[one]}
+    if called is not None and source is not None:
+        if len(found) > 1:
+            raise UsageError(f"--experiment-name is one name, and {source} holds {len(found)} experiments.", "Add --experiment.")
+        found = {called: next(iter(found.values()))}
+    for data in found.values():
+        given = {key: value for key, value in top.items() if value is not None}
+        configs.give_way(data, "", [*given, *(["stop"] if stop else [])])
+        data |= given | ({"stop": dict(stop)} if stop else {})
+        inner = data.get("config")
+        if inner is None or isinstance(inner, dict):
+            data["config"] = inner = dict(inner or {})
+            for more in (config, {key: value for key, value in settings.items() if value is not None}):
+                configs.give_way(inner, "config", more)
+                inner.update(more)
+        for assignment in overrides:
+            configs.override(data, assignment)
+        if "env" not in configs.read_experiment(data).data and source is None:
+            raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
+    return found
 
 
-def _conclude(result: Result, *, quiet: bool, as_json: bool) -> None:
-    from ludus.cli.display import here, say
-    from ludus.config import EXTERNAL
+# -- running ------------------------------------------------------------------------------------------------------------
 
-    interrupted = result.stopped_by.startswith("interrupted")
-    if not quiet:
-        mean = result.to_json()["episode_return_mean"]
-        shown = "no episode ended" if mean is None else f"mean return {mean:.1f}"
-        say(
-            f"{result.stopped_by} · {shown} · {result.to_json()['timesteps']:,} steps in {result.metrics.get('time_s', 0):.1f} s",
-            to_stderr=as_json,
+
+def _resume_one(directory: Path, given: Mapping[str, Any], stop: Mapping[str, Any], starter: _Starter) -> None:
+    changed = [name for name, value in given.items() if value is not None]
+    if changed:
+        raise UsageError(
+            f"--resume continues a run as it is configured; {', '.join(changed)} cannot be changed.",
+            "Use --restore to start a new run from it.",
         )
-        say(f"run         {result.run_dir}", to_stderr=as_json)
+    result = starter.shown(lambda experiment, told: experiment.resume(directory, stop=dict(stop), **told))
+    starter.conclude({directory.name: result})
+
+
+@dataclass
+class _Starter:
+    """Starts experiments, one after another, and says how they went."""
+
+    voice: _Voice
+    ray: tuple[str | None, int | None, int | None]
+    local_dir: Path = Path("runs")
+    project: Path | None = None
+    trial: str | None = None
+    restore: str | None = None
+    newest: bool = False
+
+    def run_all(self, experiments: Experiments, source: Path | None, resources: Mapping[str, Any]) -> None:
+        """One that fails is reported, and the others are run all the same; an interruption ends them all."""
+        if source is not None:
+            from ludus.model.custom_class import look_in
+
+            look_in(source.parent)
+        several = len(experiments) > 1
+        if several:
+            self._check(experiments, source)
+        results: dict[str, Result | None] = {}
+        failed: dict[str, LudusError] = {}
+        for number, (name, data) in enumerate(experiments.items(), 1):
+            if several:
+                self.voice(f"\n{name} ({number} of {len(experiments)})")
+            try:
+                results[name] = self._run(name, data, resources)
+            except LudusError as error:
+                if not several:
+                    raise
+                failed[name] = error
+                _report(name, error)
+            last = results.get(name)
+            if last is not None and interrupted(last):
+                break
+        self.conclude(results, failed, several=several)
+
+    def _check(self, experiments: Experiments, source: Path | None) -> None:
+        """All of them before the first begins."""
+        from ludus.errors import ConfigError
+        from ludus.experiment import complaints
+
+        if self.trial is not None:
+            raise UsageError(f"--trial names one run, and {source} holds {len(experiments)} experiments.", "Add --experiment.")
+        wrong = [
+            f"{name}: {line}" for name, data in experiments.items() for line in complaints.of_experiment({"name": name, **data})
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+    def _run(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> Result | None:
+        if is_sweep(data):
+            self._sweep(name, data, resources)
+            return None
+        if resources:
+            self.voice("--resources-per-trial changes nothing: this is a single run.")
+        before = self._before(name) if self.newest else None
+        if before is not None:
+            return None if _is_finished(before) else self.shown(lambda experiment, told: experiment.resume(before, **told))
+        rest = {"local_dir": self.local_dir, "project": self.project, "trial": self.trial, "restore": self.restore}
+        return self.shown(lambda experiment, told: experiment.start({"name": name, **data}, **rest, **told))
+
+    def _sweep(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> None:
+        from ludus.cli.tune import sweep
+
+        sweep({name: data}, self, resources)
+
+    def _before(self, name: str) -> Path | None:
+        """The newest run of an experiment."""
+        from ludus.experiment.run import CONFIG
+
+        runs = [path for path in (self.local_dir / name).glob("*") if (path / CONFIG).exists()]
+        if not runs:
+            self.voice(f"there is no run in {self.local_dir / name} to continue: a new one begins")
+            return None
+        newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
+        self.voice(f"{newest} is finished" if _is_finished(newest) else f"continuing {newest}")
+        return newest
+
+    def cluster(self) -> ClusterOptions | None:
+        from ludus.experiment import experiment
+
+        address, cpus, memory = self.ray
+        found = experiment.cluster_of(address)
+        if found is None and (cpus is not None or memory is not None):
+            self.voice("--ray-num-cpus and --ray-object-store-memory change nothing: without --address no Ray is started.")
+            return None
+        return experiment.cluster_of(address, cpus, memory)
+
+    def shown(self, work: Callable[[Any, dict[str, Any]], Result]) -> Result:
+        from ludus.cli.display import Display
+
+        self.voice("starting …")
+        from ludus.experiment import experiment
+
+        cluster = self.cluster()
+        with Display(quiet=self.voice.quiet, to_stderr=self.voice.as_json) as display:
+            result = work(experiment, {"sinks": [display], "announce": self.voice, "cluster": cluster})
+        self._tell(result)
+        return result
+
+    def _tell(self, result: Result) -> None:
+        from ludus.cli.display import here
+        from ludus.config import EXTERNAL
+
+        told = result.to_json()
+        mean = told["episode_return_mean"]
+        shown = "no episode ended" if mean is None else f"mean return {mean:.1f}"
+        self.voice(f"{result.stopped_by} · {shown} · {told['timesteps']:,} steps in {result.metrics.get('time_s', 0):.1f} s")
+        self.voice(f"run         {result.run_dir}")
         if result.checkpoint:
-            say(f"checkpoint  {result.checkpoint}", to_stderr=as_json)
+            self.voice(f"checkpoint  {result.checkpoint}")
             played = result.env == EXTERNAL
             then = f"serve it    {here('ludus')} serve" if played else f"watch it    {here('ludus')} rollout"
-            say(f"{then} {result.run_dir}{'' if played else ' --video'}", to_stderr=as_json)
-    if as_json:
-        print(json.dumps(result.to_json()), flush=True)
-    if interrupted:
-        raise typer.Exit(130)
+            self.voice(f"{then} {result.run_dir}{'' if played else ' --video'}")
+
+    def conclude(
+        self, results: Mapping[str, Result | None], failed: Mapping[str, LudusError] | None = None, *, several: bool = False
+    ) -> None:
+        """The last line as JSON, and the exit code."""
+        ended = {name: result for name, result in results.items() if result is not None}
+        if self.voice.as_json and several:
+            lines = [{"experiment": name, **result.to_json()} for name, result in ended.items()]
+            errors = [{"experiment": name, "error": str(error)} for name, error in (failed or {}).items()]
+            print(json.dumps([*lines, *errors]), flush=True)
+        elif self.voice.as_json and ended:
+            print(json.dumps(next(iter(ended.values())).to_json()), flush=True)
+        if any(interrupted(result) for result in ended.values()):
+            raise typer.Exit(130)
+        if failed:
+            self.voice(f"{len(failed)} failed: {', '.join(failed)}")
+            raise typer.Exit(1)
+
+
+def is_sweep(data: Mapping[str, Any]) -> bool:
+    """Whether an experiment is many trials: several samples, or a value that is searched over."""
+    from ludus.config import has_search
+
+    samples = data.get("num_samples", data.get("repeat", 1))
+    return (isinstance(samples, int) and samples > 1) or has_search({k: v for k, v in data.items() if k != "tune"})
+
+
+def _is_finished(directory: Path) -> bool:
+    from ludus.experiment.run import Run
+
+    return bool(Run.open(directory).meta().get("status") == "finished")
+
+
+def interrupted(result: Result) -> bool:
+    return result.stopped_by.startswith("interrupted")
+
+
+def _report(name: str, error: LudusError) -> None:
+    if "--debug" in sys.argv or os.environ.get("LUDUS_DEBUG"):
+        traceback.print_exception(error)
+    print(f"ludus: {name}: {error}", file=sys.stderr, flush=True)

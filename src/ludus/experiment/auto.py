@@ -75,7 +75,9 @@ def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Co
     A very slow environment is measured by a few steps, and no longer than it takes to know that it is.
     """
     threads = torch.get_num_threads()
-    environments = make_environments(env, config.num_envs_per_worker, config.env_config)
+    environments = make_environments(
+        env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers
+    )
     try:
         environments.reset(config.seed)
         policy = make_policy(environments.observation_space, environments.action_space, config)

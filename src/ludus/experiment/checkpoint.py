@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import ludus
 from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError
-from ludus.model import saved
-from ludus.model.policy import Policy, Weights
+from ludus.model import central, saved
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import PROBABILITIES, Policy, Weights
 from ludus.store.local import LocalStore
 from ludus.store.store import Store
 from ludus.training.algorithm import Algorithm
@@ -45,18 +46,23 @@ class Checkpoint:
     sampler: dict[str, Array]
 
     def policy(self, model: str) -> Policy:
-        """The policy of one model, ready to act. Raises IncompatibleCheckpoint."""
-        policy = saved.policy_from(self._description(model))
-        policy.load_weights(self.weights[model])
+        """The policy of one model, ready to act: without a centralised value. Raises IncompatibleCheckpoint."""
+        description, weights = self.acting(model)
+        policy = saved.policy_from(description)
+        policy.load_weights(weights)
         return policy
+
+    def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
+        """Description and weights of what a player needs of a model. Raises IncompatibleCheckpoint."""
+        return central.plain(self._description(model), self.weights[model])
 
     def restore(self, model: str, algorithm: Algorithm) -> None:
         """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
         mine, theirs = algorithm.policy.description(), self._description(model)
-        for key in ("observation_space", "action_space", "network", "normalise_observations"):
-            if _normal(mine[key]) != _normal(theirs[key]):
+        for key in ("observation_space", "action_space", "network", "normalise_observations", "kind"):
+            if _normal(mine[key]) != _normal(_with_defaults(key, theirs)):
                 raise IncompatibleCheckpoint(
-                    f"Checkpoint {self.name} was made with another {key.replace('_', ' ')}: {theirs[key]}, now it is {mine[key]}.",
+                    f"Checkpoint {self.name} was made with another {key.replace('_', ' ')}: {theirs.get(key)}, now it is {mine[key]}.",
                     "Use the environment and model settings of that run.",
                 )
         algorithm.policy.load_weights(self.weights[model])
@@ -67,6 +73,13 @@ class Checkpoint:
             raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")
         described: dict[str, Any] = self.state["models"][model]["description"]
         return described
+
+
+def _with_defaults(key: str, description: Mapping[str, Any]) -> Any:
+    """A checkpoint of an earlier version does not know of keys that came later."""
+    if key == "network":
+        return {**asdict(NetworkConfig()), **description[key]}
+    return description.get(key, PROBABILITIES) if key == "kind" else description[key]
 
 
 def _normal(value: Any) -> Any:
@@ -157,18 +170,24 @@ def best_score(store: Store) -> float:
         return float("-inf")
 
 
-def retain(store: Store, keep: int | None, fresh: str | None = None) -> dict[str, dict[str, int]]:
+def retain(store: Store, keep: int | None, fresh: str | None = None, spared: Collection[str] = ()) -> dict[str, dict[str, int]]:
     """Delete all but the newest `keep`, the best and the `fresh` one; returns the deleted names with their versions by model.
 
-    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it.
+    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it. Those that are
+    `spared` neither go nor count.
     """
     if keep is None:
         return {}
     best = best_name(store)
-    gone = {name: versions_of(store, name) for name in names(store)[:-keep] if name not in (best, fresh)}
-    for name in gone:
-        store.delete(f"{FOLDER}/{name}")
-    return gone
+    counted = [name for name in names(store) if name not in spared]
+    return {name: drop(store, name) for name in counted[:-keep] if name not in (best, fresh)}
+
+
+def drop(store: Store, name: str) -> dict[str, int]:
+    """Delete a checkpoint; returns its versions by model."""
+    versions = versions_of(store, name)
+    store.delete(f"{FOLDER}/{name}")
+    return versions
 
 
 def versions_of(store: Store, name: str) -> dict[str, int]:

@@ -1,16 +1,17 @@
-"""The conductor: after every update it reports, evaluates, checkpoints, and decides whether the run is over."""
+"""The conductor: after every update it reports, checkpoints, evaluates, and decides whether the run is over."""
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludus.actor.evaluate import Score
 from ludus.config import ExperimentConfig, StopConfig
-from ludus.errors import LudusError
+from ludus.errors import EnvironmentFault, LudusError
 from ludus.experiment import checkpoint
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
@@ -23,8 +24,39 @@ log = logging.getLogger(__name__)
 SOON_S = 30.0
 """A learner that replaces a dead one checkpoints after this time, then after twice as much, up to the time of the schedule."""
 
+CONCLUDE_S = 300.0
+"""At the end of a run, the longest wait for evaluations that go on elsewhere."""
+
+_LOOK_S = 0.2
+
 Evaluate = Callable[[int], Score]
-"""Plays the evaluation episodes of one iteration."""
+"""Plays the evaluation episodes of one iteration, while training waits."""
+
+
+@runtime_checkable
+class EvaluateElsewhere(Protocol):
+    """Plays them while training goes on: one checkpoint at a time."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def interrupted(self) -> Callable[[], bool]: ...
+
+    def begin(self, iteration: int, checkpoint: str) -> None: ...
+
+    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+        """(iteration, its score), or None: not yet. Waits at most so long."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Played:
+    """A checkpoint that is being evaluated, or waits for it."""
+
+    checkpoint: str
+    iterations: int
+    timesteps: int
 
 
 class Experience(Protocol):
@@ -60,6 +92,8 @@ def reached(stop: StopConfig, progress: Progress) -> str | None:
         return "timesteps"
     if stop.iterations is not None and progress.iterations >= stop.iterations:
         return "iterations"
+    if stop.episodes is not None and progress.episodes >= stop.episodes:
+        return "episodes"
     if stop.time_s is not None and progress.time_s >= stop.time_s:
         return "time_s"
     return None
@@ -75,13 +109,19 @@ class Conductor:
         schedule: Schedule,
         sinks: Sequence[Sink],
         config: ExperimentConfig,
-        evaluate: Evaluate | None,
+        evaluate: Evaluate | EvaluateElsewhere | None,
         always: Numbers | None = None,
     ) -> None:
         """`always`: numbers that are part of every report."""
         self._always = dict(always or {})
         self._trainer, self._source, self._pool, self._store = trainer, source, pool, store
-        self._schedule, self._sinks, self._evaluate = schedule, sinks, evaluate
+        self._schedule, self._sinks = schedule, sinks
+        self._elsewhere = evaluate if isinstance(evaluate, EvaluateElsewhere) else None
+        self._inline = None if evaluate is None or isinstance(evaluate, EvaluateElsewhere) else evaluate
+        self._playing: _Played | None = None
+        self._next: _Played | None = None
+        self._surplus: set[str] = set()  # checkpoints that were made for their evaluation alone
+        self._evaluated: dict[str, float] = {}
         self._config = config
         self._seen = trainer.progress.iterations
         self._reported_at = -math.inf
@@ -98,13 +138,14 @@ class Conductor:
 
     def numbers(self) -> dict[str, float]:
         """The newest of every number: those of the last update, and what else was in the last report. From any thread."""
-        return {**self._reported, **self._trainer.metrics}
+        return {**self._reported, **self._trainer.metrics, **self._evaluated}
 
     def step(self) -> bool:
         """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
         progress = self._trainer.progress
+        heard = self._collect()
         if progress.iterations == self._seen:
-            return self._out_of_time()
+            return self._out_of_time() or heard
         self._seen = progress.iterations
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
@@ -117,7 +158,9 @@ class Conductor:
             self.checkpoint()
         every = self._schedule.evaluation_interval
         if due or (every and progress.iterations % every == 0):
-            self._score()
+            self._score(due)
+        if self.stopped_by is not None:
+            self._conclude()
         return True
 
     def _out_of_time(self) -> bool:
@@ -128,6 +171,7 @@ class Conductor:
         self.stopped_by = "time_s"
         if self._config.checkpoint_at_end:
             self.checkpoint()
+        self._conclude()
         return True
 
     def _checkpoint_is_due(self, progress: Progress) -> bool:
@@ -141,48 +185,120 @@ class Conductor:
         for sink in self._sinks:
             sink.write(numbers)
 
-    def checkpoint(self) -> str:
-        """Store everything as it is now (once per iteration), and drop what is too old."""
+    def checkpoint(self, due: bool = True) -> str:
+        """Store everything as it is now (once per iteration), and drop what is too old.
+
+        Not `due`: it is made for an evaluation, and goes again unless it turns out to be the best.
+        """
         progress = self._trainer.progress
         if self._checkpointed == progress.iterations and self.last_checkpoint:
+            if due:
+                self._surplus.discard(self.last_checkpoint)
             return self.last_checkpoint
         versions = {name: self._pool.keep(name) for name in self._trainer.algorithms}
         state = {"progress": progress.to_json(), "config": _plain(self._config)}
         name = checkpoint.write(self._store, progress.iterations, self._trainer.algorithms, versions, self._source.state(), state)
         self.last_checkpoint, self._checkpointed = name, progress.iterations
-        self._checkpointed_at = progress.time_s
-        self._soon_s *= 2
-        if self._evaluate is None:
+        if due:
+            self._checkpointed_at = progress.time_s
+            self._soon_s *= 2
+        else:
+            self._surplus.add(name)
+        if self._inline is None and self._elsewhere is None:
             self._judge(progress.episode_return_mean, "training")
-        for gone in checkpoint.retain(self._store, self._schedule.keep, name).values():
-            for model, version in gone.items():
-                self._pool.forget(model, version)
+        self._tidy()
         log.info("checkpoint %s at %d timesteps", name, progress.timesteps)
         return name
 
-    def _judge(self, score: float, by: str) -> None:
-        """The best so far is kept, whether a checkpoint was due or not."""
-        if not math.isnan(score) and score >= checkpoint.best_score(self._store):
-            checkpoint.mark_best(self._store, self.checkpoint(), score, by)
+    def _tidy(self) -> None:
+        """Drop what is too old, and what has been evaluated and found not to be the best; never the newest."""
+        busy = {played.checkpoint for played in (self._playing, self._next) if played is not None}
+        gone = checkpoint.retain(self._store, self._schedule.keep, self.last_checkpoint, self._surplus | busy)
+        settled = self._surplus - busy - {self.last_checkpoint}
+        for name in settled - {checkpoint.best_name(self._store)} if settled else ():
+            gone[name] = checkpoint.drop(self._store, name)
+            self._surplus.discard(name)
+        for versions in gone.values():
+            for model, version in versions.items():
+                self._pool.forget(model, version)
 
-    def _score(self) -> None:
-        if self._evaluate is None:
-            return
+    def _judge(self, score: float, by: str, name: str | None = None) -> None:
+        """The best so far is kept, whether a checkpoint was due or not. `name`: the one that was judged, if not of now."""
+        if not math.isnan(score) and score >= checkpoint.best_score(self._store):
+            best = name or self.checkpoint()
+            checkpoint.mark_best(self._store, best, score, by)
+            self._surplus.discard(best)
+
+    # -- evaluations
+
+    def _score(self, due: bool) -> None:
         progress = self._trainer.progress
-        score = self._evaluate(progress.iterations)
+        if self._elsewhere is not None:
+            self._have_played(_Played(self.checkpoint(due), progress.iterations, progress.timesteps))
+        elif self._inline is not None:
+            try:
+                score = self._inline(progress.iterations)
+            except EnvironmentFault as fault:  # what is learned does not depend on it
+                log.warning("an evaluation failed: %s", fault)
+                return
+            self._tell(score, progress.iterations, progress.timesteps)
+
+    def _have_played(self, played: _Played) -> None:
+        assert self._elsewhere is not None
+        if self._playing is None:
+            self._playing = played
+            self._elsewhere.begin(played.iterations, played.checkpoint)
+            return
+        if self._next is not None:
+            log.warning("evaluations take longer than the time between them; checkpoint %s is passed over", self._next.checkpoint)
+        self._next = played
+
+    def _collect(self, timeout_s: float = 0.0) -> bool:
+        """Take in an evaluation that has ended elsewhere, and begin with the next. Whether there was one."""
+        if self._elsewhere is None or self._playing is None:
+            return False
+        finished = self._elsewhere.finished(timeout_s)
+        if finished is None:
+            return False
+        played, waiting, self._playing, self._next = self._playing, self._next, None, None
+        if finished[1] is not None:
+            self._tell(finished[1], played.iterations, played.timesteps, played.checkpoint)
+        if waiting is not None:
+            self._have_played(waiting)
+        self._tidy()
+        return True
+
+    def _conclude(self) -> None:
+        """The last version shall be judged too: the one place where a run waits for evaluations elsewhere."""
+        if self._elsewhere is None or self._playing is None:
+            return
+        log.info("waiting for the last evaluations, at most %d s", CONCLUDE_S)
+        deadline = time.monotonic() + CONCLUDE_S
+        while self._playing is not None:
+            if self._elsewhere.interrupted() or time.monotonic() >= deadline:
+                log.warning("the evaluation of checkpoint %s was not finished", self._playing.checkpoint)
+                break
+            self._collect(_LOOK_S)
+
+    def _tell(self, score: Score, iterations: int, timesteps: int, name: str | None = None) -> None:
+        """Report a score at the steps of the version it belongs to, and let it judge."""
         if not score.complete or not score.returns:
             log.warning("an evaluation was not finished: %d episodes ended", len(score.returns))
             return
         numbers = {
             "evaluation/return_mean": score.mean,
+            "evaluation/return_low": score.low,
+            "evaluation/return_high": score.high,
             "evaluation/return_min": min(score.returns),
             "evaluation/return_max": max(score.returns),
             "evaluation/length_mean": sum(score.lengths) / len(score.lengths),
             "evaluation/episodes": len(score.returns),
+            "evaluation/cut": score.cut,
         }
-        self._trainer.metrics |= numbers
-        self._report({"timesteps": progress.timesteps, "iterations": progress.iterations, **numbers})
-        self._judge(score.mean, "evaluation")
+        numbers = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        self._evaluated = numbers
+        self._report({"timesteps": timesteps, "iterations": iterations, **numbers})
+        self._judge(score.mean, "evaluation", name)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -1,39 +1,256 @@
-"""Evaluations of a run that calls its environments."""
+"""Evaluations of a run that calls its environments: inline, or by other processes while training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ludus.actor.evaluate import Score, play
-from ludus.config import AlgorithmConfig
+import numpy as np
+import torch
+
+from ludus import spaces
+from ludus.actor.evaluate import Score, longest_episode, play, shares, undisturbed
+from ludus.config import AlgorithmConfig, PreprocessConfig
+from ludus.errors import ConfigError, LudusError
+from ludus.experiment.checkpoint import FOLDER
 from ludus.experiment.parts import Resolved
+from ludus.experiment.run import Run
 from ludus.game.environment import Environments, make_environments
+from ludus.game.preprocess import for_evaluation
+from ludus.game.wrapping import Named, names_of
+from ludus.model import saved
+from ludus.model.device import acting_on
 from ludus.model.policy import Policy
+from ludus.runtime.errands import Errands
+from ludus.runtime.luggage import Luggage
+from ludus.runtime.processes import Context, Restart
+from ludus.types import DEFAULT_MODEL
+
+log = logging.getLogger(__name__)
 
 _ROWS = 16
 
 
-class Evaluation:
-    """Own environments, own seeds: training does not notice it."""
+@dataclass(frozen=True)
+class Course:
+    """What is played in every evaluation of a run: plain values, which may go to another process."""
 
-    def __init__(self, env: str, config: AlgorithmConfig, policy: Policy, interrupted: Callable[[], bool]) -> None:
-        self._env, self._config, self._policy, self._interrupted = env, config, policy, interrupted
-        self._environments: Environments | None = None
+    env: str
+    env_config: Mapping[str, Any]
+    preprocess: PreprocessConfig
+    wrappers: Named
+    description: Mapping[str, Any]
+    episodes: int
+    explore: bool
+    seed: int
+    forgiving: bool
+    device: str
+    luggage: Luggage
+
+    @property
+    def rows(self) -> int:
+        return min(self.episodes, _ROWS)
+
+    def environments(self, rows: int) -> Environments:
+        return make_environments(
+            self.env, rows, self.env_config, preprocess=self.preprocess, wrappers=self.wrappers, forgiving=self.forgiving
+        )
+
+    def policy(self) -> Policy:
+        """A policy of its own, so that nothing it does while it plays is seen by whoever trains."""
+        return acting_on(saved.policy_from(self.description), torch.device(self.device))
+
+    def seed_of(self, iteration: int) -> int:
+        return (self.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
+
+    def play(self, policy: Policy, environments: Environments, seed: int, first: int, interrupted: Callable[[], bool]) -> Score:
+        """The share of the rows from `first` on, as many as there are environments."""
+        quota = shares(self.episodes, self.rows)[first : first + environments.num]
+        with policy.acting():
+            return play(
+                policy, environments, quota, seed + first, deterministic=not self.explore,
+                max_steps=longest_episode(self.env), interrupted=interrupted,
+            )  # fmt: skip
+
+
+class Evaluation:
+    """Inline: training waits. Own environments, own policy, own random numbers: it does not notice more than that."""
+
+    def __init__(self, course: Course, trained: Policy, interrupted: Callable[[], bool]) -> None:
+        self._course, self._trained, self._interrupted = course, trained, interrupted
+        self._own: tuple[Policy, Environments] | None = None
 
     def __call__(self, iteration: int) -> Score:
-        if self._environments is None:
-            rows = min(self._config.evaluation_duration, _ROWS)
-            forgiving = self._config.restart_failed_sub_environments
-            self._environments = make_environments(self._env, rows, self._config.env_config, forgiving=forgiving)
-        seed = (self._config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
-        with self._policy.acting():
-            return play(self._policy, self._environments, self._config.evaluation_duration, seed, interrupted=self._interrupted)
+        with undisturbed():
+            if self._own is None:
+                self._own = self._course.policy(), self._course.environments(self._course.rows)
+            policy, environments = self._own
+            policy.load_weights(self._trained.weights())
+            score = self._course.play(policy, environments, self._course.seed_of(iteration), 0, self._interrupted)
+        warn_of_cuts(score, self._course.env)
+        return score
 
     def close(self) -> None:
-        if self._environments is not None:
-            self._environments.close()
+        if self._own is not None:
+            self._own[1].close()
 
 
-def make_evaluation(resolved: Resolved, policy: Policy, interrupted: Callable[[], bool]) -> Evaluation | None:
+class EvaluationWorkers:
+    """Other processes play the versions that were checkpointed; whoever trains looks now and then whether they are done."""
+
+    def __init__(
+        self, course: Course, directory: Path, workers: int, hang_s: float, restart: Restart, interrupted: Callable[[], bool]
+    ) -> None:
+        self._course, self._directory, self.interrupted = course, directory, interrupted
+        self._workers = min(workers, course.rows)
+        self._hang_s, self._restart = hang_s, restart
+        self._errands: Errands | None = None
+        self._numbers = itertools.count(1)
+        self._iteration: int | None = None
+        self._open: dict[int, int] = {}  # errand → first row
+        self._parts: dict[int, Score] = {}
+        self._error: LudusError | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._iteration is not None
+
+    @property
+    def pids(self) -> list[int]:
+        return [] if self._errands is None else self._errands.pids
+
+    def begin(self, iteration: int, checkpoint: str) -> None:
+        """Have that checkpoint played. Returns at once; nothing else may be under way."""
+        if self._errands is None:
+            logs = self._directory / "logs" / "evaluation"
+            self._errands = Errands(
+                "evaluation", Player, self._course,
+                workers=self._workers, hang_s=self._hang_s, restart=self._restart, log_dir=logs,
+            )  # fmt: skip
+        self._iteration, self._parts, self._error = iteration, {}, None
+        where = str(self._directory / FOLDER / checkpoint / f"{DEFAULT_MODEL}.safetensors")
+        edges = np.linspace(0, self._course.rows, self._workers + 1).astype(int).tolist()
+        for first, end in itertools.pairwise(edges):
+            number = next(self._numbers)
+            self._open[number] = first
+            seed = self._course.seed_of(iteration)
+            self._errands.give(number, {"weights": where, "seed": seed, "first": first, "rows": end - first})
+
+    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+        """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
+        if self._iteration is None or self._errands is None:
+            return None
+        for done in self._errands.take(timeout_s):
+            first = self._open.pop(done.number)
+            if done.error is not None:
+                self._error = done.error
+            else:
+                played = done.answer
+                self._parts[first] = Score(tuple(played["returns"]), tuple(played["lengths"]), cut=played["cut"])
+        if self._open:
+            return None
+        iteration, self._iteration = self._iteration, None
+        if self._error is not None:
+            log.warning("the evaluation of iteration %d failed: %s", iteration, self._error)
+            return iteration, None
+        parts = [self._parts[first] for first in sorted(self._parts)]
+        returns, lengths = (
+            tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths) for p in parts), strict=True)
+        )
+        score = Score(returns, lengths, cut=sum(part.cut for part in parts))
+        warn_of_cuts(score, self._course.env)
+        return iteration, score
+
+    def close(self) -> None:
+        if self._errands is not None:
+            self._errands.close()
+
+
+class Player:
+    """What a worker does: load the weights of a checkpoint and play its share."""
+
+    def __init__(self, context: Context, course: Course) -> None:
+        torch.set_num_threads(1)
+        course.luggage.unpack()
+        self._context, self._course, self._policy = context, course, course.policy()
+        self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one
+
+    def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
+        weights = Path(errand["weights"])
+        self._policy.load_weights(saved.decode_weights(weights.read_bytes(), str(weights))[0])
+        score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
+        return {"returns": score.returns, "lengths": score.lengths, "cut": score.cut}
+
+    def _rows(self, rows: int) -> Environments:
+        if rows not in self._environments:
+            self._environments[rows] = self._course.environments(rows)
+            self._environments[rows].beat = self._context.beat
+        return self._environments[rows]
+
+    def _turned(self) -> bool:
+        self._context.beat()
+        return False
+
+    def close(self) -> None:
+        for environments in self._environments.values():
+            environments.close()
+
+
+def warn_of_cuts(score: Score, env: str) -> None:
+    if score.cut:
+        log.warning(
+            "%d of %d episodes of an evaluation were cut after %d steps: %s did not end them. Let it: a time limit, for example.",
+            score.cut, len(score.returns), longest_episode(env), env,
+        )  # fmt: skip
+
+
+def make_evaluation(
+    resolved: Resolved, policy: Policy, run: Run, interrupted: Callable[[], bool]
+) -> Evaluation | EvaluationWorkers | None:
+    """Raises ConfigError, EnvironmentFault when `evaluation_config` asks for an environment that cannot be."""
     config = resolved.config
-    return Evaluation(resolved.experiment.env, config, policy, interrupted) if config.evaluation_duration else None
+    if not config.evaluation_duration:
+        return None
+    course = _course(resolved.experiment.env, config, policy)
+    if config.evaluation_config.env_config is not None:
+        _check(course, policy)
+    if not config.evaluation_num_workers:
+        return Evaluation(course, policy, interrupted)
+    restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
+    return EvaluationWorkers(course, run.directory, config.evaluation_num_workers, config.worker_hang_s, restart, interrupted)
+
+
+def _course(env: str, config: AlgorithmConfig, policy: Policy) -> Course:
+    section = config.evaluation_config
+    return Course(
+        env=env,
+        env_config={**config.env_config, **(section.env_config or {})},
+        preprocess=for_evaluation(config.preprocess),
+        wrappers=config.wrappers,
+        description=policy.description(),
+        episodes=config.evaluation_duration,
+        explore=section.explore,
+        seed=config.seed,
+        forgiving=config.restart_failed_sub_environments,
+        device=config.inference_device if not config.evaluation_num_workers else "cpu",
+        luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
+    )
+
+
+def _check(course: Course, policy: Policy) -> None:
+    with undisturbed():
+        one = course.environments(1)
+        try:
+            theirs = spaces.to_json(one.observation_space), spaces.to_json(one.action_space)
+        finally:
+            one.close()
+    if theirs != (spaces.to_json(policy.observation_space), spaces.to_json(policy.action_space)):
+        raise ConfigError(
+            f"config.evaluation_config.env_config makes another environment of {course.env}: it shows {one.observation_space}"
+            f" and takes {one.action_space}.",
+            "What an agent sees and does must be the same as in training.",
+        )

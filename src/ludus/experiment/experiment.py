@@ -19,7 +19,7 @@ from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
-from ludus.experiment import checkpoint, external, sampled, tracking
+from ludus.experiment import checkpoint, complaints, external, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
@@ -41,8 +41,10 @@ from ludus.experiment.result import Result as Result
 from ludus.experiment.run import CONFIG, Run, run_directory
 from ludus.experiment.status import StatusWriter, described
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
+from ludus.game.wrapping import names_of
 from ludus.memory.memory import Batches, Memory, make_memory
 from ludus.metrics import Sink, read_jsonl
+from ludus.model.central import actor_of
 from ludus.model.device import acting_on, learner_device, named_device
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool, PolicySource
@@ -51,7 +53,7 @@ from ludus.runtime.in_process import InProcess
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Handle, Program
-from ludus.training.algorithm import Algorithm, algorithm_class
+from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Progress, Trainer
 from ludus.types import DEFAULT_MODEL
 
@@ -66,21 +68,40 @@ _SAY_EVERY_S = 10.0
 
 
 def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> Resolved:
-    """Check everything that can be checked before anything starts. Raises UsageError of some kind."""
+    """Check everything that can be checked before anything starts. Raises UsageError of some kind, with all that is wrong."""
+    try:
+        return _resolved(data, cluster)
+    except UsageError as error:
+        found = complaints.of_experiment(data)
+        if len(found) < 2:
+            raise
+        raise ConfigError("\n".join(found)) from error
+
+
+def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolved:
     experiment = configs.experiment(data)
     called = experiment.env == configs.EXTERNAL
-    if not called:
+    algorithm = complaints.algorithm_of(experiment.run)
+    several = not called and multiagent.is_meant(experiment.env, experiment.config)
+    if not called and not several:
         check_exists(experiment.env)
-    algorithm = algorithm_class(experiment.run)
-    config = configs.algorithm_config(algorithm.Config, experiment.config, collated=called)
+    config = configs.algorithm_config(
+        algorithm.Config, experiment.config, collated=called or several, run=experiment.run, owners=complaints.owners
+    )
     if called:
         external.seats_of(configs.external_config(config.env_config))
     _refuse_what_needs_more(config, called, cluster)
+    if several:
+        config = multiagent.resolved_config(experiment.env, algorithm.Config, config)
+    elif config.multiagent is not None:
+        raise ConfigError(
+            f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."
+        )
     stop = experiment.stop
     if not stop.model_dump(exclude_none=True):
-        solved = None if called else reward_threshold(experiment.env)
+        solved = None if called or several else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
-    resolved = config.model_dump(mode="json", by_alias=True)
+    resolved = configs.dumped(config)
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config, cluster)
 
 
@@ -221,8 +242,9 @@ def resume(
 def _check_tracking(resolved: Resolved, announce: Announce | None) -> None:
     """Raises MissingExtra, ConfigError: in the caller's process, before any other has begun."""
     tracking.check(resolved.experiment.track)
-    for sentence in tracking.notices(resolved.experiment.track) if announce is not None else ():
-        announce(sentence)
+    if announce is not None:
+        for sentence in tracking.notices(resolved.experiment.track):
+            announce(sentence)
 
 
 def _resolved_again(run: Run, stop: Mapping[str, Any] | None, cluster: ClusterOptions | None) -> Resolved:
@@ -267,10 +289,10 @@ def _resume(
     return _train(Prepared(resolved, functools.partial(_taken_up, run, resolved), before, seed, counting_on=own), sinks, announce)
 
 
-def continued(resolved: Resolved, run: Run, before: Checkpoint) -> Prepared:
-    """A run that goes on counting where `before` has come to."""
-    seed = _later_seed(resolved.config.seed, before)
-    return Prepared(resolved, functools.partial(_taken_up, run, resolved), before, seed, counting_on=True)
+def continued(resolved: Resolved, run: Run, before: Checkpoint | None) -> Prepared:
+    """A run that goes on counting where `before` has come to; without one it starts again."""
+    seed = resolved.config.seed if before is None else _later_seed(resolved.config.seed, before)
+    return Prepared(resolved, functools.partial(_taken_up, run, resolved), before, seed, counting_on=before is not None)
 
 
 def _later_seed(seed: int, before: Checkpoint) -> int:
@@ -299,7 +321,7 @@ def _driven(
     resolved: Resolved, directory: Path, learn: Callable[..., Result], sinks: Sequence[Sink], announce: Announce | None
 ) -> Result:
     e, seed = resolved.experiment, resolved.config.seed
-    luggage = Luggage.of(e.env, e.run)
+    luggage = Luggage.of(e.env, e.run, *names_of(resolved.config.wrappers), models=[resolved.config.model.custom_model])
     return Driver(directory, learn, luggage, max_failures=e.max_failures, seed=seed, sinks=sinks, announce=announce).run()
 
 
@@ -343,7 +365,8 @@ def _check_same_environment(before: Checkpoint | None, resolved: Resolved) -> No
 
 
 def _over(before: Checkpoint, resolved: Resolved) -> str | None:
-    progress = Progress.with_window(resolved.config.metrics_num_episodes_for_smoothing, list(before.state["models"]))
+    models = list(before.state["progress"].get("returns_of") or ())
+    progress = Progress.with_window(resolved.config.metrics_num_episodes_for_smoothing, models)
     progress.load_json(before.state["progress"])
     return reached(resolved.experiment.stop, progress)
 
@@ -431,7 +454,7 @@ class Training:
         policy, version = parts.pool.newest(parts.pool.names()[0])
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
-        agent = TrainedAgent(policy, resolved.config.seed, version)
+        agent = TrainedAgent(actor_of(policy), resolved.config.seed, version)
         return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
 
 
@@ -493,7 +516,10 @@ def assembled(
         program, handles = external.program_of(resolved, open_run, before, sinks, counting_on)
     else:
         given = (resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
-        program, handles = sampled.program_of(*given, announce) if resolved.config.workers else program_of(*given)
+        if resolved.config.multiagent is not None:
+            program, handles = multiagent.program_of(*given, announce)
+        else:
+            program, handles = sampled.program_of(*given, announce) if resolved.config.workers else program_of(*given)
     try:
         with InProcess(program) as runtime:
             run, *parts = (runtime[handle] for handle in handles)
@@ -533,14 +559,16 @@ def program_of(
     batches = program.add("batches", whole_episodes, memory, config)
     trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
-    evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 
 
 def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
-    forgiving = config.restart_failed_sub_environments
-    environments = make_environments(env, config.num_envs_per_worker, config.env_config, forgiving=forgiving)
+    environments = make_environments(
+        env, config.num_envs_per_worker, config.env_config,
+        preprocess=config.preprocess, wrappers=config.wrappers, forgiving=config.restart_failed_sub_environments,
+    )  # fmt: skip
     try:
         environments.reset(seed)  # an environment shows whether it masks actions only when it is reset
     except BaseException:

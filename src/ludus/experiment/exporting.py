@@ -21,7 +21,7 @@ from ludus.config import EXTERNAL
 from ludus.errors import EnvironmentFault, LudusError, UsageError
 from ludus.experiment import checkpoint, rollout
 from ludus.experiment.checkpoint import Checkpoint
-from ludus.game.environment import make_one
+from ludus.game.environment import made_as_trained
 from ludus.model import export, parity
 from ludus.model.export import named, regrown
 from ludus.model.parity import RECORDED_ROWS, Report
@@ -154,7 +154,7 @@ def _seen_in_play(
 
 def _played(found: Checkpoint, policy: Policy, file: Path, within_s: float) -> Tree:
     config = found.state["config"]
-    environment = make_one(config["env"], config["config"].get("env_config", {}))
+    environment = made_as_trained(config)
     hurried, count = _Hurried(environment, within_s), PLAYED_STEPS
     try:
         agent = TrainedAgent(policy)

@@ -93,11 +93,11 @@ def program_of(
     program = Program()
     listening = program.add("listening", _listening, outside)
     policies = program.add("policies", _policies, seats, config)
-    algorithms = program.add("algorithms", _Algorithms, resolved.algorithm, policies, config, before)
+    algorithms = program.add("algorithms", Algorithms, resolved.algorithm, policies, dict.fromkeys(seats.models, config), before)
     run = program.add("run", _opened, open_run, policies, config)
-    learning = program.add("learning", _Shared, algorithms, policies, config, run)
+    learning = program.add("learning", Shared, algorithms, policies, dict.fromkeys(seats.models, config), run)
     pool = program.add("pool", make_pool, run)
-    program.add("versions", _add_models, pool, policies, before)
+    program.add("versions", add_models, pool, policies, before)
     if config.workers:
         boards = program.add("boards", _boards, policies, config)
         publisher = program.add("publisher", PublishingPool, pool, boards)
@@ -134,21 +134,33 @@ class _Closing(dict[str, Algorithm]):
                 algorithm.close()
 
 
-class _Algorithms(_Closing):
+class Algorithms(_Closing):
+    """One for every model, each with the configuration of its own."""
+
     def __init__(
-        self, kind: type[Algorithm], policies: dict[str, Policy], config: AlgorithmConfig, before: Checkpoint | None
+        self,
+        kind: type[Algorithm],
+        policies: Mapping[str, Policy],
+        configs: Mapping[str, AlgorithmConfig],
+        before: Checkpoint | None,
     ) -> None:
-        super().__init__({name: make_algorithm(kind, policy, config, before, name) for name, policy in policies.items()})
+        super().__init__({name: make_algorithm(kind, policy, configs[name], before, name) for name, policy in policies.items()})
 
 
-class _Shared(_Closing):
+class Shared(_Closing):
     """The same on several learners each."""
 
-    def __init__(self, algorithms: _Algorithms, policies: dict[str, Policy], config: AlgorithmConfig, run: Run) -> None:
+    def __init__(
+        self,
+        algorithms: Algorithms,
+        policies: Mapping[str, Policy],
+        configs: Mapping[str, AlgorithmConfig],
+        run: Run,
+    ) -> None:
         super().__init__()
         try:
             for name, algorithm in algorithms.items():
-                self[name] = share(algorithm, policies[name], config, run, name)
+                self[name] = share(algorithm, policies[name], configs[name], run, name)
         except BaseException:
             self.close()
             raise
@@ -168,7 +180,7 @@ def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> Collated:
     return Collated(list(memories.values()), batch_steps)
 
 
-def _add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None) -> None:
+def add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None) -> None:
     for name, policy in policies.items():
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
 

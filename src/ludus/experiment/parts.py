@@ -18,6 +18,7 @@ from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
+from ludus.model.custom_check import check_custom
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -60,7 +61,9 @@ class Resolved:
         return {name: data}
 
 
-def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any], config: AlgorithmConfig) -> Policy:
+def make_policy(
+    observation_space: gym.Space[Any], action_space: gym.Space[Any], config: AlgorithmConfig, *, central: bool = False
+) -> Policy:
     """A fresh policy for these spaces; the same seed gives the same weights."""
     section = config.model
     network = NetworkConfig(
@@ -74,7 +77,10 @@ def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any],
         cell_size=section.cell_size,
         max_seq_len=section.max_seq_len,
         free_log_std=section.free_log_std,
+        log_std_init=section.log_std_init,
         dueling=bool(getattr(config, "dueling", False)),
+        head_hiddens=tuple(getattr(config, "hiddens", ())),
+        central=central,
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
     )
@@ -86,6 +92,8 @@ def make_policy(observation_space: gym.Space[Any], action_space: gym.Space[Any],
             "config.batch_mode is complete_episodes, and the model is recurrent.",
             "Use truncate_episodes: recurrent models learn from sequences of max_seq_len steps in either case.",
         )
+    if section.custom_model is not None:
+        check_custom(policy)
     return policy
 
 

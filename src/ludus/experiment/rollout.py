@@ -1,29 +1,65 @@
-"""Rollouts: a trained agent plays whole episodes; every step is written to one portable file, the pictures to an mp4."""
+"""Rollouts: trained agents play whole episodes, in this process or in several; every step is written to one portable file, the
+pictures to an mp4.
+
+Episode i starts from `seed + i` and has random numbers of its own, and steps are put together in the order of the episodes: how
+many processes play makes no difference to what is played or written.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
+import logging
 import tempfile
-import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
+import torch
 
-from ludus import spaces
+from ludus import spaces, statistics
+from ludus.actor.evaluate import longest_episode
+from ludus.actor.multi import Finished, Step, play_episode
 from ludus.actor.trained import TrainedAgent
-from ludus.errors import EnvironmentFault, StoreFull
-from ludus.experiment.video import VideoWriter, check_renders, check_rgb, frame_rate
-from ludus.game.environment import translated
+from ludus.config import EXTERNAL, PreprocessConfig
+from ludus.errors import IncompatibleCheckpoint, UsageError
+from ludus.experiment.checkpoint import FOLDER, open_checkpoint
+from ludus.experiment.steps import FINAL, Part, StepLog
+from ludus.experiment.video import (
+    GRID_CELLS,
+    FrameFile,
+    as_it_is,
+    check_depth,
+    check_renders,
+    check_rgb,
+    depth_colours,
+    frame_rate,
+    write_grid,
+    write_video,
+)
+from ludus.game.agents import make_match
+from ludus.game.environment import make_one, translated
+from ludus.game.preprocess import preprocess_of
+from ludus.game.wrapping import Named, names_of
+from ludus.model import saved
+from ludus.model.central import actor_of
+from ludus.model.policy import Policy
+from ludus.runtime.errands import Errands
+from ludus.runtime.luggage import Luggage
+from ludus.runtime.processes import Context
 from ludus.spaces import ACTION_MASK
-from ludus.tree import Array, Tree, leaves
+from ludus.tree import Tree
+from ludus.types import DEFAULT_MODEL
+
+log = logging.getLogger(__name__)
 
 VIDEO_EPISODES = 3  # a longer video than that is rarely watched
+AHEAD = 4  # episodes that a process may be ahead of the one that is written next
+_HANG_S = 300.0
+_LOOK_S = 1.0
+_FRAMES = "frames"
 
 
 @dataclass
@@ -31,112 +67,474 @@ class Played:
     """Returns and lengths of whole episodes, and where the files are."""
 
     returns: list[float] = field(default_factory=list)
+    """Of several agents: the sum over them."""
     lengths: list[int] = field(default_factory=list)
+    agents: dict[str, list[float]] = field(default_factory=dict)
+    """Returns by agent, where there are several."""
+    cut: int = 0
+    """Episodes among them that were cut because they did not end by themselves."""
     steps_file: Path | None = None
     video: Path | None = None
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.returns)) if self.returns else float("nan")
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bootstrapped 95 % interval of the mean."""
+        return statistics.interval(self.returns) if self.returns else (float("nan"), float("nan"))
 
     def to_json(self) -> dict[str, Any]:
         numbers = np.asarray(self.returns) if self.returns else np.asarray([np.nan])
         stats = {f"return_{name}": _finite(getattr(numbers, name)()) for name in ("mean", "std", "min", "max")}
-        files = {
+        low, high = self.interval
+        result: dict[str, Any] = {
+            "episodes": len(self.returns),
+            **stats,
+            "return_low": _finite(low),
+            "return_high": _finite(high),
+            "length_mean": float(np.mean(self.lengths)) if self.lengths else None,
+            "returns": self.returns,
+            "lengths": self.lengths,
+            "cut": self.cut,
             "steps_file": str(self.steps_file) if self.steps_file else None,
             "video": str(self.video) if self.video else None,
         }
-        mean_length = float(np.mean(self.lengths)) if self.lengths else None
-        return {
-            "episodes": len(self.returns),
-            **stats,
-            "length_mean": mean_length,
-            "returns": self.returns,
-            "lengths": self.lengths,
-            **files,
-        }
+        return result | ({"agents": self.agents} if self.agents else {})
 
 
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-class StepLog:
-    """Columns of all steps; observations and actions are flattened into one column per leaf.
+# -- who plays what -----------------------------------------------------------------------------------------------------
 
-    Columns wait on disk, beside the file they end up in, so that a long rollout of pictures does not fill the memory.
+
+@dataclass(frozen=True)
+class Stage:
+    """What is played, by whom, and what is kept of it: plain values, which may go to another process."""
+
+    env: str
+    trained_on: str
+    models: Mapping[str, tuple[Mapping[str, Any], str]]
+    """Name → how it is built, and the file of its weights."""
+    cast: Mapping[str, str] | None = None
+    """Agent → model; None: there is one agent, and one model."""
+    env_config: Mapping[str, Any] = field(default_factory=dict)
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    wrappers: Named = ()
+    seed: int = 0
+    deterministic: bool = True
+    steps: bool = False
+    save_info: bool = False
+    filmed: int = 0
+    """So many of the first episodes are filmed."""
+    depth: bool = False
+    luggage: Luggage = field(default_factory=Luggage)
+
+    def policies(self) -> dict[str, Policy]:
+        return {name: actor_of(_policy(description, Path(weights))) for name, (description, weights) in self.models.items()}
+
+    def noise_seed(self, episode: int) -> int:
+        """Far from the seeds of the environments, which are small numbers in a row."""
+        return int(np.random.SeedSequence((self.seed % (1 << 64), episode)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _policy(description: Mapping[str, Any], weights: Path) -> Policy:
+    policy = saved.policy_from(description)
+    policy.load_weights(saved.decode_weights(weights.read_bytes(), str(weights))[0])
+    return policy
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of one episode."""
+
+    gained: float
+    length: int
+    over: bool
+    fps: float
+    agents: Mapping[str, float] = field(default_factory=dict)
+
+
+class Player(Protocol):
+    """Plays one episode after the other, and leaves each in a directory of its own."""
+
+    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told: ...
+
+    def close(self) -> None: ...
+
+
+def stage_of(
+    where: str | Path, *, env: str | None = None, env_config: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[Path, str, Stage]:
+    """(run directory, name of the checkpoint, what it plays): the environment of the run, or another with the same spaces.
+
+    `options` are those of the stage: seed, deterministic, save_info, depth. Raises NotFound, Damaged, UsageError.
     """
-
-    def __init__(self, path: Path, save_info: bool) -> None:
-        self._path, self._save_info, self._rows = path, save_info, 0
-        self._infos: list[str] = []
-        self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...], IO[bytes]]] = {}
-        with _translated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._aside = tempfile.TemporaryDirectory(prefix=".steps-", dir=path.parent)
-
-    def __enter__(self) -> StepLog:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for _, _, file in self._columns.values():
-            file.close()
-        self._aside.cleanup()
-
-    def add(self, counters: Mapping[str, Any], observation: Tree, action: Tree, info: Mapping[str, Any]) -> None:
-        row = {name: np.asarray(value) for name, value in counters.items()}
-        for kind, tree in (("observation", observation), ("action", action)):
-            for path, leaf in leaves(tree):
-                row[f"{kind}.{path}" if path else kind] = np.asarray(leaf)
-        with _translated(self._path):
-            for name, value in row.items():
-                self._append(name, value)
-        if self._save_info:
-            self._infos.append(json.dumps(_plain(info), default=_readable, sort_keys=True))
-        self._rows += 1
-
-    def _append(self, name: str, value: Array) -> None:
-        if name not in self._columns:
-            waiting = (Path(self._aside.name) / str(len(self._columns))).open("w+b")
-            self._columns[name] = value.dtype, value.shape, waiting
-        dtype, shape, file = self._columns[name]
-        if value.shape != shape or not np.can_cast(value.dtype, dtype, "same_kind"):
-            raise EnvironmentFault(f"The column {name!r} changes its shape from step to step and cannot be written.")
-        file.write(np.ascontiguousarray(value, dtype).tobytes())
-
-    def write(self) -> Path | None:
-        """`.npz`: columns of equal length, no pickled objects; `numpy.load` opens it with its defaults. None if empty."""
-        if not self._rows:
-            return None
-        finished = Path(self._aside.name) / "steps.npz"
-        with _translated(self._path):
-            with zipfile.ZipFile(finished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-                for name, (dtype, shape, file) in self._columns.items():
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
-                        header = {"descr": dtype.str, "fortran_order": False, "shape": (self._rows, *shape)}
-                        np.lib.format.write_array_header_2_0(out, header)
-                        file.seek(0)
-                        shutil.copyfileobj(file, out, 1 << 20)
-                if self._save_info:
-                    with archive.open("info.npy", "w", force_zip64=True) as out:
-                        np.lib.format.write_array(out, np.asarray(self._infos), allow_pickle=False)
-            finished.replace(self._path)
-        return self._path
+    run, found = open_checkpoint(where)
+    made_with = found.state["config"]
+    name = env or made_with["env"]
+    if name == EXTERNAL:
+        raise UsageError("Games call this agent; there is no environment to play.", f"ludus serve {where}")
+    settings = made_with["config"]
+    mapping = (settings.get("multiagent") or {}).get("policy_mapping")
+    folder = run / FOLDER / found.name
+    models = {
+        model: (found.state["models"][model]["description"], str((folder / f"{model}.safetensors").resolve()))
+        for model in found.weights
+    }
+    wrappers = settings.get("wrappers") or ()
+    custom = [description["network"].get("custom_model") for description, _ in models.values()]
+    stage = Stage(
+        env=name,
+        trained_on=made_with["env"],
+        models=models,
+        cast=mapping if isinstance(mapping, dict) else None,
+        env_config={**settings.get("env_config", {}), **(env_config or {})},
+        preprocess=preprocess_of(settings),
+        wrappers=wrappers,
+        luggage=Luggage.of(name, *names_of(wrappers), models=custom),
+        **options,
+    )
+    return run, found.name, stage
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreFull(f"Cannot write {path}: {error.strerror}.") from error
+def staged_agent(agent: TrainedAgent, env: str, env_config: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Stage]:
+    """What an agent plays that is in this process alone."""
+    with tempfile.TemporaryDirectory(prefix="ludus-") as aside:
+        weights = Path(aside) / "weights.safetensors"
+        weights.write_bytes(saved.encode_weights(agent.policy.weights()))
+        described = agent.policy.description()
+        luggage = Luggage.of(env, models=[described["network"].get("custom_model")])
+        models = {DEFAULT_MODEL: (described, str(weights))}
+        yield Stage(env, "another environment", models, env_config=dict(env_config or {}), luggage=luggage, **options)
 
 
-def _plain(info: Any) -> Any:
-    """JSON has words for keys."""
-    return {str(key): _plain(item) for key, item in info.items()} if isinstance(info, Mapping) else info
+def make_player(stage: Stage) -> Player:
+    """Raises EnvironmentFault, IncompatibleCheckpoint, UsageError when the agents and the environment do not go together."""
+    return SoloPlayer(stage) if stage.cast is None else MatchPlayer(stage, stage.cast)
 
 
-def _readable(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    return str(value)
+def _render_modes(stage: Stage) -> list[str | None]:
+    if not stage.filmed:
+        return [None]
+    return ["depth_array", "rgb_array"] if stage.depth else ["rgb_array"]
+
+
+class _Recording:
+    """What is written down of an episode: nothing, its steps, its pictures."""
+
+    def __init__(self, stage: Stage, episode: int, directory: Path, stack: contextlib.ExitStack) -> None:
+        self._stage, self._episode = stage, episode
+        directory.mkdir(parents=True, exist_ok=True)
+        self.part = stack.enter_context(Part(directory / "steps", stage.save_info)) if stage.steps else None
+        wanted = episode < stage.filmed
+        self._frames = stack.enter_context(FrameFile(directory / _FRAMES)) if wanted else None
+
+    def film(self, render: Callable[[], Any], gained: float) -> None:
+        if self._frames is not None:
+            check = check_depth if self._stage.depth else check_rgb
+            self._frames.add(check(render(), self._stage.env), gained)
+
+    def end(self, prefix: str, observation: Tree) -> None:
+        """What was seen last."""
+        if self.part is not None:
+            self.part.add({f"{prefix}{FINAL}episode": self._episode}, {f"{prefix}{FINAL}observation": observation})
+
+
+class SoloPlayer:
+    """One agent in one environment."""
+
+    def __init__(self, stage: Stage, env: gym.Env[Any, Any] | None = None, policy: Policy | None = None) -> None:
+        self._stage = stage
+        self.env = env if env is not None else self._made()
+        try:
+            if stage.filmed:
+                check_renders(self.env, stage.env)
+            self._policy = policy if policy is not None else next(iter(stage.policies().values()))
+            _check_spaces(self._policy, self.env, stage)
+        except BaseException:
+            self.env.close()
+            raise
+
+    def _made(self) -> gym.Env[Any, Any]:
+        s = self._stage
+        *first, last = _render_modes(s)
+        for mode in first:
+            env = make_one(s.env, s.env_config, mode, preprocess=s.preprocess, wrappers=s.wrappers)
+            if env.render_mode == mode:
+                return env
+            env.close()
+        return make_one(s.env, s.env_config, last, preprocess=s.preprocess, wrappers=s.wrappers)
+
+    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told:
+        env, stage = self.env, self._stage
+        agent = TrainedAgent(self._policy, stage.noise_seed(episode))
+        gained, length, over = 0.0, 0, False
+        with contextlib.ExitStack() as stack:
+            recording = _Recording(stage, episode, directory, stack)
+            with translated(stage.env, "reset", 0):
+                observation, info = env.reset(seed=stage.seed + episode)
+            state = None
+            while not over and length < max_steps:
+                beat()
+                recording.film(env.render, gained)
+                mask = info.get(ACTION_MASK)
+                action, state = agent.act(observation, state, mask, deterministic=stage.deterministic)
+                before = observation
+                with translated(stage.env, "step", length + 1):
+                    observation, reward, terminated, truncated, info = env.step(action)
+                if recording.part is not None:
+                    counters = {"episode": episode, "step": length, "reward": float(reward)}
+                    ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
+                    recording.part.add(counters | ends, {"observation": _seen(before, env), "action": action}, info)
+                gained, length = gained + float(reward), length + 1
+                over = bool(terminated or truncated)
+            if length:
+                recording.end("", _seen(observation, env))
+        return Told(gained, length, over, frame_rate(env.metadata))
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class MatchPlayer:
+    """Several agents in one environment, each played by the model that the cast names."""
+
+    def __init__(self, stage: Stage, cast: Mapping[str, str]) -> None:
+        if stage.save_info:
+            raise UsageError("Infos of environments with several agents are not written.", "Leave out --save-info.")
+        self._stage = stage
+        *_, mode = _render_modes(stage)
+        self._match = make_match(stage.env, stage.env_config, mode)
+        try:
+            missing = sorted(set(self._match.agents) - set(cast))
+            if missing:
+                raise IncompatibleCheckpoint(f"Nobody was trained to play {missing[0]!r} of {stage.env}: it has other agents.")
+            policies = stage.policies()
+            self._policies = {agent: policies[cast[agent]] for agent in self._match.agents}
+        except BaseException:
+            self._match.close()
+            raise
+
+    def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told:
+        stage, match = self._stage, self._match
+        seeds = np.random.SeedSequence(stage.noise_seed(episode)).spawn(len(self._policies))
+        agents = {
+            agent: TrainedAgent(policy, int(seed.generate_state(1)[0]))
+            for (agent, policy), seed in zip(self._policies.items(), seeds, strict=True)
+        }
+        returns = dict.fromkeys(agents, 0.0)
+        length = 0
+        with contextlib.ExitStack() as stack:
+            recording = _Recording(stage, episode, directory, stack)
+
+            def before_step() -> None:
+                beat()
+                recording.film(match.render, sum(returns.values()))
+
+            def on_step(step: Step) -> None:
+                nonlocal length
+                length = step.number + 1
+                for agent, reward in step.rewards.items():
+                    returns[agent] += reward
+                if recording.part is not None:
+                    _note(recording.part, episode, step, max(map(len, agents)))
+
+            with translated(stage.env, "play", 0):
+                finished = play_episode(
+                    match, agents, stage.seed + episode,
+                    deterministic=stage.deterministic, max_steps=max_steps, before_step=before_step, on_step=on_step,
+                )  # fmt: skip
+        if isinstance(finished, Finished):
+            returns = dict(finished.returns)
+        return Told(sum(returns.values()), length, finished is not None, frame_rate(match.metadata), returns)
+
+    def close(self) -> None:
+        self._match.close()
+
+
+def _note(part: Part, episode: int, step: Step, width: int) -> None:
+    """One row for each agent that acted. Agents may see different things: each has columns of its own for that."""
+    for agent, action in step.actions.items():
+        columns = {
+            "episode": episode,
+            "step": step.number,
+            "agent": np.asarray(agent, f"U{width}"),
+            "reward": float(step.rewards.get(agent, 0.0)),
+            "terminated": agent in step.terminated,
+            "truncated": agent in step.truncated,
+        }
+        part.add(columns, {f"{agent}/observation": step.observations[agent], f"{agent}/action": action})
+
+
+def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: Stage) -> None:
+    seen, _ = spaces.split_mask(env.observation_space)
+    theirs = (spaces.array_spec(seen), spaces.to_json(env.action_space))
+    ours = (spaces.array_spec(policy.observation_space), spaces.to_json(policy.action_space))
+    if ours != theirs:
+        raise IncompatibleCheckpoint(
+            f"The agent was trained on {stage.trained_on}; the spaces of {stage.env} are others ({env.observation_space})."
+        )
+
+
+def _seen(observation: Any, env: gym.Env[Any, Any]) -> Tree:
+    """As arrays, in the structure of the space."""
+    spec = spaces.array_spec(env.observation_space)
+    return _as_arrays(spec, observation)
+
+
+def _as_arrays(spec: Tree, value: Any) -> Tree:
+    if isinstance(spec, dict):
+        return {key: _as_arrays(item, value[key]) for key, item in spec.items()}
+    if isinstance(spec, tuple):
+        return tuple(_as_arrays(item, v) for item, v in zip(spec, value, strict=True))
+    return np.asarray(value)
+
+
+# -- playing ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where things go; None: nowhere."""
+
+    steps: Path | None = None
+    video: Path | None = None
+    grid: bool = False
+    """Episodes side by side instead of one after the other."""
+
+
+NOWHERE = Files()
+
+Watch = Callable[[int, Told], None]
+"""Told of every episode, in order."""
+
+
+def rollout(
+    stage: Stage,
+    episodes: int,
+    *,
+    max_steps: int | None = None,
+    files: Files = NOWHERE,
+    workers: int = 0,
+    log_dir: Path | None = None,
+    watch: Watch = lambda episode, told: None,
+    player: Player | None = None,
+) -> Played:
+    """Play until `episodes` have ended or `max_steps` were made. An unfinished episode is in the file, not in the returns."""
+    film = 0 if files.video is None else min(episodes, GRID_CELLS if files.grid else VIDEO_EPISODES)
+    stage = replace(stage, steps=files.steps is not None, filmed=film)
+    played = Played()
+    with contextlib.ExitStack() as stack:
+        steps = stack.enter_context(StepLog(files.steps, stage.save_info)) if files.steps is not None else None
+        aside = steps.aside if steps is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-")))
+        limit = max(longest_episode(stage.env), max_steps or 0)
+        crew = _Crew(stage, aside, episodes, limit, workers, log_dir, player)
+        stack.callback(crew.close)
+        made, fps = 0, 0.0
+        for episode in range(episodes):
+            left = limit if max_steps is None else max_steps - made
+            told = crew.episode(episode, left)
+            made, fps = made + told.length, told.fps
+            _count(played, told, cut=not told.over and told.length >= limit and (max_steps is None or made < max_steps))
+            watch(episode, told)
+            if steps is not None:
+                steps.extend(aside / str(episode) / "steps")
+            if max_steps is not None and made >= max_steps:
+                break
+        played.steps_file = steps.write() if steps is not None else None
+        if files.video is not None:
+            played.video = _video(
+                files.video, stage, [aside / str(i) / _FRAMES for i in range(min(film, episode + 1))], files.grid, fps
+            )
+    return played
+
+
+def _count(played: Played, told: Told, cut: bool) -> None:
+    if not told.over and not cut:
+        return
+    played.cut += cut
+    played.returns.append(told.gained)
+    played.lengths.append(told.length)
+    for agent, gained in told.agents.items():
+        played.agents.setdefault(agent, []).append(gained)
+
+
+def _video(path: Path, stage: Stage, frames: list[Path], grid: bool, fps: float) -> Path | None:
+    named = path.with_name(f"{path.stem}-depth{path.suffix}") if stage.depth else path
+    shown = depth_colours(frames) if stage.depth else as_it_is
+    return (write_grid if grid else write_video)(named, frames, fps, shown)
+
+
+class _Crew:
+    """Gives the episodes in order, whoever plays them: this process when asked, or others ahead of that."""
+
+    def __init__(
+        self, stage: Stage, aside: Path, episodes: int, limit: int, workers: int, log_dir: Path | None, player: Player | None
+    ) -> None:
+        self._stage, self._aside, self._limit = stage, aside, limit
+        self._player, self._errands = player, None
+        self._told: dict[int, Told] = {}
+        self._to_come: Iterator[int] = iter(range(episodes))
+        if workers:
+            self._errands = Errands(
+                "rollout", Worker, stage, str(aside), workers=min(workers, episodes), hang_s=_HANG_S, log_dir=log_dir
+            )
+            self._give(AHEAD * workers)
+
+    def _give(self, count: int) -> None:
+        for _, episode in zip(range(count), self._to_come, strict=False):
+            assert self._errands is not None
+            self._errands.give(episode, {"episode": episode, "max_steps": self._limit})
+
+    def episode(self, episode: int, left: int) -> Told:
+        """Played to its end, or to `left` steps. Raises what went wrong."""
+        most = min(left, self._limit)
+        if self._errands is None:
+            return self._own().play(episode, most, self._aside / str(episode), lambda: None)
+        while episode not in self._told:
+            for done in self._errands.take(_LOOK_S):
+                if done.error is not None:
+                    raise done.error
+                self._told[done.number] = Told(**done.answer)
+        self._give(1)
+        told = self._told.pop(episode)
+        if told.length <= most:
+            return told
+        return self._own().play(episode, most, self._aside / str(episode), lambda: None)  # once more, and not as far
+
+    def _own(self) -> Player:
+        if self._player is None:
+            self._player = make_player(self._stage)
+        return self._player
+
+    def close(self) -> None:
+        if self._errands is not None:
+            self._errands.close()
+        if self._player is not None:
+            self._player.close()
+
+
+class Worker:
+    """What another process does: play the episodes it is told to."""
+
+    def __init__(self, context: Context, stage: Stage, aside: str) -> None:
+        torch.set_num_threads(1)
+        stage.luggage.unpack()
+        self._context, self._aside = context, Path(aside)
+        self._player = make_player(stage)
+
+    def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
+        episode = int(errand["episode"])
+        told = self._player.play(episode, int(errand["max_steps"]), self._aside / str(episode), self._context.beat)
+        return {"gained": told.gained, "length": told.length, "over": told.over, "fps": told.fps, "agents": dict(told.agents)}
+
+    def close(self) -> None:
+        self._player.close()
 
 
 def play(
@@ -152,52 +550,15 @@ def play(
     save_info: bool = False,
     video: Path | None = None,
 ) -> Played:
-    """Play until `episodes` have ended or `max_steps` were made. An unfinished episode is in the file, not in the returns."""
-    played = Played()
-    if video is not None:
-        check_renders(env, name)
-    total = 0
-    with contextlib.ExitStack() as stack:
-        writer: VideoWriter | None = None
-        log = stack.enter_context(StepLog(steps_file, save_info)) if steps_file else None
-        for episode in range(episodes):
-            with translated(name, "reset", total):
-                observation, info = env.reset(seed=seed + episode)
-            state, gained, length, over = None, 0.0, 0, False
-            while not over and (max_steps is None or total < max_steps):
-                if video is not None and episode < VIDEO_EPISODES:
-                    frame = check_rgb(env.render(), name)
-                    writer = writer or stack.enter_context(VideoWriter(video, frame_rate(env)))
-                    writer.add(frame)
-                action, state = agent.act(observation, state, info.get(ACTION_MASK), deterministic=deterministic)
-                before = observation
-                with translated(name, "step", total + 1):
-                    observation, reward, terminated, truncated, info = env.step(action)
-                if log is not None:
-                    counters = {"episode": episode, "step": length, "reward": float(reward)}
-                    ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
-                    log.add(counters | ends, _seen(before, env), action, info)
-                gained, length, total = gained + float(reward), length + 1, total + 1
-                over = terminated or truncated
-            if over:
-                played.returns.append(gained)
-                played.lengths.append(length)
-            if max_steps is not None and total >= max_steps:
-                break
-        played.steps_file = log.write() if log is not None else None
-    played.video = video if writer is not None else None
-    return played
+    """The same with an agent and an environment that are there already; the environment is left open."""
+    stage = Stage(
+        name, name, {DEFAULT_MODEL: (agent.policy.description(), "")}, seed=seed, deterministic=deterministic, save_info=save_info
+    )
+    filmed = replace(stage, filmed=0 if video is None else min(episodes, VIDEO_EPISODES), steps=steps_file is not None)
+    player = _Borrowed(filmed, env, agent.policy)
+    return rollout(stage, episodes, max_steps=max_steps, files=Files(steps_file, video), player=player)
 
 
-def _seen(observation: Any, env: gym.Env[Any, Any]) -> Tree:
-    """As arrays, in the structure of the space."""
-    spec = spaces.array_spec(env.observation_space)
-    return _as_arrays(spec, observation)
-
-
-def _as_arrays(spec: Tree, value: Any) -> Tree:
-    if isinstance(spec, dict):
-        return {key: _as_arrays(item, value[key]) for key, item in spec.items()}
-    if isinstance(spec, tuple):
-        return tuple(_as_arrays(item, v) for item, v in zip(spec, value, strict=True))
-    return np.asarray(value)
+class _Borrowed(SoloPlayer):
+    def close(self) -> None:
+        """Whoever lent the environment closes it."""

@@ -144,14 +144,27 @@ def run_directory(name: str, algorithm: str, env: str, local_dir: Path, project:
     return local_dir.expanduser() / name / f"{re.sub(r'[^A-Za-z0-9]+', '-', algorithm)}_{safe}_{stamp}-{uuid.uuid4().hex[:5]}"
 
 
-def find_runs(directory: Path, depth: int = 3) -> list[Path]:
-    """All runs at or below a directory, oldest first."""
-    if (directory / CONFIG).exists():
+def is_script(directory: Path) -> bool:
+    """Whether this is the trial of a script (`ludus.init`): it has no config, only what it says of itself and its metrics."""
+    return not (directory / CONFIG).exists() and Run(directory).meta().get("kind") == "session"
+
+
+def find_runs(directory: Path, depth: int = 4) -> list[Path]:
+    """All runs at or below a directory, trials of sweeps and of scripts among them, oldest first."""
+    found = _runs_below(directory, depth)
+    return sorted(found, key=lambda run: _marked(run).stat().st_mtime)
+
+
+def _runs_below(directory: Path, depth: int) -> list[Path]:
+    if (directory / CONFIG).exists() or ((directory / META).exists() and is_script(directory)):
         return [directory]
     if depth == 0 or not directory.is_dir():
         return []
-    found = [run for child in sorted(directory.iterdir()) if child.is_dir() for run in find_runs(child, depth - 1)]
-    return sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime)
+    return [run for child in sorted(directory.iterdir()) if child.is_dir() for run in _runs_below(child, depth - 1)]
+
+
+def _marked(run: Path) -> Path:
+    return run / (CONFIG if (run / CONFIG).exists() else META)
 
 
 def _provenance() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ludus.experiment.parts import (
 )
 from ludus.experiment.run import Run
 from ludus.game.environment import make_environments
+from ludus.game.wrapping import names_of
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
 from ludus.model.policy import Policy
@@ -88,14 +89,14 @@ def program_of(
     whole = program.add("whole", whole_episodes, batches, config)
     trainer = program.add_worker("trainer", _trainer, learning, whole, publisher, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampling)
-    evaluation = program.add("evaluation", make_evaluation, resolved, policy, interrupted)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampling, pool, run, resolved, evaluation, sinks)
     return program, (run, sampling, trainer, conductor, pool)
 
 
 def look_at(env: str, config: AlgorithmConfig) -> Shape:
     """Make one environment and reset it: only then does it show whether it masks actions."""
-    one = make_environments(env, 1, config.env_config)
+    one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
     try:
         one.reset(config.seed)
         return Shape(config.num_envs_per_worker, one.observation_space, one.action_space, one.masked, one.resets_at_once)
@@ -115,6 +116,8 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
     return Plan(
         env=env,
         env_config=config.env_config,
+        preprocess=config.preprocess,
+        wrappers=config.wrappers,
         num_envs=shape.num,
         description=policy.description(),
         spec=segment_spec(policy, shape, config.steps),
@@ -127,7 +130,7 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
         forgiving=config.restart_failed_sub_environments,
         explore=config.explore,
         device=config.inference_device,
-        luggage=Luggage.of(env),
+        luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
     )
 
 
@@ -164,7 +167,8 @@ def _newest(pool: LocalPool) -> tuple[int, Mapping[str, Array]]:
 
 def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -> BlockBatches:
     in_turn = config.sampling != "async"
-    blocks = config.workers if in_turn else config.train_batch_size // (config.num_envs_per_worker * config.steps)
+    one = config.num_envs_per_worker * config.steps
+    blocks = config.workers if in_turn else 1 if config.replays else config.train_batch_size // one
     sampling.batches = BlockBatches(
         sampling,
         config.workers,

@@ -21,7 +21,7 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, NotFound, 
 from ludus.experiment import checkpoint, external
 from ludus.experiment.external import GameSeats
 from ludus.experiment.run import find_runs
-from ludus.model import pool, saved
+from ludus.model import central, pool, saved
 from ludus.model.policy import Policy
 from ludus.serve import canary, exposition, release
 from ludus.serve.canary import CanarySettings, Counts
@@ -83,12 +83,14 @@ class Source:
             versions = checkpoint.versions_of(store, name)
             if versions and number == _number(name, versions):
                 return _release(run, checkpoint.read(store, name))
-        found = _release(run, checkpoint.read(store, newest))
+        read = checkpoint.read(store, newest)
+        found = _release(run, read)
         kept = {name: pool.stored_versions(store, name) for name in found.parts}
         if len(found.parts) == 1 and number in next(iter(kept.values())):
             (name, part) = next(iter(found.parts.items()))
-            weights = saved.encode_weights(pool.stored_weights(store, name, number))
-            parts = {name: replace(part, weights=weights, version=number)}
+            described = read.state["models"][name]["description"]
+            _, weights = central.plain(described, pool.stored_weights(store, name, number))
+            parts = {name: replace(part, weights=saved.encode_weights(weights), version=number)}
             return Release(number, found.seats, parts, f"a kept version of {run}")
         numbers = {_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}
         there = sorted(numbers | (set(next(iter(kept.values()))) if len(kept) == 1 else set()))
@@ -113,14 +115,11 @@ class Source:
 
 def _release(run: Path, found: checkpoint.Checkpoint) -> Release:
     seats, models = _seats(found), found.state["models"]
-    parts = {
-        name: Part(
-            json.dumps(models[name]["description"]).encode(),
-            saved.encode_weights(found.weights[name]),
-            int(models[name]["version"]),
-        )
-        for name in seats.models
-    }
+    parts = {}
+    for name in seats.models:
+        description, weights = found.acting(name)
+        version = int(models[name]["version"])
+        parts[name] = Part(json.dumps(description).encode(), saved.encode_weights(weights), version)
     number = _number(found.name, {name: part.version for name, part in parts.items()})
     return Release(number, dict(seats.seats), parts, str(run / checkpoint.FOLDER / found.name))
 
@@ -131,8 +130,16 @@ def _number(name: str, versions: Mapping[str, int]) -> int:
 
 
 def _seats(found: checkpoint.Checkpoint) -> GameSeats:
-    """As the games were told in training; an agent trained in environments plays the only seat."""
+    """As the games were told in training; an agent trained in environments plays the only seat.
+
+    Of an environment with several agents every agent is a seat.
+    """
     config = found.state["config"]
+    several = config["config"].get("multiagent")
+    if several:
+        played = {name: found.policy(name) for name in found.weights}
+        spaces = {name: (policy.observation_space, policy.action_space) for name, policy in played.items()}
+        return GameSeats(spaces, several["policy_mapping"])
     if config["env"] == configs.EXTERNAL:
         return external.seats_of(configs.external_config(config["config"]["env_config"]))
     (name,) = found.weights

@@ -16,6 +16,7 @@ import netrc
 import os
 import queue
 import re
+import subprocess
 import threading
 import time
 import uuid
@@ -24,10 +25,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from ludus.config import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig
-from ludus.errors import ConfigError, LudusError, MissingExtra
+from ludus.config import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig, experiment
+from ludus.errors import ConfigError, MissingExtra
 from ludus.experiment.run import Run
-from ludus.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard
+from ludus.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,11 @@ ID = "track_id"
 PLOTS, VIDEOS = "plots", "videos"
 _PICTURES = {".png", ".gif"}
 _MOVING = {".mp4", ".gif", ".webm"}
+_GIF_FPS, _GIF_FRAMES, _GIF_WIDTH = 10, 100, 320
 _WAITING = 10_000
 _GATHER_S = 1.0
-_CLOSE_S = 20.0
+_ANSWER_S = 15.0
+_CLOSE_S = 2 * _ANSWER_S
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -53,8 +56,13 @@ class Service(Protocol):
         ...
 
     def write(self, reports: Sequence[Numbers]) -> None: ...
-    def file(self, path: Path) -> None: ...
-    def close(self, status: str) -> None: ...
+    def file(self, path: Path, timesteps: int) -> None:
+        """A picture or video that belongs to the run as it was after so many timesteps."""
+        ...
+
+    def close(self, status: str) -> None:
+        """How the run has ended; `running`: it goes on, and only we leave."""
+        ...
 
 
 # -- which ones ----------------------------------------------------------------------------------------------------------
@@ -100,19 +108,19 @@ def _installed(package: str, key: str) -> None:
         raise MissingExtra(f"{key} needs the package {package!r}.", f"pip install 'ludus[{package}]'")
 
 
-def sinks_of(run: Run, experiment: ExperimentConfig, incarnation: int) -> list[Sink]:
+def sinks_of(run: Run, e: ExperimentConfig, incarnation: int) -> list[Sink]:
     """Where the numbers of a run go, its own record first. Every key of the experiment's `config` has its value."""
-    track = experiment.track
+    track = e.track
     sinks: list[Sink] = [JsonLines(run.metrics_path, incarnation)]
     if track.csv:
         sinks.append(Csv(run.directory / "metrics.csv", run.metrics_path, incarnation))
-    services = services_of(run, experiment)
+    services = services_of(run, e)
     if services:
         sinks.append(_Curve(run))
     sinks.append(
         TensorBoard(
             run.directory,
-            settings=settings_of(experiment),
+            settings=settings_of(e),
             pictures=lambda: _files(run.directory, PLOTS, _PICTURES),
             status=lambda: run.status,
         )
@@ -155,6 +163,46 @@ def _files(directory: Path, folder: str, kinds: set[str]) -> list[Path]:
     return sorted(path for path in (directory / folder).rglob("*") if path.suffix.lower() in kinds and path.is_file())
 
 
+def attach(directory: Path, paths: Sequence[Path]) -> bool:
+    """Show pictures and videos that were made after the training (by a rollout) wherever the run is tracked.
+
+    False: it is tracked by no service, and nothing was done. A service that fails is logged, as during the training.
+    """
+    run = Run.open(directory)
+    data = run.config()
+    services = services_of(run, experiment(data))
+    if not services:
+        return False
+    rows = read_jsonl(run.metrics_path)
+    timesteps, status = int(rows[-1].get("timesteps") or 0) if rows else 0, str(run.meta().get("status", "running"))
+    board = TensorBoard(directory)
+    for path in paths:
+        if path.suffix.lower() in _PICTURES:
+            board.picture(path.read_bytes(), f"{path.parent.name}/{path.stem}", timesteps)
+        elif path.suffix.lower() in _MOVING:
+            board.picture(_as_gif(path), f"{path.parent.name}/{path.stem}", timesteps)
+    board.close()
+    for service in services:
+        aside = Aside(service, lambda: paths, lambda: status)
+        aside.timesteps = timesteps
+        aside.close()
+    return True
+
+
+def _as_gif(video: Path) -> bytes:
+    """The only moving pictures that TensorBoard shows. Few and small: they are for a glance. Empty: it is no video."""
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    form = f"fps={_GIF_FPS},scale='min({_GIF_WIDTH},iw)':-2"
+    words = ["-v", "error", "-i", str(video), "-vf", form, "-frames:v", str(_GIF_FRAMES), "-loop", "0", "-f", "gif", "-"]
+    try:
+        done = subprocess.run([get_ffmpeg_exe(), *words], capture_output=True, timeout=60, check=True)  # noqa: S603 - its own program
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        log.warning("%s is not shown in TensorBoard: %s", video, _short(error))
+        return b""
+    return done.stdout
+
+
 class _Curve:
     """Leaves a picture of the learning curve with a run that is tracked, for those who come after it."""
 
@@ -169,7 +217,7 @@ class _Curve:
 
         try:
             plot([self._run.directory], self._run.directory / PLOTS / f"{METRIC}.png")
-        except (LudusError, OSError) as error:  # no episode has ended, or the disk is full: the run ends all the same
+        except Exception as error:  # no episode has ended, no disk, no font: a picture is not worth the end of a run
             log.info("no picture of the learning curve: %s", error)
 
 
@@ -195,6 +243,8 @@ class Aside:
         self._queue: queue.Queue[Numbers] = queue.Queue(waiting)
         self._closing = threading.Event()
         self._opened = False
+        self.timesteps = 0
+        """Of the last report that was delivered."""
         self.failures = 0
         self.lost = 0
         """Reports that the service has never got."""
@@ -254,7 +304,7 @@ class Aside:
 
     def _send_files(self) -> None:
         for path in self._files():
-            self._service.file(path)
+            self._service.file(path, self.timesteps)
 
     def _taken(self, have: int) -> list[Numbers]:
         taken: list[Numbers] = []
@@ -272,6 +322,7 @@ class Aside:
                 self._opened = True
             if bundle:
                 self._service.write(bundle)
+                self.timesteps = int(bundle[-1].get("timesteps", self.timesteps))
 
         return self._guarded(attempt)
 
@@ -306,7 +357,6 @@ class Wandb:
         self._directory, self._config, self._mode = directory, config, mode
         self._experiment, self._known, self._settings = experiment, known, dict(settings)
         self._run: Any = None
-        self._timesteps = 0
 
     def open(self) -> None:
         try:
@@ -316,6 +366,10 @@ class Wandb:
                 raise
             log.warning("W&B is not reached, and the run goes on offline: %s", _short(error))
             self._mode = "offline"
+            import wandb
+
+            if wandb.run is None:  # else somebody in this process has a run of his own, which this would end
+                wandb.teardown()  # it would still hold the id of the attempt
             self._run = self._begin(self._mode)
         self._run.define_metric("timesteps")
         self._run.define_metric("*", step_metric="timesteps")
@@ -323,20 +377,20 @@ class Wandb:
 
     def write(self, reports: Sequence[Numbers]) -> None:
         for numbers in reports:
-            self._timesteps = int(numbers.get("timesteps", self._timesteps))
             self._run.log({name: value for name, value in numbers.items() if math.isfinite(value)})
 
-    def file(self, path: Path) -> None:
+    def file(self, path: Path, timesteps: int) -> None:
         import wandb
 
         shown = wandb.Video(str(path), format=path.suffix[1:]) if path.suffix in _MOVING else wandb.Image(str(path))
-        self._run.log({f"{path.parent.name}/{path.stem}": shown, "timesteps": self._timesteps})
+        self._run.log({f"{path.parent.name}/{path.stem}": shown, "timesteps": timesteps})
 
     def close(self, status: str) -> None:
-        self._run.finish(exit_code=0 if status in ("finished", "interrupted") else 1)
+        self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _begin(self, mode: str) -> Any:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        for name, value in (("WANDB_ERROR_REPORTING", "false"), ("WANDB_SILENT", "true")):
+            os.environ.setdefault(name, value)
         import wandb
 
         begin: Any = wandb.init  # mode may be any word that WANDB_MODE knows
@@ -351,7 +405,9 @@ class Wandb:
             mode=mode,
             dir=str(self._directory),
             config=self._settings,
-            settings=wandb.Settings(console="off", silent=True, reinit="create_new", init_timeout=60.0),
+            settings=wandb.Settings(
+                console="off", silent=True, reinit="create_new", init_timeout=_ANSWER_S, finish_timeout=_ANSWER_S
+            ),
         )
 
 
@@ -409,11 +465,12 @@ class Mlflow:
         for i in range(0, len(metrics), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + _METRICS_AT_ONCE])
 
-    def file(self, path: Path) -> None:
+    def file(self, path: Path, timesteps: int) -> None:
         self._client.log_artifact(self._run_id, str(path), path.parent.name)
 
     def close(self, status: str) -> None:
-        self._client.set_terminated(self._run_id, {"finished": "FINISHED", "interrupted": "KILLED"}.get(status, "FAILED"))
+        if status != "running":
+            self._client.set_terminated(self._run_id, {"finished": "FINISHED", "interrupted": "KILLED"}.get(status, "FAILED"))
 
     def _beside(self) -> str:
         return f"sqlite:///{self._directory.parent / 'mlflow.db'}"

@@ -13,6 +13,7 @@ import os
 import pkgutil
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -198,7 +199,9 @@ def _factory(name: str) -> Callable[..., Any]:
     if rest not in known:
         raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, [f"{family}/{found}" for found in known]))
     try:
-        module = importlib.import_module(f"{known[rest]}.{rest}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # PettingZoo is changing how it names its environments
+            module = importlib.import_module(f"{known[rest]}.{rest}")
     except ImportError as error:
         raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
     made: Callable[..., Any] = getattr(module, "parallel_env", None) or module.env

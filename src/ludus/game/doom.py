@@ -1,9 +1,9 @@
 """ViZDoom scenarios as they are usually trained on: a small colour picture, one button at a time, every fourth frame acted on.
 
 The engine draws 160×120; of that the nearest pixels make up [72, 128, 3]. A frame costs a fifth of one at the scenario's own
-size. `env_config` may hold `width`, `height`, `frame_skip`, `grayscale`, `reward_scale` (0.01 for the basic scenario, whose
-rewards go down to −300), and whatever else ViZDoom's own config files know, such as `doom_skill`.
-`{raw: true}` gives ViZDoom's own Gymnasium environment instead, with all its buffers.
+size. `preprocess:` changes the size, the frames and the colour; `env_config` may hold `reward_scale` (0.01 for the basic
+scenario, whose rewards go down to −300), and whatever else ViZDoom's own config files know, such as `doom_skill`.
+`preprocess: {standard: false}` gives ViZDoom's own Gymnasium environment instead, with all its buffers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+from gymnasium.envs.registration import EnvSpec
 
 from ludus import plugins
-from ludus.errors import UsageError
+from ludus.config import PreprocessConfig
+from ludus.errors import ConfigError, UsageError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,17 +41,27 @@ _INSTANCE = "+viz_instance_id"
 _SHARED = ("ViZDoomSM", "ViZDoomMQCtr", "ViZDoomMQDoom")
 
 
-def make_doom(name: str, config: dict[str, Any]) -> gym.Env[Any, Any]:
-    """One game of a registered ViZDoom environment. Raises MissingExtra, UsageError."""
-    plugins.require("vizdoom", "doom", name)
-    settings = dict(config)
-    if settings.pop("raw", False):
-        return gym.make(name, **settings)
-    scenario = gym.spec(name).kwargs
-    if "scenario_config_file" not in scenario:  # one that somebody else registered under a name like ViZDoom's
-        return gym.make(name, **settings)
-    one_button = bool(scenario.get("max_buttons_pressed", 1))
-    return DoomEnvironment(str(scenario["scenario_config_file"]), one_button=one_button, **settings)
+def is_doom(spec: EnvSpec, preprocess: PreprocessConfig) -> bool:
+    """Whether it is a scenario of ViZDoom, to be played as usual; not one that somebody registered under such a name."""
+    return preprocess.standard is not False and spec.id.startswith("Vizdoom") and "scenario_config_file" in spec.kwargs
+
+
+def make_doom(
+    spec: EnvSpec, config: Mapping[str, Any], preprocess: PreprocessConfig
+) -> tuple[gym.Env[Any, Any], PreprocessConfig]:
+    """One game of a registered scenario, and what of its preprocessing the engine does not do. Raises MissingExtra, UsageError."""
+    plugins.require("vizdoom", "doom", spec.id)
+    height, width = preprocess.resize or (None, None)
+    asked = {"frame_skip": preprocess.frame_skip, "grayscale": preprocess.grey, "height": height, "width": width}
+    given = {key: value for key, value in asked.items() if value is not None}
+    twice = [key for key in given if key in config and config[key] != given[key]]
+    if twice:
+        raise ConfigError(
+            f"{spec.id}: env_config sets {twice[0]} to {config[twice[0]]!r}, and preprocess otherwise.", "Keep one."
+        )
+    one_button = bool(spec.kwargs.get("max_buttons_pressed", 1))
+    game = DoomEnvironment(str(spec.kwargs["scenario_config_file"]), one_button=one_button, **dict(config) | given)
+    return game, preprocess.model_copy(update={"frame_skip": None, "grey": None, "resize": None})
 
 
 class DoomEnvironment(gym.Env[Bytes, Any]):

@@ -7,12 +7,7 @@ Either way the caller sees `Environments`: arrays in, arrays out, with the actio
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
 import logging
-import os
-import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,8 +17,14 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from ludus import spaces
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
-from ludus.plugins import did_you_mean, import_object
+from ludus.config import PreprocessConfig
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra
+from ludus.game import display
+from ludus.game.atari import is_atari, make_single, make_vector
+from ludus.game.doom import is_doom, make_doom
+from ludus.game.preprocess import for_evaluation, is_plain, preprocess_of, preprocessed
+from ludus.game.registry import called, factory_of, makes_vectors, outdated, spec_of, takes, takes_mapping
+from ludus.game.wrapping import Named, Wrapper, wrappers_of
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, Tree, copy_into, leaves, map_tree
 from ludus.types import Bools, Floats, Ints
@@ -74,113 +75,168 @@ class Environments(Protocol):
     def close(self) -> None: ...
 
 
-# -- finding and making -------------------------------------------------------------------------------------------------
+# -- making -------------------------------------------------------------------------------------------------------------
 
-_GYM_ID = re.compile(r"^(?:[\w:.-]+:)?(?:[\w:.-]+/)?[\w:.-]+-v\d+$")
-_EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": "pettingzoo"}
-_PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
+_NOTHING = PreprocessConfig()
 
 
 def make_environments(
-    name: str, num: int, env_config: Mapping[str, Any] | None = None, *, forgiving: bool = False
+    name: str,
+    num: int,
+    env_config: Mapping[str, Any] | None = None,
+    *,
+    preprocess: PreprocessConfig = _NOTHING,
+    wrappers: Named = (),
+    forgiving: bool = False,
 ) -> Environments:
-    """`name` is a Gymnasium id, or `module:function` called with `env_config`. Raises UnknownName, MissingExtra.
+    """`name` is a Gymnasium id, a name given to `register_env`, or `module:function`, called with `env_config`.
 
     A function that takes `num_envs` makes a whole vector environment; any other makes one environment. `forgiving`: one that
     raises is made anew, and its row is lost at that step; only one that fails again and again is an EnvironmentFault.
+    Raises UnknownName, MissingExtra, ConfigError.
     """
-    config = dict(env_config or {})
-    factory = _own_factory(name)
-    if factory is not None and "num_envs" in inspect.signature(factory).parameters:
+    recipe = _Recipe(name, dict(env_config or {}), preprocess, *wrappers_of(wrappers))
+    if recipe.is_vector:
 
         def vector() -> Any:
-            return _made(name, lambda: factory(num_envs=num, **config))
+            return recipe.vector(num)
 
         return VectorEnvironments(name, vector(), vector if forgiving else None)
-    if factory is None and _spec(name).vector_entry_point is not None:
-
-        def native() -> Any:
-            return _made(name, lambda: gym.make_vec(name, num, vectorization_mode="vector_entry_point", **config))
-
-        return VectorEnvironments(name, native(), native if forgiving else None)
-
-    def single() -> Any:
-        return _made(name, lambda: _single(name, config) if factory is None else factory(**config))
-
-    return LoopEnvironments(name, [single() for _ in range(num)], single if forgiving else None)
+    return LoopEnvironments(name, [recipe.single() for _ in range(num)], recipe.single if forgiving else None)
 
 
-def make_one(name: str, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None) -> gym.Env[Any, Any]:
-    """A single environment, as it is watched and recorded.
+def make_one(
+    name: str,
+    env_config: Mapping[str, Any] | None = None,
+    render_mode: str | None = None,
+    *,
+    preprocess: PreprocessConfig = _NOTHING,
+    wrappers: Named = (),
+) -> gym.Env[Any, Any]:
+    """A single environment, as it is watched and recorded: rewards are those of the game, and episodes whole games.
 
     One that exists only as a vector implementation is played through that, with one row; it cannot be filmed.
     """
-    config = dict(env_config or {})
-    if render_mode == "rgb_array" and not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen, and complain
-    factory = _own_factory(name)
-    if factory is not None and _takes(factory, "num_envs") and "num_envs" in inspect.signature(factory).parameters:
-        return SingleRow(_made(name, lambda: factory(num_envs=1, **config)))
-    if factory is None and render_mode is None and _spec(name).namespace == "ALE":  # exactly what was trained on
-        return SingleRow(_made(name, lambda: gym.make_vec(name, 1, vectorization_mode="vector_entry_point", **config)))
-    if render_mode is not None and (factory is None or _takes(factory, "render_mode")):
-        config["render_mode"] = render_mode
-    if factory is not None:
-        own = _made(name, lambda: factory(**config))
-        if not isinstance(own, gym.Env):
-            raise EnvironmentFault(f"{name} made a {type(own).__name__}, not a gymnasium.Env.")
-        return own
-    if _spec(name).namespace == "ALE":
-        from ludus.game.atari import make_single
-
-        return _made(name, lambda: make_single(name, config))  # type: ignore[no-any-return]
-    return _made(name, lambda: _single(name, config))  # type: ignore[no-any-return]
+    recipe = _Recipe(name, dict(env_config or {}), for_evaluation(preprocess), *wrappers_of(wrappers))
+    if recipe.only_vectors or (recipe.atari and render_mode is None and recipe.is_vector):  # exactly what was trained on
+        return SingleRow(recipe.vector(1, render_mode))
+    if recipe.vector_wrappers:
+        return SingleRow(recipe.vector(1, render_mode))
+    one = recipe.single(render_mode)
+    if not isinstance(one, gym.Env):
+        raise EnvironmentFault(f"{name} made a {type(one).__name__}, not a gymnasium.Env.")
+    return one
 
 
-def _single(name: str, config: dict[str, Any]) -> gym.Env[Any, Any]:
-    if name.startswith("Vizdoom"):
-        from ludus.game.doom import make_doom
+def made_as_trained(
+    state: Mapping[str, Any], *, env: str | None = None, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None
+) -> gym.Env[Any, Any]:
+    """A single environment as the saved config of a run describes it; another name, or further keywords, may be asked for."""
+    config = state["config"]
+    keywords = {**config.get("env_config", {}), **(env_config or {})}
+    preprocess, wrappers = preprocess_of(config), config.get("wrappers") or ()
+    return make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
 
-        return make_doom(name, config)
-    return gym.make(name, **config)
 
+class _Recipe:
+    """How one environment, or many at once, come about: made, preprocessed, wrapped."""
 
-def _takes(factory: Callable[..., Any], keyword: str) -> bool:
-    parameters = inspect.signature(factory).parameters
-    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    def __init__(
+        self,
+        name: str,
+        config: dict[str, Any],
+        preprocess: PreprocessConfig,
+        wrappers: list[Wrapper],
+        vector_wrappers: list[Wrapper],
+    ) -> None:
+        self.name, self.config, self.preprocess = name, config, preprocess
+        self.wrappers, self.vector_wrappers = wrappers, vector_wrappers
+        self.factory = factory_of(name)
+        self.spec = spec_of(name) if self.factory is None else None
+        self.atari = self.spec is not None and is_atari(self.spec, config, preprocess)
+        self.only_vectors = self.factory is not None and makes_vectors(self.factory)
+        if self.only_vectors and (wrappers or not is_plain(preprocess)):
+            what = wrappers[0].name if wrappers else "preprocess"
+            raise ConfigError(
+                f"{name} makes whole vector environments; {what} is for single ones.",
+                "Give it a vector wrapper, or do it inside.",
+            )
+
+    @property
+    def is_vector(self) -> bool:
+        """A vector implementation that can do what is asked, or wrappers that want one."""
+        native = self.only_vectors or self.atari or (self._native and self._limited_at_most)
+        return bool(self.vector_wrappers) or (native and not self.wrappers)
+
+    @property
+    def _native(self) -> bool:
+        return self.spec is not None and self.spec.vector_entry_point is not None and not self._is_raw_atari
+
+    @property
+    def _is_raw_atari(self) -> bool:
+        """ale-py's own vector implementation always preprocesses."""
+        return self.spec is not None and str(self.spec.entry_point).startswith("ale_py") and not self.atari
+
+    @property
+    def _limited_at_most(self) -> bool:
+        """Gymnasium's vector implementations know a limit of steps, and nothing else of preprocessing."""
+        return is_plain(self.preprocess.model_copy(update={"max_episode_steps": None}))
+
+    def vector(self, num: int, render_mode: str | None = None) -> Any:
+        env = _made(self.name, lambda: self._vector(num, render_mode))
+        for wrapper in self.vector_wrappers:
+            env = wrapper.around(env)
+        return env
+
+    def _vector(self, num: int, render_mode: str | None) -> Any:
+        if self.only_vectors:
+            assert self.factory is not None
+            return self.factory(num_envs=num, **self.config)
+        if self.wrappers or render_mode is not None or not (self.atari or (self._native and self._limited_at_most)):
+            return gym.vector.SyncVectorEnv([lambda: self.single(render_mode)] * num)
+        if self.atari:
+            assert self.spec is not None
+            return make_vector(self.spec, num, self.config, self.preprocess)
+        limit = self._limit()
+        return gym.make_vec(self.name, num, vectorization_mode="vector_entry_point", **self.config | limit)
+
+    def _limit(self) -> dict[str, int]:
+        ours = self.preprocess.max_episode_steps
+        theirs = self.config.get("max_episode_steps") or (self.spec.max_episode_steps if self.spec is not None else None)
+        return {} if ours is None else {"max_episode_steps": min(ours, theirs or ours)}
+
+    def single(self, render_mode: str | None = None) -> Any:
+        if render_mode is not None:
+            display.prepare(str(self.spec.entry_point) if self.spec is not None else self.name)
+        env = _made(self.name, lambda: self._single(render_mode))
+        for wrapper in self.wrappers:
+            env = wrapper.around(env)
+        return env
+
+    def _single(self, render_mode: str | None) -> Any:
+        if self.factory is not None:
+            shows = {} if render_mode is None else {"render_mode": render_mode}
+            takes_it = takes(self.factory, "render_mode") or takes_mapping(self.factory, self.config)
+            return preprocessed(called(self.factory, self.config | (shows if takes_it else {})), self.preprocess, self.name)
+        assert self.spec is not None
+        if self.atari:
+            return make_single(self.spec, self.config, self.preprocess, render_mode)
+        shown = self.config if render_mode is None else self.config | {"render_mode": render_mode}
+        if is_doom(self.spec, self.preprocess):
+            return preprocessed(*make_doom(self.spec, shown, self.preprocess), self.name)
+        return preprocessed(gym.make(self.name, **shown), self.preprocess, self.name)
 
 
 def reward_threshold(name: str) -> float | None:
     """The return at which Gymnasium counts an environment as solved, if it says so."""
-    return None if _own_factory(name) is not None else _spec(name).reward_threshold
+    return None if factory_of(name) is not None else spec_of(name).reward_threshold
 
 
 def check_exists(name: str) -> None:
     """Raise UnknownName or MissingExtra now, rather than after other parts have started."""
-    if _own_factory(name) is None:
-        _spec(name)
-
-
-def _own_factory(name: str) -> Callable[..., Any] | None:
-    if ":" not in name or _GYM_ID.match(name):
-        return None
-    found: Callable[..., Any] = import_object(name)
-    return found
-
-
-def _spec(name: str) -> gym.envs.registration.EnvSpec:
-    for prefix, module in _PLUGIN_MODULES.items():
-        if name.startswith(prefix):
-            with contextlib.suppress(ModuleNotFoundError):
-                importlib.import_module(module)  # registers its environments
-    try:
-        return gym.spec(name)
-    except gym.error.Error as error:
-        known = [i for i in gym.registry if not i.startswith(("phys2d", "tabular", "GymV"))]
-        extra = _EXTRAS.get(name.split("/")[0]) or ("doom" if name.startswith("Vizdoom") else None)
-        if extra and not any(i.startswith(name.split("/")[0]) for i in known):
-            raise MissingExtra(f"{name!r} is not installed.", f"pip install 'ludus[{extra}]'") from error
-        raise UnknownName(f"Unknown environment {name!r}.", did_you_mean(name, [*known, "external"])) from error
+    sentence = outdated(name)
+    if sentence:
+        log.warning("%s", sentence)
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
@@ -327,7 +383,7 @@ class SingleRow(gym.Env[Any, Any]):
 
     def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
         self._env = env
-        self.metadata = env.metadata
+        self.metadata, self.render_mode = env.metadata, getattr(env, "render_mode", None)
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -341,6 +397,10 @@ class SingleRow(gym.Env[Any, Any]):
         final = infos.get("final_obs") if over else None  # same-step autoreset already shows the next episode
         seen = _first_row(observation) if final is None else final[0] if isinstance(final, np.ndarray) else _first_row(final)
         return seen, float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first_row(infos)
+
+    def render(self) -> Any:
+        frames: Any = self._env.render()
+        return None if frames is None else frames[0]
 
     def close(self) -> None:
         self._env.close()

@@ -35,7 +35,9 @@ def register_env(name: str, function: Factory) -> None:
     environment. Registering a name again replaces it.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][\w./+-]*", name):
-        raise UsageError(f"{name!r} is no name for an environment.", "Letters, digits and _ . / + -, beginning with one of the first.")
+        raise UsageError(
+            f"{name!r} is no name for an environment.", "Letters, digits and _ . / + -, beginning with one of the first."
+        )
     if not callable(function):
         raise UsageError(f"register_env({name!r}) got a {type(function).__name__}.", "Give a function or class that makes it.")
     _registered[name] = function
@@ -97,7 +99,9 @@ def _unknown(name: str) -> UnknownName | MissingExtra:
         return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
     hint = did_you_mean(name, [*known, *_registered, "external"])
     if not _GYM_ID.match(name) and ":" not in name:
-        hint = f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()
+        hint = (
+            f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()
+        )
     return UnknownName(f"Unknown environment {name!r}.", hint)
 
 
@@ -105,24 +109,23 @@ def _other_versions(name: str, known: list[str]) -> list[str]:
     stem, dash, version = name.rpartition("-v")
     if not dash or not version.isdigit():
         return []
-    same = [i for i in known if i.rpartition("-v")[0].lower() == stem.lower() and i != name]
+    same = [i for i in known if i.rpartition("-v")[0] == stem]
     return sorted(same, key=lambda i: int(i.rpartition("-v")[2]))[-2:]
 
 
 def outdated(name: str) -> str:
-    """A sentence about a name that Gymnasium still has and that has a newer version; or nothing."""
+    """A sentence about a name that Gymnasium still has although there is a newer version of it; else nothing."""
     if factory_of(name) is not None:
         return ""
     spec = spec_of(name)
-    if spec.version is None or spec.entry_point is None or str(spec.entry_point).startswith("ale_py"):
-        return ""  # older names of Atari are other environments, not older ones
-    newer = [s for s in gym.registry.values() if (s.namespace, s.name) == (spec.namespace, spec.name) and s.version is not None]
-    newest = max(newer, key=lambda s: s.version or 0, default=spec)
+    if spec.version is None or str(spec.entry_point).startswith("ale_py"):
+        return ""  # older names of Atari games are other environments, not older ones
+    versions = [s for s in gym.registry.values() if (s.namespace, s.name) == (spec.namespace, spec.name)]
+    newest = max(versions, key=lambda s: s.version or 0)
     if (newest.version or 0) <= spec.version:
         return ""
-    return f"{name} is out of date: episodes end after {spec.max_episode_steps} steps. {newest.id} ends them after {newest.max_episode_steps}." if (
-        newest.max_episode_steps != spec.max_episode_steps
-    ) else f"{name} is out of date; {newest.id} is its newest version."
+    limits = f" (episodes of up to {newest.max_episode_steps} steps instead of {spec.max_episode_steps})"
+    return f"{name} is out of date; {newest.id} took its place{limits * (newest.max_episode_steps != spec.max_episode_steps)}."
 
 
 def takes(factory: Factory, keyword: str) -> bool:

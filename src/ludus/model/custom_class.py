@@ -77,8 +77,8 @@ def look_in(directory: Path) -> None:
 
 def find_class(name: str) -> type[nn.Module]:
     """The class that `custom_model` names. Raises UnknownName with where it was looked for, ConfigError when it is none."""
-    check_name(name)
     if ":" in name:
+        check_name(name)
         found, shown = _of_module(name), name
     else:
         files = files_of(name)
@@ -110,7 +110,8 @@ def _named(found: Any) -> str:
 
 
 def files_of(name: str) -> Files:
-    """The file that a plain name means, found by the rule. Raises UnknownName."""
+    """The file that a plain name means, found by the rule. Raises UnknownName, ConfigError."""
+    check_name(name)
     if name in _carried:
         return _carried[name]
     for directory in _directories():
@@ -193,7 +194,7 @@ def _run(files: Files) -> ModuleType:
         return sys.modules[name]
     _texts.packages[files.package] = files
     if _texts not in sys.meta_path:
-        sys.meta_path.append(_texts)
+        sys.meta_path.insert(0, _texts)  # before what looks for files: those may have been edited since
     root = str(Path(files.directory).parent)
     along = root not in sys.path
     if along:  # for `from model.blocks import Block`
@@ -284,7 +285,8 @@ def told(what: str, error: BaseException, hint: str = "") -> ConfigError:
         return ConfigError(f"{what}: line {error.lineno}: {error.msg}.", hint)
     where = _own_line(error)
     said = str(error).strip().splitlines()
-    return ConfigError(f"{what}: {where}{type(error).__name__}{': ' + said[0] if said else ''}", hint)
+    sentence = f"{what}: {where}{type(error).__name__}{': ' + said[0] if said else ''}"
+    return ConfigError(sentence if sentence.endswith((".", "!", "?")) else f"{sentence}.", hint)
 
 
 def _own_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ludus.errors import ConfigError
@@ -22,6 +22,7 @@ from ludus.tree import Tree
 _MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
 _LOG_STD_RANGE = (-20.0, 2.0)
 _INT64 = np.dtype(np.int64)
+_RARE = 1e-12  # a probability that is taken for 0: its logarithm is a number
 
 
 class Distribution(Protocol):
@@ -71,6 +72,16 @@ def make_distribution(space: gym.Space[Any], where: str = "action") -> Distribut
     )
 
 
+def make_values(space: gym.Space[Any]) -> EpsilonGreedy:
+    """How actions are chosen by what they are worth."""
+    if not isinstance(space, gym.spaces.Discrete):
+        raise ConfigError(
+            f"DQN learns what each action is worth, which needs Discrete actions; these are {space}.",
+            "Use PPO, APPO or IMPALA, or make the actions discrete by a wrapper.",
+        )
+    return EpsilonGreedy(int(space.n), int(space.start), np.dtype(space.dtype))
+
+
 def _gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.empty(shape).exponential_(generator=generator).log_().neg_()
 
@@ -101,6 +112,57 @@ class Categorical:
         log_p = F.log_softmax(_masked(outputs, mask), dim=-1)
         log_prob = log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         return log_prob, -(log_p.exp() * log_p).sum(dim=-1)
+
+    def to_environment(self, action: Tree) -> Tree:
+        return (action + self._start if self._start else action).astype(self._dtype, copy=False)
+
+
+class EpsilonGreedy(nn.Module):
+    """The action that is worth most or, with probability `epsilon`, any of the allowed ones; outputs are what each is worth.
+
+    `epsilon` is a buffer: part of the weights, so that it reaches whoever acts with them. Noise is uniform in [0, 1): its first
+    number explores from 1 − epsilon on, the others choose by the largest. So none is greedy, and less of it explores less.
+    """
+
+    epsilon: Tensor
+
+    def __init__(self, n: int, start: int = 0, dtype: np.dtype[Any] = _INT64) -> None:
+        super().__init__()
+        self.num_outputs = self.mask_size = n
+        self.noise_size = 1 + n
+        self.free_outputs: list[int] = []
+        self._start, self._dtype = start, dtype
+        self.register_buffer("epsilon", torch.ones(()))
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.empty((*lead, self.noise_size)).uniform_(generator=generator)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        best = _masked(outputs, mask).argmax(dim=-1)
+        chosen = best
+        if noise is not None:
+            wanders = noise[..., 0] > 1 - self.epsilon
+            chosen = torch.where(wanders, _masked(noise[..., 1:], mask).argmax(dim=-1), best)
+        return chosen, self._log_prob(chosen == best, self._any(mask))
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        each = self._any(mask)
+        best = _masked(outputs, mask).argmax(dim=-1)
+        count = self.num_outputs if mask is None else mask.sum(dim=-1)
+        greedy, other = 1 - self.epsilon + each, each
+        entropy = -(greedy * greedy.clamp(min=_RARE).log() + (count - 1) * other * other.clamp(min=_RARE).log())
+        return self._log_prob(action == best, each), entropy.expand(best.shape)
+
+    def best(self, outputs: Tensor, mask: Tensor | None) -> Tensor:
+        """What the best allowed action is worth."""
+        return _masked(outputs, mask).amax(dim=-1)
+
+    def _any(self, mask: Tensor | None) -> Tensor:
+        """The probability with which exploration takes one certain action."""
+        return self.epsilon / (self.num_outputs if mask is None else mask.sum(dim=-1))
+
+    def _log_prob(self, greedy: Tensor, each: Tensor) -> Tensor:
+        return torch.where(greedy, 1 - self.epsilon + each, each).clamp(min=_RARE).log()
 
     def to_environment(self, action: Tree) -> Tree:
         return (action + self._start if self._start else action).astype(self._dtype, copy=False)

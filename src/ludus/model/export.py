@@ -68,16 +68,17 @@ class _Deciding(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.network = policy.network
-        self._distribution, self._action_space = policy.distribution, policy.action_space
+        self.distribution = policy.distribution  # by this name: what it has learned is a weight like any other
+        self._worth, self._action_space = policy.worth, policy.action_space
 
     def forward(self, observation: Tree, mask: Tensor | None, noise: Tensor | None, state: tuple[Tensor, ...]) -> dict[str, Tree]:
         logits, value, after = self.network.decide(observation, state)
-        chosen, log_prob = self._distribution.sample(logits, mask, noise)
+        chosen, log_prob = self.distribution.sample(logits, mask, noise)
         return {
             "action": _for_environment(self._action_space, chosen),
             "chosen": chosen,
             "log_prob": log_prob,
-            "value": value,
+            "value": self._worth(logits, value, mask),
             "logits": logits,
             "next_state": after,
         }
@@ -135,6 +136,7 @@ def export_policy(policy: Policy, *, opset: int = OPSET, name: str = "model", ve
         "observation_space": spaces.to_json(policy.observation_space),
         "action_space": spaces.to_json(policy.action_space),
         "state": [list(spec.shape) for spec in policy.state_spec()],
+        "decides_by": policy.kind,
     }
     example = {name: spec.zeros(_EXAMPLE_ROWS) for name, spec in inputs.items()}
     for path, (lowest, _) in spaces.categories(policy.observation_space).items():

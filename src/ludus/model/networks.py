@@ -44,8 +44,13 @@ class NetworkConfig:
     max_seq_len: int = 16
     free_log_std: bool = True
     """A learned standard deviation per action dimension that does not depend on the observation."""
+    log_std_init: float = 0.0
     dueling: bool = False
     """Of a model of values: what the state is worth, and how much better each action is, apart."""
+    head_hiddens: tuple[int, ...] = ()
+    """Of a model of values: layers between the trunk and what it says, one set for each of the two of a dueling one."""
+    central: bool = False
+    """The value sees `state` besides `observation`, the policy only the latter (`ludus.model.central`)."""
     custom_model: str | None = None
     """A model of the user's: the name of its file in `model/`, or `module:Class`."""
     custom_model_config: Mapping[str, Any] = field(default_factory=dict)
@@ -495,8 +500,8 @@ class FrozenShared:
 
     def __init__(self, trunk: list[Dense], head: Dense, value_head: Dense, activation: str, *, values: bool = True) -> None:
         self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
-        *self._hidden, policy = _folded([*trunk, head], activation)
-        value = _folded([*trunk, value_head], activation)[-1]
+        *self._hidden, policy = folded([*trunk, head], activation)
+        value = folded([*trunk, value_head], activation)[-1]
         self._heads = (torch.cat([policy[0], value[0]]), torch.cat([policy[1], value[1]])) if values else policy
         self._outputs, self._values = head.out_features, values
 
@@ -519,7 +524,7 @@ class FrozenMLP:
 
     def __init__(self, policy: list[Dense], value: list[Dense], activation: str, *, values: bool = True) -> None:
         self._squash = torch.sigmoid_ if activation == "tanh" else torch.relu_
-        (first_p, *self._policy), (first_v, *self._value) = (_folded(tower, activation) for tower in (policy, value))
+        (first_p, *self._policy), (first_v, *self._value) = (folded(tower, activation) for tower in (policy, value))
         self._width, self._values = policy[0].out_features, values
         self._first = (torch.cat([first_p[0], first_v[0]]), torch.cat([first_p[1], first_v[1]])) if values else first_p
 
@@ -538,7 +543,7 @@ class FrozenMLP:
         return F.linear(x, *last)
 
 
-def _folded(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
+def folded(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
     """Weights and biases, for tanh such that every hidden layer ends in a plain sigmoid."""
     layers: list[tuple[Tensor, Tensor]] = []
     for depth, layer in enumerate(tower):
@@ -552,42 +557,20 @@ def _folded(tower: list[Dense], activation: str) -> list[tuple[Tensor, Tensor]]:
     return layers
 
 
-class Network(PolicyNetwork):
-    """The default model of every algorithm: (observation, state, first) → (outputs, value, state)."""
+class EncodedNetwork(PolicyNetwork):
+    """What our networks have in common: encoders and layers chosen from the observation space, and its normalisation."""
 
-    def __init__(
-        self,
-        observation_space: gym.Space[Any],
-        num_outputs: int,
-        config: NetworkConfig,
-        free_outputs: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, observation_space: gym.Space[Any], config: NetworkConfig) -> None:
         super().__init__()
         if config.fcnet_activation not in ACTIVATIONS:
             raise ConfigError(f"model.fcnet_activation is {config.fcnet_activation!r}.", f"Use one of {', '.join(ACTIVATIONS)}.")
-        plan = _plan(observation_space)
-        self.vector = VectorPart(plan)
-        self.trunk = Trunk(plan, self.vector.size, config)
-        self.core = RecurrentCore(config.core, self.trunk.size, config.cell_size) if config.core else None
-        self.recurrent = self.core is not None
+        self._plan = _plan(observation_space)
+        self.vector = VectorPart(self._plan)
+        self.trunk = self._another_trunk(config)
         self.pixels = sum(encoder.pixels for encoder in self.trunk.image_encoders)
-        share = config.vf_share_layers
-        if share is None:
-            share = self.core is not None or len(self.trunk.images) > 0
-        if not share and self.core is not None:
-            raise ConfigError(
-                "model.vf_share_layers is false and the model is recurrent.", "A recurrent model shares its layers."
-            )
-        self.value_trunk = None if share else Trunk(plan, self.vector.size, config)
-        features = self.core.size if self.core else self.trunk.size
-        free = list(free_outputs) if config.free_log_std else []
-        self.head = Dense(features, num_outputs - len(free), gain=0.01)
-        self.value_head = Dense(features if share else self.trunk.size, 1, gain=1.0)
-        self.log_std = nn.Parameter(torch.zeros(len(free))) if free else None
-        order = [i for i in range(num_outputs) if i not in set(free)] + free
-        self.output_order = None if order == sorted(order) else np.argsort(order).tolist()
-        self._frozen: FrozenMLP | FrozenShared | None = None
-        self._values = True
+
+    def _another_trunk(self, config: NetworkConfig) -> Trunk:
+        return Trunk(self._plan, self.vector.size, config)
 
     def normalise_observations(self) -> None:
         """Give the network running statistics for its vector part; before the first step."""
@@ -600,13 +583,50 @@ class Network(PolicyNetwork):
             vector = self.vector(observation)
             self.norm.update(vector.reshape(-1, vector.shape[-1]))
 
-    def initial_state(self, rows: int) -> tuple[Tensor, ...]:
-        return self.core.initial_state(rows) if self.core else ()
-
     def arranged(self, observation: Tree) -> Tree:
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
             observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
         return observation
+
+    def numbers(self, observation: Tree) -> Tensor | None:
+        """The vector part as the layers see it."""
+        vector: Tensor | None = self.vector(observation)
+        return vector if self.norm is None or vector is None else self.norm(vector)
+
+
+class Network(EncodedNetwork):
+    """The default model of every algorithm: (observation, state, first) → (outputs, value, state)."""
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        num_outputs: int,
+        config: NetworkConfig,
+        free_outputs: Sequence[int] = (),
+    ) -> None:
+        super().__init__(observation_space, config)
+        self.core = RecurrentCore(config.core, self.trunk.size, config.cell_size) if config.core else None
+        self.recurrent = self.core is not None
+        share = config.vf_share_layers
+        if share is None:
+            share = self.core is not None or len(self.trunk.images) > 0
+        if not share and self.core is not None:
+            raise ConfigError(
+                "model.vf_share_layers is false and the model is recurrent.", "A recurrent model shares its layers."
+            )
+        self.value_trunk = None if share else self._another_trunk(config)
+        features = self.core.size if self.core else self.trunk.size
+        free = list(free_outputs) if config.free_log_std else []
+        self.head = Dense(features, num_outputs - len(free), gain=0.01)
+        self.value_head = Dense(features if share else self.trunk.size, 1, gain=1.0)
+        self.log_std = nn.Parameter(torch.full((len(free),), config.log_std_init)) if free else None
+        order = [i for i in range(num_outputs) if i not in set(free)] + free
+        self.output_order = None if order == sorted(order) else np.argsort(order).tolist()
+        self._frozen: FrozenMLP | FrozenShared | None = None
+        self._values = True
+
+    def initial_state(self, rows: int) -> tuple[Tensor, ...]:
+        return self.core.initial_state(rows) if self.core else ()
 
     def freeze(self, *, values: bool = True) -> None:
         """Without `values`: nobody will ask what an observation is worth; all values are 0."""
@@ -630,9 +650,7 @@ class Network(PolicyNetwork):
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        vector = self.vector(observation)
-        if self.norm is not None and vector is not None:
-            vector = self.norm(vector)
+        vector = self.numbers(observation)
         if self._frozen is not None and vector is not None:
             outputs, value = self._frozen(vector)
             return self._ordered(outputs), value, ()
@@ -647,9 +665,7 @@ class Network(PolicyNetwork):
         return outputs, self.value_head(value_features).squeeze(-1).float(), state
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        vector = self.vector(observation)
-        if self.norm is not None and vector is not None:
-            vector = self.norm(vector)
+        vector = self.numbers(observation)
         features = self.trunk(vector, observation)
         if self.core is not None:
             state = self.core.advance(features, state)

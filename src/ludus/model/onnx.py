@@ -13,9 +13,9 @@ import torch
 from ludus import spaces
 from ludus.errors import Damaged, UsageError
 from ludus.model import export
-from ludus.model.distributions import make_distribution
+from ludus.model.distributions import Distribution, make_distribution, make_values
 from ludus.model.export import Feed, named, regrown
-from ludus.model.policy import Acted
+from ludus.model.policy import VALUES, Acted
 from ludus.spaces import ArraySpec, array_spec
 from ludus.tree import Array, Tree
 
@@ -78,7 +78,8 @@ class OnnxPolicy:
         self.version = int(facts["version"])
         self._observation_space = spaces.from_json(facts["observation_space"])
         self._action_space = spaces.from_json(facts["action_space"])
-        self.distribution = make_distribution(self._action_space)
+        make = make_values if facts.get("decides_by") == VALUES else make_distribution
+        self.distribution: Distribution = make(self._action_space)
         self._state = tuple(ArraySpec(tuple(shape), np.dtype(np.float32)) for shape in facts["state"])
         self._specs = export.policy_inputs(self)
         self._defaults: dict[int, Feed] = {}

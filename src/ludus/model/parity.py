@@ -317,6 +317,7 @@ def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: 
         masks = None if mask is None else torch.from_numpy(mask)
         noises = None if noise is None else torch.from_numpy(noise)
         chosen, log_prob = policy.distribution.sample(logits, masks, noises)
+        value = policy.worth(logits, value, masks)
     kept = map_tree(Tensor.numpy, chosen)
     whole = {"log_prob": log_prob.numpy(), "value": value.numpy(), "logits": logits.numpy()}
     trees = {"action": policy.distribution.to_environment(kept), "chosen": kept, "next_state": tuple(s.numpy() for s in after)}

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ludus import spaces
-from ludus.errors import IncompatibleCheckpoint
-from ludus.model.distributions import Distribution, make_distribution
+from ludus.errors import ConfigError, IncompatibleCheckpoint
+from ludus.model.distributions import Distribution, EpsilonGreedy, make_distribution, make_values
 from ludus.model.networks import Network, NetworkConfig, PolicyNetwork
+from ludus.model.values import ActionValues
 from ludus.spaces import ArraySpec
 from ludus.tree import Array, Tree, map_tree
 
@@ -59,8 +60,10 @@ class Policy(nn.Module):
         self.observation_space, self.action_space = observation_space, action_space
         self.config = config or NetworkConfig()
         self.normalise_observations = normalise_observations
-        self.distribution: Distribution = make_distribution(action_space)
+        self.distribution: Distribution = make_values(action_space) if kind == VALUES else make_distribution(action_space)
         self.network = self._make_network()
+        if kind == VALUES and self.network.recurrent:
+            raise ConfigError("The model is recurrent, and DQN learns from single steps.", "Use PPO, APPO or IMPALA.")
         if normalise_observations:
             self.network.normalise_observations()
 
@@ -69,6 +72,13 @@ class Policy(nn.Module):
             from ludus.model.custom import CustomNetwork
 
             return CustomNetwork(self.observation_space, self.action_space, self.distribution.num_outputs, self.config)
+        if self.config.central:
+            from ludus.model.central import CentralNetwork
+
+            free = self.distribution.free_outputs
+            return CentralNetwork(self.observation_space, self.distribution.num_outputs, self.config, free)
+        if self.kind == VALUES:
+            return ActionValues(self.observation_space, self.distribution.num_outputs, self.config)
         return Network(self.observation_space, self.distribution.num_outputs, self.config, self.distribution.free_outputs)
 
     # -- acting
@@ -108,7 +118,13 @@ class Policy(nn.Module):
         """One decision for N rows: (action, log-probability, value, next state). Without noise: the most probable action."""
         outputs, value, state = self._outputs(observation, state, first)
         action, log_prob = self.distribution.sample(outputs, mask, noise)
-        return action, log_prob, value, state
+        return action, log_prob, self.worth(outputs, value, mask), state
+
+    def worth(self, outputs: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """What the network says that an observation is worth: its value, or as much as the best of the allowed actions."""
+        if isinstance(self.distribution, EpsilonGreedy) and (mask is not None or self.config.custom_model is not None):
+            return self.distribution.best(outputs, mask)
+        return value
 
     def act(
         self,
@@ -136,7 +152,12 @@ class Policy(nn.Module):
         return noise
 
     def value(self, observation: Tree, state: tuple[Tensor, ...] = (), first: Tensor | None = None) -> Tensor:
-        return self._outputs(observation, state, first)[1]
+        outputs, value, _ = self._outputs(observation, state, first)
+        return self.worth(outputs, value, None)
+
+    def action_values(self, observation: Tree) -> Tensor:
+        """[N, A] what each action is worth, of a policy that chooses by it."""
+        return self._outputs(observation, (), None)[0]
 
     def _outputs(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None

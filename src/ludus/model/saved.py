@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import nn
 
-from ludus.errors import Damaged, LudusError
+from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, UsageError
 from ludus.model import module
 from ludus.model.policy import Policy, Weights
 from ludus.tree import Array
@@ -51,14 +51,25 @@ def model_from(description: bytes | Mapping[str, Any], cls: type[nn.Module] | No
 
 
 def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
-    """The policy of a checkpoint or version. Raises Damaged.
+    """The policy of a checkpoint or version. Raises Damaged, and IncompatibleCheckpoint when its custom model is not to be found.
 
-    Only our own class is built: a checkpoint may come from anywhere, and importing what it names would run anybody's code.
+    Only our own class is built: a checkpoint may come from anywhere, and importing what it names would run anybody's code. A
+    custom model that it names is looked for where the user keeps models (`custom_class`), and nowhere else.
     """
     try:
         data = json.loads(description) if isinstance(description, bytes) else description
         if data["class"] != POLICY:
             raise Damaged(f"the class {data['class']!r} is not {POLICY}")
+        custom = data["network"].get("custom_model")
+        if custom is not None and not isinstance(custom, str):
+            raise Damaged(f"custom_model is {custom!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, LudusError) as error:
+        raise Damaged(f"This model.json does not describe a policy: {error}.") from error
+    try:
         return Policy.from_description(data)
+    except UsageError as error:
+        if custom is None:
+            raise Damaged(f"This model.json does not describe a policy: {error}.") from error
+        raise IncompatibleCheckpoint(f"It was made with the custom model {custom!r}. {error.message}", error.hint) from error
     except (ValueError, KeyError, TypeError, LudusError) as error:
         raise Damaged(f"This model.json does not describe a policy: {error}.") from error

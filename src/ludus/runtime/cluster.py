@@ -172,8 +172,8 @@ class Cluster:
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         self._undo.enter_context(_reaped(home))
-        environment = _ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
-        self._undo.enter_context(_environment(environment, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        settings = _ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
+        self._undo.enter_context(environment(settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
         with _loopback(), _signals_kept():
             self._connect(
                 address=LOCAL,
@@ -192,7 +192,7 @@ class Cluster:
         self._say(f"joining the Ray cluster at {address} …" if address != AUTO else "joining the Ray cluster of this machine …")
         found = find(address, os.environ, join_s)
         self.home = None
-        self._undo.enter_context(_environment(_ENVIRONMENT | found.authentication, remove=found.remove))
+        self._undo.enter_context(environment(_ENVIRONMENT | found.authentication, remove=found.remove))
         with _signals_kept():
             self._connect(address=found.address)
 
@@ -442,7 +442,7 @@ def _reaped(home: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> Iterator[None]:
+def environment(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> Iterator[None]:
     """Variables that Ray and the processes that it starts read; as they were before when the block is left."""
     environ: MutableMapping[str, str] = os.environ
     before = {name: environ.get(name) for name in (*settings, *remove)}

@@ -25,7 +25,7 @@ from typing import Any
 
 from ludus import errors
 from ludus.errors import LudusError, WorkerFailed
-from ludus.runtime.processes import Context, Process, Restart, Supervisor
+from ludus.runtime.processes import OVER, Context, Process, Restart, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Errands:
                 number, errand = self._waiting.popleft()
                 self._tries[number] = self._tries.get(number, 0) + 1
                 hand.send(number, errand)
-        if self._hands and all(hand.process.state in ("failed", "stopped", "done") for hand in self._hands):
+        if self._hands and all(hand.useless() for hand in self._hands):
             while self._waiting:
                 self._fail(self._waiting.popleft()[0], self._hands[0].process)
 
@@ -185,12 +185,19 @@ class _Hand:
         self.process, self.socket = process, ours
         self.socket.settimeout(_SEND_S)
         self.holds: tuple[int, Any] | None = None
-        self._given_to = 0
+        self._given_to = self._served = 0
         self._rest = b""
 
     @property
     def free(self) -> bool:
-        return self.holds is None and self.process.state == "ready"
+        if self.process.state != "ready":
+            return False
+        self._served = self.process.incarnation
+        return self.holds is None
+
+    def useless(self) -> bool:
+        """It is over, or the last few of it did not live to serve."""
+        return self.process.state in OVER or self.process.incarnation - self._served > ATTEMPTS
 
     def lost(self) -> bool:
         """Whoever had the errand is not the one that lives now."""
@@ -217,7 +224,7 @@ class _Hand:
 def _done(message: dict[str, Any]) -> Done:
     if "error" not in message:
         return Done(message["number"], message["answer"])
-    kind = getattr(errors, message["error"], LudusError)
+    kind = LudusError if message["error"] == "Refused" else getattr(errors, message["error"], LudusError)
     return Done(message["number"], error=kind(message["message"], message["hint"]))
 
 
@@ -228,7 +235,7 @@ def _serve(context: Context, make: Make, args: tuple[Any, ...]) -> None:
     """Ends by SIGTERM, which raises SystemExit wherever it is, or when nobody gives errands any more."""
     with contextlib.ExitStack() as stack:
         orders = stack.enter_context(socket.socket(fileno=os.dup(context.fds[0])))
-        carry_out = make(context, *args)
+        carry_out = _made(context, make, args)
         if hasattr(carry_out, "close"):
             stack.callback(carry_out.close)
         context.ready()
@@ -247,6 +254,19 @@ def _serve(context: Context, make: Make, args: tuple[Any, ...]) -> None:
                 order = json.loads(line)
                 if order["for"] == context.incarnation:  # else one that a predecessor did not live to read
                     _answer(orders, order["number"], carry_out, order["errand"])
+
+
+def _made(context: Context, make: Make, args: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """What cannot be made here cannot be made by a replacement either: it is the answer to every errand."""
+    try:
+        return make(context, *args)
+    except LudusError as error:
+        why = error
+
+    def refuse(errand: Any) -> Any:
+        raise why
+
+    return refuse
 
 
 def _answer(orders: socket.socket, number: int, carry_out: Callable[[Any], Any], errand: Any) -> None:

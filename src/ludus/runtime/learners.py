@@ -30,6 +30,7 @@ from ludus.errors import StoreFull, WorkerFailed
 from ludus.memory.shared import Layout
 from ludus.runtime.hub import shared_memory
 from ludus.runtime.link import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, TCP, WELCOME, Entrance, Frame, Link
+from ludus.runtime.luggage import Luggage
 from ludus.runtime.processes import NEVER, OVER, Context, Process, Supervisor
 from ludus.runtime.rank import (
     FINGERPRINT,
@@ -153,7 +154,8 @@ class Learners:
             self._links[rank] = Link(ours, f"Learner {rank}")
             with theirs:
                 fds, kind = [theirs.fileno()], type(self._algorithm)
-                self._processes[rank] = supervisor.start(f"learner-{rank}", _local_rank, kind, fds=fds, restart=NEVER)
+                luggage = Luggage.of(models=[self._algorithm.policy.config.custom_model])
+                self._processes[rank] = supervisor.start(f"learner-{rank}", _local_rank, kind, luggage, fds=fds, restart=NEVER)
 
     def _await_far(self, entrance: Entrance, away: int, deadline: float) -> None:
         for rank in range(self.size - away, self.size):
@@ -302,7 +304,8 @@ class Learners:
         self._store = None
 
 
-def _local_rank(context: Context, kind: type[Algorithm]) -> None:
+def _local_rank(context: Context, kind: type[Algorithm], luggage: Luggage) -> None:
+    luggage.unpack()
     with contextlib.closing(Link(socket.socket(fileno=context.fds[0]), "Learner 0")) as link:
         serve(link, kind=kind, beat=context.beat, ready=context.ready)
 

@@ -1,28 +1,41 @@
-"""What goes along to another process because it cannot be imported there."""
+"""What goes along to another process because it cannot be found there."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
 
+from ludus.game.registry import register_env, registered
+from ludus.model import custom_class
+from ludus.model.custom_class import Files
+
 
 @dataclass(frozen=True)
 class Luggage:
-    """What a name in the config means in this process alone: a function of its script, an environment registered there."""
+    """What a name in the config means in this process alone: a function or class of its script, an environment registered
+    there, a model in a file of this machine."""
 
     named: Mapping[str, Any] = field(default_factory=dict)
     spec: Any = None
+    models: tuple[Files, ...] = ()
+    """As text, so that every process of a run has the same, on whatever machine and whoever edits the file meanwhile."""
+    registered: Mapping[str, Any] = field(default_factory=dict)
+    """By `register_env`."""
 
     @classmethod
-    def of(cls, *names: str) -> Luggage:
+    def of(cls, *names: str, models: Iterable[str | None] = ()) -> Luggage:
+        """`models`: what the experiment calls its custom models; None: none. Raises UnknownName when there is no such file."""
         main = sys.modules["__main__"]
-        own = {name.partition(":")[2].split(".")[0] for name in names if name.startswith("__main__:")}
+        custom = {name for name in models if name is not None}
+        own = {name.partition(":")[2].split(".")[0] for name in (*names, *custom) if name.startswith("__main__:")}
         spec = next((gym.registry[name] for name in names if name in gym.registry), None)
-        return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec)
+        made = {name: registered()[name] for name in names if name in registered()}
+        files = tuple(custom_class.files_of(name) for name in sorted(custom) if ":" not in name)
+        return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made)
 
     def unpack(self) -> None:
         main = sys.modules["__main__"]
@@ -30,3 +43,7 @@ class Luggage:
             setattr(main, name, value)
         if self.spec is not None:
             gym.registry.setdefault(self.spec.id, self.spec)
+        for files in self.models:
+            custom_class.carry(files)
+        for name, function in self.registered.items():
+            register_env(name, function)

@@ -21,8 +21,10 @@ import torch
 
 from ludus.actor.sampler import Sampler
 from ludus.buffer.blocks import BlockBatches
+from ludus.config import PreprocessConfig
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.game.environment import make_environments
+from ludus.game.wrapping import Named
 from ludus.memory.ring import Bell, create_ring
 from ludus.memory.shared import Layout, SharedReader, SharedWriter, ring_capacity
 from ludus.model import saved
@@ -73,6 +75,8 @@ class Plan:
     forgiving: bool = False
     explore: bool = True
     device: str = "cpu"
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    wrappers: Named = ()
     luggage: Luggage = field(default_factory=Luggage)
     """What `env` means, if that is a function of the user's script."""
 
@@ -164,7 +168,10 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         memory = stack.enter_context(contextlib.closing(SharedWriter(_ring(directory, index), plan.layout, bell)))
         reader = BoardReader(directory / BOARD)
         source = BoardSource(acting_on(saved.policy_from(dict(plan.description)), torch.device(plan.device)), reader)
-        environments = make_environments(plan.env, plan.num_envs, plan.env_config, forgiving=plan.forgiving)
+        environments = make_environments(
+            plan.env, plan.num_envs, plan.env_config,
+            preprocess=plan.preprocess, wrappers=plan.wrappers, forgiving=plan.forgiving,
+        )  # fmt: skip
         stack.callback(environments.close)
         environments.beat = context.beat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)

@@ -25,21 +25,26 @@ Loss = Callable[[Policy, D], tuple[Tensor, dict[str, Tensor]]]
 
 
 class LearnerConfig(AlgorithmConfig):
-    """Keys of every algorithm of this family; names as RLlib users know them."""
+    """Keys of every algorithm that follows a gradient; names as RLlib users know them."""
 
     lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
+    adam_epsilon: float = Field(1e-5, gt=0, description="Epsilon of Adam.")
+    grad_clip: float | None = Field(0.5, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
+
+
+class ActorCriticConfig(LearnerConfig):
+    """Keys of those that learn a policy and what states are worth, from what was sampled last."""
+
     lambda_: float = Field(0.95, alias="lambda", ge=0, le=1, description="GAE: 0 trusts the value, 1 the return.")
     vf_loss_coeff: float = Field(0.5, ge=0, description="Weight of the mean squared value error.")
     entropy_coeff: Schedule = Field(0.0, description="Weight of the entropy bonus: a number or a schedule.")
     num_epochs: int = Field(4, ge=1, description="Passes over each batch.")
     normalize_advantage: bool = Field(True, description="Scale advantages of a batch to mean 0, deviation 1.")
     normalize_reward: bool = Field(False, description="Divide rewards by the running deviation of the return.")
-    adam_epsilon: float = Field(1e-5, gt=0, description="Epsilon of Adam.")
-    grad_clip: float | None = Field(0.5, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
 
 
 class Learner:
-    """Owns the optimizer, the order of minibatches and the scale of rewards of one policy."""
+    """Owns the optimizer and the random numbers with which one policy learns."""
 
     version: int | None = None
     """Of the weights that learn now, set by the trainer before `learn`; None: the newest that a batch was made with."""
@@ -56,7 +61,6 @@ class Learner:
             precision=config.mixed_precision,
         )
         self.generator = torch.Generator().manual_seed(seed)
-        self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
 
     def step(self, loss: Loss[D], batch: D) -> dict[str, Tensor]:
         """One update from a minibatch; returns the means of the loss's numbers. Raises TrainingDiverged, with the batch told.
@@ -86,10 +90,6 @@ class Learner:
             return ([batch], [0.0]) if batch.samples else ([], [])
         return [shard for shard, _ in found], [weight for _, weight in found]
 
-    def rewards(self, segments: Segments) -> Floats:
-        """As they are learned from; call once per fresh block."""
-        return segments.reward if self.reward_scale is None else self.reward_scale.scaled(segments)
-
     def observe(self, segments: Segments) -> None:
         """Take the observations of the valid rows into the running statistics; after the update that learned from them."""
         if self.policy.network.norm is None:
@@ -102,12 +102,30 @@ class Learner:
         self.optimizer.close()
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        arrays = self.optimizer.state() | {"generator": self.generator.get_state().numpy()}
-        return arrays, {} if self.reward_scale is None else {"reward_scale": self.reward_scale.state()}
+        return self.optimizer.state() | {"generator": self.generator.get_state().numpy()}, {}
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         self.optimizer.load_state(arrays)
         self.generator.set_state(torch.from_numpy(arrays["generator"].copy()))
+
+
+class ActorCritic(Learner):
+    """Also owns the scale of rewards."""
+
+    def __init__(self, policy: Policy, config: ActorCriticConfig, seed: int) -> None:
+        super().__init__(policy, config, seed)
+        self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
+
+    def rewards(self, segments: Segments) -> Floats:
+        """As they are learned from; call once per fresh block."""
+        return segments.reward if self.reward_scale is None else self.reward_scale.scaled(segments)
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        arrays, plain = super().state()
+        return arrays, plain if self.reward_scale is None else plain | {"reward_scale": self.reward_scale.state()}
+
+    def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        super().load_state(arrays, plain)
         if self.reward_scale is not None and "reward_scale" in plain:
             self.reward_scale.load_state(plain["reward_scale"])
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ludus.buffer.collate import rows_in_turn
 from ludus.types import Bools, Floats, Ints, Segments
 
 _MOST_OPEN = 1 << 17  # running returns that are kept; sessions that broke off leave theirs behind
@@ -36,7 +37,7 @@ class RewardScale:
     def _returns(self, segments: Segments) -> Floats:
         out = np.zeros_like(segments.reward)
         ended = self._ended(segments)
-        for rows in _in_turn(segments.origin):
+        for rows in rows_in_turn(segments.origin):
             out[:, rows] = self._follow(segments, rows, ended[rows])
         while len(self._carry) > _MOST_OPEN:
             del self._carry[next(iter(self._carry))]
@@ -73,13 +74,3 @@ class RewardScale:
         """Statistics only: environments restart when a run is resumed, so the running returns begin anew."""
         self._count, self._mean, self._m2 = float(state["count"]), float(state["mean"]), float(state["m2"])
         self._carry.clear()
-
-
-def _in_turn(origin: Ints) -> list[Ints]:
-    """Rows of one origin follow each other in time, as collated segments do: groups in which every origin is there once."""
-    count = np.arange(len(origin))
-    order = np.argsort(origin, kind="stable")
-    begins = np.diff(origin[order], prepend=origin[order[:1]] - 1) != 0
-    turn = np.empty_like(count)
-    turn[order] = count - np.maximum.accumulate(np.where(begins, count, 0))
-    return [np.flatnonzero(turn == number) for number in range(int(turn.max(initial=-1)) + 1)]

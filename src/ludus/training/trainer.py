@@ -75,11 +75,13 @@ class Trainer:
         pool: Publisher,
         *,
         smoothing: int = 100,
+        by_model: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`by_model`: episodes belong to the model of their segment; else to all models together, as matches do."""
         self.algorithms = dict(algorithms)
         self._memory, self._pool, self._clock = memory, pool, clock
-        self.progress = Progress.with_window(smoothing, list(self.algorithms))
+        self.progress = Progress.with_window(smoothing, list(self.algorithms) if by_model else ())
         self.metrics: dict[str, float] = {}
         self._began = clock()
         self._time_before: float | None = None  # of earlier parts of a resumed run, known once they are loaded

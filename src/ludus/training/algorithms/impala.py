@@ -18,7 +18,7 @@ from ludus.buffer.replay import Replay
 from ludus.config import AlgorithmConfig, Schedule
 from ludus.model.policy import Policy
 from ludus.training.batch import minibatches
-from ludus.training.learner import Learner, LearnerConfig, means
+from ludus.training.learner import ActorCritic, ActorCriticConfig, means
 from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
 from ludus.training.schedule import value_at
 from ludus.training.trajectories import Evaluated, Trajectories
@@ -28,7 +28,7 @@ from ludus.types import Segments
 _MOST = 20.0  # of |log ratio|: beyond every threshold, and its exponential is still a number
 
 
-class IMPALAConfig(LearnerConfig):
+class IMPALAConfig(ActorCriticConfig):
     """Hyper-parameters of IMPALA; names as RLlib users know them."""
 
     sampling: Literal["sync", "pipelined", "async"] = Field(
@@ -67,7 +67,7 @@ class Terms:
         return (advantage - self.centre) * (1 / self.deviation)
 
 
-class IMPALA(Learner):
+class IMPALA(ActorCritic):
     Config: ClassVar[type[AlgorithmConfig]] = IMPALAConfig
 
     def __init__(self, policy: Policy, config: IMPALAConfig, seed: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ludus.config import AlgorithmConfig
 from ludus.model.policy import Policy
 from ludus.training.batch import Batch, make_batch, mean_over, minibatches
-from ludus.training.learner import Learner, LearnerConfig, means
+from ludus.training.learner import ActorCritic, ActorCriticConfig, means
 from ludus.training.penalty import KLPenalty
 from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
 from ludus.training.schedule import value_at
@@ -32,7 +32,7 @@ from ludus.types import Bools, Floats, Segments
 _USUAL_KL_COEFF = 0.2  # RLlib's, whose users write kl_target alone
 
 
-class PPOConfig(LearnerConfig):
+class PPOConfig(ActorCriticConfig):
     """Hyper-parameters of PPO; names as RLlib users know them."""
 
     clip_param: float = Field(0.2, gt=0, description="How far the probability ratio may leave 1.")
@@ -65,7 +65,7 @@ class PPOConfig(LearnerConfig):
         return sampling
 
 
-class PPO(Learner):
+class PPO(ActorCritic):
     Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
 
     def __init__(self, policy: Policy, config: PPOConfig, seed: int) -> None:

@@ -1,0 +1,132 @@
+"""The options of `ludus train`, each with what it says about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RAY, OLDER = "Ray", "Of older trainers"
+
+Env = Annotated[str | None, typer.Argument(help="Environment: a Gymnasium id or module:function.", show_default=False)]
+File = Annotated[
+    Path | None, typer.Option("-f", "--file", "--config-file", help="A YAML file with experiments.", show_default=False)
+]
+Preset = Annotated[
+    str | None, typer.Option("-p", "--preset", metavar="NAME|PATH", help="An experiment of the gallery.", show_default=False)
+]
+OneExperiment = Annotated[
+    str | None, typer.Option("--experiment", metavar="NAME", help="Only this one of the file.", show_default=False)
+]
+ExperimentName = Annotated[
+    str | None, typer.Option("--experiment-name", help="Names the directory of its runs. Default: default.", show_default=False)
+]
+EnvOption = Annotated[str | None, typer.Option("--env", "--name-env", help="The same as ENV.", show_default=False)]
+Algorithm = Annotated[str | None, typer.Option("--run", help="Algorithm, or module:Class. Default: PPO.", show_default=False)]
+NumEnvs = Annotated[int | None, typer.Option(help="Environments stepped together.", show_default=False)]
+NumWorkers = Annotated[str | None, typer.Option(metavar="N|auto", help="Sampling processes; 0 = this one.", show_default=False)]
+NumCpus = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Cores that collect experience: the same as --num-workers. The learner has one more: 35 fills a node of 36.",
+        show_default=False,
+    ),
+]
+NumGpus = Annotated[float | None, typer.Option(help="Accelerators for the learner.", show_default=False)]
+NumLearners = Annotated[int | None, typer.Option(help="Processes that share every gradient.", show_default=False)]
+NumSamples = Annotated[
+    int | None, typer.Option(min=1, help="Trials, each with a seed of its own; more than 1 is a sweep.", show_default=False)
+]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same run.", show_default=False)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="timesteps, episode_return_mean, iterations, episodes or time_s; repeatable, or all as JSON.",
+        show_default=False,
+    ),
+]
+Config = Annotated[
+    str | None, typer.Option("--config", metavar="JSON", help="Keys of config, over those of the file.", show_default=False)
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any key, e.g. lr=1e-3 or model.use_lstm=true; repeatable.", show_default=False
+    ),
+]
+LocalDir = Annotated[Path, typer.Option(help="Where runs go.")]
+TempDir = Annotated[
+    Path | None, typer.Option(help="Where sockets, and the session of a Ray, go while it runs. [TMPDIR]", show_default=False)
+]
+Project = Annotated[Path | None, typer.Option(help="With --trial: the run is DIR/NAME.", show_default=False)]
+Trial = Annotated[str | None, typer.Option(help="Name of the run inside --project.", show_default=False)]
+CheckpointFreq = Annotated[int | None, typer.Option(help="Checkpoint every N iterations.", show_default=False)]
+CheckpointAtEnd = Annotated[
+    bool | None,
+    typer.Option("--checkpoint-at-end/--no-checkpoint-at-end", help="Checkpoint when it ends (the default).", show_default=False),
+]
+KeepCheckpoints = Annotated[
+    int | None, typer.Option("--keep-checkpoints-num", help="Keep the newest N, and the best.", show_default=False)
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(metavar="[DIR]", help="Continue that run; without DIR the newest of each experiment.", show_default=False),
+]
+Restore = Annotated[str | None, typer.Option(help="Start a new run from this checkpoint.", show_default=False)]
+LocalMode = Annotated[bool, typer.Option("--local-mode", help="Everything in this process, for debugging.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
+Json = Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")]
+Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="Log what happens; -vv: everything.", metavar="")]
+Debug = Annotated[bool, typer.Option("--debug", help="Log everything; show tracebacks.")]
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "--ray-address",
+        metavar="HOST:PORT|auto|local",
+        help="Sample on all machines of this Ray cluster; local starts one here. [RAY_ADDRESS, ip_head]",
+        show_default=False,
+        rich_help_panel=RAY,
+    ),
+]
+RayNumCpus = Annotated[
+    int | None, typer.Option(min=1, help="Of a Ray that is started here.", show_default=False, rich_help_panel=RAY)
+]
+RayNumGpus = Annotated[
+    int | None, typer.Option(min=0, help="Of a Ray that is started here: it finds them.", show_default=False, rich_help_panel=RAY)
+]
+RayNumNodes = Annotated[int | None, typer.Option(min=1, help="Emulated nodes: only 1.", show_default=False, rich_help_panel=RAY)]
+RayMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--ray-object-store-memory", min=1, help="Bytes; of a Ray that is started here.", show_default=False, rich_help_panel=RAY
+    ),
+]
+
+ScoreAttr = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-score-attr", help="What the best checkpoint has most of.", show_default=False, rich_help_panel=OLDER
+    ),
+]
+UploadDir = Annotated[str | None, typer.Option(help="Not here.", show_default=False, rich_help_panel=OLDER)]
+ResourcesPerTrial = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Cores of a trial of a sweep.", show_default=False, rich_help_panel=OLDER)
+]
+RedisPassword = Annotated[str | None, typer.Option(help="Has no meaning any more.", show_default=False, rich_help_panel=OLDER)]
+
+
+def _noted(option: str) -> typer.models.OptionInfo:
+    info: typer.models.OptionInfo = typer.Option(option, help="Has no meaning any more.", rich_help_panel=OLDER)
+    return info
+
+
+QueueTrials = Annotated[bool, _noted("--queue-trials")]
+Torch = Annotated[bool, _noted("--torch")]
+Eager = Annotated[bool, _noted("--eager")]
+Trace = Annotated[bool, _noted("--trace")]
+NoRayUi = Annotated[bool, _noted("--no-ray-ui")]

@@ -1,0 +1,146 @@
+"""YAML as people write experiments in it: safe, without surprises, and no larger when it is read than it says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from ludus.errors import ConfigError
+
+MAX_NODES = 50_000
+"""Values of a document once its aliases are written out: far more than an experiment has, far less than a bomb."""
+
+_MAX_DEPTH = 60
+_MERGE = "tag:yaml.org,2002:merge"
+_STR, _INT, _FLOAT, _BOOL = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool"))
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the numbers of YAML 1.2: 3e-4 is one; 12:30, 010 and 2024-01-31 are words."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("timestamp", "int", "float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _INT, re.compile(r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*)?\.[0-9_]+(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*\.(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _integer(loader: _Loader, node: Any) -> int:
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return int(text, 0) if re.match(r"0[xob]", text) else int(text)
+
+
+_Loader.add_constructor(_INT, _integer)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The one document in `text`, in which nothing is shared: aliases are written out. Raises ConfigError with `source`."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check(node, {}, ())
+        return _unshared(loader.construct_document(node))
+    except ConfigError as error:
+        raise ConfigError(f"{source}, {error.message}", error.hint) from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is not valid YAML: it is nested too deeply.") from error
+    except yaml.YAMLError as error:
+        hint = "Indent with spaces, not tabs." if "\\t" in str(error) else ""
+        raise ConfigError(f"{source} is not valid YAML: {error}", hint) from error
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML lets these out for !!int of words, !!bool maybe, !!timestamp soon and numbers of 5000 digits.
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def _check(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
+    """Values that a node stands for, once written out. Raises ConfigError for whatever could be misread."""
+    if id(node) in above:
+        raise _at(node, "an alias inside of what it stands for has no end")
+    if len(above) > _MAX_DEPTH:
+        raise _at(node, f"sections are nested more than {_MAX_DEPTH} deep")
+    if id(node) in sizes:
+        return sizes[id(node)]
+    below, size = (*above, id(node)), 1
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = _key(key)
+            if name in seen:
+                raise _at(key, f"the key {name!r} stands twice", "Keep one.")
+            seen.add(name)
+            size += 1 + _check(value, sizes, below)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_check(one, sizes, below) for one in node.value)
+    if size > MAX_NODES:
+        raise _at(node, f"with its aliases written out this is more than {MAX_NODES:,} values", "That is no experiment.")
+    sizes[id(node)] = size
+    return size
+
+
+def _key(node: Any) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise _at(node, "a key is a word, not a list or a section")
+    if node.tag in (_STR, _MERGE):
+        return str(node.value)
+    if node.tag == _BOOL:
+        raise _at(node, f"the key {node.value} reads as true or false in YAML", f'Write it as "{node.value}".')
+    raise _at(node, f"the key {node.value or 'null'} is not a word")
+
+
+def _at(node: Any, message: str, hint: str = "") -> ConfigError:
+    return ConfigError(f"line {node.start_mark.line + 1}: {message}.", hint)
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which no part occurs twice: whoever changes one experiment changes no other."""
+    if isinstance(value, dict):
+        return {key: _unshared(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_unshared(inner) for inner in value]
+    if not (value is None or isinstance(value, (str, bool, int, float))):
+        raise ConfigError(f"a value is of a kind that experiments do not have: {type(value).__name__}.", "Write it in quotes.")
+    return value
+
+
+def dump_yaml(data: Any) -> str:
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back as the same; never an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _floating(dumper: yaml.SafeDumper, value: float) -> Any:
+    text = repr(value)
+    if value != value or value in (float("inf"), float("-inf")):
+        text = ".nan" if value != value else ".inf" if value > 0 else "-.inf"
+    elif "e" in text and "." not in text:
+        text = text.replace("e", ".0e", 1)  # other readers of YAML 1.1 take 1e-05 for a word
+    return dumper.represent_scalar(_FLOAT, text)
+
+
+_Dumper.add_representer(float, _floating)
+_Dumper.yaml_implicit_resolvers = {  # a word is quoted if we, or any reader of YAML 1.1, would take it for something else
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {**yaml.SafeDumper.yaml_implicit_resolvers, **_Loader.yaml_implicit_resolvers}
+}

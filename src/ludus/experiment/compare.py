@@ -1,0 +1,293 @@
+"""Comparing runs: which of them differ only in their seed, how well each such group does, and whether that is more than chance."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ludus.errors import ConfigError, UsageError
+from ludus.experiment.plot import Curve
+from ludus.experiment.run import Run, is_script
+from ludus.experiment.tracking import flat
+from ludus.plugins import did_you_mean
+from ludus.statistics import Difference, difference, interval
+
+AUTO = "auto"
+"""Groups of runs that differ in nothing but the seed."""
+
+SEED = "config.seed"
+_OTHER_NAMES = {"algorithm": "run"}
+_NOT_SETTINGS = {"name", SEED}
+_FINAL = 0.1
+"""The end of a training is its last tenth."""
+
+_FEWEST = 3
+_LONGEST_LABEL = 80
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """Everything that a run was made with, by path: name, env, run, config.lr … A script says nothing of that."""
+    if is_script(run):
+        return {"name": run.parent.name, "env": None, "run": "script", "trial": run.name}
+    data = Run(run).config()
+    return {"name": data["name"], "env": data.get("env"), "run": data.get("run"), **flat({"config": data.get("config", {})})}
+
+
+def all_settings(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Of every run. A key that another version did not have yet counts as what all others of the same algorithm say."""
+    found = [settings_of(run) for run in runs]
+    for algorithm in {one["run"] for one in found}:
+        alike = [one for one in found if one["run"] == algorithm]
+        for key in {key for one in alike for key in one}:
+            present = {json.dumps(one[key]) for one in alike if key in one}
+            if len(present) == 1:
+                for one in alike:
+                    one.setdefault(key, json.loads(next(iter(present))))
+    return found
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same in all of them."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in keys if len({json.dumps(one.get(key)) for one in settings}) > 1]
+
+
+# -- groups --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are repetitions of one another."""
+
+    label: str
+    curves: tuple[Curve, ...]
+    repeated: tuple[Path, ...] = ()
+    """Runs with a seed that another, newer run of the group has too: they would count the same draw twice."""
+
+
+def grouped(curves: Sequence[Curve], by: str = AUTO) -> list[Group]:
+    """`by`: auto, or keys such as lr, config.lr, name, env, algorithm, joined by commas. Oldest group first. Raises ConfigError."""
+    runs = [c.run for c in curves]
+    settings = dict(zip(runs, all_settings(runs), strict=True))
+    differ = differing(list(settings.values()))
+    keys = [key for key in differ if key not in _NOT_SETTINGS] if by == AUTO else _keys(by, list(settings.values()))
+    alike: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    for one in settings.values():
+        alike.setdefault((one["env"], one["run"]), []).append(one)
+    within = {kind: differing(members) for kind, members in alike.items()}
+    found: dict[str, list[Curve]] = {}
+    for c in curves:
+        own = {key: settings[c.run].get(key) for key in keys}
+        found.setdefault(json.dumps(own), []).append(c)
+    groups = []
+    for text, members in found.items():
+        newest = {_drawn_by(c, settings[c.run]): c for c in sorted(members, key=lambda c: _age(c.run))}
+        kept = tuple(c for c in members if c in newest.values())
+        first = settings[members[0].run]
+        label = _label(json.loads(text), {*differ} & {"env", "run"}, within[first["env"], first["run"]], first)
+        groups.append(Group(label, kept, tuple(c.run for c in members if c not in kept)))
+    return groups
+
+
+def _drawn_by(c: Curve, settings: Mapping[str, Any]) -> str:
+    """What makes two runs of a group the same draw: all settings, the seed among them. Scripts do not say."""
+    return str(c.run) if settings.get("run") == "script" else json.dumps({k: v for k, v in settings.items() if k != "name"})
+
+
+def _age(run: Path) -> float:
+    return max((path.stat().st_mtime for path in (run / "config.yaml", run / "meta.json") if path.exists()), default=0.0)
+
+
+def _keys(by: str, settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    known = {key for one in settings for key in one}
+    keys = []
+    for asked in by.split(","):
+        name = _OTHER_NAMES.get(asked.strip(), asked.strip())
+        key = name if name in known else f"config.{name}"
+        if key not in known:
+            raise ConfigError(f"--group-by {asked.strip()!r} is no setting of these runs.", did_you_mean(name, known))
+        keys.append(key)
+    return keys
+
+
+def _label(own: Mapping[str, Any], kinds: set[str], differ: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """Another algorithm has other keys altogether: they are named only where runs of the same one differ in them."""
+    shown = [key for key in own if key in kinds or key in differ] or [key for key in own if key != "trial"][:3]
+    parts = [
+        str(own[key]) if key in ("name", "env", "run", "trial") else f"{key.removeprefix('config.')}={_brief(own[key])}"
+        for key in shown
+    ]
+    label = ", ".join(parts) or f"{settings['run']} {settings['env'] or settings['name']}"
+    return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+
+
+def _brief(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, (list, dict)) else str(value)
+
+
+# -- how well ------------------------------------------------------------------------------------------------------------
+
+
+def value_at(c: Curve, at: str) -> float:
+    """`last`: the mean of the last tenth; `best`: the highest; a number: the mean of the tenth before it (nan: not reached).
+
+    Raises UsageError.
+    """
+    if at == "best":
+        return float(c.y.max())
+    try:
+        end = c.x[-1] if at == "last" else float(at)
+    except ValueError:
+        raise UsageError(f"--at {at!r} is neither last, nor best, nor a number.", "--at 100000: after so many.") from None
+    if end > c.x[-1]:
+        return math.nan
+    inside = (c.x > (1.0 - _FINAL) * end) & (c.x <= end)
+    if not inside.any():
+        return float(np.interp(end, c.x, c.y)) if end >= c.x[0] else math.nan
+    return float(c.y[inside].mean())
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a group does; `low` and `high` are the 95 % interval of its mean, nan for a single run."""
+
+    label: str
+    n: int
+    mean: float
+    low: float
+    high: float
+    std: float
+    values: dict[str, float] = field(repr=False)
+    """Run → value."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether group `a` differs from group `b`. `p` is corrected for the number of comparisons (Holm, 1979)."""
+
+    a: str
+    b: str
+    n: tuple[int, int]
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    p: float
+    enough: bool
+    significant: bool
+
+    @property
+    def said(self) -> str:
+        counts = f"n = {self.n[0]} and {self.n[1]}"
+        if math.isnan(self.difference):
+            return f"{self.a} and {self.b}: no values to compare ({counts})."
+        more = "higher" if self.difference >= 0 else "lower"
+        apart = f"{self.a} is {abs(self.difference):.4g} {more} than {self.b}"
+        if not self.enough:
+            return f"{apart}: not enough seeds to tell ({counts})."
+        sides = sorted((self.low, self.high)) if self.difference >= 0 else sorted((-self.low, -self.high))
+        numbers = f"95 % interval {sides[0]:.4g} to {sides[1]:.4g}, p = {self.p:.2g}, {counts}"
+        return f"{apart} ({numbers}): {'significant' if self.significant else 'could be chance'}."
+
+
+@dataclass(frozen=True)
+class Comparison:
+    standings: list[Standing]
+    """Best first."""
+    verdicts: list[Verdict]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {
+            "groups": [asdict(s) for s in self.standings],
+            "differences": [asdict(v) | {"said": v.said} for v in self.verdicts],
+            "notes": self.notes,
+        }
+        cleaned: dict[str, Any] = _without_nan(plain)
+        return cleaned
+
+
+def compared(groups: Sequence[Group], at: str = "last", alpha: float = 0.05, best: str = "max") -> Comparison:
+    """Every group against every other."""
+    notes = [
+        f"{group.label}: {_listed(group.repeated)} left out, whose seed a newer run has" for group in groups if group.repeated
+    ]
+    standings = []
+    for group in groups:
+        values = {str(c.run): value_at(c, at) for c in group.curves}
+        missing = [Path(run) for run, value in values.items() if math.isnan(value)]
+        if missing:
+            notes.append(f"{group.label}: {_listed(missing)} left out, which has not come to {at}")
+        standings.append(_standing(group.label, {run: value for run, value in values.items() if not math.isnan(value)}))
+    standings.sort(key=lambda s: (math.isnan(s.mean), s.mean if best == "min" else -s.mean))
+    ends = [float(c.x[-1]) for group in groups for c in group.curves]
+    if at == "last" and ends and max(ends) > 1.05 * min(ends):
+        notes.append(
+            f"the runs end at different points ({min(ends):,.0f} to {max(ends):,.0f}); --at {min(ends):.0f} compares all at one"
+        )
+    pairs = [(a, b) for i, a in enumerate(standings) for b in standings[i + 1 :]]
+    return Comparison(standings, _verdicts(pairs, alpha), notes)
+
+
+def _standing(label: str, values: dict[str, float]) -> Standing:
+    if not values:
+        return Standing(label, 0, math.nan, math.nan, math.nan, math.nan, values)
+    array = np.array(list(values.values()))
+    low, high = interval(array)
+    std = float(array.std(ddof=1)) if len(array) > 1 else math.nan
+    return Standing(label, len(array), float(array.mean()), low, high, std, values)
+
+
+def _verdicts(pairs: Sequence[tuple[Standing, Standing]], alpha: float) -> list[Verdict]:
+    raw: list[tuple[Standing, Standing, Difference]] = []
+    for a, b in pairs:
+        if not a.n or not b.n:
+            raw.append((a, b, Difference(math.nan, math.nan, math.nan, math.nan)))
+            continue
+        raw.append((a, b, difference(list(a.values.values()), list(b.values.values()))))
+    tested = [i for i, (a, b, _) in enumerate(raw) if min(a.n, b.n) >= _FEWEST]
+    corrected = dict(zip(tested, holm([raw[i][2][3] for i in tested]), strict=True))
+    verdicts = []
+    for i, (a, b, (mean, low, high, p_value)) in enumerate(raw):
+        p = corrected.get(i, math.nan)
+        # The clearest difference there can be: all of one group above all of the other. If even that says nothing, neither do we.
+        enough = i in corrected and smallest_p(a.n, b.n) * len(tested) <= alpha
+        verdicts.append(Verdict(a.label, b.label, (a.n, b.n), mean, low, high, p_value, p, enough, enough and p <= alpha))
+    return verdicts
+
+
+def smallest_p(n: int, m: int) -> float:
+    """Of a two-sided permutation test: one way of sharing n + m values in two groups, or two when the groups are alike."""
+    return (2 if n == m else 1) / math.comb(n + m, n)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Corrected for the number of them (Holm, 1979): the chance of one false alarm among all stays what it was for one."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    out, highest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        out[i] = highest
+    return out
+
+
+def _listed(runs: Sequence[Path]) -> str:
+    names = [f"{run.parent.name}/{run.name}" for run in runs]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

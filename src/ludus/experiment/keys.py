@@ -1,0 +1,236 @@
+"""Every key of an experiment: what it is, its defaults, its other names. What `ludus config explain` and docs/config.md say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from ludus import config as configs
+from ludus import spellings
+from ludus.errors import ConfigError
+from ludus.experiment.complaints import schemas
+from ludus.plugins import did_you_mean
+
+EXTERNAL_SECTION = "config.env_config"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. `defaults`: algorithm → default, one entry '' where all that have it agree."""
+
+    path: str
+    description: str
+    kind: str
+    defaults: Mapping[str, str]
+    algorithms: tuple[str, ...]
+    """That have it; () for a key of all."""
+    others: tuple[str, ...]
+    """Spellings that mean the same, most of them RLlib's."""
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def default(self) -> str:
+        """For people: one value, or which algorithm has which."""
+        if len(self.defaults) == 1:
+            return next(iter(self.defaults.values()))
+        by_value: dict[str, list[str]] = {}
+        for algorithm, value in self.defaults.items():
+            by_value.setdefault(value, []).append(algorithm)
+        return ", ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
+
+
+@functools.cache
+def catalogue() -> Mapping[str, Key]:
+    """Path → key, section by section."""
+    found: dict[str, Key] = {}
+    algorithms = schemas()
+    for section, schema in configs.sections().items():
+        if section == spellings.CONFIG:
+            for name in dict.fromkeys(name for each in algorithms.values() for name in each.model_fields):
+                having = {run: each.model_fields[name] for run, each in algorithms.items() if name in each.model_fields}
+                key = _key(section, name, having, len(having) == len(algorithms))
+                found[key.path] = key
+        else:
+            found |= {key.path: key for key in _of_section(section, schema)}
+    found |= {key.path: key for key in _of_section(EXTERNAL_SECTION, configs.ExternalConfig)}
+    return found
+
+
+def _of_section(section: str, schema: type[BaseModel]) -> Iterator[Key]:
+    for name, field in schema.model_fields.items():
+        yield _key(section, name, {"": field}, True)
+        below = configs.schema_of(field.annotation)
+        inside = f"{section}.{name}" if section else name
+        if below is not None and inside not in configs.sections():
+            yield from _of_section(inside, below)
+
+
+def _key(section: str, name: str, having: Mapping[str, FieldInfo], everybody: bool) -> Key:
+    field = next(iter(having.values()))
+    shown = "lambda" if name == "lambda_" else name
+    values = {run: _default(each) for run, each in having.items()}
+    agreed = {"": next(iter(values.values()))} if len(set(values.values())) == 1 else values
+    aliases = {field.alias} if field.alias and field.alias != shown else set()
+    others = sorted({*spellings.others(section, shown), *aliases, *_moved_to(section, shown)} - {"lambda_"})
+    path = f"{section}.{shown}" if section else shown
+    description = field.description or ""
+    if len({each.description for each in having.values()}) > 1:
+        said: dict[str, list[str]] = {}
+        for run, each in having.items():
+            said.setdefault(each.description or "", []).append(run)
+        description = " ".join(f"{', '.join(runs)}: {text}" for text, runs in said.items())
+    return Key(path, description, _kind(field.annotation), agreed, () if everybody else tuple(having), tuple(others))
+
+
+_MOVED = {
+    "config.model.vf_share_layers": ("vf_share_layers beside model",),
+    "config.max_worker_restarts": ("ignore_worker_failures: false is 0", "restart_failed_env_runners: false is 0"),
+    "config.train_batch_size": ("train_batch_size_per_learner × num_learners",),
+    "config.num_gpus": ("num_gpus_per_learner × num_learners",),
+    "config.epsilon": ("exploration_config",),
+    "config.replay_buffer_config": ("buffer_size", "prioritized_replay", "prioritized_replay_alpha", "prioritized_replay_beta"),
+    "config.preprocess.max_episode_steps": ("horizon",),
+    "config.preprocess.clip_reward": ("clip_rewards",),
+    "config.multiagent.policies": ("policies",),
+    "checkpoint_freq": ("checkpoint_config.checkpoint_frequency",),
+    "keep_checkpoints_num": ("checkpoint_config.num_to_keep",),
+    "stop.time_s": ("time_budget_s beside stop",),
+}
+
+
+def _moved_to(section: str, name: str) -> tuple[str, ...]:
+    return _MOVED.get(f"{section}.{name}" if section else name, ())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "–"
+    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    if value is PydanticUndefined or isinstance(value, BaseModel):
+        return "–"
+    return shown(value)
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = f"{value:.12g}"
+        return text if value != int(value) or "e" in text else f"{int(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(inner)}" for key, inner in value.items()) + "}"
+    return str(value) if value != "" else "''"
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0])
+    if origin is Literal:
+        return ", ".join(shown(part) for part in parts)
+    if origin is list:
+        return f"list of {_kind(parts[0])}" if parts else "list"
+    if origin is tuple:
+        return f"[{', '.join(_kind(part) for part in parts if part is not Ellipsis)}]"
+    if origin is dict or annotation is dict:
+        return "section"
+    if origin is not None:  # a union
+        named = list(dict.fromkeys(_kind(part) for part in parts if part is not type(None)))
+        return " or ".join(named) + (" or null" if type(None) in parts else "")
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    names = {int: "whole number", float: "number", bool: "true or false", str: "word"}
+    return names.get(annotation, "any value")
+
+
+# -- explaining ---------------------------------------------------------------------------------------------------------
+
+
+def explain(asked: str) -> list[str]:
+    """Lines about a key, by any of its names, with its path or without. Raises ConfigError with the nearest names."""
+    found = _named(asked)
+    if found:
+        return [line for key in found for line in (*_about(key), "")][:-1]
+    reasons = _foreign(asked)
+    if reasons:
+        return reasons
+    instead = spellings.elsewhere(asked)
+    if instead:
+        return [instead]
+    raise ConfigError(f"There is no key {asked!r}.", did_you_mean(asked.rpartition(".")[2], _all_names()))
+
+
+def _named(asked: str) -> list[Key]:
+    """Keys by this path, or the end of it; by another spelling if there is none."""
+    keys = catalogue()
+    plain = asked.removeprefix("--").replace("-", "_") if asked.startswith("--") else asked
+    path, _, name = plain.rpartition(".")
+    exact = [key for key in keys.values() if key.path == plain or key.path == f"config.{plain}"]
+    if exact:
+        return exact
+    ends = [
+        key for key in keys.values() if key.name == name and (key.section == path or key.section.endswith(f".{path}") or not path)
+    ]
+    if ends:
+        return ends
+    return [
+        key
+        for key in keys.values()
+        if name in {other.partition(" ")[0].rstrip(":") for other in key.others} | set(key.others)
+        and (not path or key.section == path or key.section == f"config.{path}")
+    ]
+
+
+def _about(key: Key) -> Iterator[str]:
+    yield key.path
+    yield f"  {key.description}"
+    yield f"  kind      {key.kind}"
+    if len(key.defaults) == 1:
+        yield f"  default   {key.default}"
+    else:
+        yield "  default   " + "\n            ".join(f"{value:<10} {run}" for run, value in key.defaults.items())
+    if key.algorithms:
+        yield f"  only      {', '.join(key.algorithms)}"
+    if key.others:
+        yield f"  also      {', '.join(key.others)}"
+
+
+def _foreign(asked: str) -> list[str]:
+    path, _, name = asked.rpartition(".")
+    out = []
+    for section, table in spellings.FOREIGN.items():
+        reason = table.get(asked if section == spellings.STOP else name)
+        if reason is not None and (not path or path in (section, section.removeprefix("config."))):
+            where = f"{section}.{name}" if section else name
+            out.append(f"{where}, a key of RLlib, {reason.why}")
+            if reason.same:
+                out.append(f"  It may stay as {' or '.join(shown(value) for value in reason.same)}, which is what happens here.")
+    for section, table in spellings.TRANSLATED.items():
+        if name in table and not out and (not path or path in (section, section.removeprefix("config."))):
+            out.append(f"{section}.{name}".lstrip(".") + ", a key of RLlib, is read and written here in another way:")
+            out.append("  `ludus config convert FILE` shows what it becomes.")
+    return out
+
+
+def _all_names() -> set[str]:
+    names = {key.name for key in catalogue().values()} | {other for key in catalogue().values() for other in key.others}
+    return names | {name for table in spellings.FOREIGN.values() for name in table}

@@ -1,0 +1,137 @@
+"""A centralised value (MAPPO, Yu et al. 2022): the policy sees what its agent sees, the value sees the whole besides.
+
+The value is for learning alone. Whoever only acts takes the actor out of it: `plain` for what is stored, `actor_of` for a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import Tensor, nn
+
+from ludus.errors import ConfigError
+from ludus.model.networks import (
+    Dense,
+    Network,
+    NetworkConfig,
+    PolicyNetwork,
+    RunningNorm,
+    Trunk,
+    VectorPart,
+    _pick,
+    _plan,
+    _replace,
+)
+from ludus.model.policy import Policy, Weights
+from ludus.tree import Tree
+
+OWN, WHOLE = "observation", "state"
+"""The two parts of what such a network is given."""
+_ACTOR = "network.actor."
+
+
+class CentralNetwork(PolicyNetwork):
+    """An ordinary network for the policy, and layers of its own for the value, which see everything. The value has no memory."""
+
+    def __init__(
+        self, observation_space: gym.Space[Any], num_outputs: int, config: NetworkConfig, free_outputs: Sequence[int] = ()
+    ) -> None:
+        super().__init__()
+        if not isinstance(observation_space, gym.spaces.Dict) or set(observation_space.spaces) != {OWN, WHOLE}:
+            raise ConfigError(f"A centralised value takes {OWN!r} and {WHOLE!r}, not {observation_space}.")
+        self.actor = Network(observation_space[OWN], num_outputs, _of_actor(config), free_outputs)
+        nn.init.zeros_(self.actor.value_head.weight)  # nobody learns it: who asks the actor alone hears 0
+        self.recurrent = self.actor.recurrent
+        plan = _plan(observation_space)
+        self.vector = VectorPart(plan)
+        self.trunk = Trunk(plan, self.vector.size, config)
+        self.value_head = Dense(self.trunk.size, 1, gain=1.0)
+        self.pixels = self.actor.pixels + sum(encoder.pixels for encoder in self.trunk.image_encoders)
+        self._values = True
+
+    def initial_state(self, rows: int) -> tuple[Tensor, ...]:
+        return self.actor.initial_state(rows)
+
+    def arranged(self, observation: Tree) -> Tree:
+        for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
+            observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
+        return observation
+
+    def freeze(self, *, values: bool = True) -> None:
+        self._values = values
+        self.actor.freeze(values=False)
+
+    def thaw(self) -> None:
+        self._values = True
+        self.actor.thaw()
+
+    def normalise_observations(self) -> None:
+        self.actor.normalise_observations()
+        if self.vector.size:
+            self.norm = RunningNorm(self.vector.size)
+
+    @torch.no_grad()
+    def observe(self, observation: Tree) -> None:
+        self.actor.observe(observation[OWN])
+        if self.norm is not None:
+            vector = self.vector(observation)
+            self.norm.update(vector.reshape(-1, vector.shape[-1]))
+
+    def forward(
+        self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        outputs, _, state = self.actor(observation[OWN], state, first)
+        return outputs, self._value(observation, outputs), state
+
+    def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        outputs, _, state = self.actor.decide(observation[OWN], state)
+        return outputs, self._value(observation, outputs), state
+
+    def _value(self, observation: Tree, outputs: Tensor) -> Tensor:
+        if not self._values:
+            return outputs.new_zeros(outputs.shape[:-1])
+        vector = self.vector(observation)
+        if self.norm is not None and vector is not None:
+            vector = self.norm(vector)
+        value: Tensor = self.value_head(self.trunk(vector, observation)).squeeze(-1)
+        return value.float()
+
+
+def _of_actor(config: NetworkConfig) -> NetworkConfig:
+    return replace(config, central=False, vf_share_layers=True)  # it has no value of its own to keep apart
+
+
+def actor_of(policy: Policy) -> Policy:
+    """The policy for whoever only acts, with the very same weights; one without a centralised value is that already."""
+    network = policy.network
+    if not isinstance(network, CentralNetwork):
+        return policy
+    assert isinstance(policy.observation_space, gym.spaces.Dict)
+    with torch.random.fork_rng(devices=[]):
+        own = Policy(
+            policy.observation_space[OWN],
+            policy.action_space,
+            _of_actor(policy.config),
+            policy.normalise_observations,
+            policy.kind,
+        )
+    own.network = network.actor
+    return own
+
+
+def plain(description: Mapping[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+    """The same for a stored policy: its description and weights without the value."""
+    network = description.get("network") or {}
+    if not network.get("central"):
+        return dict(description), weights
+    described = {
+        **description,
+        "observation_space": description["observation_space"]["spaces"][OWN],
+        "network": {**network, "central": False, "vf_share_layers": True},
+    }
+    kept = {f"network.{name.removeprefix(_ACTOR)}": array for name, array in weights.items() if name.startswith(_ACTOR)}
+    return described, kept

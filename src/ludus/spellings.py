@@ -1,0 +1,763 @@
+"""Names that keys have had in RLlib, from its first releases to today: what they are called here, or why they are not here.
+
+Three tables for every section of an experiment: another name of the same thing, a value that is written in another way, and
+a key without a meaning here, with the reason. A key is read once, here; `config.py` knows present names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SEARCHES = ("grid_search", "choice", "uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint", "randn")
+"""Words that, as the only key of a mapping, make a value one that a sweep chooses."""
+
+
+def is_search(value: Any) -> bool:
+    """Whether a value of a config is one that a sweep chooses: `{grid_search: […]}`, `{uniform: [a, b]}` …"""
+    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SEARCHES
+
+
+def has_search(value: Any) -> bool:
+    """Whether there is such a value anywhere inside."""
+    if isinstance(value, Mapping):
+        return is_search(value) or any(map(has_search, value.values()))
+    return isinstance(value, list) and any(map(has_search, value))
+
+
+EXPERIMENT, STOP, CONFIG, MODEL = "", "stop", "config", "config.model"
+EVALUATION, MULTIAGENT = "config.evaluation_config", "config.multiagent"
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    EXPERIMENT: {
+        "environment": "env",
+        "algorithm": "run",
+        "stopping_criteria": "stop",
+        "repeat": "num_samples",
+    },
+    STOP: {
+        "timesteps_total": "timesteps",
+        "num_env_steps_sampled": "timesteps",
+        "num_env_steps_sampled_lifetime": "timesteps",
+        "env_runners/num_env_steps_sampled_lifetime": "timesteps",
+        "counters/num_env_steps_sampled": "timesteps",
+        "info/num_env_steps_sampled": "timesteps",
+        "info/num_steps_sampled": "timesteps",
+        "episode_reward_mean": "episode_return_mean",
+        "env_runners/episode_return_mean": "episode_return_mean",
+        "env_runners/episode_reward_mean": "episode_return_mean",
+        "sampler_results/episode_reward_mean": "episode_return_mean",
+        "training_iteration": "iterations",
+        "time_total_s": "time_s",
+        "time_budget_s": "time_s",
+        "episodes_total": "episodes",
+        "num_episodes_lifetime": "episodes",
+        "env_runners/num_episodes_lifetime": "episodes",
+    },
+    CONFIG: {
+        "lambda_": "lambda",
+        "num_env_runners": "num_workers",
+        "num_rollout_workers": "num_workers",
+        "num_envs": "num_envs_per_worker",
+        "num_envs_per_env_runner": "num_envs_per_worker",
+        "sample_batch_size": "rollout_fragment_length",
+        "sgd_minibatch_size": "minibatch_size",
+        "num_sgd_iter": "num_epochs",
+        "lr_schedule": "lr",
+        "entropy_coeff_schedule": "entropy_coeff",
+        "num_learner_workers": "num_learners",
+        "evaluation_num_episodes": "evaluation_duration",
+        "evaluation_num_env_runners": "evaluation_num_workers",
+        "metrics_smoothing_episodes": "metrics_num_episodes_for_smoothing",
+        "min_iter_time_s": "min_time_s_per_iteration",
+        "min_time_s_per_reporting": "min_time_s_per_iteration",
+        "max_num_worker_restarts": "max_worker_restarts",
+        "max_num_env_runner_restarts": "max_worker_restarts",
+        "delay_between_worker_restarts_s": "worker_restart_backoff_s",
+        "delay_between_env_runner_restarts_s": "worker_restart_backoff_s",
+        "target_update_frequency": "target_network_update_freq",
+        "learning_starts": "num_steps_sampled_before_learning_starts",
+    },
+    MODEL: {"lstm_cell_size": "cell_size", "conv_filter": "conv_filters"},
+    EVALUATION: {},
+    MULTIAGENT: {"policy_mapping_fn": "policy_mapping"},
+}
+"""Section → another name → the name here. What it means is the same."""
+
+Translation = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+"""(value, its whole section) → what it is here, by dotted paths below `config`. Raises ValueError with the reason."""
+
+
+# -- values that are written in another way -----------------------------------------------------------------------------
+
+
+def _framework(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    if value in ("torch", "pytorch"):
+        return {}
+    raise ValueError(
+        "networks are PyTorch's. Leave it out; the built-in networks have the same layers, a custom_model is an nn.Module"
+    )
+
+
+def _is_torch(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _framework("torch" if value else "tf", _)
+
+
+def _restarts(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A worker that is lost is replaced: that is what tolerating its loss has become."""
+    again = ("recreate_failed_workers", "recreate_failed_env_runners", "restart_failed_env_runners")
+    if value or any(section.get(key) for key in again):
+        return {}
+    return {"max_worker_restarts": 0}
+
+
+def _same_or(key: str, words: Mapping[Any, Any]) -> Translation:
+    def translate(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+        hashable = value is None or isinstance(value, (str, int, float))
+        return {key: words[value]} if hashable and value in words else {key: value}
+
+    return translate
+
+
+def _dropped_if(key: str, nothing: Any) -> Translation:
+    return lambda value, _: {} if value is nothing else {key: value}
+
+
+def _evaluation_interval(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"evaluation_duration": 0} if value is None else {"evaluation_interval": value}
+
+
+def _evaluation_duration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    if value == "auto":
+        raise ValueError(
+            "is a number of episodes here; evaluations beside the training (evaluation_num_workers) do not hold it up"
+        )
+    return {"evaluation_duration": value}
+
+
+def _per_learner(key: str) -> Translation:
+    def translate(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+        learners = section.get("num_learners", section.get("num_learner_workers", 1))
+        if not isinstance(value, (int, float)) or not isinstance(learners, int):
+            raise ValueError(f"is multiplied by num_learners, and one of them is no number; write {key}")
+        return {key: value * max(1, learners)}
+
+    return translate
+
+
+def _conv_filters(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    """[[channels, [kernel, kernel], stride], …], as RLlib wrote them."""
+    if not isinstance(value, list):
+        return {"model.conv_filters": value}
+    return {"model.conv_filters": [_filter(one) for one in value]}
+
+
+def _filter(one: Any) -> Any:
+    if not isinstance(one, list) or len(one) != 3:
+        return one
+    square = []
+    for number in one:
+        if isinstance(number, list) and len(number) == 2:
+            if number[0] != number[1]:
+                raise ValueError(f"has the kernel or stride {number}; convolutions here are square: one number for both sides")
+            number = number[0]
+        square.append(number)
+    return square
+
+
+def _activation(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"model.fcnet_activation": "linear" if value is None else value.lower() if isinstance(value, str) else value}
+
+
+def _exploration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("is a section")
+    kind = str(value.get("type", "StochasticSampling" if not value else "EpsilonGreedy")).rpartition(".")[2]
+    rest = {key: given for key, given in value.items() if key != "type"}
+    if kind == "StochasticSampling" and not {key for key in rest if key != "random_timesteps" or rest[key]}:
+        return {}
+    if kind != "EpsilonGreedy":
+        raise ValueError(f"{kind} is not here: policies draw from their own distribution, DQN is epsilon-greedy")
+    unknown = sorted(
+        set(rest) - {"initial_epsilon", "final_epsilon", "epsilon_timesteps", "warmup_timesteps", "epsilon_schedule"}
+    )
+    if unknown:
+        raise ValueError(f"EpsilonGreedy has no {', '.join(map(repr, unknown))}")
+    if rest.get("epsilon_schedule") is not None:
+        return {"epsilon": rest["epsilon_schedule"]}
+    start, end = rest.get("initial_epsilon", 1.0), rest.get("final_epsilon", 0.05)
+    warm, steps = rest.get("warmup_timesteps", 0), rest.get("epsilon_timesteps", 10_000)
+    if not all(isinstance(number, (int, float)) for number in (start, end, warm, steps)):
+        raise ValueError("its values are numbers")
+    return {"epsilon": [[int(warm), start], [int(warm + steps), end]]}
+
+
+def _replay(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    """When learning begins is not a matter of the buffer."""
+    if not isinstance(value, Mapping) or "learning_starts" not in value:
+        return {"replay_buffer_config": value}
+    rest = {key: given for key, given in value.items() if key != "learning_starts"}
+    return {"num_steps_sampled_before_learning_starts": value["learning_starts"]} | (
+        {"replay_buffer_config": rest} if rest else {}
+    )
+
+
+def _prioritized(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"replay_buffer_config.type": "PrioritizedReplayBuffer" if value else "ReplayBuffer"}
+
+
+def _clip_rewards(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {"preprocess.clip_reward": [-abs(value), abs(value)] if number else value}
+
+
+def _checkpoint_config(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    names = {
+        "checkpoint_frequency": "checkpoint_freq",
+        "checkpoint_at_end": "checkpoint_at_end",
+        "num_to_keep": "keep_checkpoints_num",
+        "checkpoint_score_attribute": "checkpoint_score_attr",
+        "checkpoint_score_order": "",
+    }
+    if not isinstance(value, Mapping):
+        raise ValueError("is a section")
+    unknown = sorted(set(value) - set(names))
+    if unknown:
+        raise ValueError(f"has no {', '.join(map(repr, unknown))} here")
+    if value.get("checkpoint_score_order", "max") != "max":
+        raise ValueError("the best checkpoint is the one with the highest return")
+    return {names[key]: given for key, given in value.items() if names[key]}
+
+
+def _horizon(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {} if value is None else {"preprocess.max_episode_steps": value}
+
+
+def _moved(path: str) -> Translation:
+    return lambda value, _: {path: value}
+
+
+TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
+    EXPERIMENT: {"checkpoint_config": _checkpoint_config, "time_budget_s": _moved("stop.time_s")},
+    STOP: {},
+    CONFIG: {
+        "framework": _framework,
+        "use_pytorch": _is_torch,
+        "torch": _is_torch,
+        "ignore_worker_failures": _restarts,
+        "ignore_env_runner_failures": _restarts,
+        "recreate_failed_workers": _restarts,
+        "recreate_failed_env_runners": _restarts,
+        "restart_failed_env_runners": _restarts,
+        "rollout_fragment_length": _same_or("rollout_fragment_length", {"auto": None}),
+        "observation_filter": _same_or(
+            "observation_filter", {"ConcurrentMeanStdFilter": "MeanStdFilter", "MeanStd": "MeanStdFilter", None: "NoFilter"}
+        ),
+        "seed": _dropped_if("seed", None),
+        "min_time_s_per_iteration": _dropped_if("min_time_s_per_iteration", None),
+        "evaluation_interval": _evaluation_interval,
+        "evaluation_duration": _evaluation_duration,
+        "train_batch_size_per_learner": _per_learner("train_batch_size"),
+        "num_gpus_per_learner": _per_learner("num_gpus"),
+        "num_gpus_per_learner_worker": _per_learner("num_gpus"),
+        "exploration_config": _exploration,
+        "replay_buffer_config": _replay,
+        "buffer_size": _moved("replay_buffer_config.capacity"),
+        "prioritized_replay": _prioritized,
+        "prioritized_replay_alpha": _moved("replay_buffer_config.alpha"),
+        "prioritized_replay_beta": _moved("replay_buffer_config.beta"),
+        "prioritized_replay_eps": _moved("replay_buffer_config.eps"),
+        "clip_rewards": _clip_rewards,
+        "horizon": _horizon,
+        "vf_share_layers": _moved("model.vf_share_layers"),
+        "policies": _moved("multiagent.policies"),
+        "policy_mapping_fn": _moved("multiagent.policy_mapping"),
+        "policies_to_train": _moved("multiagent.policies_to_train"),
+    },
+    MODEL: {"conv_filters": _conv_filters, "fcnet_activation": _activation},
+    EVALUATION: {},
+    MULTIAGENT: {},
+}
+"""Section → key → what it is here."""
+
+
+# -- keys without a meaning here ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Why a key is not here. With one of the values `same` it says what happens here anyway, and may stay."""
+
+    why: str
+    same: tuple[Any, ...] = ()
+
+    def says_the_same(self, value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in self.same) or (
+            type(value) is int and any(type(one) is float and value == one for one in self.same)
+        )
+
+
+def _all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, Foreign]:
+    return dict.fromkeys(keys, Foreign(why, same))
+
+
+_NO_TENSORFLOW = "belongs to TensorFlow, and networks here are PyTorch's. Leave it out."
+_OWN_SWITCH = "chooses between implementations inside RLlib, and there is one here. Leave it out."
+_OFFLINE = "is about learning from files; here experience comes from environments and games. Leave it out."
+_CALLBACK = "is a callback in Python: use `ludus.train(…)` in a program of your own, or a wrapper around the environment."
+_RESOURCES = "reserves resources in Ray; workers here are processes with a core each. Leave it out."
+_QUEUES = "sizes a queue inside RLlib; here blocks_ahead bounds what waits for the learner. Leave it out."
+_FAULTS = "is a detail of how RLlib finds lost workers; here worker_hang_s and max_worker_restarts decide. Leave it out."
+_REPORTS = "sets how often RLlib reports; here every update is an iteration. Use min_time_s_per_iteration."
+_ATTENTION = "belongs to attention networks, which are not built in. Use use_lstm, or a custom_model."
+_WEIGHTS = "chooses how weights begin; here they are orthogonal. Write a custom_model for others."
+_PICTURES = "prepared pictures inside RLlib's model; here the section `preprocess` does: resize, grey, stack."
+_RMSPROP = "belongs to RMSProp, and the optimizer here is Adam (lr, adam_epsilon). Leave it out."
+_DISTRIBUTIONAL = "belongs to distributional Q-learning (Rainbow), which is not here. Leave it out."
+_APEX = "belongs to Ape-X, which is not here. Leave it out; num_workers samples in parallel."
+
+FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
+    EXPERIMENT: {
+        **_all("is an option of the command: --local-dir DIR.", "local_dir", "storage_path"),
+        **_all("is an option of the command: --restore CHECKPOINT.", "restore"),
+        **_all("is an option of the command: --resume DIR.", "resume"),
+        **_all("copies results elsewhere; give --local-dir on a disk that is shared, or copy the run yourself.", "upload_dir"),
+        **_all("copies results elsewhere, and is not here. Leave it out.", "sync_function", "sync_config", "sync_on_checkpoint"),
+        **_all(
+            "chooses the best checkpoint; here it is the one with the best evaluation. Leave it out.",
+            "checkpoint_score_attr",
+            same=("episode_reward_mean", "episode_return_mean", "env_runners/episode_return_mean"),
+        ),
+        **_all(
+            "reserves resources in Ray; a trial of a sweep reserves what num_workers and num_gpus say. Leave it out.",
+            *("resources_per_trial", "trial_resources", "placement_group_factory"),
+        ),
+        **_all("is written in the section `tune:`, as scheduler.", "scheduler", "scheduler_config"),
+        **_all("is written in the section `tune:`.", "search_alg", "metric", "mode"),
+        **_all("is written in the section `track:`.", "loggers", "logger_config", "callbacks"),
+        **_all("is done afterwards: ludus export RUN.", "export_formats"),
+        **_all("ran a test of RLlib with several frameworks. Leave it out.", "frameworks"),
+        **_all("is what a preset must reach: write  target: {return_mean: …, timesteps: …}.", "pass_criteria"),
+        **_all("named a trial; runs are named after experiment, algorithm and time.", "trial_name_creator", "trial_dirname_creator"),
+        **_all("retried a trial from other files of Ray. Use max_failures.", "raise_on_failed_trial", "reuse_actors", "fail_fast"),
+        **_all("is the default: the run goes on from its newest checkpoint.", "checkpoint_upload_from_workers"),
+    },
+    STOP: {
+        **_all("is not a stop here; use episode_return_mean.", "episode_reward_max", "episode_reward_min", "episode_return_max"),
+        **_all("is not a stop here; use episode_return_mean, and look at evaluations in metrics.jsonl.",
+               "evaluation/episode_reward_mean", "evaluation/env_runners/episode_return_mean",
+               "evaluation/sampler_results/episode_reward_mean"),
+        **_all("counts one iteration; use time_s for the whole training.", "time_this_iter_s"),
+        **_all("counts one iteration; use timesteps for the whole training.", "timesteps_this_iter", "episodes_this_iter"),
+        **_all("counts steps of agents; use timesteps, steps of the environment.", "agent_timesteps_total",
+               "num_agent_steps_sampled", "num_agent_steps_sampled_lifetime"),
+        **_all("is not a stop here; use timesteps.", "num_env_steps_trained", "num_env_steps_trained_lifetime",
+               "info/num_steps_trained"),
+        **_all("is not a stop here; use episode_return_mean.", "episode_len_mean", "env_runners/episode_len_mean"),
+        **_all("is not needed: a run that is done ends.", "done"),
+    },
+    CONFIG: {
+        # -- frameworks
+        **_all(
+            _NO_TENSORFLOW,
+            *("tf_session_args", "local_tf_session_args", "eager", "eager_tracing", "eager_max_retraces"),
+            *("enable_tf1_exec_eagerly", "_tf_policy_handles_more_than_one_loss", "no_eager_on_workers", "eager_trace"),
+        ),
+        **_all(
+            "compiles networks; what acts here is compiled by itself. Leave it out.",
+            *("torch_compile_learner", "torch_compile_learner_dynamo_backend", "torch_compile_learner_dynamo_mode"),
+            *("torch_compile_learner_what_to_compile", "torch_compile_worker", "torch_compile_worker_dynamo_backend"),
+            "torch_compile_worker_dynamo_mode",
+            same=(False,),
+        ),
+        **_all("has no counterpart. Leave it out; see num_learners and mixed_precision.", "torch_ddp_kwargs", same=({},)),
+        **_all("hides a gradient that is NaN; here it ends the run with the reason. Leave it out.", "torch_skip_nan_gradients",
+               same=(False,)),
+        **_all("is mixed_precision here: bf16 or fp16.", "_torch_grad_scaler_class", same=(None,)),
+        **_all("is a schedule here: lr: [[timestep, value], …].", "_torch_lr_scheduler_classes", same=(None,)),
+        **_all("is Adam's: set lr and adam_epsilon.", "optimizer", same=({},)),
+        **_all("is the norm of the whole gradient here. Leave it out.", "grad_clip_by", same=("global_norm",)),
+        # -- switches of RLlib itself
+        **_all(
+            _OWN_SWITCH,
+            *("_disable_preprocessor_api", "_disable_action_flattening", "_disable_execution_plan_api"),
+            *("_disable_initialize_loss_from_dummy_batch", "_enable_rl_module_api", "_enable_learner_api"),
+            *("_enable_new_api_stack", "enable_connectors", "enable_rl_module_and_learner", "_use_trajectory_view_api"),
+            *("enable_env_runner_and_connector_v2", "_use_msgpack_checkpoints", "_validate_config", "_is_atari", "_is_online"),
+            *("_dont_auto_sync_env_runner_states", "use_exec_api", "simple_optimizer", "fake_sampler", "_fake_gpus"),
+            *("worker_cls", "env_runner_cls", "sample_collector", "learner_config_dict", "_learner_class", "_rl_module_spec"),
+            *("rl_module_spec", "_model_config", "_prior_exploration_config", "_per_module_overrides", "_env_runners_only"),
+            *("_skip_learners", "_env_to_module_connector", "_module_to_env_connector", "_learner_connector"),
+            *("add_default_connectors_to_env_to_module_pipeline", "add_default_connectors_to_module_to_env_pipeline"),
+            *("add_default_connectors_to_learner_pipeline", "episodes_to_numpy", "episode_lookback_horizon"),
+            *("merge_env_runner_states", "broadcast_env_runner_states", "use_env_runner_state_server"),
+            *("env_runner_state_server_max_concurrency", "optimizer_class", "execution_plan", "replay_sequence_length"),
+        ),
+        **_all("belongs to the section `multiagent`, as keys of a policy.", "algorithm_config_overrides_per_module", same=({},)),
+        # -- resources
+        **_all(
+            _RESOURCES,
+            *("num_cpus_per_worker", "num_cpus_per_env_runner", "num_cpus_for_driver", "num_cpus_for_local_worker"),
+            *("num_cpus_for_main_process", "num_cpus_per_learner", "num_cpus_per_learner_worker"),
+            same=(1, "auto"),
+        ),
+        **_all(
+            _RESOURCES,
+            *("custom_resources_per_worker", "custom_resources_per_env_runner", "custom_resources_per_learner"),
+            "custom_resources_for_main_process",
+            same=({},),
+        ),
+        **_all(
+            _RESOURCES,
+            *("memory", "memory_per_worker", "object_store_memory", "object_store_memory_per_worker", "local_gpu_idx"),
+            same=(0,),
+        ),
+        **_all("places Ray's bundles; workers here go to the machine with the most free cores. Leave it out.",
+               "placement_strategy", same=("PACK",)),
+        **_all("gave workers a GPU; where they decide is inference_device: cuda.",
+               "num_gpus_per_worker", "num_gpus_per_env_runner", same=(0, 0.0)),
+        **_all("set variables of processes; set them in the shell, where all of them inherit them.",
+               "extra_python_environs_for_driver", "extra_python_environs_for_worker", same=({},)),
+        # -- environments
+        **_all("lets an episode go on behind its end, which is not here. Leave it out.", "soft_horizon", "no_done_at_end",
+               same=(False,)),
+        **_all("is found out from the environment. Leave it out.", "observation_space", "action_space", same=(None,)),
+        **_all("stepped environments in further processes; that is what num_workers does.", "remote_worker_envs", same=(False,)),
+        **_all("belongs to remote_worker_envs, which is not here. Leave it out.", "remote_env_batch_wait_ms", same=(0,)),
+        **_all("chose how environments are stepped; here a vector environment is used where there is one. Leave it out.",
+               "gym_env_vectorize_mode", same=("sync", "SYNC")),
+        **_all("is a curriculum in Python: let the environment change itself, or begin a new run with --restore.",
+               "env_task_fn", same=(None,)),
+        **_all("shows games while training; watch the trained agent instead: ludus rollout RUN --video.",
+               "render_env", "record_env", "monitor", same=(False, None)),
+        **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
+               "normalize_actions", same=(True,)),
+        **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
+               "clip_actions", same=(True, False)),
+        **_all(_PICTURES, "preprocessor_pref", same=(None, "deepmind")),
+        **_all("checks are always made. Leave it out.", "disable_env_checking", same=(False,)),
+        **_all("old Gym environments are not read; Gymnasium's are. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
+        **_all("masks are found by the name action_mask. Leave it out.", "action_mask_key", same=("action_mask",)),
+        **_all("the learner's process has no environment of its own. Leave it out.",
+               "create_env_on_driver", "create_env_on_local_worker", "create_local_env_runner", same=(False,)),
+        # -- sampling
+        **_all("is `sampling: pipelined` (or async) here.", "sample_async", same=(False,)),
+        **_all("compressed observations; here they stay in shared memory. Leave it out.", "compress_observations", same=(False,)),
+        **_all("statistics are part of the policy, and one for all workers. Leave it out.",
+               *("synchronize_filters", "update_worker_filter_stats", "use_worker_filter_stats"), same=(True,)),
+        **_all("statistics are part of the policy, and one for all workers. Leave it out.",
+               "sync_filters_on_rollout_workers_timeout_s"),
+        **_all("is a detail of RLlib's samplers. Leave it out.", "sampler_perf_stats_ema_coef", "ignore_final_observation"),
+        **_all(_FAULTS,
+               *("num_consecutive_worker_failures_tolerance", "num_consecutive_env_runner_failures_tolerance"),
+               *("worker_health_probe_timeout_s", "worker_restore_timeout_s", "env_runner_health_probe_timeout_s"),
+               *("env_runner_restore_timeout_s", "sample_timeout_s", "validate_workers_after_construction"),
+               "validate_env_runners_after_construction"),
+        # -- evaluation
+        **_all("counts episodes here. Leave it out, and give evaluation_duration in episodes.", "evaluation_duration_unit",
+               same=("episodes",)),
+        **_all("is so when evaluation_num_workers is above 0. Leave it out.", "evaluation_parallel_to_training",
+               "enable_async_evaluation", "always_attach_evaluation_results"),
+        **_all("is a function in Python; evaluate a run yourself with ludus.load(…), or ludus rollout.",
+               "custom_eval_function", "custom_evaluation_function", "custom_async_evaluation_function", same=(None,)),
+        **_all("is a detail of RLlib's evaluation workers. Leave it out.",
+               *("evaluation_sample_timeout_s", "evaluation_unhealthy_workers_timeout_s", "in_evaluation"),
+               *("evaluation_force_reset_envs_before_iteration", "evaluation_auto_duration_min_env_steps_per_sample"),
+               *("evaluation_auto_duration_max_env_steps_per_sample", "evaluation_error_after_n_consecutive_skips")),
+        # -- reports
+        **_all(_REPORTS,
+               *("timesteps_per_iteration", "min_sample_timesteps_per_iteration", "min_train_timesteps_per_iteration"),
+               *("min_sample_timesteps_per_reporting", "min_train_timesteps_per_reporting"), same=(0, None)),
+        **_all("waits for metrics of workers, which come with their steps here. Leave it out.",
+               "metrics_episode_collection_timeout_s", "collect_metrics_timeout"),
+        **_all("is an option of the command: -v, -vv.", "log_level"),
+        **_all("is in metrics.jsonl and `ludus status`. Leave it out.", "log_sys_usage", same=(True,)),
+        **_all("chose further numbers to keep; see the section `track`. Leave it out.",
+               "keep_per_episode_custom_metrics", "log_gradients", "stats_cls_lookup", "logger_config", "logger_creator",
+               same=(False, None)),
+        **_all(_CALLBACK, "callbacks", "callbacks_class"),
+        **_all(_CALLBACK,
+               *(f"callbacks_on_{when}" for when in (
+                   *("algorithm_init", "checkpoint_loaded", "env_runners_recreated", "environment_created", "episode_created"),
+                   *("episode_end", "episode_start", "episode_step", "evaluate_end", "evaluate_start", "sample_end"),
+                   *("train_result", "evaluate_offline_end", "evaluate_offline_start", "offline_eval_runners_recreated"))),
+               same=(None,)),
+        **_all("is `ludus export RUN` here.", "export_native_model_files", same=(False,)),
+        **_all("every model of a checkpoint is saved. Leave it out.", "checkpoint_trainable_policies_only", same=(False,)),
+        # -- learning from files
+        **_all("comes from environments and games here, not from files. Leave it out.", "input", same=("sampler",)),
+        **_all("wrote experience to files; ludus rollout --out does that with a trained agent.", "output", same=(None,)),
+        **_all(_OFFLINE,
+               *("input_config", "input_evaluation", "input_filesystem", "input_filesystem_kwargs", "input_read_method"),
+               *("input_read_method_kwargs", "input_read_schema", "input_read_episodes", "input_read_sample_batches"),
+               *("input_read_batch_size", "input_compress_columns", "input_spaces_jsonable", "actions_in_input_normalized"),
+               *("off_policy_estimation_methods", "ope_split_batch_by_episode", "postprocess_inputs", "shuffle_buffer_size"),
+               *("output_config", "output_compress_columns", "output_max_file_size", "output_max_rows_per_file"),
+               *("output_filesystem", "output_filesystem_kwargs", "output_write_method", "output_write_method_kwargs"),
+               *("output_write_episodes", "output_write_remaining_data", "materialize_data", "materialize_mapped_data"),
+               *("map_batches_kwargs", "iter_batches_kwargs", "prelearner_class", "prelearner_buffer_class"),
+               *("prelearner_buffer_kwargs", "prelearner_module_synch_period", "prelearner_use_recorded_module_states"),
+               *("dataset_num_iters_per_learner", "dataset_num_iters_per_eval_runner", "offline_data_class"),
+               *("offline_sampling", "offline_evaluation_interval", "offline_evaluation_duration", "offline_evaluation_type"),
+               *("num_offline_eval_runners", "offline_evaluation_parallel_to_training", "offline_evaluation_timeout_s")),
+        # -- PPO, APPO, IMPALA
+        **_all("is always so: advantages are GAE's (lambda: 1 is the plain return). Leave it out.", "use_gae", "use_critic",
+               same=(True,)),
+        **_all("is always so: minibatches are shuffled. Leave it out.", "shuffle_sequences", "shuffle_batch_per_epoch",
+               same=(True,)),
+        **_all("is always so for PPO: kl_coeff: 0 turns the penalty off.", "use_kl_loss", same=(True,)),
+        **_all("is always so: value targets are V-trace's. Leave it out.", "vtrace", same=(True,)),
+        **_all("a step that is cut off has a value behind it here. Leave it out.", "vtrace_drop_last_ts", same=(False,)),
+        **_all("Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
+        **_all(_RMSPROP, "decay", "momentum", "rmsprop_epsilon"),
+        **_all("epsilon of RMSProp is Adam's adam_epsilon here; as a rate of exploration it is a key of DQN.", "epsilon"),
+        **_all("policy and value have one optimizer; balance them with vf_loss_coeff. Leave it out.",
+               "_separate_vf_optimizer", "_lr_vf", same=(False, None)),
+        **_all(_QUEUES,
+               *("learner_queue_size", "learner_queue_timeout", "minibatch_buffer_size", "num_multi_gpu_tower_stacks"),
+               *("num_data_loader_buffers", "num_gpu_loader_threads", "max_sample_requests_in_flight_per_worker"),
+               *("max_requests_in_flight_per_env_runner", "max_requests_in_flight_per_sampler_worker"),
+               *("max_requests_in_flight_per_learner", "max_requests_in_flight_per_aggregator_worker"),
+               *("max_requests_in_flight_per_aggregator_actor", "num_aggregation_workers", "num_aggregator_actors_per_learner"),
+               *("timeout_s_sampler_manager", "timeout_s_aggregator_manager", "simple_queue_size", "train_queue_size")),
+        **_all("workers take the newest weights before every segment. Leave it out.", "broadcast_interval", same=(1,)),
+        **_all("runs after every update inside RLlib, and is not here. Leave it out.", "after_train_step", "before_learn_on_batch",
+               same=(None,)),
+        **_all("keeps batches to learn from again; here replay_proportion and replay_buffer_num_slots do.",
+               "use_circular_buffer", "circular_buffer_num_batches", "circular_buffer_iterations_per_batch",
+               same=(False,)),
+        **_all("bounds the ratio to a slower target; here vtrace_clip_pg_rho_threshold does.", "target_worker_clipping"),
+        **_all("is learned from once per pass; give num_epochs.", "sgd_stepsize", "num_sgd_steps"),
+        # -- DQN
+        **_all(_DISTRIBUTIONAL, "num_atoms", same=(1,)),
+        **_all(_DISTRIBUTIONAL, "v_min", "v_max", "categorical_distribution_temperature", "sigma0"),
+        **_all("is not here; exploration is epsilon-greedy.", "noisy", "parameter_noise", "softmax_temp", "soft_q", same=(False,)),
+        **_all("layers are written in the section `model`: fcnet_hiddens.", "hiddens"),
+        **_all("is Huber's loss here. Leave it out.", "td_error_loss_fn", same=("huber",)),
+        **_all("sets updates per step; here rollout_fragment_length does: one update for every segment.", "training_intensity",
+               same=(None,)),
+        **_all("what is stored is not part of checkpoints; a resumed run fills it again. Leave it out.",
+               "store_buffer_in_checkpoints", same=(False,)),
+        **_all("sequences begin with the recurrent state that was recorded. Leave it out.", "burn_in_len", "replay_burn_in",
+               "burn_in", same=(0,)),
+        **_all("is not here: the weight of priorities is constant, or a schedule of prioritized_replay_beta.",
+               "prioritized_replay_beta_annealing_timesteps", "final_prioritized_replay_beta"),
+        **_all("is written  epsilon: [[0, 1.0], [timesteps, 0.05]].",
+               *("exploration_fraction", "exploration_final_eps", "exploration_initial_eps", "schedule_max_timesteps"),
+               *("epsilon_timesteps", "initial_epsilon", "final_epsilon", "exploration_final_scale", "exploration_initial_scale")),
+        **_all(_APEX, "worker_side_prioritization", same=(False,)),
+        **_all(_APEX, "num_replay_buffer_shards", "replay_buffer_shards_colocated_with_driver", "per_worker_exploration",
+               "num_replay_buffers", "debug", "shared"),
+        **_all("replays single steps; recurrent replay is by sequences of max_seq_len. Leave it out.", "replay_batch_size",
+               "replay_mode", "batch_replay"),
+        # -- several agents
+        **_all("counts what every agent does, one by one. Leave it out.", "count_steps_by", same=("agent_steps",)),
+        **_all("keeps policies on disk; here all are in memory. Leave it out.",
+               "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
+        **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
+               "observation_fn", same=(None,)),
+    },
+    MODEL: {
+        **_all(_ATTENTION, "use_attention", same=(False,)),
+        **_all(_ATTENTION,
+               *("attention_num_transformer_units", "attention_dim", "attention_num_heads", "attention_head_dim"),
+               *("attention_memory_inference", "attention_memory_training", "attention_position_wise_mlp_dim"),
+               *("attention_init_gru_gate_bias", "attention_use_n_prev_actions", "attention_use_n_prev_rewards")),
+        **_all("is not built in: a wrapper can put the last action and reward into the observation (config.wrappers).",
+               "lstm_use_prev_action", "lstm_use_prev_reward", "lstm_use_prev_action_reward", same=(False,)),
+        **_all(_WEIGHTS,
+               *("fcnet_weights_initializer", "fcnet_weights_initializer_config", "fcnet_bias_initializer"),
+               *("fcnet_bias_initializer_config", "fcnet_kernel_initializer", "fcnet_kernel_initializer_kwargs"),
+               *("fcnet_bias_initializer_kwargs", "conv_kernel_initializer", "conv_kernel_initializer_config"),
+               *("conv_kernel_initializer_kwargs", "conv_bias_initializer", "conv_bias_initializer_config"),
+               *("conv_bias_initializer_kwargs", "conv_transpose_kernel_initializer", "conv_transpose_bias_initializer"),
+               *("conv_transpose_kernel_initializer_config", "conv_transpose_bias_initializer_config"),
+               *("post_fcnet_weights_initializer", "post_fcnet_weights_initializer_config", "post_fcnet_bias_initializer"),
+               *("post_fcnet_bias_initializer_config", "lstm_weights_initializer", "lstm_weights_initializer_config"),
+               *("lstm_bias_initializer", "lstm_bias_initializer_config", "lstm_kernel_initializer"),
+               *("lstm_kernel_initializer_kwargs", "lstm_bias_initializer_kwargs", "head_fcnet_kernel_initializer"),
+               *("head_fcnet_kernel_initializer_kwargs", "head_fcnet_bias_initializer", "head_fcnet_bias_initializer_kwargs"),
+               same=(None, {})),
+        **_all("convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
+        **_all("layers behind convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
+               "post_fcnet_hiddens", "head_fcnet_hiddens", "fusionnet_hiddens", same=([],)),
+        **_all("is fcnet_activation here, for all dense layers. Leave it out.", "post_fcnet_activation", "head_fcnet_activation",
+               "fusionnet_activation"),
+        **_all("layer normalisation is not built in. Write a custom_model.", "fcnet_use_layernorm", "head_fcnet_use_layernorm",
+               same=(False,)),
+        **_all("outputs always have a linear layer. Write a custom_model.", "no_final_linear", same=(False,)),
+        **_all("log deviations are bounded by themselves. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
+        **_all("is a detail inside RLlib's models. Leave it out.",
+               *("_time_major", "always_check_shapes", "_use_default_native_models", "_disable_preprocessor_api"),
+               *("_disable_action_flattening", "encoder_latent_dim", "custom_options"), same=(False, None)),
+        **_all(_PICTURES, "framestack", "dim", "grayscale", "zero_mean", "num_framestacks", "channel_major"),
+        **_all("is a wrapper here: config.wrappers.", "custom_preprocessor", same=(None,)),
+        **_all("is chosen by the action space. Write a wrapper that changes the space (config.wrappers).", "custom_action_dist",
+               same=(None,)),
+        **_all("is fcnet_hiddens here.", "hidden_layers", "hiddens", "conv_hiddens"),
+        **_all("is custom_model_config here.", "custom_model_kwargs", same=({},)),
+        **_all("pixels are always scaled to [0, 1]. Leave it out.", "squash_to_range", same=(False,)),
+    },
+    EVALUATION: {
+        **_all("evaluates in processes of its own with evaluation_num_workers, beside evaluation_config.",
+               "num_workers", "num_env_runners", "evaluation_num_workers"),
+        **_all("the environments of an evaluation are chosen by themselves. Leave it out.",
+               "num_envs_per_worker", "num_envs_per_env_runner"),
+        **_all("an evaluation has the environment of the training, with its own env_config.", "env", same=(None,)),
+        **_all("an evaluation writes no files; films are made by ludus rollout RUN --video.", "render_env", "record_env",
+               "output", "monitor", same=(False, None)),
+        **_all("is given once, beside evaluation_config.", "evaluation_interval", "evaluation_duration"),
+        **_all("an evaluation has the seed of the run, and disturbs nothing. Leave it out.", "seed", same=(None,)),
+        **_all("is the same in evaluations. Leave it out.", *("gamma", "lr", "model", "observation_filter", "framework"),
+               *("train_batch_size", "rollout_fragment_length", "batch_mode", "multiagent", "exploration_config"), same=({},)),
+    },
+    MULTIAGENT: {
+        **_all("counts what every agent does, one by one. Leave it out.", "count_steps_by", same=("agent_steps",)),
+        **_all("keeps policies on disk; here all are in memory. Leave it out.",
+               "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
+        **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
+               "observation_fn", same=(None,)),
+        **_all("agents are replayed one by one. Leave it out.", "replay_mode", same=("independent",)),
+        **_all("is `policy_mapping` here: agent → policy.", "policy_mapping_func", "mapping_fn"),
+    },
+}  # fmt: skip
+"""Section → key → why it is not here."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "A2C": "PPO with num_epochs: 1 and one minibatch is nearly the same",
+    "A3C": "IMPALA samples without waiting, and corrects for it",
+    "PG": "PPO with num_epochs: 1 and lambda: 1 is nearly the same",
+    "DDPPO": "PPO with num_learners above 1 shares its gradients",
+    "APEX": "DQN with num_workers samples in parallel",
+    "SimpleQ": "DQN with double_q, dueling and prioritized_replay off is the same",
+    "Rainbow": "DQN has all of its parts but noise and distributions",
+    "R2D2": "DQN with use_lstm is the nearest",
+    "QMIX": "PPO with several agents and centralized_value is the nearest",
+    "MAPPO": "PPO with several agents and centralized_value is that",
+    "SAC": "PPO is for continuous actions here",
+    "DDPG": "PPO is for continuous actions here",
+    "TD3": "PPO is for continuous actions here",
+    "APEX_DDPG": "PPO is for continuous actions here",
+    "ES": "it needs no gradients, and nothing here does without",
+    "ARS": "it needs no gradients, and nothing here does without",
+    "MARWIL": "it learns from files, and nothing here does",
+    "BC": "it learns from files, and nothing here does",
+    "CQL": "it learns from files, and nothing here does",
+    "CRR": "it learns from files, and nothing here does",
+    "DT": "it learns from files, and nothing here does",
+    "DreamerV3": "it learns a model of the world, and nothing here does",
+    "Dreamer": "it learns a model of the world, and nothing here does",
+    "MBMPO": "it learns a model of the world, and nothing here does",
+    "MAML": "it learns across tasks, and nothing here does",
+    "AlphaZero": "it searches, and nothing here does",
+    "AlphaStar": "it plays a league, which is not here yet",
+    "MADDPG": "PPO with several agents and centralized_value is the nearest",
+    "LinUCB": "bandits are not here",
+    "LinTS": "bandits are not here",
+    "SlateQ": "it recommends slates, and nothing here does",
+    "IQL": "it learns from files, and nothing here does",
+}
+
+
+def elsewhere(run: str) -> str:
+    """What stands for an algorithm of RLlib that is not here; '' for any other name."""
+    names = {name.lower(): name for name in _ELSEWHERE}
+    found = names.get(run.removeprefix("contrib/").lower(), "")
+    return f"{run} is not here: {_ELSEWHERE[found]}." if found else ""
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key that cannot be read, and why."""
+
+    path: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({_short(self.value)}) {self.why}".rstrip(".") + "."
+
+
+@dataclass
+class Reading:
+    """A section in present names, and what became of the others."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    """Key → as it was written, where that differs."""
+    refusals: list[Refusal] = field(default_factory=list)
+    clashes: list[str] = field(default_factory=list)
+    elsewhere: dict[str, Any] = field(default_factory=dict)
+    """What belongs to a section below or above: dotted path → value."""
+
+    def complaints(self) -> list[str]:
+        return [*self.clashes, *map(str, self.refusals)]
+
+
+def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading:
+    """One level of an experiment; `known` are the keys that it has, which come before anything that RLlib meant by them."""
+    names, out = set(known), Reading()
+    renamed, translated, foreign = RENAMED[section], TRANSLATED[section], FOREIGN[section]
+    prefix = f"{section}." if section else ""
+    scheduled = {
+        renamed[key] for key, value in data.items() if key in renamed and key.endswith("_schedule") and value is not None
+    }
+    for key, value in data.items():
+        name = renamed.get(key, key)
+        if key.endswith("_schedule") and key in renamed:
+            if value is None:
+                continue
+        elif name in scheduled and key == name:
+            continue  # a schedule overrides the constant beside it, as it did in RLlib
+        if name in translated and not is_search(value):
+            try:
+                found = translated[name](value, data)
+            except ValueError as error:
+                out.refusals.append(Refusal(prefix + key, value, str(error)))
+                continue
+            for path, given in found.items():
+                _put(out, section, path, given, key)
+        elif name not in names and name in foreign:
+            if not foreign[name].says_the_same(value):
+                out.refusals.append(Refusal(prefix + key, value, foreign[name].why))
+        else:
+            _put(out, section, name, value, key)
+    return out
+
+
+def _put(out: Reading, section: str, path: str, value: Any, written: str) -> None:
+    inside = section.removeprefix("config").removeprefix(".")
+    name = path.removeprefix(f"{inside}.") if inside else path
+    target = out.elsewhere if "." in name else out.data
+    if name in target and (target[name] != value or type(target[name]) is not type(value)):
+        before = out.written.get(name, name)
+        where = f"{section} sets" if section else "The experiment sets"
+        out.clashes.append(
+            f"{where} {name!r} twice: {before!r} is {_short(target[name])}, and {written!r}, which means the same, is {_short(value)}."
+            " Keep one."
+        )
+        return
+    target[name] = value
+    if written != name:
+        out.written[name] = written
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def others(section: str, name: str) -> list[str]:
+    """Other spellings of a key."""
+    return sorted(old for old, new in RENAMED.get(section, {}).items() if new == name)
+
+
+def present(section: str, key: str) -> str:
+    """The name that a key has here."""
+    return RENAMED.get(section, {}).get(key, key)

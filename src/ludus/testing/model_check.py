@@ -1,0 +1,53 @@
+"""What a network of your own must do, for your tests: the same check that every run makes before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+from torch import nn
+
+from ludus import spaces
+from ludus.game.environment import make_one
+from ludus.model.custom_check import check_custom
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import PROBABILITIES, VALUES, Policy
+
+Spaces = tuple[gym.Space[Any], gym.Space[Any]]
+
+
+def check_model(
+    model: str | type[nn.Module],
+    env: str | gym.Env[Any, Any] | Spaces,
+    custom_model_config: Mapping[str, Any] | None = None,
+    *,
+    values: bool = False,
+    **model_config: Any,
+) -> Policy:
+    """Raise UsageError, saying what to change, unless the model can be learned with; returns a policy that plays with it.
+
+    `model`: as `custom_model` names it, or the class. `env`: an environment, its name, or (observation_space, action_space).
+    `values`: for DQN, where outputs are action values. `model_config`: further keys of the `model:` section.
+
+    def test_the_model_can_be_learned_with():
+        check_model("customnet", "CartPole-v1", {"hidden": 64})
+    """
+    named = model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
+    observation_space, action_space = _spaces_of(env)
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in model_config.items()}
+    config = NetworkConfig(custom_model=named, custom_model_config=dict(custom_model_config or {}), **given)
+    policy = Policy(observation_space, action_space, config, kind=VALUES if values else PROBABILITIES)
+    check_custom(policy)
+    return policy
+
+
+def _spaces_of(env: str | gym.Env[Any, Any] | Spaces) -> Spaces:
+    if isinstance(env, tuple):
+        return env
+    made = make_one(env) if isinstance(env, str) else env
+    try:
+        return spaces.split_mask(made.observation_space)[0], made.action_space
+    finally:
+        if isinstance(env, str):
+            made.close()

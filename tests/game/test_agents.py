@@ -1,0 +1,216 @@
+"""Environments with several agents, as a match shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ludus.errors import EnvironmentFault, LudusError, UnknownName
+from ludus.game.agents import Match, Moved, Whole, is_multi_agent, make_match, match_of
+from tests.matches import NAMES, Books, ScriptParallel, ScriptTurns, Simple, make_parallel, make_turns
+
+
+def played(match: Match, seed: int, choose: Any) -> tuple[dict[str, float], list[Moved]]:
+    """One match; returns by agent, and all that was said."""
+    moved = match.reset(seed)
+    told = [moved]
+    returns = dict.fromkeys(match.agents, 0.0)
+    while not moved.over:
+        moved = match.step({turn.agent: choose(turn) for turn in moved.turns})
+        told.append(moved)
+        for one in (*moved.turns, *moved.leaving):
+            returns[one.agent] += one.reward
+    return returns, told
+
+
+def randomly(seed: int) -> Any:
+    random = np.random.default_rng(seed)
+
+    def choose(turn: Any) -> int:
+        return int(random.integers(4)) if turn.mask is None else int(random.choice(np.flatnonzero(turn.mask)))
+
+    return choose
+
+
+# -- names --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [
+        ("mpe2/simple_spread_v3", True),
+        ("pettingzoo/tictactoe_v3", True),
+        ("tests.matches:make_parallel", True),
+        ("tests.matches:ScriptTurns", True),
+        ("tests.matches:undeclared", True),
+        ("CartPole-v1", False),
+        ("ALE/Pong-v5", False),
+        ("external", False),
+        ("tests.environments:make_count", False),
+        ("tests.games:endless", False),
+        ("tests.nowhere:nothing", False),
+    ],
+)
+def test_an_environment_tells_whether_it_has_several_agents(name: str, several: bool) -> None:
+    assert is_multi_agent(name, {}) is several
+
+
+def test_a_misspelt_name_is_told_with_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="mpe2/simple_spread_v3"):
+        make_match("mpe2/simple_spred_v3")
+    with pytest.raises(UnknownName, match="pettingzoo/tictactoe_v3"):
+        make_match("pettingzoo/tictactoe_v4")
+
+
+def test_keywords_that_the_environment_does_not_take_are_told() -> None:
+    with pytest.raises(EnvironmentFault, match="env_config"):
+        make_match("mpe2/simple_spread_v3", {"agents": 3})
+
+
+def test_an_environment_with_one_agent_is_refused() -> None:
+    with pytest.raises(LudusError, match="possible_agents"):
+        make_match("tests.environments:make_count")
+
+
+def test_tictactoe_is_played_in_turns_with_masks_to_its_end() -> None:
+    match = make_match("pettingzoo/tictactoe_v3")
+    taken: set[int] = set()
+    moved, players = match.reset(0), []
+    while not moved.over:
+        (turn,) = moved.turns
+        assert turn.mask is not None
+        assert set(np.flatnonzero(turn.mask)) == set(range(9)) - taken
+        players.append(turn.agent)
+        taken.add(int(np.flatnonzero(turn.mask)[0]))  # 0, 1, 2 … in turn: the first player fills 2, 4, 6
+        moved = match.step({turn.agent: int(np.flatnonzero(turn.mask)[0])})
+    assert players == ["player_1", "player_2"] * 3 + ["player_1"]
+    assert {left.agent: (left.reward, left.terminated) for left in moved.leaving} == {
+        "player_1": (1, True),
+        "player_2": (-1, True),
+    }
+
+
+# -- against the books of the game --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ScriptParallel, ScriptTurns])
+@pytest.mark.parametrize("masked", ["", "observation", "info"])
+def test_every_step_of_every_agent_is_told_once_and_in_order(kind: Any, masked: str) -> None:
+    env = kind(masked=masked)
+    match = match_of(env, "script")
+    for seed in range(30):
+        returns, told = played(match, seed, randomly(seed))
+        books: Books = env.history[-1]
+        assert not books.open, "somebody was not heard of any more"
+        assert sum(returns.values()) == pytest.approx(books.paid, abs=1e-5)
+        for agent in NAMES:
+            acted = [did for life in books.lives if life.agent == agent for did in life.steps]
+            turns = [turn for moved in told for turn in moved.turns if turn.agent == agent]
+            assert len(turns) == len(acted)
+            for turn, did in zip(turns, acted, strict=True):
+                np.testing.assert_array_equal(turn.observation, did.seen)
+                assert (turn.mask is None) == (did.mask is None)
+                assert turn.mask is None or turn.mask.tolist() == did.mask.astype(bool).tolist()
+            ends = [left for moved in told for left in moved.leaving if left.agent == agent]
+            lives = [life for life in books.lives if life.agent == agent]
+            by_end = [("terminated" if left.terminated else "truncated") for left in ends]
+            assert by_end == [life.end for life in lives]
+
+
+@pytest.mark.parametrize("make", [make_parallel, make_turns])
+def test_the_same_seed_is_the_same_match(make: Any) -> None:
+    one, two = match_of(make(), "one"), match_of(make(), "two")
+    for match in (one, two):
+        match.reset(5)  # the second one has a history
+    first, again = played(one, 3, randomly(1))[1], played(two, 3, randomly(1))[1]
+    assert [[t.agent for t in m.turns] for m in first] == [[t.agent for t in m.turns] for m in again]
+    assert [t.reward for m in first for t in m.turns] == [t.reward for m in again for t in m.turns]
+
+
+def test_rewards_of_those_who_left_are_counted_and_given_to_nobody() -> None:
+    match = match_of(Simple("gone", at=2), "simple")
+    returns, _ = played(match, 0, lambda turn: 1)
+    assert returns == {"a": 2 + 2 + 1 + 1 + 1, "b": 2 + 2}
+    assert match.late_rewards == 3
+
+
+def test_agents_that_all_vanish_at_once_have_left_without_an_end() -> None:
+    returns, told = played(match_of(Simple("vanish"), "simple"), 0, lambda turn: 0)
+    assert told[-1].over
+    assert [(left.agent, left.terminated, left.truncated, left.observation) for left in told[-1].leaving] == [
+        ("a", False, False, None),
+        ("b", False, False, None),
+    ]
+
+
+def test_an_agent_may_appear_for_the_first_time_late() -> None:
+    match = match_of(Simple("late", at=500, length=502), "simple")
+    _, told = played(match, 0, lambda turn: 1)
+    assert [number for number, moved in enumerate(told) if "late" in [turn.agent for turn in moved.turns]] == [500, 501]
+    assert {left.agent for left in told[-1].leaving} == {"a", "b", "late"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("stranger", "'stranger' of simple appeared at step 3 and is not among its possible_agents"),
+        ("nan", "step 3, agent 'b': the observation of b holds nan"),
+        ("shape", r"agent 'b': the observation of b has shape \[3\]"),
+        ("reward", "gave 'a' the reward inf at step 3"),
+        ("raises", "raised RuntimeError in step"),
+    ],
+)
+def test_what_goes_wrong_is_told_with_the_agent_and_the_step(fault: str, words: str) -> None:
+    with pytest.raises(EnvironmentFault, match=words):
+        played(match_of(Simple(fault), "simple"), 0, lambda turn: 0)
+
+
+def test_a_mask_that_forbids_everything_is_a_fault() -> None:
+    class Forbidding(ScriptParallel):
+        def _view(self, agent: str) -> tuple[Any, dict[str, Any]]:
+            seen, _ = super()._view(agent)
+            return seen, {"action_mask": np.zeros(4, np.int8)}
+
+    with pytest.raises(EnvironmentFault, match="forbids every action of"):
+        match_of(Forbidding(), "script").reset(0)
+
+
+def test_nobody_acting_for_ever_is_a_fault() -> None:
+    class Silent(Simple):
+        def step(self, actions: dict[str, Any]) -> Any:
+            return {}, {}, {}, {}, {}
+
+    match = match_of(Silent(), "silent")
+    moved = match.reset(0)
+    with pytest.raises(EnvironmentFault, match="No agent of silent is to act"):
+        while True:
+            moved = match.step({turn.agent: 0 for turn in moved.turns})
+
+
+# -- the whole ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_is_what_all_agents_see_and_zero_for_those_who_are_not_there() -> None:
+    match = match_of(Simple("gone", at=2), "simple")
+    whole = Whole(match.agents, match.state_space)
+    moved = match.reset(0)
+    whole.follow(moved)
+    np.testing.assert_allclose(whole.seen(match), [0.0, 0.0, 0.0, 0.25])
+    for _ in range(2):
+        moved = match.step({turn.agent: 0 for turn in moved.turns})
+        whole.follow(moved)
+        whole.forget(moved)
+    np.testing.assert_allclose(whole.seen(match), [0.4, 0.0, 0.0, 0.0])
+    shown = whole.beside("a", moved.turns[0].observation, whole.seen(match))
+    assert shown["state"]["agent"].tolist() == [1.0, 0.0]
+    assert whole.space.contains(shown["state"])
+
+
+def test_the_whole_of_an_environment_that_has_a_view_of_it_is_that() -> None:
+    match = make_match("tests.matches:make_roles")
+    whole = Whole(match.agents, match.state_space)
+    moved = match.reset(1)
+    whole.follow(moved)
+    assert whole.seen(match).tolist() == [moved.turns[0].observation, 0.0]
