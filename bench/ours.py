@@ -88,8 +88,8 @@ def asynchronous(mode: str) -> dict[str, Any]:
 def tuned() -> dict[str, Any]:
     from ludus import config
 
-    with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole.yaml") as path:
-        found: dict[str, Any] = config.load_experiments(path)["cartpole"]
+    with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole-fast.yaml") as path:
+        found: dict[str, Any] = config.load_experiments(path)["cartpole-fast"]
     return dict(found["config"])
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ludus import config
-from ludus.config import ALIASES, AlgorithmConfig, StopConfig, algorithm_config
+from ludus.config import AlgorithmConfig, StopConfig, algorithm_config
 from ludus.errors import ConfigError
+from ludus.spellings import RENAMED
 from ludus.training.algorithms.appo import APPOConfig
+from ludus.training.algorithms.dqn import DQNConfig
 from ludus.training.algorithms.ppo import PPOConfig
 
 
@@ -145,8 +146,42 @@ def test_a_batch_smaller_than_its_environments_is_refused() -> None:
     assert ppo(train_batch_size=256, num_envs_per_worker=64).steps == 4
 
 
+@pytest.mark.parametrize(
+    ("keys", "envs", "steps"),
+    [
+        ({"train_batch_size": 2}, 2, 1),  # as one debugs
+        ({"train_batch_size": 4000}, 50, 80),
+        ({"train_batch_size": 4000, "num_workers": 4, "rollout_fragment_length": 200}, 5, 200),
+        ({"train_batch_size": 16000, "num_workers": 16, "rollout_fragment_length": 200}, 5, 200),
+        ({"train_batch_size": 4000, "num_workers": 4, "rollout_fragment_length": 200, "num_envs_per_worker": 1}, 1, 1000),
+        ({"train_batch_size": 51200, "rollout_fragment_length": 100}, 64, 800),
+        ({"train_batch_size": 128 * 64}, 64, 128),
+        ({"train_batch_size": 4096, "num_workers": "auto"}, 64, 64),
+    ],
+)
+def test_environments_that_nobody_counted_are_as_many_as_fit_the_batch(keys: dict[str, Any], envs: int, steps: int) -> None:
+    found = ppo(**keys)
+    assert (found.num_envs_per_worker, found.steps, found.train_batch_size) == (envs, steps, keys["train_batch_size"])
+    workers = keys.get("num_workers", 1)
+    assert envs * steps * (1 if workers == "auto" else workers) == keys["train_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "near"),
+    [
+        ({"train_batch_size": 4001}, 4032),
+        ({"train_batch_size": 4000, "num_workers": 7, "rollout_fragment_length": 200, "num_envs_per_worker": 1}, 4200),
+        ({"train_batch_size": 1000, "rollout_fragment_length": 333}, 21312),
+    ],
+)
+def test_a_batch_that_nothing_fits_is_refused_with_the_nearest_that_does(keys: dict[str, Any], near: int) -> None:
+    with pytest.raises(ConfigError, match=rf"Set train_batch_size to {near}"):
+        ppo(**keys)
+    assert ppo(**keys | {"train_batch_size": near}).train_batch_size == near
+
+
 def test_batch_environments_and_steps_agree_or_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size is 32, but 64 environments × 7 steps .* are 448"):
+    with pytest.raises(ConfigError, match=r"train_batch_size is 32, which is not a multiple of 64 environments × 7 steps"):
         ppo(train_batch_size=32, num_envs_per_worker=64, rollout_fragment_length=7)
     only_steps = ppo(num_envs_per_worker=8, rollout_fragment_length=128)
     assert (only_steps.steps, only_steps.train_batch_size) == (128, 1024)
@@ -181,18 +216,16 @@ def test_a_name_that_would_be_a_path_is_refused(name: str) -> None:
 # -- aliases ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
+@pytest.mark.parametrize(("alias", "name"), sorted(RENAMED["config"].items()))
 def test_an_older_spelling_means_the_same(alias: str, name: str) -> None:
-    value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else 8
-    schema = PPOConfig if name in PPOConfig.model_fields else APPOConfig
+    value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else 0.5 if name == "lambda" else 8
+    fields = {"lambda": "lambda_"}.get(name, name)
+    schema: type[AlgorithmConfig] = next(s for s in (PPOConfig, APPOConfig, DQNConfig) if fields in s.model_fields)
     assert algorithm_config(schema, {alias: value}) == algorithm_config(schema, {name: value})
     assert algorithm_config(schema, {alias: value}) != algorithm_config(schema, {})
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [("timesteps_total", "timesteps"), ("episode_reward_mean", "episode_return_mean"), ("training_iteration", "iterations")],
-)
+@pytest.mark.parametrize(("alias", "name"), sorted(RENAMED["stop"].items()))
 def test_an_older_spelling_of_a_stop_means_the_same(alias: str, name: str) -> None:
     stops = [config.experiment({"env": "x", "stop": {key: 7}}).stop for key in (alias, name)]
     assert stops[0] == stops[1] != StopConfig()
@@ -205,19 +238,26 @@ def test_the_model_and_lambda_go_by_either_name() -> None:
 
 def test_two_spellings_that_disagree_are_refused_and_both_shown() -> None:
     message = complaint(num_sgd_iter=3, num_epochs=4)
-    assert message == "config sets 'num_epochs' twice, as 3 and (as 'num_epochs') as 4."
+    assert (
+        message == "config sets 'num_epochs' twice: 'num_sgd_iter' is 3, and 'num_epochs', which means the same, is 4. Keep one."
+    )
     assert ppo(num_sgd_iter=3, num_epochs=3).num_epochs == 3
 
 
 @pytest.mark.parametrize(
-    ("data", "first", "second"),
+    ("data", "words"),
     [
-        ({"lambda": 0.5, "lambda_": 0.6}, "config.lambda_", "lambda"),
-        ({"model": {"cell_size": 1, "lstm_cell_size": 2}}, "config.model.cell_size", "lstm_cell_size"),
+        ({"lambda": 0.5, "lambda_": 0.6}, ["'lambda' is 0.5", "'lambda_'", "is 0.6"]),
+        ({"model": {"cell_size": 1, "lstm_cell_size": 2}}, ["'cell_size' is 1", "'lstm_cell_size'", "is 2"]),
+        ({"preprocess": {"grey": True, "grayscale": False}}, ["config.preprocess.grey", "grayscale"]),
+        ({"num_workers": 2, "num_env_runners": 3, "num_rollout_workers": 2}, ["'num_env_runners'", "is 3"]),
+        ({"vf_share_layers": True, "model": {"vf_share_layers": False}}, ["model.vf_share_layers is False", "is True"]),
+        ({"train_batch_size": 64, "train_batch_size_per_learner": 64, "num_learners": 2}, ["train_batch_size", "is 128"]),
     ],
 )
-def test_a_key_beside_its_other_spelling_is_refused_and_not_called_unknown(data: dict[str, Any], first: str, second: str) -> None:
-    assert complaint(**data) == f"'{first}' stands beside '{second}', which means the same. Keep one."
+def test_two_names_of_one_key_that_disagree_are_both_shown(data: dict[str, Any], words: list[str]) -> None:
+    message = complaint(**data)
+    assert all(word in message for word in (*words, "Keep one")), message
 
 
 def test_known_keys_hold_every_spelling_and_nothing_of_other_schemas() -> None:
@@ -227,50 +267,7 @@ def test_known_keys_hold_every_spelling_and_nothing_of_other_schemas() -> None:
     assert "num_sgd_iter" not in config.known_keys(AlgorithmConfig)
 
 
-# -- YAML ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("text", "number"), [("3e-4", 3e-4), ("1E5", 1e5), ("-2.5e3", -2500.0), ("+1e2", 100.0), ("1_0e3", 1e4)])
-def test_scientific_notation_is_a_number(text: str, number: float) -> None:
-    assert config.parse_yaml(f"lr: {text}", "x") == {"lr": number}
-
-
-def test_words_that_look_like_numbers_stay_words() -> None:
-    assert config.parse_yaml("[e5, 1e, v1e5, '3e-4']", "x") == ["e5", "1e", "v1e5", "3e-4"]
-
-
-BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\na: 2", r"file, line 2: the key 'a' stands twice"),
-        ("x:\n  b: 1\n  c: 2\n  b: 1", r"line 4: the key 'b' stands twice"),
-        ("x: {b: 1, b: 2}", r"the key 'b' stands twice"),
-        (BOMB, r"line 2: YAML aliases"),
-        ("a: &a {b: 1}\nc:\n  <<: *a", r"YAML aliases"),
-        ("1: x", r"line 1: the key 1 is not a word"),
-        ("on: x", r"the key True is not a word"),
-        ("a:\n  null: x", r"line 2: the key None is not a word"),
-        ("? [a, b]\n: x", r"the key \['a', 'b'\] is not a word"),
-        ("a: !!python/object/apply:os.system [ls]", r"not valid YAML"),
-        ("a: [1, 2", r"not valid YAML"),
-        ("a: 1\n---\nb: 2", r"not valid YAML"),
-        ("a: \x01", r"not valid YAML"),
-        ("a: 2024-13-45", r"not valid YAML: month"),
-        ("a: " + "1" * 5000, r"not valid YAML"),
-        ("a: !!bool perhaps", r"not valid YAML"),
-        ("a: !!timestamp soon", r"not valid YAML"),
-        ("[" * 5000, r"not valid YAML"),
-        ("a: " + "{b: " * 5000, r"not valid YAML"),
-    ],
-    ids=lambda text: text[:25],
-)
-def test_yaml_that_is_unsafe_or_ambiguous_is_a_config_error_with_its_source(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        config.parse_yaml(text, "the file")
-    assert caught.value.message.startswith("the file")
+# -- files --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_of_experiments_is_read_by_name(tmp_path: Path) -> None:
@@ -288,7 +285,9 @@ def test_a_file_of_experiments_is_read_by_name(tmp_path: Path) -> None:
         (b"a: \xff\xfe", "is not UTF-8 text"),
         (b"", "does not hold an experiment"),
         (b"- env: x", "does not hold an experiment"),
-        (b"env: CartPole-v1", "does not hold an experiment"),
+        (b"env: CartPole-v1", "does not hold an experiment by name"),
+        (b"env: CartPole-v1\nconfig: {lr: 1}", "does not hold an experiment by name"),
+        (b".only: {env: CartPole-v1}", "does not hold an experiment"),
         (b"{}", "does not hold an experiment"),
         (b"# " + b"x" * (1 << 20), "more than 1048576 bytes"),
     ],
@@ -308,11 +307,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
         config.load_experiments(tmp_path / name)
 
 
-def test_what_is_dumped_is_read_back() -> None:
-    data = {"zwölf": {"env": "x", "config": {"lr": 3e-4, "seed": 1, "model": {"fcnet_hiddens": [64]}, "grad_clip": None}}}
-    text = config.dump_yaml(data)
-    assert config.parse_yaml(text, "x") == yaml.safe_load(text) == data
-    assert "zwölf" in text
+def test_what_begins_with_a_dot_is_a_place_for_anchors_and_no_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "anchors.yaml"
+    file.write_text(
+        ".all: &all {lr: 1e-3, model: &m {use_lstm: true}}\none: {env: X, config: {<<: *all, lr: 1e-4}}\ntwo: {env: Y, config: *all}"
+    )
+    found = config.load_experiments(file)
+    assert found == {
+        "one": {"env": "X", "config": {"lr": 1e-4, "model": {"use_lstm": True}}},
+        "two": {"env": "Y", "config": {"lr": 1e-3, "model": {"use_lstm": True}}},
+    }
+    config.override(found["one"], "model.core=gru")
+    assert found["two"]["config"]["model"] == {"use_lstm": True}, "what was shared in the file is shared no more"
 
 
 # -- the command line ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.metrics import Csv, JsonLines, TensorBoard, read_jsonl
+from ludus.metrics import Csv, JsonLines, Sink, TensorBoard, read_jsonl
 
 # -- metrics.csv --------------------------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ class _Both:
 
     def __init__(self, directory: Path, incarnation: int = 1) -> None:
         self.lines, self.table = directory / "metrics.jsonl", directory / "metrics.csv"
-        self._sinks = [JsonLines(self.lines, incarnation), Csv(self.table, self.lines, incarnation)]
+        self._sinks: list[Sink] = [JsonLines(self.lines, incarnation), Csv(self.table, self.lines, incarnation)]
 
     def write(self, **numbers: float) -> None:
         for sink in self._sinks:

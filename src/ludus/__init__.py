@@ -15,9 +15,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ludus.actor.actor import Actor as Actor
+    from ludus.api import evaluate as evaluate
     from ludus.api import load as load
+    from ludus.api import read_rollout as read_rollout
     from ludus.api import resume as resume
+    from ludus.api import rollout as rollout
     from ludus.api import train as train
+    from ludus.api import trainable as trainable
+    from ludus.api import tune as tune
     from ludus.errors import LudusError as LudusError
     from ludus.errors import Refused as Refused
     from ludus.experiment.experiment import Result as Result
@@ -47,6 +52,7 @@ _WHERE = {
     "RemoteModel": "ludus.remote.model",
     "RemoteTrainer": "ludus.remote.trainer",
     "Result": "ludus.experiment.experiment",
+    "evaluate": "ludus.api",
     "fake": "ludus.remote",
     "get_torch_model_weights": "ludus.remote.model",
     "init": "ludus.remote.session",
@@ -54,10 +60,14 @@ _WHERE = {
     "load": "ludus.api",
     "metric": "ludus.remote.session",
     "register_env": "ludus.game.registry",
+    "read_rollout": "ludus.api",
     "resume": "ludus.api",
+    "rollout": "ludus.api",
     "run_until_asked_to_stop": "ludus.remote.session",
     "set_torch_model_weights": "ludus.remote.model",
     "train": "ludus.api",
+    "trainable": "ludus.api",
+    "tune": "ludus.api",
 }
 
 __all__ = [
@@ -72,17 +82,22 @@ __all__ = [
     "RemoteTrainer",
     "Result",
     "__version__",
+    "evaluate",
     "fake",
     "get_torch_model_weights",
     "init",
     "learner",
     "load",
     "metric",
+    "read_rollout",
     "register_env",
     "resume",
+    "rollout",
     "run_until_asked_to_stop",
     "set_torch_model_weights",
     "train",
+    "trainable",
+    "tune",
 ]
 
 

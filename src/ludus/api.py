@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludus.actor.trained import TrainedAgent
 from ludus.experiment import checkpoint, experiment
 from ludus.experiment.experiment import Result
 from ludus.types import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from ludus.actor.evaluate import Score
+    from ludus.experiment.outcome import SweepResult
+    from ludus.experiment.rollout import Played
+    from ludus.tree import Array
 
 
 def train(
@@ -59,3 +65,114 @@ def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> Traine
     """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`."""
     _, found = checkpoint.open_checkpoint(where)
     return TrainedAgent(found.policy(model), seed, int(found.state["models"][model]["version"]))
+
+
+def tune(
+    run: str = "PPO",
+    name: str = "default",
+    stop: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    num_samples: int = 1,
+    *,
+    local_dir: str | Path = "runs",
+    scheduler: str | None = None,
+    metric: str = "episode_return_mean",
+    mode: str = "max",
+    max_concurrent: int | None = None,
+    max_failures: int | None = None,
+    checkpoint_freq: int = 0,
+    keep_checkpoints_num: int | None = None,
+    address: str | None = None,
+    resume: bool = False,
+    retry_failed: bool = False,
+    **settings: Any,
+) -> SweepResult:
+    """Train many trials of one experiment, side by side, and return what came of them: `.best_config`, `.best_run`, `.results`.
+
+    `config` holds `env` and the keys of `config:`; a value may be searched: `{"lr": {"loguniform": [1e-5, 1e-2]}}`, or what
+    `ray.tune.loguniform(1e-5, 1e-2)` returns. `settings` are the other keys of `tune:` (`grace_period=…`). Trials run in the Ray that
+    this process is connected to, else in the one at `address`, else in one that is started here for as long as this takes.
+    With `resume` a sweep of that name that was interrupted goes on; the same call may be made again and again.
+    """
+    from ludus.experiment import tuning
+
+    options = tuning.SweepOptions(Path(local_dir), experiment.cluster_of(address), max_concurrent, retry_failed)
+    if resume and (Path(local_dir).expanduser() / name / tuning.STATE).exists():
+        return tuning.resume_sweep(Path(local_dir) / name, options)
+    inner = dict(config or {})
+    data: dict[str, Any] = {"run": inner.pop("run", run), "stop": dict(stop or {}), "num_samples": num_samples}
+    if "env" in inner:
+        data["env"] = inner.pop("env")
+    data |= {"config": inner, "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num}
+    data |= {} if max_failures is None else {"max_failures": max_failures}
+    data["tune"] = {"scheduler": scheduler, "metric": metric, "mode": mode, **settings}
+    return tuning.run_sweep({name: data}, options)[0]
+
+
+def trainable(run: str = "PPO", *, env: str | None = None, stop: Mapping[str, float] | None = None, **settings: Any) -> Any:
+    """For a `ray.tune.Tuner` of your own: `Tuner(ludus.trainable("PPO"), param_space={"env": "CartPole-v1", "lr": …})`.
+
+    The config of a trial is `env`, `run`, `stop` and the keys of `config:`; `settings` are what it says of none. Every trial is a run
+    in Tune's directory for it, and reserves a core for itself and one for every worker. It reports about once in a second: then
+    Tune's `training_iteration` has gone up by one; `iterations` and `timesteps` are ours.
+    """
+    from ludus.experiment import tuning
+
+    data: dict[str, Any] = {"run": run, "config": settings}
+    data |= {"env": env} if env is not None else {}
+    data |= {"stop": dict(stop)} if stop else {}
+    return tuning.plain_trainable(data)
+
+
+def evaluate(
+    what: str | Path | Result | TrainedAgent,
+    episodes: int = 100,
+    *,
+    env: str | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    deterministic: bool = True,
+    num_workers: int = 0,
+) -> Score:
+    """How well it plays: `.mean` and its bootstrapped 95 % interval `.low`, `.high`, with `.returns` and `.lengths`.
+
+    `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent together with `env`. Episode i starts from
+    `seed + i`, however many processes share them.
+    """
+    from ludus.experiment import rollout as rollouts
+
+    return rollouts.evaluate(
+        what, episodes, env=env, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
+    )
+
+
+def rollout(
+    where: str | Path,
+    episodes: int = 10,
+    *,
+    out: str | Path | None = None,
+    video: str | Path | None = None,
+    video_grid: bool = False,
+    depth: bool = False,
+    steps: int | None = None,
+    env: str | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    deterministic: bool = True,
+    save_info: bool = False,
+    num_workers: int = 0,
+) -> Played:
+    """Play a run or checkpoint: returns and lengths, every step in the file `out` (`read_rollout` reads it), a video if asked for."""
+    from ludus.experiment import rollout as rollouts
+
+    options = {"seed": seed, "deterministic": deterministic, "save_info": save_info, "depth": depth}
+    *_, stage = rollouts.stage_of(where, env=env, env_config=env_config, **options)
+    files = rollouts.Files(None if out is None else Path(out), None if video is None else Path(video), video_grid)
+    return rollouts.rollout(stage, episodes, max_steps=steps, files=files, workers=num_workers)
+
+
+def read_rollout(path: str | Path) -> list[dict[str, Array]]:
+    """The episodes of a rollout's file, each as its columns: `observation`, `action`, `reward` …, `final_observation`."""
+    from ludus.experiment import steps
+
+    return steps.read_rollout(path)

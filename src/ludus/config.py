@@ -635,7 +635,7 @@ def read_experiment(data: Mapping[str, Any]) -> Reading:
 
 def read_config(data: Mapping[str, Any], schema: type[AlgorithmConfig] = AlgorithmConfig) -> Reading:
     """`config:` in present names."""
-    out = spellings.read(spellings.CONFIG, data, _names(schema))
+    out = spellings.read(spellings.CONFIG, data, names_of(schema))
     below = (spellings.MODEL, spellings.EVALUATION, spellings.MULTIAGENT)
     _descend(out, "config.", {section.removeprefix("config."): _SECTIONS[section] for section in below})
     for name in ("model", "evaluation_config", "env_config", "preprocess", "wrappers"):
@@ -657,8 +657,9 @@ def _descend(out: Reading, prefix: str, below: Mapping[str, type[_Strict]]) -> N
     for name, schema in below.items():
         inner = out.data.get(name)
         if isinstance(inner, Mapping):
-            found = spellings.read(prefix + name, inner, _names(schema))
+            found = spellings.read(prefix + name, inner, names_of(schema))
             out.refusals += found.refusals
+            out.implied += found.implied
             out.clashes += found.clashes
             out.written |= {f"{name}.{key}": f"{name}.{written}" for key, written in found.written.items()}
             out.data[name] = found.data
@@ -672,7 +673,8 @@ def _descend(out: Reading, prefix: str, below: Mapping[str, type[_Strict]]) -> N
             )
 
 
-def _names(schema: type[_Strict]) -> set[str]:
+def names_of(schema: type[_Strict]) -> set[str]:
+    """The keys of a section, with the aliases that its fields have."""
     return {*schema.model_fields} | {field.alias for field in schema.model_fields.values() if field.alias}
 
 
@@ -731,12 +733,14 @@ def _unknown(schema: type[_Strict], path: list[str], shown: str, run: str, owner
             return f"{shown!r} is a key of {_listed(having)}; this is {run}."
         if key in ExperimentConfig.model_fields:
             return f"{shown!r} stands too deep: {key} belongs beside config, not into it."
-    homes = [section for section, there in _SECTIONS.items() if section != shown.rpartition(".")[0] and key in _names(there)]
+    homes = [section for section, there in _SECTIONS.items() if section != shown.rpartition(".")[0] and key in names_of(there)]
+    if not homes and owners is not None and owners(key) and not issubclass(owner, AlgorithmConfig):
+        homes = [spellings.CONFIG]
     if homes:
         return f"{shown!r} is in the wrong place: {key} belongs into {_listed(homes)}."
     near = did_you_mean(key, known_keys(owner))
     if near.startswith("Known"):  # nothing is near: present names are enough
-        near = did_you_mean(key, _names(owner) - {"lambda_"})
+        near = did_you_mean(key, names_of(owner) - {"lambda_"})
     return f"Unknown key {shown!r}. {near}".strip()
 
 
@@ -762,7 +766,7 @@ def schema_of(annotation: Any) -> type[_Strict] | None:
 
 def known_keys(schema: type[_Strict]) -> list[str]:
     """Every spelling of every key of a section, for people."""
-    names = _names(schema) - {"lambda_"}
+    names = names_of(schema) - {"lambda_"}
     kind = next((s for s, there in _SECTIONS.items() if there is schema), "")
     if issubclass(schema, AlgorithmConfig):
         kind = spellings.CONFIG

@@ -48,13 +48,16 @@ _Loader.add_constructor(_INT, _integer)
 
 def parse_yaml(text: str, source: str) -> Any:
     """The one document in `text`, in which nothing is shared: aliases are written out. Raises ConfigError with `source`."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check(node, {}, ())
-        return _unshared(loader.construct_document(node))
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check(node, {}, ())
+            return _unshared(loader.construct_document(node))
+        finally:
+            loader.dispose()
     except ConfigError as error:
         raise ConfigError(f"{source}, {error.message}", error.hint) from error
     except RecursionError as error:
@@ -65,8 +68,6 @@ def parse_yaml(text: str, source: str) -> Any:
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         # PyYAML lets these out for !!int of words, !!bool maybe, !!timestamp soon and numbers of 5000 digits.
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def _check(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
@@ -120,10 +121,10 @@ def _unshared(value: Any) -> Any:
 
 
 def dump_yaml(data: Any) -> str:
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads back as the same; never an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -139,8 +140,8 @@ def _floating(dumper: yaml.SafeDumper, value: float) -> Any:
     return dumper.represent_scalar(_FLOAT, text)
 
 
-_Dumper.add_representer(float, _floating)
-_Dumper.yaml_implicit_resolvers = {  # a word is quoted if we, or any reader of YAML 1.1, would take it for something else
+Dumper.add_representer(float, _floating)
+Dumper.yaml_implicit_resolvers = {  # a word is quoted if we, or any reader of YAML 1.1, would take it for something else
     first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
     for first in {**yaml.SafeDumper.yaml_implicit_resolvers, **_Loader.yaml_implicit_resolvers}
 }

@@ -82,10 +82,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if incarnation > newest:  # what the killed process reported beyond its last checkpoint is learned again
                 rows = [row for row in rows if row["iterations"] < record["iterations"]]
                 newest = incarnation
-            if rows and rows[-1]["iterations"] == record["iterations"]:
-                rows[-1] |= record  # an evaluation is reported after its iteration
+            at = len(rows)  # an evaluation is reported after its iteration, and after later ones if it was played elsewhere
+            while at and rows[at - 1]["iterations"] > record["iterations"]:
+                at -= 1
+            if at and rows[at - 1]["iterations"] == record["iterations"]:
+                rows[at - 1] |= record
             else:
-                rows.append(record)
+                rows.insert(at, record)
     return rows
 
 

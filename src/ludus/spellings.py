@@ -96,16 +96,24 @@ def _framework(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     if value in ("torch", "pytorch"):
         return {}
     raise ValueError(
-        "networks are PyTorch's. Leave it out; the built-in networks have the same layers, a custom_model is an nn.Module"
+        "names TensorFlow, and networks here are PyTorch's: the built-in ones have the same layers, a custom_model is an nn.Module. "
+        "Leave it out"
     )
 
 
+def _need_bool(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError("is true or false")
+
+
 def _is_torch(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    _need_bool(value)
     return _framework("torch" if value else "tf", _)
 
 
 def _restarts(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """A worker that is lost is replaced: that is what tolerating its loss has become."""
+    _need_bool(value)
     again = ("recreate_failed_workers", "recreate_failed_env_runners", "restart_failed_env_runners")
     if value or any(section.get(key) for key in again):
         return {}
@@ -178,18 +186,18 @@ def _exploration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind == "StochasticSampling" and not {key for key in rest if key != "random_timesteps" or rest[key]}:
         return {}
     if kind != "EpsilonGreedy":
-        raise ValueError(f"{kind} is not here: policies draw from their own distribution, DQN is epsilon-greedy")
+        raise ValueError(f"names {kind}, which is not here: policies draw from their own distribution, DQN is epsilon-greedy")
     unknown = sorted(
         set(rest) - {"initial_epsilon", "final_epsilon", "epsilon_timesteps", "warmup_timesteps", "epsilon_schedule"}
     )
     if unknown:
-        raise ValueError(f"EpsilonGreedy has no {', '.join(map(repr, unknown))}")
+        raise ValueError(f"is EpsilonGreedy, which has no {', '.join(map(repr, unknown))}")
     if rest.get("epsilon_schedule") is not None:
         return {"epsilon": rest["epsilon_schedule"]}
     start, end = rest.get("initial_epsilon", 1.0), rest.get("final_epsilon", 0.05)
     warm, steps = rest.get("warmup_timesteps", 0), rest.get("epsilon_timesteps", 10_000)
     if not all(isinstance(number, (int, float)) for number in (start, end, warm, steps)):
-        raise ValueError("its values are numbers")
+        raise ValueError("is made of numbers")
     return {"epsilon": [[int(warm), start], [int(warm + steps), end]]}
 
 
@@ -204,6 +212,7 @@ def _replay(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prioritized(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    _need_bool(value)
     return {"replay_buffer_config.type": "PrioritizedReplayBuffer" if value else "ReplayBuffer"}
 
 
@@ -228,7 +237,7 @@ def _checkpoint_config(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     if unknown:
         raise ValueError(f"has no {', '.join(map(repr, unknown))} here")
     if value.get("checkpoint_score_order", "max") != "max":
-        raise ValueError("the best checkpoint is the one with the highest return")
+        raise ValueError("names an order, and the best checkpoint is the one with the highest return")
     return {names[key]: given for key, given in value.items() if names[key]}
 
 
@@ -261,6 +270,7 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
         "evaluation_interval": _evaluation_interval,
         "evaluation_duration": _evaluation_duration,
         "train_batch_size_per_learner": _per_learner("train_batch_size"),
+        "_train_batch_size_per_learner": _per_learner("train_batch_size"),
         "num_gpus_per_learner": _per_learner("num_gpus"),
         "num_gpus_per_learner_worker": _per_learner("num_gpus"),
         "exploration_config": _exploration,
@@ -502,7 +512,14 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("prelearner_buffer_kwargs", "prelearner_module_synch_period", "prelearner_use_recorded_module_states"),
                *("dataset_num_iters_per_learner", "dataset_num_iters_per_eval_runner", "offline_data_class"),
                *("offline_sampling", "offline_evaluation_interval", "offline_evaluation_duration", "offline_evaluation_type"),
-               *("num_offline_eval_runners", "offline_evaluation_parallel_to_training", "offline_evaluation_timeout_s")),
+               *("num_offline_eval_runners", "offline_evaluation_parallel_to_training", "offline_evaluation_timeout_s"),
+               *("broadcast_offline_eval_runner_states", "custom_resources_per_offline_eval_runner"),
+               *("ignore_offline_eval_runner_failures", "max_num_offline_eval_runner_restarts", "offline_eval_runner_class"),
+               *("max_requests_in_flight_per_offline_eval_runner", "num_cpus_per_offline_eval_runner"),
+               *("num_gpus_per_offline_eval_runner", "offline_eval_batch_size_per_runner", "offline_loss_for_module_fn"),
+               *("offline_eval_rl_module_inference_only", "offline_eval_runner_health_probe_timeout_s"),
+               *("offline_eval_runner_restore_timeout_s", "restart_failed_offline_eval_runners"),
+               "validate_offline_eval_runners_after_construction"),
         # -- PPO, APPO, IMPALA
         **_all("is always so: advantages are GAE's (lambda: 1 is the plain return). Leave it out.", "use_gae", "use_critic",
                same=(True,)),
@@ -580,7 +597,8 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("lstm_bias_initializer", "lstm_bias_initializer_config", "lstm_kernel_initializer"),
                *("lstm_kernel_initializer_kwargs", "lstm_bias_initializer_kwargs", "head_fcnet_kernel_initializer"),
                *("head_fcnet_kernel_initializer_kwargs", "head_fcnet_bias_initializer", "head_fcnet_bias_initializer_kwargs"),
-               same=(None, {})),
+               *("fusionnet_kernel_initializer", "fusionnet_kernel_initializer_kwargs", "fusionnet_bias_initializer"),
+               "fusionnet_bias_initializer_kwargs", same=(None, {})),
         **_all("convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
         **_all("layers behind convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
                "post_fcnet_hiddens", "head_fcnet_hiddens", "fusionnet_hiddens", same=([],)),
@@ -692,6 +710,8 @@ class Reading:
     written: dict[str, str] = field(default_factory=dict)
     """Key → as it was written, where that differs."""
     refusals: list[Refusal] = field(default_factory=list)
+    implied: list[Refusal] = field(default_factory=list)
+    """Keys that say what happens anyway, and are read as nothing."""
     clashes: list[str] = field(default_factory=list)
     elsewhere: dict[str, Any] = field(default_factory=dict)
     """What belongs to a section below or above: dotted path → value."""
@@ -710,25 +730,32 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
     }
     for key, value in data.items():
         name = renamed.get(key, key)
-        if key.endswith("_schedule") and key in renamed:
-            if value is None:
-                continue
-        elif name in scheduled and key == name:
-            continue  # a schedule overrides the constant beside it, as it did in RLlib
-        if name in translated and not is_search(value):
-            try:
-                found = translated[name](value, data)
-            except ValueError as error:
-                out.refusals.append(Refusal(prefix + key, value, str(error)))
-                continue
-            for path, given in found.items():
-                _put(out, section, path, given, key)
+        if key.endswith("_schedule") and key in renamed and value is None:
+            out.implied.append(Refusal(prefix + key, value, "is no schedule"))
+        elif key == name and name in scheduled:  # as it did in RLlib
+            out.implied.append(Refusal(prefix + key, value, "is overridden by the schedule beside it"))
+        elif name in translated and not is_search(value):
+            _translate(out, section, key, value, data)
         elif name not in names and name in foreign:
-            if not foreign[name].says_the_same(value):
-                out.refusals.append(Refusal(prefix + key, value, foreign[name].why))
+            same = foreign[name].says_the_same(value)
+            refusal = Refusal(prefix + key, value, "is so anyway" if same else foreign[name].why)
+            (out.implied if same else out.refusals).append(refusal)
         else:
             _put(out, section, name, value, key)
     return out
+
+
+def _translate(out: Reading, section: str, key: str, value: Any, data: Mapping[str, Any]) -> None:
+    path = f"{section}.{key}" if section else key
+    try:
+        found = TRANSLATED[section][present(section, key)](value, data)
+    except ValueError as error:
+        out.refusals.append(Refusal(path, value, str(error)))
+        return
+    if not found:
+        out.implied.append(Refusal(path, value, "is so anyway"))
+    for target, given in found.items():
+        _put(out, section, target, given, key)
 
 
 def _put(out: Reading, section: str, path: str, value: Any, written: str) -> None:

@@ -207,12 +207,12 @@ def test_a_policy_that_is_not_trained_plays_and_is_not_recorded() -> None:
 # -- faults -------------------------------------------------------------------------------------------------------------
 
 
-def simple(fault: str, *, forgiving: bool = False, batch: int = 40, at: int = 3, length: int = 5) -> tuple[MultiSampler, MatchBatches]:
+def simple(fault: str, *, forgiving: bool = False, batch: int = 40, at: int = 3, length: int = 5, copies: int = 2) -> tuple[MultiSampler, MatchBatches]:
     names = list(Simple(fault).possible_agents)
     source = Versions(made(0, Simple().observation_space("a"), gym.spaces.Discrete(2)))
     batches = MatchBatches({"m": LocalMemory(session_spec(source.policy, STEPS, "m"), 1, 2000)})
-    copies = Copies(lambda: match_of(Simple(fault, at=at, length=length), "simple"), 2, forgiving=forgiving)
-    return MultiSampler(copies, dict.fromkeys(names, "m"), {"m": source}, batches, batch, 0), batches
+    matches = Copies(lambda: match_of(Simple(fault, at=at, length=length), "simple"), copies, forgiving=forgiving)
+    return MultiSampler(matches, dict.fromkeys(names, "m"), {"m": source}, batches, batch, 0), batches
 
 
 def filled(sampler: MultiSampler, batches: MatchBatches) -> Segments:
@@ -233,7 +233,7 @@ def test_steps_whose_outcome_nobody_knows_are_left_out() -> None:
 
 
 def test_an_agent_that_comes_at_step_500_is_recorded_from_then_on() -> None:
-    sampler, batches = simple("late", batch=3000, at=500, length=520)
+    sampler, batches = simple("late", batch=1050, at=500, length=520, copies=1)
     batch = filled(sampler, batches)
     seen = batch.observation[:-1][batch.valid]
     late = seen[seen[:, 1] == 0.5]

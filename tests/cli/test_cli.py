@@ -494,7 +494,10 @@ def test_every_step_is_in_one_file_that_numpy_opens_with_its_defaults(
     assert result["steps_file"] == str(tmp_path / "steps.npz")
     with np.load(tmp_path / "steps.npz") as file:  # allow_pickle is False
         columns = {name: file[name] for name in file.files}
+    finals = {name: columns.pop(name) for name in ("final.episode", "final.observation")}
     assert set(columns) == {"episode", "step", "observation", "action", "reward", "terminated", "truncated"}
+    assert finals["final.episode"].tolist() == [0, 1, 2]
+    assert finals["final.observation"].shape == (3, 4)
     total = sum(result["lengths"])
     assert {len(column) for column in columns.values()} == {total}
     assert (columns["observation"].shape, columns["observation"].dtype) == ((total, 4), np.float32)
@@ -629,7 +632,7 @@ def test_an_environment_with_other_spaces_is_refused(call: Call, trained: tuple[
     ("arguments", "complaint"),
     [
         (["--run", "DQN"], "trained with PPO, not with DQN"),
-        (["--num-workers", "2"], "plays in this process"),
+        (["--num-gpus", "1"], "played on the CPU"),
         (["--out", "steps.csv"], r"does not end in \.npz"),
         (["--config", "{"], "--config is not JSON"),
         (["--config", '{"lr": 1}'], r"is not understood.*env_config"),
@@ -696,22 +699,28 @@ def test_a_run_is_shown_in_full(call: Call, two: Path) -> None:
         assert words in said.out, words
 
 
-def test_looking_at_a_run_does_not_disturb_it(call: Call, two: Path) -> None:
+def test_looking_at_a_run_does_not_disturb_it(call: Call, two: Path, tmp_path: Path) -> None:
     half = two / "a" / "cartpole" / "checkpoints" / ".aside-busy"
     half.mkdir()
     before = sorted(str(path) for path in two.rglob("*"))
-    for arguments in (["list"], ["compare"], ["show"]):
+    for arguments in (["list"], ["compare", "--out", str(tmp_path / "compare.png")], ["show"]):
         assert call("runs", *arguments, two / "a" / "cartpole").code == 0
     assert sorted(str(path) for path in two.rglob("*")) == before
 
 
-def test_runs_are_compared_best_first_with_the_settings_that_differ(call: Call, two: Path) -> None:
-    rows = call("runs", "compare", two, "--json").json
+def test_runs_are_compared_best_first_with_the_settings_that_differ(call: Call, two: Path, tmp_path: Path) -> None:
+    compared = call("runs", "compare", two, "--json", "--out", tmp_path / "compare.png").json
+    rows = compared["runs"]
     assert [row["env"] for row in rows] == ["CartPole-v1", "tests.environments:make_count"]
     assert rows[0]["best"] > rows[1]["best"]
     assert (rows[0]["num_envs_per_worker"], rows[1]["num_envs_per_worker"]) == (64, 8)
     assert "gamma" not in rows[0], "the same in both"
-    assert "num_envs_per_worker" in call("runs", "compare", two).out
+    assert {group["n"] for group in compared["groups"]} == {1}
+    assert "not enough seeds to tell" in compared["differences"][0]["said"]
+    assert imageio.v3.imread(compared["picture"]).std() > 5
+    said = call("runs", "compare", two, "--out", tmp_path / "compare.png")
+    assert said.code == 0, said.err
+    assert all(words in said.out for words in ("num_envs_per_worker", "not enough seeds to tell", str(tmp_path / "compare.png")))
 
 
 def test_several_curves_are_drawn_in_one_picture(call: Call, two: Path, tmp_path: Path) -> None:

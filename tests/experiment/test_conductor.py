@@ -14,8 +14,9 @@ import pytest
 from ludus import config as configs
 from ludus.actor.evaluate import Score
 from ludus.config import StopConfig
-from ludus.experiment import checkpoint
-from ludus.experiment.conductor import Conductor, Evaluate, Schedule, reached
+from ludus.errors import EnvironmentFault
+from ludus.experiment import checkpoint, conductor
+from ludus.experiment.conductor import Conductor, Evaluate, EvaluateElsewhere, Schedule, reached
 from ludus.metrics import Numbers
 from ludus.model.pool import LocalPool, stored_versions
 from ludus.store.local import LocalStore
@@ -43,7 +44,7 @@ def progress(returns: Iterable[float] = (), window: int = 3, **counts: Any) -> P
     ],
 )
 def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float, before: Any, at: Any) -> None:
-    stop = StopConfig.model_validate({key: value})
+    stop = configs.experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
     canonical = {
         "timesteps_total": "timesteps",
         "training_iteration": "iterations",
@@ -125,7 +126,9 @@ class _Evaluation:
 class _Stage:
     """A conductor with everything around it."""
 
-    def __init__(self, root: Path, *, evaluate: Evaluate | None = None, keep: int | None = None, **schedule: Any) -> None:
+    def __init__(
+        self, root: Path, *, evaluate: Evaluate | EvaluateElsewhere | None = None, keep: int | None = None, **schedule: Any
+    ) -> None:
         self.store, self.trainer, self.sink = LocalStore(root), _Trainer(), _Sink()
         self.pool = LocalPool(self.store)
         self.pool.add("model", self.trainer.algorithms["model"].policy)
@@ -334,3 +337,173 @@ def test_a_damaged_checkpoint_above_does_not_cost_the_fresh_one(tmp_path: Path) 
     stage.play(5.0, 1.0, 1.0)
     assert stage.conductor.last_checkpoint == "000003"
     assert stage.names == ["000001", "000003", "000009"]  # the best, the fresh one, the one that is not ours to judge
+
+
+# -- evaluations that go on elsewhere -----------------------------------------------------------------------------------
+
+
+class _Elsewhere:
+    """Plays until it is told what came of it."""
+
+    def __init__(self, now: bool = False) -> None:
+        self.begun: list[tuple[int, str]] = []
+        self.stopped = False
+        self._score: Score | None = None
+        self._now, self._busy, self._ready = now, False, False
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
+    def interrupted(self) -> bool:
+        return self.stopped
+
+    def begin(self, iteration: int, checkpoint: str) -> None:
+        assert not self._busy
+        self.begun.append((iteration, checkpoint))
+        self._busy, self._ready, self._score = True, self._now, Score((1.0, 1.0), (3, 3))
+
+    def end(self, score: float | None) -> None:
+        self._score = None if score is None else Score((score, score), (3, 3))
+        self._ready = True
+
+    def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+        if not self._ready:
+            return None
+        self._busy = self._ready = False
+        return self.begun[-1][0], self._score
+
+
+def evaluations(stage: _Stage) -> dict[int, float]:
+    """Timesteps → score, as reported."""
+    found = [numbers for numbers in stage.sink.written if "evaluation/return_mean" in numbers]
+    assert all(numbers["timesteps"] == 32 * numbers["iterations"] for numbers in found)
+    return {int(numbers["timesteps"]): numbers["evaluation/return_mean"] for numbers in found}
+
+
+def test_an_evaluation_elsewhere_belongs_to_the_version_that_was_played(tmp_path: Path) -> None:
+    players = _Elsewhere()
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=2)
+    stage.play(None, None)
+    then = stage.trainer.algorithms["model"].policy.weights()
+    assert players.begun == [(2, "000002")]
+    stage.play(None, None, None)
+    assert evaluations(stage) == {}, "training goes on meanwhile"
+    players.end(7.0)
+    assert stage.conductor.step(), "an evaluation that has ended is something to do"
+    assert evaluations(stage) == {64: 7.0}
+    assert checkpoint.best_name(stage.store) == "000002"
+    assert same(checkpoint.read(stage.store, "000002").weights["model"], then)
+    assert not same(stage.trainer.algorithms["model"].policy.weights(), then)
+    assert stage.conductor.numbers()["evaluation/return_mean"] == 7.0
+    assert "evaluation/return_mean" not in stage.trainer.metrics, "the numbers of now are not those of then"
+
+
+def test_while_an_evaluation_lasts_only_the_newest_version_waits_for_the_next(tmp_path: Path) -> None:
+    players = _Elsewhere()
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1)
+    stage.play(None, None, None, None)
+    assert players.begun == [(1, "000001")]
+    players.end(3.0)
+    assert stage.conductor.step()
+    assert players.begun == [(1, "000001"), (4, "000004")]
+    assert stage.names == ["000001", "000004"], "what is passed over goes again"
+    players.end(2.0)
+    assert stage.conductor.step()
+    assert checkpoint.best_name(stage.store) == "000001"
+
+
+def test_a_checkpoint_that_was_made_for_an_evaluation_stays_only_if_it_is_the_best(tmp_path: Path) -> None:
+    players = _Elsewhere()
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, checkpoint_freq=3)
+    for score in (5.0, 1.0, 2.0, 9.0, 4.0, 3.0, 1.0, 1.0):
+        stage.play(None)
+        players.end(score)
+        assert stage.conductor.step()
+    assert checkpoint.best_name(stage.store) == "000004"
+    assert stage.names == ["000001", "000003", "000004", "000006", "000008"], (
+        "those that were due, were the best, or are the newest"
+    )
+    kept = [checkpoint.read(stage.store, name).state["models"]["model"]["version"] for name in stage.names]
+    assert stored_versions(stage.store, "model") == kept
+
+
+def test_retention_waits_for_the_checkpoint_that_is_being_evaluated(tmp_path: Path) -> None:
+    players = _Elsewhere()
+    stage = _Stage(tmp_path, evaluate=players, checkpoint_freq=1, keep=1)
+    stage.play(None, None, None)
+    assert stage.names == ["000001", "000003"], "one is played, the newest waits for it"
+    players.end(5.0)
+    assert stage.conductor.step()
+    players.end(1.0)
+    assert stage.conductor.step()
+    stage.play(None, None)
+    players.end(1.0)
+    assert stage.conductor.step()
+    assert stage.names == ["000001", "000005"]
+    assert checkpoint.best_name(stage.store) == "000001"
+
+
+def test_checkpoints_by_time_do_not_count_those_of_evaluations(tmp_path: Path) -> None:
+    players = _Elsewhere(now=True)
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, checkpoint_time_s=3.0)
+    stage.play(*[None] * 7)
+    stage.conductor.step()
+    assert {"000003", "000006"} <= set(stage.names)
+
+
+def test_an_evaluation_that_fails_elsewhere_costs_nothing_but_itself(tmp_path: Path) -> None:
+    players = _Elsewhere()
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1)
+    stage.play(None)
+    players.end(None)
+    stage.play(None)
+    assert players.begun == [(1, "000001"), (2, "000002")]
+    assert evaluations(stage) == {}
+    assert checkpoint.best_name(stage.store) is None
+
+
+def test_at_its_end_a_run_waits_for_the_last_evaluations(tmp_path: Path) -> None:
+    players = _Elsewhere(now=True)
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, stop=StopConfig(iterations=2))
+    stage.play(None, None)
+    assert evaluations(stage) == {32: 1.0, 64: 1.0}
+    assert checkpoint.best_name(stage.store) == "000002"
+
+
+def test_a_run_that_is_interrupted_at_its_end_does_not_wait(tmp_path: Path) -> None:
+    players = _Elsewhere()
+    players.stopped = True
+    stage = _Stage(tmp_path, evaluate=players, evaluation_interval=1, stop=StopConfig(iterations=1))
+    stage.play(None)
+    assert stage.conductor.stopped_by == "iterations"
+    assert players.busy
+    assert evaluations(stage) == {}
+
+
+def test_at_its_end_a_run_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conductor, "CONCLUDE_S", 0.01)
+    stage = _Stage(tmp_path, evaluate=_Elsewhere(), evaluation_interval=1, stop=StopConfig(iterations=1))
+    stage.play(None)
+    assert stage.names == ["000001"]
+
+
+def test_an_environment_that_fails_in_an_evaluation_does_not_end_the_training(tmp_path: Path) -> None:
+    def failing(iteration: int) -> Score:
+        raise EnvironmentFault("the game crashed")
+
+    stage = _Stage(tmp_path, evaluate=failing, evaluation_interval=1, checkpoint_freq=1)
+    stage.play(None, None)
+    assert stage.names == ["000001", "000002"]
+    assert evaluations(stage) == {}
+
+
+def test_a_score_is_reported_with_its_interval(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=lambda i: Score(tuple(map(float, range(20))), (1,) * 20, cut=2), evaluation_interval=1)
+    stage.play(None)
+    told = stage.sink.written[-1]
+    assert told["evaluation/return_low"] < told["evaluation/return_mean"] == 9.5 < told["evaluation/return_high"]
+    assert told["evaluation/cut"] == 2
+    lone = _Stage(tmp_path / "lone", evaluate=lambda i: Score((4.0,), (1,)), evaluation_interval=1)
+    lone.play(None)
+    assert "evaluation/return_low" not in lone.sink.written[-1], "one episode says nothing of the spread"

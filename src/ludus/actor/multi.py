@@ -35,7 +35,7 @@ from ludus.types import Bools, Segments
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 100  # matches in a row that are over before anybody acts, before we believe that it is always so
-_FAULTS_IN_A_ROW = 5  # of one copy, without a match between them
+_FAULTS_IN_A_ROW = 5  # of one copy, without a step between them
 _TURN_S = 0.25  # how long the others of the program wait at most for their turn
 
 Told = TypeVar("Told", Turn, Leaving)
@@ -118,7 +118,6 @@ class _Table:
         for _ in range(_AT_ONCE):
             self._reset()
             if not self.moved.over:
-                self._faults = 0
                 return
         raise EnvironmentFault(f"{self.match.name} is over before anybody has acted, {_AT_ONCE} times in a row.")
 
@@ -138,7 +137,7 @@ class _Table:
 
     def advance(self, actions: Mapping[str, Any]) -> None:
         self.moved = self.match.step(actions)
-        self.steps += 1
+        self.steps, self._faults = self.steps + 1, 0
         self._show_whole()
 
     def pay(self, agent: str, reward: float) -> _Seat:

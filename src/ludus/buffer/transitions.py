@@ -246,7 +246,7 @@ class Transitions:
     # -- drawing
 
     def draw(self, count: int, uniform: Uniform, beta: float = 0.0) -> Drawn:
-        """With replacement; of every step at most those that are ready. `beta`: how far the weights undo the priorities."""
+        """With replacement; there must be some. `beta`: how far the weights undo the priorities."""
         if self._tree is None:
             place, weight = self._any(count, uniform), np.ones(count, np.float32)
         else:
@@ -254,6 +254,14 @@ class Transitions:
             probability = self._tree[place] / self._tree.total
             raw = (probability * self._count) ** -beta
             weight = (raw / raw.max()).astype(np.float32)
+        return self.at(place, weight)
+
+    def drawable(self) -> Ints:
+        """The places of all transitions that can be drawn."""
+        return np.flatnonzero(self._ready)
+
+    def at(self, place: Ints, weight: Floats) -> Drawn:
+        """The transitions that begin at these places."""
         reward, discount, end = self._returns(place)
         following = np.where(self._next[end] == _NONE, place, self._next[end])  # where nothing follows, anything does
         return Drawn(

@@ -22,7 +22,7 @@ def demo(
     from ludus.experiment.plot import plot
     from ludus.game.environment import make_one
 
-    with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole.yaml") as path:
+    with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole-fast.yaml") as path:
         ((name, data),) = configs.load_experiments(path).items()
     configs.override(data, f"config.seed={seed}")
     with Display() as display:

@@ -15,6 +15,7 @@ from ludus.metrics import Numbers
 
 _REDRAW_S = 0.1
 _LINE_EVERY_S = 2.0
+_COUNTERS = ("timesteps", "iterations")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -60,7 +61,8 @@ class Display:
     def write(self, numbers: Numbers) -> None:
         if self._quiet:
             return
-        self._last = {**self._last, **numbers}
+        late = _COUNTERS if "evaluation/episodes" in numbers else ()  # it may be of an earlier version
+        self._last = {**self._last, **{name: value for name, value in numbers.items() if name not in late}}
         mean = numbers.get("episode_return_mean", math.nan)
         if not math.isnan(mean):
             self._curve.append(mean)

@@ -313,6 +313,11 @@ class _Starter:
                     raise
                 failed[name] = error
                 _report(name, error)
+            except typer.Exit as ended:  # a sweep
+                if not several or ended.exit_code == 130:
+                    raise
+                if ended.exit_code:
+                    failed[name] = LudusError(f"The sweep {name} ended with code {ended.exit_code}.")
             last = results.get(name)
             if last is not None and interrupted(last):
                 break

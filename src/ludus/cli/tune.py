@@ -1,15 +1,328 @@
-"""`ludus tune`: many trials of one experiment."""
+"""`ludus tune`: many trials of one experiment, and a table of what came of them."""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli import options as o
+from ludus.cli.display import say
 from ludus.errors import UsageError
 
+if TYPE_CHECKING:
+    from ludus.cli.train import _Starter
+    from ludus.experiment.outcome import SweepResult
+    from ludus.runtime.trials import Event
 
-def tune(file: Annotated[Path, typer.Option("-f", "--file", help="A YAML file with experiments.")]) -> None:
-    """Sweep over seeds and hyper-parameters."""
-    raise UsageError(f"Sweeps ({file}) are not there yet.")
+_REDRAW_S = 0.2
+_LINE_EVERY_S = 10.0
+_ROWS = 40
+
+
+def tune(
+    env: o.Env = None,
+    file: o.File = None,
+    preset: o.Preset = None,
+    experiment: o.OneExperiment = None,
+    env_option: o.EnvOption = None,
+    run: o.Algorithm = None,
+    stop: o.Stop = None,
+    num_samples: o.NumSamples = None,
+    num_workers: o.NumWorkers = None,
+    num_gpus: o.NumGpus = None,
+    seed: o.Seed = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    experiment_name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", "--experiment-name", help="Names the directory of the sweep. Default: default.", show_default=False
+        ),
+    ] = None,
+    local_dir: Annotated[Path, typer.Option(help="Where sweeps go.")] = Path("runs"),
+    scheduler: Annotated[
+        str | None, typer.Option(metavar="asha|pbt", help="Who stops or changes trials; tune.scheduler.", show_default=False)
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="What is compared; tune.metric.", show_default=False)] = None,
+    mode: Annotated[str | None, typer.Option(metavar="max|min", help="tune.mode.", show_default=False)] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Trials at the same time. Default: as many as fit.", show_default=False)
+    ] = None,
+    max_failures: Annotated[
+        int | None, typer.Option(min=0, help="A failed trial is tried so often again.", show_default=False)
+    ] = None,
+    checkpoint_freq: o.CheckpointFreq = None,
+    keep_checkpoints_num: o.KeepCheckpoints = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the sweep in this directory.", show_default=False)
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: failed trials too.")] = False,
+    quiet: o.Quiet = False,
+    json_: o.Json = False,
+    debug: o.Debug = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            "--ray-address",
+            metavar="HOST:PORT|auto",
+            help="Run trials on this Ray cluster. Default: on one that is started here for the sweep. [RAY_ADDRESS, ip_head]",
+            show_default=False,
+            rich_help_panel=o.RAY,
+        ),
+    ] = None,
+    ray_num_cpus: o.RayNumCpus = None,
+    ray_object_store_memory: o.RayMemory = None,
+) -> None:
+    """Sweep over seeds and hyper-parameters. Ctrl-C stores what all trials have, and stops; --resume goes on."""
+    from ludus import config as configs
+    from ludus.cli.train import _log, _mapping, _source, experiments_from
+
+    _log(2 if debug else 0)
+    shell = Shell(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
+    top = {
+        "env": env or env_option, "run": run, "num_samples": num_samples, "max_failures": max_failures,
+        "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num,
+    }  # fmt: skip
+    section = {"scheduler": scheduler, "metric": metric, "mode": mode}
+    settings = {"num_workers": _number(num_workers), "num_gpus": num_gpus, "seed": seed}
+    if resume is not None:
+        others: dict[str, Any] = {
+            "-f": file,
+            "-p": preset,
+            "--experiment": experiment,
+            "--stop": stop,
+            "--set": set_,
+            "--config": config,
+        }
+        others |= {"--name": experiment_name, "--max-failures": max_failures}
+        others |= {"--" + name.replace("_", "-"): value for name, value in (top | section | settings).items()}
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise UsageError(f"--resume goes on with a sweep as it is configured; {', '.join(given)} cannot be changed.")
+        shell.resume(resume, retry_failed)
+        return
+    if retry_failed:
+        raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
+    source = _source(file, preset)
+    if source is not None:
+        from ludus.model.custom_class import look_in
+
+        look_in(source.parent)
+    stops = configs.stop_values(stop or [])
+    found = experiments_from(source, experiment, experiment_name, top, stops, settings, _mapping("--config", config), set_ or [])
+    for data in found.values():
+        chosen = {name: value for name, value in section.items() if value is not None}
+        if chosen:
+            data["tune"] = {**(data.get("tune") or {}), **chosen}
+    shell.run(found)
+
+
+def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: _Starter, resources: Mapping[str, Any]) -> None:
+    """As `ludus train` hands it over, when an experiment turns out to be a sweep."""
+    shell = Shell(starter.voice.quiet, starter.voice.as_json, starter.local_dir, starter.ray)
+    data = {name: dict(given) for name, given in experiments.items()}
+    unknown = [key for key in resources if key not in ("cpu", "gpu")]
+    if unknown:
+        raise UsageError(f"--resources-per-trial names {', '.join(unknown)}.", "Known are cpu and gpu.")
+    for given in data.values():
+        if "cpu" in resources:
+            given["tune"] = {**(given.get("tune") or {}), "cpus_per_trial": resources["cpu"]}
+        if "gpu" in resources:
+            given["config"] = {**(given.get("config") or {}), "num_gpus": resources["gpu"]}
+    if starter.newest:
+        from ludus.experiment.tuning import STATE
+
+        for name in list(data):
+            directory = starter.local_dir / name
+            if (directory / STATE).exists():
+                shell.resume(directory, retry_failed=False)
+                del data[name]
+    if data:
+        shell.run(data)
+
+
+def _number(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+@dataclass
+class Shell:
+    """Runs sweeps and tells people about them."""
+
+    quiet: bool
+    as_json: bool
+    local_dir: Path
+    ray: tuple[str | None, int | None, int | None]
+    max_concurrent: int | None = None
+
+    def run(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
+        from ludus.experiment.tuning import run_sweep
+
+        with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
+            results = run_sweep(experiments, self._options(board))
+        self._conclude(results)
+
+    def resume(self, directory: Path, retry_failed: bool) -> None:
+        from ludus.experiment.tuning import resume_sweep
+
+        with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
+            result = resume_sweep(directory, self._options(board, retry_failed))
+        self._conclude([result])
+
+    def _options(self, board: Board, retry_failed: bool = False) -> Any:
+        from ludus.experiment.experiment import cluster_of
+        from ludus.experiment.tuning import SweepOptions
+        from ludus.runtime.cluster import LOCAL
+
+        address, cpus, memory = self.ray
+        cluster = cluster_of(address) or cluster_of(LOCAL, cpus, memory)
+        return SweepOptions(self.local_dir, cluster, self.max_concurrent, retry_failed, self._say, board.hear)
+
+    def _say(self, sentence: str) -> None:
+        if not self.quiet:
+            say(sentence, to_stderr=self.as_json)
+
+    def _conclude(self, results: Sequence[SweepResult]) -> None:
+        for result in results:
+            if not self.quiet:
+                _print_table(result, to_stderr=self.as_json)
+        if self.as_json:
+            shown = [_as_json(result) for result in results]
+            print(json.dumps(shown[0] if len(shown) == 1 else shown, default=str), flush=True)
+        if any(result.interrupted for result in results):
+            self._say(f"go on      ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
+            raise typer.Exit(130)
+        failed = [row for result in results for row in result.failed]
+        for row in failed:
+            print(f"ludus: {row['trial']} failed: {row['error'] or 'see ' + row['run_dir'] + '/logs'}", file=sys.stderr)
+        if failed and len(failed) == sum(len(result.results) for result in results):
+            raise typer.Exit(1)
+
+
+def _as_json(result: SweepResult) -> dict[str, Any]:
+    best = result.best
+    return {
+        "name": result.name,
+        "directory": str(result.directory),
+        "metric": result.metric,
+        "best": best["trial"] if best else None,
+        "best_run": best["run_dir"] if best else None,
+        "interrupted": result.interrupted,
+        "startup_s": round(result.startup_s, 3),
+        "wall_s": round(result.wall_s, 3),
+        "trials": result.results,
+    }
+
+
+def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ludus.experiment.search import brief
+
+    console = Console(file=sys.stderr if to_stderr else sys.stdout, soft_wrap=False)
+    names = list(dict.fromkeys(name for row in result.results for name in row["settings"]))
+    table = Table(title=f"{result.name}: {len(result.results)} trials", title_justify="left", header_style="bold")
+    table.add_column("trial", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right")
+    for name in (_short(result.metric), "steps", "time", "status"):
+        table.add_column(name, justify="right")
+    for number, row in enumerate(result.results[:_ROWS]):
+        settings = [brief(row["settings"].get(name, "")) for name in names]
+        value = "–" if row["value"] is None else f"{row['value']:.4g}"
+        cells = [row["trial"].split("_")[0], *settings, value, f"{row['timesteps']:,}", f"{row['time_s']:.1f} s", row["status"]]
+        table.add_row(*cells, style="green" if number == 0 and result.best is row else None)
+    if len(result.results) > _ROWS:
+        table.caption = f"… and {len(result.results) - _ROWS} more in results.csv"
+    console.print(table)
+    if result.best is not None:
+        say(f"best       {result.best['run_dir']}", to_stderr=to_stderr)
+        say(f"train it   ludus train -f {result.directory / 'best.yaml'}", to_stderr=to_stderr)
+    say(f"all of it  {result.directory}  (results.csv, results.json, sweep.png)", to_stderr=to_stderr)
+    say(f"{result.wall_s:.1f} s, and {result.startup_s:.1f} s for Ray to start", to_stderr=to_stderr)
+
+
+def _short(metric: str) -> str:
+    return {"episode_return_mean": "return", "evaluation/return_mean": "evaluated"}.get(metric, metric)
+
+
+class Board:
+    """What the trials are doing: a table on a terminal, now and then a line everywhere else."""
+
+    def __init__(self, *, quiet: bool, to_stderr: bool) -> None:
+        self._quiet, self._stream = quiet, sys.stderr if to_stderr else sys.stdout
+        self._seen: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self._live: Any = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+
+    def hear(self, event: Event) -> None:
+        before = self._seen.get(event.name, ("", {}))[1]
+        word = {"started": "running", "reported": "running", "retried": "again"}.get(event.kind, event.kind)
+        self._seen[event.name] = (word, {**before, **event.numbers})
+        if self._quiet:
+            return
+        if event.kind == "retried":
+            self._line(f"{event.name} failed and is tried again: {event.error}")
+        if self._stream.isatty():
+            self._draw(event.kind != "reported")
+        elif event.kind in ("ended", "failed"):
+            self._line(f"{event.name} {event.kind}{': ' + event.error if event.error else ''}  {self._numbers(event.name)}")
+        elif time.monotonic() > self._drawn + _LINE_EVERY_S:
+            self._line(self._summary())
+
+    def _line(self, text: str) -> None:
+        self._drawn = time.monotonic()
+        if self._live is not None:
+            self._live.console.print(text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def _draw(self, at_once: bool) -> None:
+        if self._live is None:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True)
+            self._live.start()
+        if at_once or time.monotonic() > self._drawn + _REDRAW_S:
+            self._drawn = time.monotonic()
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        order = sorted(self._seen, key=lambda name: (self._seen[name][0] not in ("running", "again"), name))
+        for name in order[:_ROWS]:
+            table.add_row(name, self._seen[name][0], self._numbers(name))
+        table.add_row(self._summary())
+        return table
+
+    def _numbers(self, name: str) -> str:
+        numbers = self._seen[name][1]
+        mean = numbers.get("episode_return_mean", math.nan)
+        return f"{int(numbers.get('timesteps', 0)):>10,} steps  return {'–' if math.isnan(mean) else f'{mean:.1f}'}"
+
+    def _summary(self) -> str:
+        words: dict[str, int] = {}
+        for word, _ in self._seen.values():
+            words[word] = words.get(word, 0) + 1
+        return ", ".join(f"{number} {word}" for word, number in words.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -80,22 +81,33 @@ def grouped(curves: Sequence[Curve], by: str = AUTO) -> list[Group]:
     settings = dict(zip(runs, all_settings(runs), strict=True))
     differ = differing(list(settings.values()))
     keys = [key for key in differ if key not in _NOT_SETTINGS] if by == AUTO else _keys(by, list(settings.values()))
-    alike: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    for one in settings.values():
-        alike.setdefault((one["env"], one["run"]), []).append(one)
-    within = {kind: differing(members) for kind, members in alike.items()}
+    shown = _shown_keys(list(settings.values()), keys, differ, automatic=by == AUTO)
     found: dict[str, list[Curve]] = {}
     for c in curves:
         own = {key: settings[c.run].get(key) for key in keys}
         found.setdefault(json.dumps(own), []).append(c)
-    groups = []
+    groups: list[Group] = []
     for text, members in found.items():
-        newest = {_drawn_by(c, settings[c.run]): c for c in sorted(members, key=lambda c: _age(c.run))}
-        kept = tuple(c for c in members if c in newest.values())
         first = settings[members[0].run]
-        label = _label(json.loads(text), {*differ} & {"env", "run"}, within[first["env"], first["run"]], first)
-        groups.append(Group(label, kept, tuple(c.run for c in members if c not in kept)))
+        newest = {_drawn_by(c, settings[c.run]): c.run for c in sorted(members, key=lambda c: _age(c.run))}
+        kept = tuple(c for c in members if c.run in newest.values())
+        label = _unique(_label(json.loads(text), shown[first["env"], first["run"]], first), [g.label for g in groups])
+        groups.append(Group(label, kept, tuple(c.run for c in members if c.run not in newest.values())))
     return groups
+
+
+def _shown_keys(
+    settings: Sequence[Mapping[str, Any]], keys: Sequence[str], differ: Sequence[str], automatic: bool
+) -> dict[tuple[Any, Any], list[str]]:
+    """(env, run) → what its groups are labelled with. Another algorithm has other keys altogether: of those that nobody asked
+    for, only such are named in which runs of the same algorithm differ."""
+    alike: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+    for one in settings:
+        alike.setdefault((one["env"], one["run"]), []).append(one)
+    kinds = [key for key in ("env", "run") if key in differ]
+    if not automatic:
+        return dict.fromkeys(alike, [key for key in keys if key in differ] or list(keys))
+    return {kind: [key for key in keys if key in {*kinds, *differing(members)}] for kind, members in alike.items()}
 
 
 def _drawn_by(c: Curve, settings: Mapping[str, Any]) -> str:
@@ -119,15 +131,19 @@ def _keys(by: str, settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return keys
 
 
-def _label(own: Mapping[str, Any], kinds: set[str], differ: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """Another algorithm has other keys altogether: they are named only where runs of the same one differ in them."""
-    shown = [key for key in own if key in kinds or key in differ] or [key for key in own if key != "trial"][:3]
+def _label(own: Mapping[str, Any], shown: Sequence[str], settings: Mapping[str, Any]) -> str:
     parts = [
         str(own[key]) if key in ("name", "env", "run", "trial") else f"{key.removeprefix('config.')}={_brief(own[key])}"
         for key in shown
+        if own[key] is not None or key in settings
     ]
     label = ", ".join(parts) or f"{settings['run']} {settings['env'] or settings['name']}"
     return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+
+
+def _unique(label: str, taken: Sequence[str]) -> str:
+    numbered = (label if i == 1 else f"{label} ({i})" for i in itertools.count(1))
+    return next(candidate for candidate in numbered if candidate not in taken)
 
 
 def _brief(value: Any) -> str:

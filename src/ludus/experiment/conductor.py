@@ -121,6 +121,7 @@ class Conductor:
         self._playing: _Played | None = None
         self._next: _Played | None = None
         self._surplus: set[str] = set()  # checkpoints that were made for their evaluation alone
+        self._passed_over = 0
         self._evaluated: dict[str, float] = {}
         self._config = config
         self._seen = trainer.progress.iterations
@@ -250,8 +251,14 @@ class Conductor:
             self._elsewhere.begin(played.iterations, played.checkpoint)
             return
         if self._next is not None:
-            log.warning("evaluations take longer than the time between them; checkpoint %s is passed over", self._next.checkpoint)
+            log.log(
+                logging.INFO if self._passed_over else logging.WARNING,
+                "evaluations take longer than the time between them; checkpoint %s is passed over",
+                self._next.checkpoint,
+            )
+            self._passed_over += 1
         self._next = played
+        self._tidy()
 
     def _collect(self, timeout_s: float = 0.0) -> bool:
         """Take in an evaluation that has ended elsewhere, and begin with the next. Whether there was one."""

@@ -317,11 +317,17 @@ def _has_processes(resolved: Resolved) -> bool:
     return config.workers > 0 or config.learners > 1
 
 
+def luggage_of(resolved: Resolved) -> Luggage:
+    """What another process needs so that the names of this experiment mean there what they mean here."""
+    e, config = resolved.experiment, resolved.config
+    return Luggage.of(e.env, e.run, *names_of(config.wrappers), models=[config.model.custom_model])
+
+
 def _driven(
     resolved: Resolved, directory: Path, learn: Callable[..., Result], sinks: Sequence[Sink], announce: Announce | None
 ) -> Result:
     e, seed = resolved.experiment, resolved.config.seed
-    luggage = Luggage.of(e.env, e.run, *names_of(resolved.config.wrappers), models=[resolved.config.model.custom_model])
+    luggage = luggage_of(resolved)
     return Driver(directory, learn, luggage, max_failures=e.max_failures, seed=seed, sinks=sinks, announce=announce).run()
 
 

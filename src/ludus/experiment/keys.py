@@ -214,8 +214,19 @@ def _about(key: Key) -> Iterator[str]:
         yield f"  also      {', '.join(key.others)}"
 
 
+_READ = {
+    "framework": "torch may stay; networks here are PyTorch's.",
+    "use_pytorch": "true may stay; networks here are PyTorch's.",
+    "ignore_worker_failures": "true: a worker that is lost is replaced, which is so anyway; false is max_worker_restarts: 0.",
+    "exploration_config": "EpsilonGreedy becomes the schedule epsilon (DQN); StochasticSampling is so anyway.",
+    "replay_buffer_config": "learning_starts in it becomes num_steps_sampled_before_learning_starts.",
+}
+
+
 def _foreign(asked: str) -> list[str]:
     path, _, name = asked.rpartition(".")
+    if name in _READ and path in ("", "config"):
+        return [f"config.{name}, a key of RLlib, is read: {_READ[name]}"]
     out = []
     for section, table in spellings.FOREIGN.items():
         reason = table.get(asked if section == spellings.STOP else name)
@@ -226,11 +237,27 @@ def _foreign(asked: str) -> list[str]:
                 out.append(f"  It may stay as {' or '.join(shown(value) for value in reason.same)}, which is what happens here.")
     for section, table in spellings.TRANSLATED.items():
         if name in table and not out and (not path or path in (section, section.removeprefix("config."))):
-            out.append(f"{section}.{name}".lstrip(".") + ", a key of RLlib, is read and written here in another way:")
-            out.append("  `ludus config convert FILE` shows what it becomes.")
+            out.append(
+                f"{section}.{name}".lstrip(".") + ", a key of RLlib, is read; `ludus config convert FILE` shows what it becomes."
+            )
     return out
 
 
 def _all_names() -> set[str]:
     names = {key.name for key in catalogue().values()} | {other for key in catalogue().values() for other in key.others}
     return names | {name for table in spellings.FOREIGN.values() for name in table}
+
+
+def listed() -> Iterator[str]:
+    """All keys, a line each, by section."""
+    section = None
+    width = max(len(key.path) for key in catalogue().values())
+    for key in sorted(catalogue().values(), key=lambda key: _SECTION_ORDER.index(key.section.split(".")[0])):
+        if key.section != section:
+            section = key.section
+            yield f"\n{section or 'experiment'}:"
+        only = f" [{', '.join(key.algorithms)}]" if key.algorithms else ""
+        yield f"  {key.path:<{width}}  {key.description}{only}"
+
+
+_SECTION_ORDER = ["", "stop", "config", "tune", "track", "target"]

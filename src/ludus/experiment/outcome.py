@@ -72,9 +72,9 @@ class SweepResult:
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame, if pandas is installed: one row for every trial, one column for every setting."""
-        import pandas as pd
+        import pandas  # type: ignore[import-untyped,unused-ignore]
 
-        return pd.DataFrame([_flat(row) for row in self.results])
+        return pandas.DataFrame([_flat(row) for row in self.results])
 
     def _best(self) -> dict[str, Any]:
         if self.best is None:

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from ludus import spaces, statistics
-from ludus.actor.evaluate import longest_episode
+from ludus.actor.evaluate import Score, longest_episode
 from ludus.actor.multi import Finished, Step, play_episode
 from ludus.actor.trained import TrainedAgent
 from ludus.config import EXTERNAL, PreprocessConfig
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.experiment.checkpoint import FOLDER, open_checkpoint
+from ludus.experiment.result import Result
 from ludus.experiment.steps import FINAL, Part, StepLog
 from ludus.experiment.video import (
     GRID_CELLS,
@@ -562,3 +563,26 @@ def play(
 class _Borrowed(SoloPlayer):
     def close(self) -> None:
         """Whoever lent the environment closes it."""
+
+
+def evaluate(
+    what: str | Path | Result | TrainedAgent,
+    episodes: int,
+    *,
+    env: str | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    deterministic: bool = True,
+    workers: int = 0,
+) -> Score:
+    """Returns and lengths of so many episodes, without any file."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(what, TrainedAgent):
+            if env is None:
+                raise UsageError("An agent alone does not say what it is to play.", "Give env=…")
+            stage = stack.enter_context(staged_agent(what, env, env_config, seed=seed, deterministic=deterministic))
+        else:
+            where = (what.checkpoint or what.run_dir) if isinstance(what, Result) else what
+            *_, stage = stage_of(where, env=env, env_config=env_config, seed=seed, deterministic=deterministic)
+        played = rollout(stage, episodes, workers=workers)
+    return Score(tuple(played.returns), tuple(played.lengths), cut=played.cut)

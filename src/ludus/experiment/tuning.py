@@ -13,12 +13,14 @@ import json
 import logging
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import gymnasium as gym
 import numpy as np
 
 import ludus
@@ -31,9 +33,12 @@ from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import CONFIG, Run
 from ludus.experiment.search import Searched, Trial
 from ludus.experiment.trial import Attempt
+from ludus.game.registry import registered
+from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import usable_cores
 from ludus.runtime.trials import FINISHED, OVER, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
 from ludus.store.local import LocalStore
+from ludus.training.algorithm import algorithm_class
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +107,10 @@ class Sweep:
 
 def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
     """Check everything about a sweep that can be checked before anything starts. Raises UsageError."""
-    data = {**data, "name": name, "config": dict(data.get("config") or {})}
+    data = {**configs.read_experiment(data).data, "name": name}
+    inner = data.get("config") or {}
     top = configs.experiment({key: value for key, value in data.items() if key not in ("config", "env", "run")} | {"env": "-"})
+    data["config"] = configs.canonical(inner if isinstance(inner, Mapping) else {})
     seed = data["config"].get("seed", 0)
     base = seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
     mutations = search.mutated(data, top.tune.hyperparam_mutations) if top.tune.scheduler == "pbt" else []
@@ -226,6 +233,21 @@ def _plain_data(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     if "env" not in whole:
         raise ConfigError("Which environment?", 'Put "env" into the param_space, or say trainable("PPO", env="CartPole-v1").')
     return _trial_data({"name": "trial", **whole}, {}, None)
+
+
+def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
+    """What `ludus.trainable` returns. Raises MissingExtra, UsageError."""
+    given = {**data, "config": configs.canonical(data.get("config") or {})}
+    algorithm_class(str(data["run"]))
+    luggage = [
+        Luggage.of(str(given.get("env", "")), str(data["run"]), models=[(given["config"].get("model") or {}).get("custom_model")])
+    ]
+    luggage += [Luggage(registered=dict(registered()))]
+    luggage += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
+    begin: Begin = functools.partial(begin_plain, given, report_s)
+    reserve: Reserve = functools.partial(reserve_plain, given)
+    name = re.sub(r"\W+", "_", str(data["run"]))
+    return _need_tune().trainable(name, begin, reserve, Surroundings.here(luggage))
 
 
 # -- schedulers -----------------------------------------------------------------------------------------------------------
@@ -362,12 +384,11 @@ def _fit(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
     from ludus.runtime import tuning
 
     _check_room(sweep, left)
-    names = [(e["env"], e.get("run", "PPO")) for e in map(sweep.experiment_of, left)]
     data = {key: value for key, value in sweep.data.items() if key != "tune"}
     directory = sweep.directory.absolute()
     begin: Begin = functools.partial(_begin, directory, data, sweep.tune)
     reserve: Reserve = functools.partial(_reserve, data, sweep.tune.cpus_per_trial)
-    actor = tuning.trainable(sweep.name, begin, reserve, Surroundings.here(*names))
+    actor = tuning.trainable(sweep.name, begin, reserve, Surroundings.here(_luggage(sweep, left)))
 
     def hear(event: Event) -> None:
         state = _state_after(event)
@@ -387,6 +408,18 @@ def _fit(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
         max_failures=sweep.max_failures,
         hear=hear,
     )
+
+
+def _luggage(sweep: Sweep, left: Sequence[Trial]) -> list[Luggage]:
+    """Of every trial whose names are not those of another one."""
+    different: dict[str, Luggage] = {}
+    for trial in left:
+        data = sweep.experiment_of(trial)
+        inner = data["config"]
+        names = json.dumps([data["env"], data.get("run"), inner.get("wrappers"), inner.get("model")], default=str)
+        if names not in different:
+            different[names] = experiment.luggage_of(experiment.resolve(data))
+    return list(different.values())
 
 
 def _state_after(event: Event) -> str | None:
@@ -432,16 +465,21 @@ def _mark_stopped(sweep: Sweep) -> None:
                 run.write_meta({"status": "stopped", "stopped_by": sweep.tune.scheduler})
 
 
+def _need_tune() -> Any:
+    try:
+        from ludus.runtime import tuning
+    except ImportError as error:
+        raise MissingExtra(f"Sweeps need Ray Tune, which is not installed ({error}).", "pip install 'ludus[tune]'") from error
+    return tuning
+
+
 # -- around it ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _ray(options: SweepOptions) -> Iterator[None]:
     """A Ray to run trials in. Raises MissingExtra, UsageError."""
-    try:
-        from ludus.runtime import tuning
-    except ImportError as error:
-        raise MissingExtra(f"Sweeps need Ray Tune, which is not installed ({error}).", "pip install 'ludus[tune]'") from error
+    tuning = _need_tune()
     from ludus.runtime.cluster import LOCAL, Cluster
 
     if options.cluster is None and tuning.connected():

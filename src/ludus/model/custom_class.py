@@ -283,13 +283,13 @@ def told(what: str, error: BaseException, hint: str = "") -> ConfigError:
         return error
     if isinstance(error, SyntaxError):
         return ConfigError(f"{what}: line {error.lineno}: {error.msg}.", hint)
-    where = _own_line(error)
+    where = own_line(error)
     said = str(error).strip().splitlines()
     sentence = f"{what}: {where}{type(error).__name__}{': ' + said[0] if said else ''}"
     return ConfigError(sentence if sentence.endswith((".", "!", "?")) else f"{sentence}.", hint)
 
 
-def _own_line(error: BaseException) -> str:
+def own_line(error: BaseException) -> str:
     """The innermost line that is neither torch's nor ours."""
     ours = (str(Path(__file__).parents[1]), str(Path(nn.__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ import ludus
 from ludus import plugins, spaces
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.model import module as modules
+from ludus.model.custom_class import own_line
 from ludus.model.policy import Policy
 from ludus.spaces import ArraySpec, array_spec
 from ludus.tree import Array, Tree, leaves
@@ -31,6 +34,7 @@ EXTRA = "serve"
 OPSET, OLDEST_OPSET, NEWEST_OPSET = 18, 15, 22
 META = "ludus"
 """The key of the model file's metadata under which the facts about it stand, as JSON."""
+_NO_FUNCTION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 _EXAMPLE_ROWS = 3  # a batch of 0 or 1 would be taken for a constant
 
 Feed = dict[str, Array]
@@ -226,7 +230,7 @@ def _traced(
         with torch.no_grad():
             args, kwargs = arguments(iter(example))
             outputs = plain_outputs(module(*args, **kwargs))
-            flat = _Flat(functools.partial(torch.func.functional_call, module), list(weights), arguments).eval()
+            flat = _Flat(functools.partial(torch.func.functional_call, module, tie_weights=False), list(weights), arguments).eval()
             names = [name if prefix or not path else path for path, name in _output_names(prefix, outputs)]
             model = _proto(flat, weights, dict(zip(inputs, example, strict=True)), names)
     finally:
@@ -271,22 +275,36 @@ def _proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, 
                 dynamic_shapes=(shapes,),
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise UsageError(
-            f"This model cannot be written as ONNX: {reason}",
-            "Decisions in Python on the values of tensors cannot be traced: use torch.where.",
-        ) from error
+        raise UsageError(*_why_not(error)) from error
     assert program is not None
     return program.model_proto
+
+
+def _why_not(error: BaseException) -> tuple[str, str]:
+    """What kept a model from being traced, and what to do about it."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    where = next((line for link in reversed(chain) if (line := own_line(link))), "")
+    for link in chain:
+        operator = _NO_FUNCTION.search(str(link))
+        if operator:
+            said = f"This model cannot be written as ONNX: its operation {operator[1]} has no form there."
+            return said, "Use another one in forward, or serve the model as it is: ludus serve --backend torch."
+    reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"This model cannot be written as ONNX: {where}{reason}",
+        "Decisions in Python on the values of tensors cannot be traced: use torch.where.",
+    )
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """The exporter tells its progress and other packages' deprecations to whoever listens."""
-    names = ("torch.onnx", "torch.onnx._internal.exporter._registration", "onnxscript", "onnx_ir")
+    names = ("torch.onnx", "torch.onnx._internal.exporter._registration", "onnxscript", "onnx_ir", "torch.fx", "torch.export")
     before = {name: logging.getLogger(name).level for name in names}
     root = logging.getLogger()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph of what it cannot trace
         warnings.simplefilter("ignore")
         for name in names:
             logging.getLogger(name).setLevel(logging.ERROR)

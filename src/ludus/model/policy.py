@@ -157,6 +157,8 @@ class Policy(nn.Module):
 
     def action_values(self, observation: Tree) -> Tensor:
         """[N, A] what each action is worth, of a policy that chooses by it."""
+        if isinstance(self.network, ActionValues):
+            return self.network.action_values(observation)
         return self._outputs(observation, (), None)[0]
 
     def _outputs(

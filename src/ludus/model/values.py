@@ -39,9 +39,12 @@ class ActionValues(EncodedNetwork):
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        vector = self.numbers(observation)
-        worth = self._worth(vector, observation) if self._frozen is None or vector is None else self._frozen(vector)
+        worth = self.action_values(observation)
         return worth, worth.amax(dim=-1) if self._values else worth.new_zeros(worth.shape[:-1]), ()
+
+    def action_values(self, observation: Tree) -> Tensor:
+        vector = self.numbers(observation)
+        return self._worth(vector, observation) if self._frozen is None or vector is None else self._frozen(vector)
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         worth = self._worth(self.numbers(observation), observation)

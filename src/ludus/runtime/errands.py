@@ -18,7 +18,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ ATTEMPTS = 3
 """An errand that kills whoever carries it out is given up after so many of them."""
 
 _BEAT_S = 0.5
-_SEND_S = 5.0
 _RESTART = Restart(limit=100)
 
 
@@ -60,6 +59,7 @@ class Errands:
         hang_s: float | None = None,
         restart: Restart = _RESTART,
         log_dir: Path | None = None,
+        preload: Sequence[str] = ("numpy", "torch"),
     ) -> None:
         self._waiting: deque[tuple[int, Any]] = deque()
         self._tries: dict[int, int] = {}
@@ -69,7 +69,7 @@ class Errands:
         os.set_blocking(self._bell, False)
         os.set_blocking(self._rung, False)
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._supervisor = Supervisor(log_dir=log_dir)
+        self._supervisor = Supervisor(log_dir=log_dir, preload=preload)
         self._hands: list[_Hand] = []
         try:
             for i in range(workers):
@@ -183,7 +183,7 @@ class _Hand:
 
     def __init__(self, process: Process, ours: socket.socket) -> None:
         self.process, self.socket = process, ours
-        self.socket.settimeout(_SEND_S)
+        self.socket.setblocking(False)
         self.holds: tuple[int, Any] | None = None
         self._given_to = self._served = 0
         self._rest = b""
@@ -206,12 +206,12 @@ class _Hand:
     def send(self, number: int, errand: Any) -> None:
         self.holds, self._given_to = (number, errand), self.process.incarnation
         line = json.dumps({"number": number, "errand": errand, "for": self._given_to}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # it is dead or does not read; its death tells, or the watch over its beats
+        with contextlib.suppress(OSError):  # it is dead, which is noticed in one place; the buffer has room for many lines
             self.socket.sendall(line)
 
     def heard(self) -> list[dict[str, Any]]:
         with contextlib.suppress(BlockingIOError):
-            while chunk := self.socket.recv(1 << 16, socket.MSG_DONTWAIT):
+            while chunk := self.socket.recv(1 << 16):
                 self._rest += chunk
         *lines, self._rest = self._rest.split(b"\n")
         messages = []

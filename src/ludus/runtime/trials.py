@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,10 +92,8 @@ class Surroundings:
     luggage: tuple[Luggage, ...] = ()
 
     @classmethod
-    def here(cls, *names: tuple[str, ...]) -> Surroundings:
-        """`names`: of environments, algorithms … that belong together."""
-        luggage = tuple(Luggage.of(*together) for together in dict.fromkeys(names))
-        return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), luggage)
+    def here(cls, luggage: Iterable[Luggage]) -> Surroundings:
+        return cls(str(Path.cwd()), tuple(str(Path(entry).absolute()) for entry in sys.path), tuple(luggage))
 
     def enter(self) -> None:
         with contextlib.suppress(OSError):  # another machine, which need not have it

@@ -104,15 +104,18 @@ def trainable(
 
 
 def first_come() -> TrialScheduler:
-    return FIFOScheduler()
+    scheduler: TrialScheduler = FIFOScheduler()  # type: ignore[no-untyped-call]
+    return scheduler
 
 
 def asha(
     time: str, longest: float, grace: float, factor: float, before: Sequence[Sequence[tuple[float, float]]]
 ) -> TrialScheduler:
     """`before`: (time, score) of trials that ended before the sweep was resumed; the others are still measured by them."""
+    max_t: Any = longest  # annotated as whole numbers, and compared with any
+    least: Any = min(grace, longest)
     scheduler = AsyncHyperBandScheduler(
-        time_attr=time, metric=SCORE, mode="max", max_t=longest, grace_period=min(grace, longest), reduction_factor=factor
+        time_attr=time, metric=SCORE, mode="max", max_t=max_t, grace_period=least, reduction_factor=factor
     )
     for number, curve in enumerate(before):
         for milestone, recorded in scheduler._brackets[0]._rungs:
@@ -235,7 +238,7 @@ def connected() -> bool:
 
 def roomiest() -> tuple[float, float]:
     """(cores, accelerators) of the machine that has most of them."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return max((n.get("CPU", 0.0) for n in nodes), default=0.0), max((n.get("GPU", 0.0) for n in nodes), default=0.0)
 
 

@@ -35,7 +35,7 @@ def check_model(
     """
     named = model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
     observation_space, action_space = _spaces_of(env)
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in model_config.items()}
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in model_config.items()}
     config = NetworkConfig(custom_model=named, custom_model_config=dict(custom_model_config or {}), **given)
     policy = Policy(observation_space, action_space, config, kind=VALUES if values else PROBABILITIES)
     check_custom(policy)

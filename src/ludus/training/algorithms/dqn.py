@@ -126,7 +126,7 @@ class Replayed:
             None if drawn.mask is None else there(drawn.mask),
             there(drawn.weight),
             torch.arange(count, device=device),
-            torch.zeros(count, device=device),
+            torch.empty(count, device=device),
         )
 
     @property
@@ -207,7 +207,7 @@ class DQN(Learner):
 
     def _update(self, beta: float, diagnose: bool) -> dict[str, Tensor]:
         drawn = self.replay.draw(self.config.train_batch_size, self._uniform, beta)
-        batch = Replayed.of(drawn, self.policy.device)
+        batch = Replayed.of(drawn, self.optimizer.device)
         numbers = self.step(partial(self.loss, diagnose=diagnose), batch)
         if self.replay.priorities is not None:
             self._gather(batch.error)
