@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-long lint format bench clean
+.PHONY: setup demo test test-long lint format bench gallery clean
 
 setup: $(READY)
 
@@ -38,6 +38,10 @@ test-long: setup
 
 bench: setup
 	$(BIN)/python -m bench.train
+
+# The quick presets, each stopped half-way, resumed, and held to its target: a quarter of an hour on two cores.
+gallery: setup
+	$(BIN)/python -m bench.gallery
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -6,7 +6,7 @@ Importable as `tests.matches:make_…`; agents come, wait, leave and return at r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -26,6 +26,10 @@ class Did:
     mask: Array | None
     action: int
     reward: float = 0.0
+
+    @property
+    def allowed(self) -> list[bool] | None:
+        return None if self.mask is None else [bool(x) for x in self.mask]
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Books:
 class _Script:
     """What both kinds share: random observations, masks and rewards, and the books."""
 
-    metadata: dict[str, Any] = {"name": "script", "render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"name": "script", "render_modes": []}
     render_mode = None
 
     def __init__(self, masked: str = "", length: int = 12) -> None:
@@ -106,7 +110,7 @@ class _Script:
         return float(np.float32(self._random.normal())) if self._random.random() < 0.7 else 0.0
 
 
-class ScriptParallel(_Script, ParallelEnv[str, Any, Any]):
+class ScriptParallel(_Script, ParallelEnv):  # type: ignore[misc] # PettingZoo has no types
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         self._random = np.random.default_rng(seed)
         self.history.append(Books())
@@ -142,7 +146,7 @@ class ScriptParallel(_Script, ParallelEnv[str, Any, Any]):
         return {a: v[0] for a, v in views.items()}, rewards, terminated, truncated, {a: v[1] for a, v in views.items()}
 
 
-class ScriptTurns(_Script, AECEnv[str, Any, Any]):
+class ScriptTurns(_Script, AECEnv):  # type: ignore[misc]
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         self._random = np.random.default_rng(seed)
         self.history.append(Books())
@@ -152,7 +156,7 @@ class ScriptTurns(_Script, AECEnv[str, Any, Any]):
         self.rewards = dict.fromkeys(NAMES, 0.0)
         self._cumulative_rewards = dict.fromkeys(NAMES, 0.0)
         self.terminations, self.truncations = dict.fromkeys(NAMES, False), dict.fromkeys(NAMES, False)
-        self.infos = {agent: {} for agent in NAMES}
+        self.infos: dict[str, dict[str, Any]] = {agent: {} for agent in NAMES}
         for agent in NAMES:
             self.books.begins(agent)
         self.agent_selection = NAMES[int(self._random.integers(3))]
@@ -204,13 +208,14 @@ def make_turns(**settings: Any) -> ScriptTurns:
 # -- games with known answers and faults --------------------------------------------------------------------------------
 
 
-class Simple(ParallelEnv[str, Any, Any]):
+class Simple(ParallelEnv):  # type: ignore[misc]
     """Two agents, five steps; whoever chooses 1 earns 1 for both. What goes wrong is said by `fault`, at step `at`."""
 
-    metadata = {"name": "simple", "render_modes": ["rgb_array"], "render_fps": 10}
+    metadata: ClassVar[dict[str, Any]] = {"name": "simple", "render_modes": ["rgb_array"], "render_fps": 10}
 
     def __init__(self, fault: str = "", at: int = 3, length: int = 5, render_mode: str | None = None) -> None:
-        self.possible_agents, self.agents = ["a", "b"], []
+        self.possible_agents = ["a", "b"]
+        self.agents: list[str] = []
         if fault == "late":
             self.possible_agents = ["a", "b", "late"]
         self.fault, self.at, self.length, self.render_mode = fault, at, length, render_mode
@@ -300,7 +305,7 @@ class Roles(Simple):
         over = self.t >= self.length
         seen, agents = self._seen(), list(self.agents)
         self.agents = [] if over else self.agents
-        shared = {agent: reward for agent in agents}
+        shared = dict.fromkeys(agents, reward)
         return seen, shared, dict.fromkeys(agents, False), dict.fromkeys(agents, over), {agent: {} for agent in agents}
 
     def state(self) -> Any:

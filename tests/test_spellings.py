@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ludus import config, spellings
 from ludus.config import AlgorithmConfig
 from ludus.errors import ConfigError, UsageError
 from ludus.experiment import complaints
+from ludus.experiment.conversion import convert
 
 OLD = Path(__file__).parent / "old"
 SCHEMAS = complaints.schemas()
@@ -85,11 +88,10 @@ def test_every_name_stands_in_one_table(section: str) -> None:
 
 
 def test_what_is_renamed_becomes_a_key_that_somebody_has() -> None:
-    names = {"": config.ExperimentConfig, **config.sections()}
     for section, table in spellings.RENAMED.items():
+        having = list(SCHEMAS.values()) if section == "config" else [config.sections()[section]]
         for name in table.values():
-            schemas = SCHEMAS.values() if section == "config" else [names[section]]
-            assert any(name in config.names_of(schema) for schema in schemas), f"{section}.{name}"
+            assert any(name in config.names_of(schema) for schema in having), f"{section}.{name}"
 
 
 # -- meanings -----------------------------------------------------------------------------------------------------------
@@ -305,3 +307,47 @@ def test_all_complaints_of_an_experiment_come_at_once() -> None:
     )
     expected = ("stop.iteration", "checkpoint_frq", "CartPol-v1", "config.framework", "config.gama", "config.num_epochs")
     assert sorted(next(word for word in expected if word in line) for line in found) == sorted(expected)
+
+
+# -- nonsense -----------------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "": [*spellings.RENAMED[""], *spellings.TRANSLATED[""], *spellings.FOREIGN[""], *config.ExperimentConfig.model_fields],
+    "config": [*RLLIB["config"], *RLLIB["PPO"], *RLLIB["DQN"], *RLLIB["APPO"], *SCHEMAS["PPO"].model_fields],
+    "model": [*RLLIB["model"], *config.ModelConfig.model_fields],
+    "stop": [*spellings.RENAMED["stop"], *spellings.FOREIGN["stop"]],
+}
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "PPO", "DQN", "tf", "", "CartPole-v1"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["type", "grid_search", "a", "capacity"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def _section(name: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(_NAMES[name]), _VALUES, max_size=size)
+
+
+@given(
+    _section("", 3),
+    _section("config", 6),
+    _section("model", 3),
+    _section("stop", 2),
+    st.sampled_from(["PPO", "DQN", "IMPALA", "SAC"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_nonsense_is_complained_about_and_never_a_crash(
+    top: dict[str, Any], inner: dict[str, Any], model: dict[str, Any], stop: dict[str, Any], run: str
+) -> None:
+    data = {"env": "CartPole-v1", "run": run, "stop": stop, "config": {**inner, "model": model}, **top}
+    found = complaints.of_experiment(data, env_too=False)
+    assert all(isinstance(line, str) and line for line in found)
+    try:
+        text = convert({"x": data}, "x")
+    except ConfigError:
+        return
+    for converted in config.parse_yaml(text, "x").values():
+        assert complaints.of_experiment(converted, env_too=False) == [], "what was converted is right"

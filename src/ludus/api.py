@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludus.actor.trained import TrainedAgent
+from ludus.config import ExperimentConfig
 from ludus.experiment import checkpoint, experiment
 from ludus.experiment.experiment import Result
 from ludus.types import DEFAULT_MODEL
@@ -36,7 +37,8 @@ def train(
 ) -> Result:
     """Train an agent and return it, with its run directory and last metrics.
 
-    `settings` are the keys of `config:` (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`); an unknown one is an error. With
+    `settings` are the keys of `config:` (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`), and those beside it that are not
+    named here (`track={"csv": True}, max_failures=2, …`), by any of their names; an unknown one is an error. With
     `num_workers=N` environments are stepped by N other processes; with `address` these run on all machines of a Ray cluster.
     Raises UsageError for anything wrong with the arguments, before anything starts.
     """
@@ -46,6 +48,7 @@ def train(
         "checkpoint_at_end": checkpoint_at_end,
         "keep_checkpoints_num": keep_checkpoints_num,
     }
+    data |= {key: settings.pop(key) for key in [*settings] if key in ExperimentConfig.model_fields}
     return experiment.start(
         data,
         local_dir=Path(local_dir),

@@ -241,11 +241,17 @@ class AlgorithmConfig(_Strict):
     max_worker_restarts: int | None = Field(1000, ge=0, description="Replacements of one worker, in all; null = no limit.")
     worker_restart_backoff_s: float = Field(0.05, ge=0, description="Wait before the first replacement; doubles up to 5 s.")
     worker_hang_s: float = Field(60.0, gt=0, description="A worker whose environment takes longer for a step is replaced.")
-    num_envs_per_worker: int = Field(64, ge=1, description="Environments stepped together.")
-    rollout_fragment_length: int | None = Field(
-        None, ge=1, description="Steps of a segment; null = train_batch_size / environments."
+    num_envs_per_worker: int = Field(
+        64,
+        ge=1,
+        description="Environments stepped together by a worker. Not given beside train_batch_size: as many as fit it, up to 64.",
     )
-    train_batch_size: int = Field(4096, ge=1, description="Environment steps per update.")
+    rollout_fragment_length: int | None = Field(
+        None, ge=1, description="Steps of a segment of one environment; null = what the size of the batch leaves."
+    )
+    train_batch_size: int = Field(
+        4096, ge=1, description="Environment steps per update = workers × environments × rollout_fragment_length."
+    )
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
     explore: bool = Field(True, description="Draw actions from the policy; false = always the most probable one.")
     batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(

@@ -50,7 +50,6 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "sampler_results/episode_reward_mean": "episode_return_mean",
         "training_iteration": "iterations",
         "time_total_s": "time_s",
-        "time_budget_s": "time_s",
         "episodes_total": "episodes",
         "num_episodes_lifetime": "episodes",
         "env_runners/num_episodes_lifetime": "episodes",

@@ -93,7 +93,7 @@ def test_a_sweep_without_end_is_refused() -> None:
 
 # -- values
 
-RANGES = {
+RANGES: dict[str, list[Any]] = {
     "uniform": [0.5, 2.5],
     "loguniform": [1e-5, 1e-2],
     "quniform": [0.1, 0.9, 0.2],

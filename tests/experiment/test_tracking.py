@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -332,6 +334,28 @@ def _shown_in_tensorboard(directory: Path) -> set[str]:
         events.Reload()
         tags |= set(events.Tags()["images"])
     return tags
+
+
+@pytest.mark.long
+@pytest.mark.system
+def test_trials_that_begin_at_once_share_one_database(tmp_path: Path) -> None:
+    """MLflow's own way of making its tables breaks when two processes do it at the same time."""
+    code = (
+        "import sys; from pathlib import Path; from ludus.config import MlflowConfig; from ludus.experiment.tracking import Mlflow\n"
+        "name = sys.argv[1]; service = Mlflow(Path(name), MlflowConfig(), 'sweep', name, {'lr': 1.0}); service.open()\n"
+        "service.write([{'timesteps': 10, 'x': 1.5}]); service.close('finished')"
+    )
+    trials = [
+        subprocess.Popen([sys.executable, "-c", code, f"t{i}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) for i in range(3)
+    ]
+    for trial in trials:
+        _, said = trial.communicate(timeout=240)
+        assert trial.returncode == 0, said
+    kept = services.mlflow_runs(f"sqlite:///{tmp_path / 'mlflow.db'}", "sweep")
+    assert {(run.tags["ludus.track_id"], run.status, run.metrics["x"][10]) for run in kept} == {
+        (f"t{i}", "FINISHED", 1.5) for i in range(3)
+    }
+    assert not list(tmp_path.glob(".aside*"))
 
 
 def test_a_run_that_is_not_tracked_attaches_nothing(tmp_path: Path) -> None:

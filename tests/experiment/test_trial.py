@@ -38,13 +38,18 @@ def same_weights(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> No
         np.testing.assert_array_equal(one.weights["model"][name], value, err_msg=name)
 
 
+def exhaust(one: Attempt) -> None:
+    for _ in range(1000):
+        one.advance()
+
+
 def test_a_trial_is_an_ordinary_run_that_ends_by_its_own_stop(tmp_path: Path) -> None:
     one = attempt(tmp_path / "t", experiment(3), values=[[["config", "lr"], 0.1]])
     seen = [dict(one.advance()) for _ in range(3)]
     assert [n["iterations"] for n in seen] == [1, 2, 3]
     assert OVER not in seen[1]
     assert seen[2][OVER] == FINISHED
-    assert seen[2]["done"] is True
+    assert seen[2]["done"]
     assert Run.open(tmp_path / "t").meta()["status"] == "finished"
     assert Run.open(tmp_path / "t").meta()["trial"] == [[["config", "lr"], 0.1]]
     assert newest(tmp_path / "t").state["progress"]["iterations"] == 3
@@ -116,9 +121,11 @@ def test_taking_over_copies_weights_and_optimizer_and_counts_on(tmp_path: Path) 
 
 def test_what_was_taken_over_once_is_not_taken_over_again_after_a_crash(tmp_path: Path) -> None:
     bad, good = attempt(tmp_path / "bad"), attempt(tmp_path / "good", experiment(seed=2))
-    bad.advance(), good.advance()
+    for one in (bad, good):
+        one.advance()
     pointer = good.checkpoint()
-    bad.close(), good.close()
+    for one in (bad, good):
+        one.close()
     changed = attempt(tmp_path / "bad", pointer=pointer)
     for _ in range(3):
         changed.advance()
@@ -146,8 +153,7 @@ def test_an_environment_that_breaks_fails_the_trial_and_what_was_learned_is_kept
     data["config"] |= {"env_config": {"fault": "raises in step", "at": 40}}
     one = attempt(tmp_path / "t", data)
     with pytest.raises(EnvironmentFault, match="the game crashed"):
-        for _ in range(100):
-            one.advance()
+        exhaust(one)
     meta = Run.open(tmp_path / "t").meta()
     assert meta["status"] == "failed"
     assert "the game crashed" in meta["error"]

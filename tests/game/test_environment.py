@@ -386,7 +386,9 @@ def test_what_the_environment_raised_can_still_be_seen() -> None:
 
 
 def test_the_interface_of_the_old_gym_is_refused_with_the_place() -> None:
-    with pytest.raises(EnvironmentFault, match=r"environment 0 of tiny .*step 3.*unpack"):
+    with pytest.raises(
+        EnvironmentFault, match=r"environment 0 of tiny at step 3 returned 4 values from step\(\)\. Gymnasium wants"
+    ):
         sample(loop(tiny.Faulty("old interface")))
 
 

@@ -88,7 +88,7 @@ def test_population_based_training_copies_the_better_trial_and_changes_its_setti
         config={"lr": {"grid_search": [2e-3, 1e-9]}},
         stop={"timesteps": 60_000},
         tune={
-            "scheduler": "pbt", "perturbation_interval": 8_000, "quantile_fraction": 0.5, "report_s": 0.2,
+            "scheduler": "pbt", "perturbation_interval": 20_000, "quantile_fraction": 0.5, "report_s": 0.2,
             "hyperparam_mutations": {"lr": {"loguniform": [1e-4, 1e-2]}},
         },
     )  # fmt: skip
@@ -348,6 +348,10 @@ if __name__ == "__main__":
         assert agent is not None
     print("resources", trainable.default_resource_request({"env": "mine", "num_workers": 3}).bundles)
     print("best", results.get_best_result("episode_return_mean", "max").config["lr"])
+    config = {"env": "mine", "num_workers": 0, "num_gpus": 0, "ignore_worker_failures": True, "evaluation_duration": 0}
+    swept = ludus.tune("DQN", name="seeds", stop={"training_iteration": 10}, config=config, num_samples=2, local_dir=sys.argv[1])
+    print("swept", [(row["status"], row["iterations"], row["settings"]) for row in swept.results], len(swept.to_pandas()))
+    assert ray.is_initialized()
 """
 
 
@@ -358,15 +362,16 @@ def test_a_trainable_works_in_a_tuner_and_a_ray_of_ones_own(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resources [{'CPU': 1.0}, {'CPU': 1.0}, {'CPU': 1.0}, {'CPU': 1.0}]" in done.stdout
-    assert len([path for path in (tmp_path / "results" / "own").glob("*/config.yaml")]) == 2
+    assert len(list((tmp_path / "results" / "own").glob("*/config.yaml"))) == 2
+    swept = next(line for line in done.stdout.splitlines() if line.startswith("swept"))
+    assert swept.count("('finished', 10, {'seed': ") == 2
 
 
 def test_the_same_trial_learns_the_same_in_a_sweep_and_by_hand(tmp_path: Path) -> None:
     data = experiment(config={"lr": {"grid_search": [1e-3]}, "seed": 3}, stop={"timesteps": 4_000})
     result = sweep(tmp_path, data)
-    alone = ludus.train(
-        "CartPole-v1", stop={"timesteps": 4_000}, local_dir=tmp_path / "alone", **{**SMALL, "lr": 1e-3, "seed": 3}
-    )
+    settings: dict[str, Any] = {**SMALL, "lr": 1e-3, "seed": 3}
+    alone = ludus.train("CartPole-v1", stop={"timesteps": 4_000}, local_dir=tmp_path / "alone", **settings)
     one, other = checkpoint.newest(LocalStore(result.best_run)), checkpoint.newest(LocalStore(alone.run_dir))
     for name, value in other.weights["model"].items():
         np.testing.assert_array_equal(one.weights["model"][name], value, err_msg=name)

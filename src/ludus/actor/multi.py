@@ -591,6 +591,8 @@ class Step:
     terminated: frozenset[str]
     truncated: frozenset[str]
     over: bool
+    final: Mapping[str, Tree] = field(default_factory=dict)
+    """What those who leave saw last, where it was shown."""
 
 
 def play_episode(
@@ -630,6 +632,7 @@ def play_episode(
             states.pop(left.agent, None)
         ended = frozenset(left.agent for left in moved.leaving if left.terminated)
         cut = frozenset(left.agent for left in moved.leaving if not left.terminated)
-        on_step(Step(number, seen, actions, rewards, ended, cut, moved.over))
+        final = {left.agent: left.observation for left in moved.leaving if left.observation is not None}
+        on_step(Step(number, seen, actions, rewards, ended, cut, moved.over, final))
         number += 1
     return Finished(returns, number)

@@ -57,6 +57,10 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Any key, e.g. lr=1e-3 or model.use_lstm=true; repeatable.", show_default=False
     ),
 ]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="csv|wandb|mlflow", help="Where numbers go besides TensorBoard; repeatable.", show_default=False),
+]
 LocalDir = Annotated[Path, typer.Option(help="Where runs go.")]
 TempDir = Annotated[
     Path | None, typer.Option(help="Where sockets, and the session of a Ray, go while it runs. [TMPDIR]", show_default=False)

@@ -75,6 +75,10 @@ def rollout(
     _show(played, steps, json_)
     if depth and played.video:
         say("colours are depths, dark is near: this is not what the game looks like", to_stderr=json_)
+    if played.video and not depth:
+        from ludus.experiment import tracking
+
+        tracking.attach(directory, [played.video])
     if json_:
         print(json.dumps(played.to_json()), flush=True)
 

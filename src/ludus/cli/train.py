@@ -32,11 +32,16 @@ class TrainCommand(TyperCommand):
     """`--resume` may stand alone, as it did in older trainers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        out: list[str] = []
-        for at, word in enumerate(args):
-            alone = word == "--resume" and (at + 1 == len(args) or args[at + 1].startswith("-"))
-            out += ["--resume", NEWEST] if alone else [word]
-        return super().parse_args(ctx, out)
+        return super().parse_args(ctx, with_newest(args))
+
+
+def with_newest(words: Sequence[str]) -> list[str]:
+    """The words of a command, in which every `--resume` has a value."""
+    out: list[str] = []
+    for at, word in enumerate(words):
+        alone = word == "--resume" and (at + 1 == len(words) or words[at + 1].startswith("-"))
+        out += ["--resume", NEWEST] if alone else [word]
+    return out
 
 
 def train(
@@ -56,6 +61,7 @@ def train(
     seed: o.Seed = None,
     config: o.Config = None,
     set_: o.Set = None,
+    track: o.Track = None,
     experiment_name: o.ExperimentName = None,
     local_dir: o.LocalDir = Path("runs"),
     temp_dir: o.TempDir = None,
@@ -107,14 +113,15 @@ def train(
     ray = (None if local_mode else address, ray_num_cpus, ray_object_store_memory)
     if resume is not None and resume != NEWEST:
         given = {
-            "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--set": set_, "--config": config,
+            "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--set": set_, "--config": config, "--track": track,
             "--num-cpus": num_cpus, "--num-workers": num_workers, "--project": project, "--trial": trial,
         } | {_option(key): value for key, value in (top | own).items()}  # fmt: skip
         _resume_one(Path(resume), given, stops, _Starter(voice, ray))
         return
     top["env"] = env or env_option
     source = _source(file, preset)
-    found = experiments_from(source, experiment, experiment_name, top, stops, settings, _mapping("--config", config), set_ or [])
+    changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *(set_ or [])]
+    found = experiments_from(source, experiment, experiment_name, top, stops, settings, _mapping("--config", config), changes)
     starter = _Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST)
     starter.run_all(found, source, _mapping("--resources-per-trial", resources_per_trial))
 

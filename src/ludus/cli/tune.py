@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli import options as o
-from ludus.cli.display import say
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,6 +24,12 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.2
 _LINE_EVERY_S = 10.0
 _ROWS = 40
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    from ludus.cli.display import say as written  # imports what --help can do without
+
+    written(text, to_stderr=to_stderr)
 
 
 def tune(

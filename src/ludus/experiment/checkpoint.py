@@ -170,17 +170,19 @@ def best_score(store: Store) -> float:
         return float("-inf")
 
 
-def retain(store: Store, keep: int | None, fresh: str | None = None, spared: Collection[str] = ()) -> dict[str, dict[str, int]]:
+def retain(
+    store: Store, keep: int | None, fresh: str | None = None, *, spared: Collection[str] = (), surplus: Collection[str] = ()
+) -> dict[str, dict[str, int]]:
     """Delete all but the newest `keep`, the best and the `fresh` one; returns the deleted names with their versions by model.
 
-    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it. Those that are
-    `spared` neither go nor count.
+    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it. Those `spared` do
+    not go either; the `surplus` ones do not even count.
     """
     if keep is None:
         return {}
-    best = best_name(store)
-    counted = [name for name in names(store) if name not in spared]
-    return {name: drop(store, name) for name in counted[:-keep] if name not in (best, fresh)}
+    stays = {best_name(store), fresh, *spared}
+    counted = [name for name in names(store) if name not in surplus]
+    return {name: drop(store, name) for name in counted[:-keep] if name not in stays}
 
 
 def drop(store: Store, name: str) -> dict[str, int]:

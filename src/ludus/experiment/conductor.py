@@ -214,7 +214,7 @@ class Conductor:
     def _tidy(self) -> None:
         """Drop what is too old, and what has been evaluated and found not to be the best; never the newest."""
         busy = {played.checkpoint for played in (self._playing, self._next) if played is not None}
-        gone = checkpoint.retain(self._store, self._schedule.keep, self.last_checkpoint, self._surplus | busy)
+        gone = checkpoint.retain(self._store, self._schedule.keep, self.last_checkpoint, spared=busy, surplus=self._surplus)
         settled = self._surplus - busy - {self.last_checkpoint}
         for name in settled - {checkpoint.best_name(self._store)} if settled else ():
             gone[name] = checkpoint.drop(self._store, name)

@@ -13,7 +13,6 @@ from ludus import config as configs
 from ludus.documents import Dumper, parse_yaml
 from ludus.errors import ConfigError, UsageError
 from ludus.experiment import complaints
-from ludus.spellings import Reading
 
 _COMMON = {
     "num_envs_per_worker": 1,
@@ -116,7 +115,9 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
     run = top.data.get("run", "PPO")
     schema = complaints.algorithm_of(run).Config if isinstance(run, str) else configs.AlgorithmConfig
     inner = top.data.get("config", {})
-    below = configs.read_config(inner, schema) if isinstance(inner, Mapping) else Reading(inner)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config is {inner!r}: it is a section.")
+    below = configs.read_config(inner, schema)
     if top.clashes or below.clashes:
         raise ConfigError("\n".join([*top.clashes, *below.clashes]))
     new = {key: value for key, value in top.data.items() if key not in ("name", "config")} | {"config": below.data}

@@ -15,7 +15,7 @@ import torch
 from ludus import spaces
 from ludus.actor.evaluate import Score, longest_episode, play, shares, undisturbed
 from ludus.config import AlgorithmConfig, PreprocessConfig
-from ludus.errors import ConfigError, LudusError
+from ludus.errors import ConfigError, LudusError, NotFound
 from ludus.experiment.checkpoint import FOLDER
 from ludus.experiment.parts import Resolved
 from ludus.experiment.run import Run
@@ -129,7 +129,7 @@ class EvaluationWorkers:
             logs = self._directory / "logs" / "evaluation"
             self._errands = Errands(
                 "evaluation", Player, self._course,
-                workers=self._workers, hang_s=self._hang_s, restart=self._restart, log_dir=logs,
+                workers=self._workers, hang_s=self._hang_s, restart=self._restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
         where = str(self._directory / FOLDER / checkpoint / f"{DEFAULT_MODEL}.safetensors")
@@ -181,7 +181,10 @@ class Player:
 
     def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
         weights = Path(errand["weights"])
-        self._policy.load_weights(saved.decode_weights(weights.read_bytes(), str(weights))[0])
+        try:
+            self._policy.load_weights(saved.decode_weights(weights.read_bytes(), str(weights))[0])
+        except OSError as error:
+            raise NotFound(f"The checkpoint is gone: {error}.") from error
         score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
         return {"returns": score.returns, "lengths": score.lengths, "cut": score.cut}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -107,7 +108,7 @@ _MOVED = {
     "config.multiagent.policies": ("policies",),
     "checkpoint_freq": ("checkpoint_config.checkpoint_frequency",),
     "keep_checkpoints_num": ("checkpoint_config.num_to_keep",),
-    "stop.time_s": ("time_budget_s beside stop",),
+    "stop.time_s": ("time_budget_s",),
 }
 
 
@@ -118,7 +119,7 @@ def _moved_to(section: str, name: str) -> tuple[str, ...]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "–"
-    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined or isinstance(value, BaseModel):
         return "–"
     return shown(value)
@@ -182,9 +183,8 @@ def explain(asked: str) -> list[str]:
 def _named(asked: str) -> list[Key]:
     """Keys by this path, or the end of it; by another spelling if there is none."""
     keys = catalogue()
-    plain = asked.removeprefix("--").replace("-", "_") if asked.startswith("--") else asked
-    path, _, name = plain.rpartition(".")
-    exact = [key for key in keys.values() if key.path == plain or key.path == f"config.{plain}"]
+    path, _, name = asked.rpartition(".")
+    exact = [key for key in keys.values() if key.path in (asked, f"config.{asked}")]
     if exact:
         return exact
     ends = [
@@ -235,8 +235,8 @@ def _foreign(asked: str) -> list[str]:
             out.append(f"{where}, a key of RLlib, {reason.why}")
             if reason.same:
                 out.append(f"  It may stay as {' or '.join(shown(value) for value in reason.same)}, which is what happens here.")
-    for section, table in spellings.TRANSLATED.items():
-        if name in table and not out and (not path or path in (section, section.removeprefix("config."))):
+    for section, readings in spellings.TRANSLATED.items():
+        if name in readings and not out and (not path or path in (section, section.removeprefix("config."))):
             out.append(
                 f"{section}.{name}".lstrip(".") + ", a key of RLlib, is read; `ludus config convert FILE` shows what it becomes."
             )
@@ -261,3 +261,36 @@ def listed() -> Iterator[str]:
 
 
 _SECTION_ORDER = ["", "stop", "config", "tune", "track", "target"]
+
+
+# -- the page -----------------------------------------------------------------------------------------------------------
+
+_TABLE = re.compile(r"(<!-- keys: (?P<name>[\w. -]+) -->\n)(?P<table>.*?)(<!-- end of keys -->)", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """The text of docs/config.md with its tables as the schemas have them now."""
+    return _TABLE.sub(lambda found: f"{found[1]}{table(found['name'])}{found[4]}", page)
+
+
+def table(name: str) -> str:
+    """The keys of a section, as Markdown; of `config` those that all algorithms have, of `algorithms` the others."""
+    section = {"experiment": "", "algorithms": "config"}.get(name, name)
+    chosen = [key for key in catalogue().values() if key.section == section]
+    if section == "config":
+        chosen = [key for key in chosen if bool(key.algorithms) == (name == "algorithms")]
+    if not chosen:
+        raise ConfigError(f"There is no section {name!r} to make a table of.")
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    lines += [f"| `{key.name}` | {_cell(key.default)} | {_cell(_meaning(key))} |" for key in chosen]
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(key: Key) -> str:
+    only = f"*{', '.join(key.algorithms)}.* " if key.algorithms else ""
+    also = [other for other in key.others if "/" not in other]
+    return f"{only}{key.description}" + (f" Also {', '.join(f'`{other}`' for other in also)}." if also else "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ import torch
 
 from ludus import spaces, statistics
 from ludus.actor.evaluate import Score, longest_episode
-from ludus.actor.multi import Finished, Step, play_episode
+from ludus.actor.multi import Step, play_episode
 from ludus.actor.trained import TrainedAgent
 from ludus.config import EXTERNAL, PreprocessConfig
 from ludus.errors import IncompatibleCheckpoint, UsageError
@@ -332,6 +332,7 @@ class MatchPlayer:
         length = 0
         with contextlib.ExitStack() as stack:
             recording = _Recording(stage, episode, directory, stack)
+            ledger = None if recording.part is None else _Ledger(recording.part, episode, agents)
 
             def before_step() -> None:
                 beat()
@@ -342,15 +343,17 @@ class MatchPlayer:
                 length = step.number + 1
                 for agent, reward in step.rewards.items():
                     returns[agent] += reward
-                if recording.part is not None:
-                    _note(recording.part, episode, step, max(map(len, agents)))
+                if ledger is not None:
+                    ledger.note(step)
 
             with translated(stage.env, "play", 0):
                 finished = play_episode(
                     match, agents, stage.seed + episode,
                     deterministic=stage.deterministic, max_steps=max_steps, before_step=before_step, on_step=on_step,
                 )  # fmt: skip
-        if isinstance(finished, Finished):
+            if ledger is not None:
+                ledger.close()
+        if finished is not None:
             returns = dict(finished.returns)
         return Told(sum(returns.values()), length, finished is not None, frame_rate(match.metadata), returns)
 
@@ -358,18 +361,37 @@ class MatchPlayer:
         self._match.close()
 
 
-def _note(part: Part, episode: int, step: Step, width: int) -> None:
-    """One row for each agent that acted. Agents may see different things: each has columns of its own for that."""
-    for agent, action in step.actions.items():
-        columns = {
-            "episode": episode,
-            "step": step.number,
-            "agent": np.asarray(agent, f"U{width}"),
-            "reward": float(step.rewards.get(agent, 0.0)),
-            "terminated": agent in step.terminated,
-            "truncated": agent in step.truncated,
-        }
-        part.add(columns, {f"{agent}/observation": step.observations[agent], f"{agent}/action": action})
+class _Ledger:
+    """Rows of several agents: one for each action, written when it is known what came of it, which may be turns later.
+
+    Agents may see different things: each has columns of its own for what it sees and does.
+    """
+
+    def __init__(self, part: Part, episode: int, agents: Collection[str]) -> None:
+        self._part, self._episode = part, episode
+        self._names = f"U{max(map(len, agents))}"
+        self._open: dict[str, tuple[int, Tree, Any]] = {}
+
+    def note(self, step: Step) -> None:
+        for agent, action in step.actions.items():
+            self._open[agent] = step.number, step.observations[agent], action
+        for agent, reward in step.rewards.items():
+            self._settle(agent, reward, agent in step.terminated, agent in step.truncated)
+        for agent, observation in step.final.items():
+            self._part.add({f"{agent}/{FINAL}episode": self._episode}, {f"{agent}/{FINAL}observation": observation})
+
+    def close(self) -> None:
+        """Nobody says what became of the last actions."""
+        for agent in list(self._open):
+            self._settle(agent, 0.0, False, False)
+
+    def _settle(self, agent: str, reward: float, terminated: bool, truncated: bool) -> None:
+        if agent not in self._open:
+            return
+        number, observation, action = self._open.pop(agent)
+        counters = {"episode": self._episode, "step": number, "agent": np.asarray(agent, self._names), "reward": float(reward)}
+        ends = {"terminated": terminated, "truncated": truncated}
+        self._part.add(counters | ends, {f"{agent}/observation": observation, f"{agent}/action": action})
 
 
 def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: Stage) -> None:
@@ -483,7 +505,14 @@ class _Crew:
         self._to_come: Iterator[int] = iter(range(episodes))
         if workers:
             self._errands = Errands(
-                "rollout", Worker, stage, str(aside), workers=min(workers, episodes), hang_s=_HANG_S, log_dir=log_dir
+                "rollout",
+                Worker,
+                stage,
+                str(aside),
+                workers=min(workers, episodes),
+                hang_s=_HANG_S,
+                log_dir=log_dir,
+                preload=("torch", __name__),
             )
             self._give(AHEAD * workers)
 

@@ -33,8 +33,11 @@ FIXED = (
     "multiagent",
     "preprocess",
     "wrappers",
+    "normalize_reward",
+    "kl_coeff",
 )
-"""Keys of `config:` that cannot change within a training: the copied weights would not fit, or would mean something else."""
+"""Keys of `config:` that cannot change within a training: the copied weights would not fit, or would mean something else;
+and what adapts itself (kl_coeff goes on from where the other one was)."""
 
 Path = tuple[str, ...]
 Assignment = dict[Path, Any]

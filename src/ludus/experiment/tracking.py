@@ -9,6 +9,7 @@ goes on in its service too: `meta.json` keeps the id that it has there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ludus.config import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig, experiment
-from ludus.errors import ConfigError, MissingExtra
+from ludus.errors import ConfigError, LudusError, MissingExtra
 from ludus.experiment.run import Run
 from ludus.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
 
@@ -166,22 +167,19 @@ def _files(directory: Path, folder: str, kinds: set[str]) -> list[Path]:
 def attach(directory: Path, paths: Sequence[Path]) -> bool:
     """Show pictures and videos that were made after the training (by a rollout) wherever the run is tracked.
 
-    False: it is tracked by no service, and nothing was done. A service that fails is logged, as during the training.
+    False: it is tracked by no service, and nothing was done. What fails is logged, as during the training, and not raised.
     """
-    run = Run.open(directory)
-    data = run.config()
-    services = services_of(run, experiment(data))
-    if not services:
+    run = Run(directory)
+    try:
+        services = services_of(run, experiment(run.config()))
+        if not services:
+            return False
+        rows = read_jsonl(run.metrics_path)
+        timesteps, status = int(rows[-1].get("timesteps") or 0) if rows else 0, str(run.meta().get("status", "running"))
+        _show_in_tensorboard(directory, paths, timesteps)
+    except LudusError as error:  # a config of another version, a full disk: the files themselves are there
+        log.warning("%s could not be added to the record of %s: %s", ", ".join(map(str, paths)), directory, error)
         return False
-    rows = read_jsonl(run.metrics_path)
-    timesteps, status = int(rows[-1].get("timesteps") or 0) if rows else 0, str(run.meta().get("status", "running"))
-    board = TensorBoard(directory)
-    for path in paths:
-        if path.suffix.lower() in _PICTURES:
-            board.picture(path.read_bytes(), f"{path.parent.name}/{path.stem}", timesteps)
-        elif path.suffix.lower() in _MOVING:
-            board.picture(_as_gif(path), f"{path.parent.name}/{path.stem}", timesteps)
-    board.close()
     for service in services:
         aside = Aside(service, lambda: paths, lambda: status)
         aside.timesteps = timesteps
@@ -189,10 +187,17 @@ def attach(directory: Path, paths: Sequence[Path]) -> bool:
     return True
 
 
+def _show_in_tensorboard(directory: Path, paths: Sequence[Path], timesteps: int) -> None:
+    board = TensorBoard(directory)
+    for path in paths:
+        data = path.read_bytes() if path.suffix.lower() in _PICTURES else _as_gif(path)
+        board.picture(data, f"{path.parent.name}/{path.stem}", timesteps)
+    board.close()
+
+
 def _as_gif(video: Path) -> bytes:
     """The only moving pictures that TensorBoard shows. Few and small: they are for a glance. Empty: it is no video."""
-    from imageio_ffmpeg import get_ffmpeg_exe
-
+    get_ffmpeg_exe = importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe  # which has no types
     form = f"fps={_GIF_FPS},scale='min({_GIF_WIDTH},iw)':-2"
     words = ["-v", "error", "-i", str(video), "-vf", form, "-frames:v", str(_GIF_FRAMES), "-loop", "0", "-f", "gif", "-"]
     try:
@@ -440,6 +445,8 @@ class Mlflow:
 
         for talkative in ("mlflow", "alembic"):
             logging.getLogger(talkative).setLevel(logging.WARNING)
+        if uri == self._beside():
+            _make_database(self._directory.parent / "mlflow.db")
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._experiment_id(uri)
         before = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self._known}'", max_results=1)
@@ -494,3 +501,21 @@ class Mlflow:
         params = [Param(k, str(v)[:_LONGEST_PARAM]) for k, v in self._settings.items() if k not in known]
         for i in range(0, len(params), _PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=params[i : i + _PARAMS_AT_ONCE])
+
+
+def _make_database(path: Path) -> None:
+    """MLflow makes its tables in dozens of steps: two trials at once, or one that is killed, would leave half of them for ever.
+
+    So it makes them aside, and whoever is first gives them their name.
+    """
+    if path.exists():
+        return
+    from mlflow import MlflowClient
+
+    aside = path.with_name(f".aside-{uuid.uuid4().hex}.db")
+    try:
+        MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

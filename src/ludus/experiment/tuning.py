@@ -27,7 +27,7 @@ import ludus
 from ludus import config as configs
 from ludus.config import TuneConfig
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
-from ludus.experiment import experiment, search
+from ludus.experiment import experiment, search, tracking
 from ludus.experiment.outcome import SweepResult, outcome, read_curve
 from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import CONFIG, Run
@@ -135,7 +135,7 @@ def _check(sweep: Sweep, trial: Trial) -> None:
             "config.num_workers is auto, which would give every trial the whole machine.",
             "Set a number: trials run side by side.",
         )
-    experiment.resolve(data)
+    tracking.check(experiment.resolve(data).experiment.track)
     needed = reserved(data, None)
     if sweep.tune.cpus_per_trial is not None and sweep.tune.cpus_per_trial < needed.all_cpus:
         raise ConfigError(

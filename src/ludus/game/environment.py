@@ -129,7 +129,11 @@ def make_one(
 
 
 def made_as_trained(
-    state: Mapping[str, Any], *, env: str | None = None, env_config: Mapping[str, Any] | None = None, render_mode: str | None = None
+    state: Mapping[str, Any],
+    *,
+    env: str | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    render_mode: str | None = None,
 ) -> gym.Env[Any, Any]:
     """A single environment as the saved config of a run describes it; another name, or further keywords, may be asked for."""
     config = state["config"]
@@ -255,6 +259,9 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
         raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}.") from error
 
 
+_GYMNASIUM_STEP = (
+    "Gymnasium wants (observation, reward, terminated, truncated, info); Gym before 0.26 had `done` for the third and fourth."
+)
 _FAULTS_IN_A_ROW = 5  # without a step between them, before we believe that it will not work again
 
 
@@ -431,6 +438,7 @@ class LoopEnvironments:
         if not isinstance(env, gym.Env):
             raise EnvironmentFault(f"{name} made a {type(env).__name__}, not a gymnasium.Env.")
         self.action_space = env.action_space
+        self._spaces = env.observation_space, env.action_space
         self.observation_space, mask_space = spaces.split_mask(env.observation_space)
         self._mask_inside = mask_space is not None
         self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
@@ -484,7 +492,11 @@ class LoopEnvironments:
 
     def _step(self, i: int, env: gym.Env[Any, Any], action: Any) -> None:
         with translated(self.name, "step", self._steps, i):
-            observation, reward, terminated, truncated, info = env.step(action)
+            made = env.step(action)
+        try:
+            observation, reward, terminated, truncated, info = made
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(self._not_of_gymnasium(i, "step", made), _GYMNASIUM_STEP) from error
         self._store(i, observation, info, ended=bool(terminated or truncated))
         try:
             self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
@@ -514,10 +526,51 @@ class LoopEnvironments:
 
     def _reset(self, i: int, seed: int | None) -> None:
         with translated(self.name, "reset", self._steps, i):
-            observation, info = self._envs[i].reset(seed=seed)
+            made = self._envs[i].reset(seed=seed)
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
+            raise EnvironmentFault(
+                self._not_of_gymnasium(i, "reset", made),
+                "Gymnasium wants (observation, info); Gym before 0.26 had the observation alone.",
+            )
+        observation, info = made
+        self._check_spaces(i)
         if ACTION_MASK in info:
             self.masked = True
         self._store(i, observation, info)
+        self._check_integers(i, observation)
+
+    def _not_of_gymnasium(self, i: int, call: str, made: Any) -> str:
+        found = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        return f"{self._where(i)} returned {found} from {call}()."
+
+    def _check_spaces(self, i: int) -> None:
+        """They are looked at once, when the networks are made; whoever changes them later means something else by them."""
+        env = self._envs[i]
+        for what, now, before in (
+            ("observation", env.observation_space, self._spaces[0]),
+            ("action", env.action_space, self._spaces[1]),
+        ):
+            if now is not before and now != before:
+                raise EnvironmentFault(
+                    f"{self._where(i)} has changed its {what} space from {before} to {now}.",
+                    "Spaces are fixed: make them wide enough for all episodes, and mask what is not there.",
+                )
+
+    def _check_integers(self, i: int, observation: Any) -> None:
+        """A number that is too big for its type would be wrapped around in silence. At resets only: it costs too much."""
+        try:
+            given = dict(leaves(_plain(observation)))
+        except (TypeError, ValueError):
+            return
+        for path, spec in leaves(self._spec):
+            got = given.get(path, given.get(f"observation.{path}" if path else "observation"))
+            if got is None or spec.dtype.kind not in "iu" or got.dtype == spec.dtype or not got.size:
+                continue
+            bounds = np.iinfo(spec.dtype)
+            if got.min() < bounds.min or got.max() > bounds.max:
+                raise EnvironmentFault(
+                    f"{self._where(i)} returned {got.dtype} with values from {got.min()} to {got.max()}; its space says {spec.dtype}."
+                )
 
     def _store(self, i: int, observation: Any, info: Mapping[str, Any], ended: bool = False) -> None:
         try:

@@ -14,6 +14,7 @@ import logging
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -220,7 +221,8 @@ def fit(
     )
     _hearing.append(hear)
     try:
-        with environment(_ENVIRONMENT), _quiet(), _terminated_as_interrupted():
+        with environment(_ENVIRONMENT), _quiet(), _terminated_as_interrupted(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Consider boosting PBT")  # by reusing processes
             tuner.fit()
     finally:
         _hearing.remove(hear)

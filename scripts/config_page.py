@@ -1,0 +1,12 @@
+"""Write the tables of docs/config.md anew, from the schemas. Run it after a key has changed; a test holds the page to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ludus.experiment.keys import filled
+
+PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

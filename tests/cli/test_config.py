@@ -1,0 +1,409 @@
+"""`ludus config`, and `ludus train -f`: files with experiments, old and new."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ludus import config, spellings
+from ludus.cli import train
+from ludus.experiment import complaints, keys
+from ludus.experiment.conversion import RLLIB_DEFAULTS, convert
+from ludus.experiment.run import Run
+from tests.cli.calling import Call, lines, one_line
+from tests.experiment import small
+
+REPOSITORY = Path(__file__).parents[2]
+OLD = sorted((REPOSITORY / "tests" / "old").glob("*.yaml"))
+PAGE = REPOSITORY / "docs" / "config.md"
+
+
+def write(path: Path, data: Any) -> Path:
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def tiny(iterations: int = 1, **settings: Any) -> dict[str, Any]:
+    return small.data(iterations, env="tests.environments:make_count", **{"evaluation_duration": 0, **settings})
+
+
+def saved(local_dir: Path, name: str) -> dict[str, Any]:
+    (run,) = (local_dir / name).iterdir()
+    return Run.open(run).config()
+
+
+# -- explain ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("lr", ["config.lr", "Learning rate", "0.001", "PPO", "also      lr_schedule"]),
+        ("config.lr", ["config.lr"]),
+        ("lambda", ["config.lambda", "only      PPO, APPO, IMPALA"]),
+        ("model.use_lstm", ["config.model.use_lstm", "default   false"]),
+        ("use_lstm", ["config.model.use_lstm"]),
+        ("num_sgd_iter", ["config.num_epochs", "also      num_sgd_iter"]),
+        ("lstm_cell_size", ["config.model.cell_size"]),
+        ("timesteps_total", ["stop.timesteps"]),
+        ("env_runners/episode_return_mean", ["stop.episode_return_mean"]),
+        ("framework", ["config.framework, a key of RLlib, is read: torch may stay"]),
+        ("ignore_worker_failures", ["config.max_worker_restarts", "ignore_worker_failures: false is 0"]),
+        ("log_level", ["config.log_level, a key of RLlib, is an option of the command: -v"]),
+        ("model.use_attention", ["belongs to attention networks", "It may stay as false"]),
+        ("timesteps", ["stop.timesteps", "target.timesteps"]),
+        ("track.wandb.project", ["track.wandb.project"]),
+        ("SAC", ["SAC is not here"]),
+    ],
+)
+def test_a_key_is_explained_by_any_of_its_names(call: Call, key: str, words: list[str]) -> None:
+    said = call("config", "explain", key)
+    assert said.code == 0, said.err
+    assert all(word in said.out for word in words), said.out
+
+
+def test_an_unknown_key_is_answered_with_the_nearest(call: Call) -> None:
+    said = call("config", "explain", "gama")
+    assert said.code == 2
+    assert one_line(said).startswith("ludus: There is no key 'gama'. Did you mean 'gamma'")
+
+
+def test_without_a_key_all_are_listed(call: Call) -> None:
+    said = call("config", "explain")
+    assert said.code == 0
+    listed = {line.split()[0] for line in said.out.splitlines() if line.startswith("  ")}
+    assert listed == set(keys.catalogue())
+
+
+def test_every_key_of_every_schema_is_in_the_catalogue_and_says_what_it_is() -> None:
+    found = keys.catalogue()
+    for run, schema in complaints.schemas().items():
+        for name in schema.model_fields:
+            assert f"config.{name.rstrip('_')}" in found, f"{run}: {name}"
+    for section, inside in config.sections().items():
+        prefix = f"{section}." if section else ""
+        assert {prefix + name.rstrip("_") for name in inside.model_fields} <= set(found)
+    assert [key.path for key in found.values() if len(key.description) < 8] == []
+
+
+def test_every_other_spelling_leads_to_its_key() -> None:
+    for section, table in spellings.RENAMED.items():
+        for old, new in table.items():
+            if old != "lambda_":
+                assert any(key.name == new for key in keys._named(old)), f"{section}: {old}"
+
+
+def test_the_page_of_keys_is_what_the_schemas_say() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert keys.filled(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
+    shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert {key.name for key in keys.catalogue().values()} <= shown
+
+
+# -- check --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_a_fault_is_praised(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "good.yaml", {"one": tiny(), "two": tiny(lr={"grid_search": [1e-3, 1e-4]})})
+    said = call("config", "check", file)
+    assert (said.code, said.out) == (0, f"{file}: one, two: nothing is wrong.\n")
+
+
+def test_all_complaints_of_all_experiments_come_at_once_and_nothing_is_made(call: Call, tmp_path: Path) -> None:
+    bad = {"one": tiny(gama=1, framework="tf"), "two": {"env": "NoSuch-v1", "stop": {"iteration": 1}}}
+    file = write(tmp_path / "bad.yaml", bad)
+    for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
+        said = call(*command)
+        assert said.code == 2
+        found = "\n".join(lines(said))
+        for words in (
+            "one: config.framework ('tf')",
+            "one: Unknown key 'config.gama'",
+            "two: Unknown key 'stop.iteration'",
+            "NoSuch-v1",
+        ):
+            assert words in found
+    assert not (tmp_path / "runs").exists()
+
+
+# -- convert ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_defaults", [False, True])
+@pytest.mark.parametrize("file", OLD, ids=lambda path: path.stem)
+def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path, with_defaults: bool) -> None:
+    old = config.load_experiments(file)
+    new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults))
+    assert list(new) == list(old)
+    for name, data in new.items():
+        assert complaints.of_experiment({"name": name, **data}, env_too=False) == []
+        read = config.read_experiment(data)
+        inner = config.read_config(data["config"], complaints.algorithm_of(data["run"]).Config)
+        assert not read.written, "there is no old name any more"
+        assert not inner.written
+        assert not [*read.refusals, *read.implied, *inner.refusals, *inner.implied]
+        assert read.data["stop"] == config.read_experiment(old[name]).data["stop"] if "stop" in data else True
+
+
+@pytest.mark.parametrize("file", OLD, ids=lambda path: path.stem)
+def test_every_key_of_an_old_file_is_there_or_is_accounted_for(file: Path) -> None:
+    text = convert(config.load_experiments(file), file.name)
+    for data in config.load_experiments(file).values():
+        for section in (data, data.get("stop", {}), data["config"], data["config"].get("model", {})):
+            for key in section:
+                assert key in text, f"{key} vanished"
+
+
+def test_the_reason_for_what_is_left_out_stands_where_it_was() -> None:
+    text = convert(config.load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml")
+    assert "    # framework: tf is left out: it names TensorFlow" in text
+    assert "    # log_level: WARN is left out: it is an option of the command: -v, -vv." in text
+    assert "    num_epochs: 10  # was num_sgd_iter" in text
+    assert "    # lr: 0.0003 is left out: it is overridden by the schedule beside it." in text
+
+
+def test_a_batch_is_rounded_up_to_whole_fragments_as_rllib_collected_it() -> None:
+    text = convert(config.load_experiments(REPOSITORY / "tests/old/dronedodgeball-ppo-convnet.yaml"), "old.yaml")
+    assert "train_batch_size: 4200  # was 4000" in text  # 3 rounds of 7 workers × 200 steps
+
+
+def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
+    for run, defaults in RLLIB_DEFAULTS.items():
+        nested: dict[str, Any] = {}
+        for path, value in defaults.items():
+            section, _, key = path.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[key] = value
+        config.algorithm_config(complaints.schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
+
+
+def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Path) -> None:
+    new = tmp_path / "new.yaml"
+    assert call("config", "convert", REPOSITORY / "tests/old/cartpole-dqn.yaml", "-o", new).code == 0
+    before = new.read_bytes()
+    assert call("config", "check", new).code == 0
+    again = call("config", "convert", OLD[0], "-o", new)
+    assert again.code == 2
+    assert "is already there" in one_line(again)
+    assert new.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"x": {"env": "A", "config": {"gama": 1}}}, "Unknown key 'config.gama'"),
+        ({"x": {"env": "A", "config": {"num_sgd_iter": 1, "num_epochs": 2}}}, "sets 'num_epochs' twice"),
+        ({"x": {"env": "A", "run": "SAC"}}, "SAC is not here"),
+        ({"x": {"env": "A", "config": [1]}}, "config is [1]"),
+    ],
+)
+def test_what_is_not_understood_is_not_converted(call: Call, tmp_path: Path, data: dict[str, Any], words: str) -> None:
+    said = call("config", "convert", write(tmp_path / "old.yaml", data), "-o", tmp_path / "new.yaml")
+    assert said.code == 2
+    assert words in said.err
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_value_with_line_breaks_stays_on_the_line_of_its_comment() -> None:
+    text = convert({"x": {"env": "A", "config": {"log_level": "a\nb: {c", "env_config": {"text": "one\ntwo"}}}}, "f")
+    assert yaml.safe_load(text)["x"]["config"] == {"env_config": {"text": "one\ntwo"}}
+
+
+# -- several experiments ------------------------------------------------------------------------------------------------
+
+
+def test_experiments_of_a_file_run_one_after_another(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "two.yaml", {".all": {}, "one": tiny(), "two": tiny(2)})
+    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
+    assert said.code == 0, said.err
+    assert [(line["experiment"], line["iterations"]) for line in said.json] == [("one", 1), ("two", 2)]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"one", "two"}
+
+
+def test_one_that_fails_is_reported_and_the_others_run(call: Call, tmp_path: Path) -> None:
+    bad = small.data(1, env="tests.environments:make_faulty", env_config={"fault": "raises in reset"})
+    file = write(tmp_path / "two.yaml", {"bad": bad, "good": tiny()})
+    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--json", "--quiet")
+    assert said.code == 1
+    assert said.err.startswith("ludus: bad: ")
+    assert said.json[0]["experiment"] == "good"
+    assert "no game server" in said.json[1]["error"]
+
+
+def test_one_experiment_of_a_file_is_chosen_by_name(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "two.yaml", {"one": {"env": "NoSuch-v1"}, "two": tiny()})
+    said = call("train", "-f", file, "--experiment", "two", "--local-dir", tmp_path / "runs", "--quiet")
+    assert said.code == 0, said.err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
+    absent = call("train", "-f", file, "--experiment", "tow")
+    assert "There is no experiment 'tow'" in one_line(absent)
+    assert "Did you mean 'two'" in one_line(absent)
+
+
+@pytest.mark.long
+def test_an_interruption_ends_them_all(tmp_path: Path) -> None:
+    file = write(tmp_path / "two.yaml", {"one": tiny(1_000_000), "two": tiny(1_000_000)})
+    command = [sys.executable, "-m", "ludus.cli.main", "train", "-f", str(file), "--local-dir", str(tmp_path / "runs")]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            while "steps/s" not in process.stdout.readline():  # it trains
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"one"}
+
+
+def test_unfinished_experiments_go_on_and_finished_ones_are_left_alone(call: Call, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    file = write(tmp_path / "two.yaml", {"one": tiny(), "two": tiny(2)})
+    assert call("train", "-f", file, "--experiment", "one", "--local-dir", runs, "--quiet").code == 0
+    said = call("train", "-f", file, "--local-dir", runs, "--quiet", "--json", "--resume")
+    assert said.code == 0, said.err
+    assert [line["experiment"] for line in said.json] == ["two"]
+    (run,) = (runs / "two").iterdir()
+    Run.open(run).write_meta({"status": "interrupted"})
+    again = call("train", "-f", file, "--local-dir", runs, "--resume", "--json")
+    assert f"continuing {run}" in again.err
+    assert "has already reached its stop" in again.err
+
+
+# -- options ------------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_stronger_than_the_file_and_say_nothing_where_they_are_not_given(call: Call, tmp_path: Path) -> None:
+    top = {"checkpoint_freq": 7, "keep_checkpoints_num": 2, "checkpoint_at_end": False}
+    file = write(tmp_path / "one.yaml", {"one": tiny(num_sgd_iter=3, num_epochs=3) | top})
+    options = [
+        "--config",
+        '{"lr": 1e-4, "num_sgd_iter": 1}',
+        "--set",
+        "sgd_minibatch_size=32",
+        "--stop",
+        '{"training_iteration": 2}',
+    ]
+    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet", *options, "--seed", "5")
+    assert said.code == 0, said.err
+    found = saved(tmp_path / "runs", "one")
+    assert {key: found[key] for key in top} == top
+    assert found["stop"]["iterations"] == 2
+    inner = found["config"]
+    assert (inner["lr"], inner["num_epochs"], inner["minibatch_size"], inner["seed"]) == (1e-4, 1, 32, 5)
+
+
+def test_what_is_saved_with_a_run_is_an_experiment_again(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", {"one": tiny(1, lr_schedule=[[0, 1e-3], [100, 0]], lambda_=0.9)})
+    assert call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet").code == 0
+    (run,) = (tmp_path / "runs" / "one").iterdir()
+    again = call("train", "-f", run / "config.yaml", "--local-dir", tmp_path / "again", "--quiet")
+    assert again.code == 0, again.err
+    assert saved(tmp_path / "again", "one") == Run.open(run).config()
+    assert "lambda" in Run.open(run).config()["config"]
+
+
+def test_a_preset_may_be_a_path(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", {"mine": tiny()})
+    assert call("train", "-p", file, "--local-dir", tmp_path / "runs", "--quiet").code == 0
+    assert "both name an experiment" in one_line(call("train", "-p", file, "-f", file))
+
+
+def test_options_without_meaning_are_said_to_change_nothing(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", {"one": tiny()})
+    older = ["--torch", "--eager", "--trace", "--queue-trials", "--no-ray-ui"]
+    valued = [
+        "--redis-password",
+        "s3cret",
+        "--ray-num-gpus",
+        "0",
+        "--ray-num-cpus",
+        "2",
+        "--checkpoint-score-attr",
+        "episode_reward_mean",
+    ]
+    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", *older, *valued, "--ray-num-nodes", "1")
+    assert said.code == 0, said.err
+    for option in (*older, "--redis-password", "--ray-num-gpus", "--ray-num-cpus"):
+        (notice,) = [line for line in said.out.splitlines() if line.startswith(option) and "nothing" in line]
+        assert notice.endswith(".")
+    assert "s3cret" not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ray-num-nodes", "2"], "nodes that are only emulated"),
+        (["--upload-dir", "s3://bucket"], "--upload-dir s3://bucket: runs are not copied"),
+        (["--checkpoint-score-attr", "min-loss"], "--checkpoint-score-attr min-loss chooses the best checkpoint"),
+        (["--num-cpus", "3", "--num-workers", "2"], "--num-cpus is 3 and --num-workers is 2; they mean the same"),
+        (["--config", "[1]"], "--config '[1]' is not of the form"),
+        (["--stop", "{}"], "--stop '{}' is not of the form"),
+        (["--temp-dir", "/proc/nowhere"], "--temp-dir /proc/nowhere cannot be written"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_the_reason(call: Call, options: list[str], words: str) -> None:
+    said = call("train", "CartPole-v1", *options)
+    assert said.code == 2
+    assert words in one_line(said)
+
+
+@pytest.fixture
+def own_temp_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # restored afterwards
+    yield
+    tempfile.tempdir = None
+
+
+@pytest.mark.usefixtures("own_temp_dir")
+def test_temporary_files_go_where_the_option_says(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", {"one": tiny()})
+    said = call("train", "-f", file, "--local-dir", tmp_path / "runs", "--quiet", "--temp-dir", tmp_path / "a" / "b")
+    assert said.code == 0, said.err
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(tmp_path / "a" / "b")
+
+
+def test_cores_for_experience_are_workers(tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", {"one": {"env": "X", "config": {"num_env_runners": 2, "lr": 1}}})
+    assert train._workers(None, 35) == train._workers("35", 35) == 35
+    found = train.experiments_from(file, None, None, {}, {}, {"num_workers": 35}, {}, [])
+    assert found == {"one": {"env": "X", "config": {"lr": 1, "num_workers": 35}}}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"env": "X"}, False),
+        ({"env": "X", "num_samples": 1}, False),
+        ({"env": "X", "num_samples": 2}, True),
+        ({"env": "X", "config": {"lr": {"grid_search": [1, 2]}}}, True),
+        ({"env": "X", "config": {"model": {"fcnet_hiddens": {"choice": [[1], [2]]}}}}, True),
+        ({"env": {"grid_search": ["A", "B"]}}, True),
+        ({"env": "X", "tune": {"hyperparam_mutations": {"lr": {"uniform": [0, 1]}}}}, False),
+    ],
+)
+def test_several_samples_or_searched_values_make_a_sweep(data: dict[str, Any], expected: bool) -> None:
+    assert train.is_sweep(data) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--resume"], ["--resume", "newest"]),
+        (["--resume", "-v"], ["--resume", "newest", "-v"]),
+        (["--resume", "somewhere"], ["--resume", "somewhere"]),
+        (["-f", "x", "--resume", "--json"], ["-f", "x", "--resume", "newest", "--json"]),
+    ],
+)
+def test_resume_may_stand_alone(words: list[str], expected: list[str]) -> None:
+    assert train.with_newest(words) == expected

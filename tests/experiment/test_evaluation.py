@@ -1,0 +1,160 @@
+"""Evaluations of a run: they change nothing, they are of the version they say, and nobody waits for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ludus.actor import evaluate
+from ludus.actor.evaluate import Score
+from ludus.config import PreprocessConfig
+from ludus.errors import ConfigError
+from ludus.experiment import checkpoint
+from ludus.experiment.evaluation import Course, Evaluation, EvaluationWorkers
+from ludus.metrics import read_jsonl
+from ludus.model import saved
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+from ludus.runtime.luggage import Luggage
+from ludus.runtime.processes import Restart
+from ludus.store.local import LocalStore
+from tests.experiment import small
+from tests.experiment.evaluated import Walk
+
+WALK, SHAKEN, ENDLESS = (f"tests.experiment.evaluated:{name}" for name in ("Walk", "Shaken", "Endless"))
+TROUBLED = "tests.experiment.evaluated:Troubled"
+
+
+def weights(run: Path) -> dict[str, Any]:
+    found = checkpoint.open_checkpoint(run)[1]
+    return {**found.weights["model"], **found.arrays["model"]}
+
+
+def scores(run: Path) -> dict[int, float]:
+    rows = read_jsonl(run / "metrics.jsonl")
+    return {row["iterations"]: row["evaluation/return_mean"] for row in rows if "evaluation/return_mean" in row}
+
+
+def train(where: Path, seed: int = 0, **changes: Any) -> Path:
+    """Everybody's random numbers begin in the same place."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    small.train(where, 3, **changes)
+    return where
+
+
+# -- inline -------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_do_not_disturb_an_environment_that_draws_from_everybodys_random_numbers(tmp_path: Path) -> None:
+    never = train(tmp_path / "never", env=SHAKEN, evaluation_duration=0)
+    often = train(tmp_path / "often", env=SHAKEN, evaluation_interval=1, evaluation_duration=5)
+    explored = train(tmp_path / "explored", env=SHAKEN, evaluation_interval=1, evaluation_config={"explore": True})
+    assert list(scores(often)) == list(scores(explored)) == [1, 2, 3]
+    assert small.same(weights(often), weights(never))
+    assert small.same(weights(explored), weights(never))
+    assert scores(often) != scores(explored), "the most probable action and a drawn one are not the same"
+    other = train(tmp_path / "other", seed=1, env=SHAKEN, evaluation_duration=0)
+    assert not small.same(weights(other), weights(never)), "the environment does draw from them"
+
+
+def test_an_evaluation_may_have_another_environment(tmp_path: Path) -> None:
+    changed = {"env_config": {"length": 40}}
+    run = train(tmp_path / "run", env=WALK, env_config={"length": 4}, evaluation_interval=3, evaluation_config=changed)
+    row = read_jsonl(run / "metrics.jsonl")[-1]
+    assert row["episode_length_mean"] < 10
+    assert 40 <= row["evaluation/length_mean"] <= 43
+
+
+def test_an_environment_for_evaluations_with_other_spaces_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation_config.env_config makes another environment of .*Walk.*\(6,\)"):
+        train(tmp_path / "run", env=WALK, evaluation_config={"env_config": {"seen": 6}})
+
+
+def test_an_environment_that_never_ends_is_evaluated_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(evaluate, "EPISODE_STEPS", 50)
+    run = train(tmp_path / "run", env=ENDLESS, evaluation_interval=3)
+    row = read_jsonl(run / "metrics.jsonl")[-1]
+    assert (row["evaluation/length_mean"], row["evaluation/cut"], row["evaluation/episodes"]) == (50, 2, 2)
+    assert "2 of 2 episodes of an evaluation were cut after 50 steps" in caplog.text
+    assert checkpoint.best_name(LocalStore(run)) == "000003"
+
+
+# -- in other processes -------------------------------------------------------------------------------------------------
+
+
+def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool = True) -> Course:
+    torch.manual_seed(0)
+    policy = Policy(Walk().observation_space, Walk().action_space, NetworkConfig(fcnet_hiddens=(16,)))
+    return Course(
+        env=env, env_config=env_config, preprocess=PreprocessConfig(), wrappers=(), description=policy.description(),
+        episodes=episodes, explore=explore, seed=3, forgiving=False, device="cpu", luggage=Luggage(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Path, Policy]:
+    """A run directory with the weights of a checkpoint, and a policy that has them."""
+    policy = a_course(WALK, {}, 1).policy()
+    where = tmp_path / "checkpoints" / "000004"
+    where.mkdir(parents=True)
+    (where / "model.safetensors").write_bytes(saved.encode_weights(policy.weights()))
+    return tmp_path, policy
+
+
+def finished(players: EvaluationWorkers, within_s: float = 60.0) -> Iterator[tuple[int, Score | None]]:
+    deadline = time.monotonic() + within_s
+    while players.busy and time.monotonic() < deadline:
+        found = players.finished(0.5)
+        if found is not None:
+            yield found
+
+
+def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_evaluation_inline(
+    stored: tuple[Path, Policy],
+) -> None:
+    directory, policy = stored
+    expected = Evaluation(a_course(WALK, {}, 20), policy, lambda: False)(4)
+    assert len(expected.returns) == 20
+    course = a_course(TROUBLED, {"notes": str(directory)}, 20)
+    players = EvaluationWorkers(course, directory, 2, 1.0, Restart(limit=10, backoff_s=0.01), lambda: False)
+    try:
+        players.begin(4, "000004")
+        ((iteration, score),) = finished(players)
+        assert (directory / "killed").exists()
+        assert (directory / "hung").exists()
+        assert iteration == 4
+        assert score is not None
+        assert score.lengths == expected.lengths
+        assert score.returns == pytest.approx(expected.returns), "seeds and noise belong to the rows"
+        players.begin(5, "000009")
+        ((iteration, score),) = finished(players)
+        assert (iteration, score) == (5, None), "its weights are not there, which is said and costs nothing"
+    finally:
+        players.close()
+    assert players.pids == []
+
+
+def test_a_run_with_evaluation_workers_learns_what_it_would_have_learned_without(tmp_path: Path) -> None:
+    never = train(tmp_path / "never", env=WALK, evaluation_duration=0)
+    run = train(tmp_path / "run", env=WALK, evaluation_interval=1, evaluation_num_workers=1, evaluation_duration=3)
+    assert small.same(weights(run), weights(never))
+    inline = train(tmp_path / "inline", env=WALK, evaluation_interval=1, evaluation_duration=3)
+    found, expected = scores(run), scores(inline)
+    assert 3 in found, "at the end it waits"
+    assert found == pytest.approx({iteration: expected[iteration] for iteration in found})
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    assert best["score"] == pytest.approx(max(found.values()))
+    named = checkpoint.read(LocalStore(run), best["checkpoint"])
+    assert found[named.state["progress"]["iterations"]] == pytest.approx(best["score"])

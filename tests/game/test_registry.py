@@ -1,0 +1,145 @@
+"""Names of environments: registered functions, older names, and which of several mistakes somebody has made."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import pytest
+
+import ludus
+from ludus.errors import UnknownName, UsageError
+from ludus.game import registry
+from ludus.game.environment import VectorEnvironments, check_exists, make_environments, make_one
+from ludus.runtime.luggage import Luggage
+from tests import environments as tiny
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    before = dict(registry.registered())
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+def length_of(name: str, **env_config: Any) -> int:
+    env: Any = make_one(name, env_config)
+    return int(env.length)
+
+
+class TakesMapping(tiny.Count):
+    def __init__(self, env_config: dict[str, Any]) -> None:
+        super().__init__(env_config.get("length", 7))
+
+
+def test_a_registered_function_gets_its_config_as_keywords_or_as_one_mapping() -> None:
+    ludus.register_env("keywords", tiny.make_count)
+    ludus.register_env("mapping", lambda c: tiny.Count(c["length"]))
+    ludus.register_env("class", TakesMapping)
+    ludus.register_env("defaulted", lambda config=None: tiny.Count((config or {}).get("length", 9)))
+    ludus.register_env("one keyword".replace(" ", "_"), lambda length: tiny.Count(length))
+    for name in ("keywords", "mapping", "class", "defaulted", "one_keyword"):
+        assert length_of(name, length=3) == 3
+    assert length_of("class") == 7
+    assert length_of("defaulted") == 9
+
+
+def test_a_registered_function_may_make_vectors_and_may_replace_what_gymnasium_has() -> None:
+    ludus.register_env("vectors", tiny.SameStep)
+    environments = make_environments("vectors", 2)
+    assert isinstance(environments, VectorEnvironments)
+    assert environments.num == 2
+    ludus.register_env("CartPole-v1", tiny.make_count)
+    assert length_of("CartPole-v1", length=4) == 4
+
+
+def test_a_registered_name_is_offered_to_whoever_misspells_it() -> None:
+    ludus.register_env("my-football", tiny.make_count)
+    with pytest.raises(UnknownName, match=r"Unknown environment 'my-fotball'.*'my-football'.*known only where that was called"):
+        check_exists("my-fotball")
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("", tiny.make_count), ("a b", tiny.make_count), ("a:b", tiny.make_count), ("ok", 3)]
+)
+def test_what_cannot_be_registered_is_refused(name: str, function: Any) -> None:
+    with pytest.raises(UsageError, match="register_env|no name"):
+        ludus.register_env(name, function)
+
+
+def test_another_version_of_a_name_is_pointed_to() -> None:
+    with pytest.raises(UnknownName, match=r"no 'CartPole-v99' in Gymnasium [\d.]+\. It has CartPole-v0 and CartPole-v1"):
+        check_exists("CartPole-v99")
+    with pytest.raises(UnknownName, match=r"no 'LunarLander-v2' .*LunarLander-v3"):
+        check_exists("LunarLander-v2")
+
+
+def test_an_environment_that_is_out_of_date_is_trained_on_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_exists("CartPole-v0")
+        check_exists("CartPole-v1")
+    (record,) = caplog.records
+    assert (
+        "CartPole-v0 is out of date; CartPole-v1 took its place (episodes of up to 500 steps instead of 200)"
+        in record.getMessage()
+    )
+
+
+def test_a_constant_is_no_environment() -> None:
+    with pytest.raises(UnknownName, match="is a str, not a function or class"):
+        check_exists("tests.game.test_registry:__doc__")
+
+
+_SCRIPT = """
+import sys
+import gymnasium as gym
+import ludus
+
+class Shifted(gym.RewardWrapper):
+    def __init__(self, env, by=0.0):
+        super().__init__(env)
+        self.by = by
+    def reward(self, reward):
+        return reward + self.by
+
+if __name__ == "__main__":
+    ludus.register_env("mine", lambda env_config: gym.make("CartPole-v1", **env_config))
+    result = ludus.train(
+        "mine", stop={"iterations": 2}, local_dir=sys.argv[1], num_workers=1, num_envs=2, train_batch_size=128, minibatch_size=64,
+        evaluation_duration=2, wrappers=[{"__main__:Shifted": {"by": 1.0}}], env_config={"max_episode_steps": 20},
+    )
+    print(result.metrics["episode_return_mean"], result.metrics["episode_length_mean"])
+"""
+
+
+def test_a_registered_function_travels_with_whatever_is_sent_to_a_worker() -> None:
+    ludus.register_env("mine", lambda c: tiny.Count(c["length"]))
+    sent = cloudpickle.dumps(Luggage.of("mine", "CartPole-v1"))
+    registry._registered.clear()
+    with pytest.raises(UnknownName):
+        check_exists("mine")
+    cloudpickle.loads(sent).unpack()
+    assert length_of("mine", length=6) == 6
+
+
+@pytest.mark.long
+def test_what_a_script_registers_and_wraps_is_known_to_its_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    out = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    gained, length = map(float, out.stdout.split()[-2:])
+    assert gained == pytest.approx(2 * length)  # every step is worth one more
+    assert length <= 20
+
+
+def test_gymnasium_names_are_not_taken_for_registered_ones() -> None:
+    assert registry.factory_of("CartPole-v1") is None
+    assert registry.spec_of("CartPole-v1") is gym.registry["CartPole-v1"]

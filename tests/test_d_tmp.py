@@ -1,0 +1,353 @@
+"""RLlib's names: each has its meaning here, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludus import config, spellings
+from ludus.config import AlgorithmConfig
+from ludus.errors import ConfigError, UsageError
+from ludus.experiment import complaints
+from ludus.experiment.conversion import convert
+
+OLD = Path(__file__).parent / "old"
+SCHEMAS = complaints.schemas()
+
+
+def known_to_rllib() -> dict[str, list[str]]:
+    """Section → names, as RLlib lists them itself."""
+    found: dict[str, list[str]] = {}
+    for line in (OLD / "rllib_keys.txt").read_text().splitlines():
+        if line and line[0] not in " #":
+            section = line.rstrip(":")
+            found[section] = []
+        elif line.startswith(" "):
+            found[section] += line.split()
+    return found
+
+
+RLLIB = known_to_rllib()
+
+
+def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
+    return config.algorithm_config(SCHEMAS[run], data, run=run, owners=complaints.owners)
+
+
+def said(run: str, data: dict[str, Any]) -> str:
+    """The complaint, or '' when there is none."""
+    try:
+        read(run, data)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("run", sorted(SCHEMAS))
+def test_no_key_of_rllib_is_unknown(run: str) -> None:
+    unheard_of = object()  # no value that any key has
+    for key in [*RLLIB["config"], *RLLIB[run]]:
+        if key == "env":  # is lifted out of config before
+            continue
+        message = said(run, {key: unheard_of})
+        assert message, key
+        assert "Unknown key" not in message, message
+
+
+@pytest.mark.parametrize("run", sorted(SCHEMAS))
+def test_no_key_of_rllibs_models_is_unknown(run: str) -> None:
+    for key in RLLIB["model"]:
+        assert "Unknown key" not in said(run, {"model": {key: object()}}), key
+
+
+def test_hundreds_of_names_are_known() -> None:
+    assert len(RLLIB["config"]) > 250
+    assert sum(map(len, spellings.FOREIGN.values())) > 250
+    assert sum(map(len, spellings.RENAMED.values())) > 40
+
+
+@pytest.mark.parametrize("section", list(spellings.FOREIGN))
+def test_a_key_without_meaning_says_why_and_what_to_do(section: str) -> None:
+    for key, reason in spellings.FOREIGN[section].items():
+        assert 15 < len(reason.why) < 160, key
+        assert reason.why.endswith("."), key
+        assert "\n" not in reason.why
+
+
+@pytest.mark.parametrize("section", list(spellings.FOREIGN))
+def test_every_name_stands_in_one_table(section: str) -> None:
+    tables = [set(spellings.RENAMED[section]), set(spellings.FOREIGN[section])]
+    assert not tables[0] & tables[1]
+    assert not set(spellings.TRANSLATED[section]) & tables[1]
+    assert not set(spellings.TRANSLATED[section]) & tables[0]
+
+
+def test_what_is_renamed_becomes_a_key_that_somebody_has() -> None:
+    for section, table in spellings.RENAMED.items():
+        having = list(SCHEMAS.values()) if section == "config" else [config.sections()[section]]
+        for name in table.values():
+            assert any(name in config.names_of(schema) for schema in having), f"{section}.{name}"
+
+
+# -- meanings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"framework": "torch"}, {}),
+        ({"use_pytorch": True}, {}),
+        ({"ignore_worker_failures": True}, {}),
+        ({"ignore_worker_failures": False}, {"max_worker_restarts": 0}),
+        ({"ignore_env_runner_failures": False, "restart_failed_env_runners": True}, {}),
+        ({"restart_failed_env_runners": False}, {"max_worker_restarts": 0}),
+        ({"rollout_fragment_length": "auto"}, {}),
+        ({"observation_filter": "ConcurrentMeanStdFilter"}, {"observation_filter": "MeanStdFilter"}),
+        ({"seed": None}, {}),
+        ({"evaluation_interval": None}, {"evaluation_duration": 0}),
+        ({"evaluation_num_episodes": 3}, {"evaluation_duration": 3}),
+        ({"lr": 1e-3, "lr_schedule": [[0, 1e-4], [10, 0]]}, {"lr": [[0, 1e-4], [10, 0]]}),
+        ({"lr": 1e-3, "lr_schedule": None}, {"lr": 1e-3}),
+        ({"entropy_coeff_schedule": [[0, 0.1], [9, 0]]}, {"entropy_coeff": [[0, 0.1], [9, 0]]}),
+        ({"train_batch_size_per_learner": 512, "num_learners": 2}, {"train_batch_size": 1024, "num_learners": 2}),
+        ({"exploration_config": {"type": "StochasticSampling"}}, {}),
+        ({"exploration_config": {}}, {}),
+        ({"vf_share_layers": True}, {"model": {"vf_share_layers": True}}),
+        ({"model": {"conv_filters": [[16, [8, 8], 4]]}}, {"model": {"conv_filters": [[16, 8, 4]]}}),
+        ({"model": {"fcnet_activation": "ReLU"}}, {"model": {"fcnet_activation": "relu"}}),
+        ({"model": {"fcnet_activation": None}}, {"model": {"fcnet_activation": "linear"}}),
+        ({"model": {"lstm_cell_size": 64, "use_lstm": True}}, {"model": {"cell_size": 64, "use_lstm": True}}),
+        ({"model": {"lstm_use_prev_action": False, "use_attention": False}}, {}),
+        ({"model": None, "env_config": None, "evaluation_config": None}, {}),
+        ({"horizon": 200}, {"preprocess": {"max_episode_steps": 200}}),
+        ({"horizon": None, "clip_rewards": None}, {}),
+        ({"clip_rewards": 1.0}, {"preprocess": {"clip_reward": [-1.0, 1.0]}}),
+        ({"clip_rewards": True}, {"preprocess": {"clip_reward": True}}),
+        ({"num_cpus_per_worker": 1, "use_gae": True, "normalize_actions": True, "clip_actions": False}, {}),
+        ({"policies_to_train": ["a"]}, {"multiagent": {"policies_to_train": ["a"]}}),
+        ({"lambda_": 0.5}, {"lambda": 0.5}),
+    ],
+    ids=str,
+)
+def test_an_old_way_to_write_it_is_read_as_the_present_one(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert read("PPO", old) == read("PPO", new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            {"exploration_config": {"type": "EpsilonGreedy", "initial_epsilon": 0.9, "final_epsilon": 0.02, "epsilon_timesteps": 500}},
+            {"epsilon": [[0, 0.9], [500, 0.02]]},
+        ),
+        (
+            {"exploration_config": {"final_epsilon": 0.1, "warmup_timesteps": 100, "epsilon_timesteps": 500}},
+            {"epsilon": [[100, 1.0], [600, 0.1]]},
+        ),
+        ({"buffer_size": 1000, "learning_starts": 10},
+         {"replay_buffer_config": {"capacity": 1000}, "num_steps_sampled_before_learning_starts": 10}),
+        ({"prioritized_replay": False}, {"replay_buffer_config": {"type": "ReplayBuffer"}}),
+        ({"prioritized_replay_alpha": 0.5}, {"replay_buffer_config": {"alpha": 0.5}}),
+        (
+            {"replay_buffer_config": {"type": "MultiAgentPrioritizedReplayBuffer", "capacity": 99, "learning_starts": 7}},
+            {"replay_buffer_config": {"capacity": 99}, "num_steps_sampled_before_learning_starts": 7},
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_old_way_to_write_dqn_is_read_as_the_present_one(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert read("DQN", old) == read("DQN", new) != read("DQN", {})
+
+
+@pytest.mark.parametrize(
+    ("run", "data", "words"),
+    [
+        ("PPO", {"framework": "tf"}, r"config\.framework \('tf'\) names TensorFlow"),
+        ("PPO", {"framework": "tf2"}, r"names TensorFlow"),
+        ("PPO", {"log_level": "WARN"}, r"config\.log_level \('WARN'\) is an option of the command: -v"),
+        ("PPO", {"model": {"use_attention": True}}, r"config\.model\.use_attention \(True\) belongs to attention"),
+        ("PPO", {"model": {"conv_filters": [[16, [8, 4], 4]]}}, r"conv_filters .* convolutions here are square"),
+        ("PPO", {"evaluation_config": {"num_workers": 2}}, r"config\.evaluation_config\.num_workers \(2\) .*evaluation_num_workers"),
+        ("PPO", {"evaluation_duration": "auto"}, r"is a number of episodes here"),
+        ("PPO", {"evaluation_duration_unit": "timesteps"}, r"counts episodes here"),
+        ("PPO", {"exploration_config": {"type": "SoftQ"}}, r"names SoftQ, which is not here"),
+        ("PPO", {"sample_async": True}, r"is `sampling: pipelined`"),
+        ("PPO", {"num_gpus_per_worker": 1}, r"inference_device: cuda"),
+        ("PPO", {"callbacks": "my.Callbacks"}, r"is a callback in Python"),
+        ("PPO", {"double_q": True}, r"'config\.double_q' is a key of DQN; this is PPO"),
+        ("DQN", {"clip_param": 0.1}, r"'config\.clip_param' is a key of PPO and APPO; this is DQN"),
+        ("DQN", {"num_sgd_iter": 3}, r"'config\.num_sgd_iter' is a key of PPO, APPO and IMPALA; this is DQN"),
+        ("PPO", {"exploration_config": {"type": "EpsilonGreedy"}}, r"'config\.exploration_config' is a key of DQN; this is PPO"),
+        ("IMPALA", {"epsilon": 0.1}, r"adam_epsilon"),
+        ("IMPALA", {"num_atoms": 3}, r"distributional"),
+        ("PPO", {"fcnet_hiddens": [4]}, r"'config\.fcnet_hiddens' is in the wrong place: fcnet_hiddens belongs into config\.model"),
+        ("PPO", {"model": {"lr": 1}}, r"'config\.model\.lr' is in the wrong place: lr belongs into config"),
+        ("PPO", {"checkpoint_freq": 3}, r"'config\.checkpoint_freq' stands too deep: checkpoint_freq belongs beside config"),
+        ("PPO", {"lr": {"grid_search": [1, 2]}}, r"config\.lr is searched over \(grid_search\)"),
+        ("PPO", {"evaluation_config": {"explroe": True}}, r"Unknown key 'config\.evaluation_config\.explroe'\. Did you mean 'explore'"),
+        ("PPO", {"preprocess": {"frame_skp": 2}}, r"Unknown key 'config\.preprocess\.frame_skp'\. Did you mean 'frame_skip'"),
+        ("PPO", {"multiagent": {"polices": ["a"]}}, r"Unknown key 'config\.multiagent\.polices'\. Did you mean 'policies'"),
+        ("DQN", {"replay_buffer_config": {"capacty": 3}}, r"Unknown key 'config\.replay_buffer_config\.capacty'\. Did you mean 'capacity'"),
+        ("PPO", {"num_sgd_iter": "many"}, r"config\.num_sgd_iter is 'many'"),
+        ("PPO", {"num_rollout_workers": -1}, r"config\.num_rollout_workers is -1"),
+        ("PPO", {"model": {"lstm_cell_size": 0}}, r"config\.model\.lstm_cell_size is 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_about_the_key_as_it_was_written(run: str, data: dict[str, Any], words: str) -> None:
+    assert re.search(words, said(run, data)), said(run, data)
+
+
+def test_a_value_that_says_the_same_is_not_taken_for_another_that_is_equal_to_it() -> None:
+    assert not said("PPO", {"num_gpus_per_worker": 0})
+    assert not said("PPO", {"num_gpus_per_worker": 0.0})
+    assert said("PPO", {"num_cpus_per_worker": True}), "true is no number of cores"
+    assert said("PPO", {"use_gae": 1}), "1 is not true"
+
+
+# -- the experiment -----------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_may_stand_in_the_config_as_tune_had_it() -> None:
+    assert config.experiment({"config": {"env": "CartPole-v1"}}).env == "CartPole-v1"
+    assert config.experiment({"env": "CartPole-v1", "config": {"env": "CartPole-v1"}}).env == "CartPole-v1"
+    assert config.experiment({"env": "CartPole-v1", "config": {"env": None, "lr": 1}}).config == {"lr": 1}
+    with pytest.raises(ConfigError, match="sets env twice: 'A', and 'B' in config"):
+        config.experiment({"env": "A", "config": {"env": "B"}})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"checkpoint_config": {"checkpoint_frequency": 3, "num_to_keep": 2}}, {"checkpoint_freq": 3, "keep_checkpoints_num": 2}),
+        ({"checkpoint_config": {"checkpoint_score_order": "max", "checkpoint_at_end": False}}, {"checkpoint_at_end": False}),
+        ({"time_budget_s": 60}, {"stop": {"time_s": 60}}),
+        ({"repeat": 3}, {"num_samples": 3}),
+        ({"stop": None, "config": None, "tune": None, "track": None}, {}),
+        ({"checkpoint_score_attr": "episode_reward_mean"}, {}),
+    ],
+)
+def test_an_old_way_to_write_an_experiment_is_read_as_the_present_one(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert config.experiment({"env": "x", **old}) == config.experiment({"env": "x", **new})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"local_dir": "x"}, r"local_dir \('x'\) is an option of the command: --local-dir"),
+        ({"stop": {"episode_reward_max": 3}}, r"stop\.episode_reward_max \(3\) is not a stop here"),
+        ({"stop": {"timesteps_total": 3, "timesteps": 4}}, r"stop sets 'timesteps' twice: 'timesteps_total' is 3, and 'timesteps'.* is 4"),
+        ({"checkpoint_config": {"num_to_keep": 2}, "keep_checkpoints_num": 3}, r"sets 'keep_checkpoints_num' twice"),
+        ({"checkpoint_score_attr": "min-loss"}, r"checkpoint_score_attr \('min-loss'\) chooses the best checkpoint"),
+        ({"num_workers": 3}, r"'num_workers' is in the wrong place: num_workers belongs into config"),
+        ({"timesteps": 3}, r"'timesteps' is in the wrong place: timesteps belongs into stop and target"),
+        ({"tune": {"schedular": "asha"}}, r"Unknown key 'tune\.schedular'\. Did you mean 'scheduler'"),
+        ({"track": {"wandb": {"projct": "x"}}}, r"Unknown key 'track\.wandb\.projct'\. Did you mean 'project'"),
+        ({"target": {"return_men": 3, "timesteps": 1}}, r"Unknown key 'target\.return_men'\. Did you mean 'return_mean'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_experiment_is_said(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.experiment({"env": "x", **data})
+    assert re.search(words, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("run", ["SAC", "A3C", "apex", "contrib/MADDPG", "SimpleQ", "DDPPO"])
+def test_an_algorithm_of_rllib_that_is_not_here_is_named_with_the_nearest(run: str) -> None:
+    with pytest.raises(UsageError, match=rf"{run} is not here: .*Known: PPO"):
+        complaints.algorithm_of(run)
+
+
+def test_an_algorithm_that_nobody_knows_is_unknown() -> None:
+    with pytest.raises(UsageError, match="Unknown algorithm 'PPPO'"):
+        complaints.algorithm_of("PPPO")
+
+
+# -- searches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"grid_search": [1, 2]}, True),
+        ({"uniform": [0, 1]}, True),
+        ({"grid_search": [1], "lr": 2}, False),
+        ({"grid": [1]}, False),
+        ([1, 2], False),
+        ({}, False),
+    ],
+)
+def test_a_search_is_a_mapping_of_one_word(value: Any, expected: bool) -> None:
+    assert config.is_search(value) is expected
+    assert config.has_search({"a": [{"b": value}]}) is expected
+
+
+def test_every_value_of_a_search_is_checked() -> None:
+    data = {"env": "CartPole-v1", "config": {"lr": {"grid_search": [1e-3, "fast"]}, "gamma": {"choice": [0.9, 1.5]}}}
+    assert complaints.of_experiment(data) == [
+        "config.lr is 'fast': Input should be a valid number, unable to parse string as a number.",
+        "config.gamma is 1.5: Input should be less than or equal to 1.",
+    ]
+    assert complaints.of_experiment({"env": "CartPole-v1", "config": {"lr": {"loguniform": [1e-5, 1e-3]}}}) == []
+    assert complaints.of_experiment({"env": "CartPole-v1", "config": {"gama": {"loguniform": [1e-5, 1e-3]}}})
+
+
+def test_all_complaints_of_an_experiment_come_at_once() -> None:
+    found = complaints.of_experiment(
+        {
+            "env": "CartPol-v1",
+            "checkpoint_frq": 1,
+            "stop": {"iteration": 3},
+            "config": {"gama": 1, "framework": "tf", "num_epochs": 1.5},
+        }
+    )
+    expected = ("stop.iteration", "checkpoint_frq", "CartPol-v1", "config.framework", "config.gama", "config.num_epochs")
+    assert sorted(next(word for word in expected if word in line) for line in found) == sorted(expected)
+
+
+# -- nonsense -----------------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "": [*spellings.RENAMED[""], *spellings.TRANSLATED[""], *spellings.FOREIGN[""], *config.ExperimentConfig.model_fields],
+    "config": [*RLLIB["config"], *RLLIB["PPO"], *RLLIB["DQN"], *RLLIB["APPO"], *SCHEMAS["PPO"].model_fields],
+    "model": [*RLLIB["model"], *config.ModelConfig.model_fields],
+    "stop": [*spellings.RENAMED["stop"], *spellings.FOREIGN["stop"]],
+}
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "PPO", "DQN", "tf", "", "CartPole-v1"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["type", "grid_search", "a", "capacity"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def _section(name: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(_NAMES[name]), _VALUES, max_size=size)
+
+
+@given(
+    _section("", 3),
+    _section("config", 6),
+    _section("model", 3),
+    _section("stop", 2),
+    st.sampled_from(["PPO", "DQN", "IMPALA", "SAC"]),
+)
+@settings(max_examples=4000, deadline=None)
+def test_nonsense_is_complained_about_and_never_a_crash(
+    top: dict[str, Any], inner: dict[str, Any], model: dict[str, Any], stop: dict[str, Any], run: str
+) -> None:
+    data = {"env": "CartPole-v1", "run": run, "stop": stop, "config": {**inner, "model": model}, **top}
+    found = complaints.of_experiment(data, env_too=False)
+    assert all(isinstance(line, str) and line for line in found)
+    try:
+        text = convert({"x": data}, "x")
+    except ConfigError:
+        return
+    for converted in config.parse_yaml(text, "x").values():
+        assert complaints.of_experiment(converted, env_too=False) == [], "what was converted is right"

@@ -1,0 +1,338 @@
+"""DQN: its targets and loss against a plain restatement, a small game that is solved exactly, and what a run needs of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from ludus.actor.sampler import Sampler, segment_spec
+from ludus.config import algorithm_config
+from ludus.errors import ConfigError, TrainingDiverged
+from ludus.game.environment import make_environments
+from ludus.memory.local import LocalMemory
+from ludus.model.device import acting_on
+from ludus.model.distributions import EpsilonGreedy
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import VALUES, Policy
+from ludus.training.algorithms.dqn import DQN, DQNConfig, Replayed
+from ludus.training.optimizer import Optimizer
+from ludus.types import Segments
+from tests.training import mdp
+
+UNIFORM = {"replay_buffer_config": {"type": "ReplayBuffer", "capacity": 5000}}
+
+
+class Playing:
+    """Blocks of an environment by the policy that learns, and the algorithm."""
+
+    def __init__(self, env: str, steps: int = 4, rows: int = 8, hiddens: tuple[int, ...] = (16,), **settings: Any) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self._environments = make_environments(env, rows)
+        self._environments.reset(0)
+        shared = {"learner_threads": 1, "num_envs_per_worker": rows, "rollout_fragment_length": steps}
+        config = algorithm_config(DQNConfig, shared | settings)
+        assert isinstance(config, DQNConfig)
+        spaces = (self._environments.observation_space, self._environments.action_space)
+        network = NetworkConfig(fcnet_hiddens=hiddens, dueling=config.dueling, head_hiddens=tuple(config.hiddens))
+        self.policy = Policy(*spaces, network, kind=VALUES)
+        self.algorithm = DQN(self.policy, config, 5)
+        self._memory = LocalMemory(segment_spec(self.policy, self._environments, steps), rows, 1)
+        self._sampler = Sampler(self._environments, self, self._memory, 0)
+        self._block: Segments | None = None
+        self.timestep = 0
+
+    def newest(self) -> tuple[Policy, int]:
+        return self.policy, 0
+
+    def block(self) -> Segments:
+        if self._block is not None:
+            self._memory.release(self._block)
+        assert self._sampler.step()
+        self._block = self._memory.take(0)
+        assert self._block is not None
+        return self._block
+
+    def learn(self) -> dict[str, float]:
+        block = self.block()
+        numbers = self.algorithm.learn(block, self.timestep)
+        self.timestep += block.steps
+        return numbers
+
+    def until(self, timestep: int) -> dict[str, float]:
+        numbers: dict[str, float] = {}
+        while self.timestep < timestep:
+            numbers = self.learn()
+        self._environments.close()
+        return numbers
+
+
+# -- targets and loss
+
+
+def drawn(playing: Playing, count: int = 64) -> Replayed:
+    return Replayed.of(playing.algorithm.replay.draw(count, np.random.default_rng(0).random, 0.7), torch.device("cpu"))
+
+
+def apart(policy: Policy, amount: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=amount)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "tests.training.mdp:make_masked_mdp"])
+@pytest.mark.parametrize("double_q", [True, False])
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize("loss_fn", ["huber", "mse"])
+def test_the_loss_is_what_the_papers_say(env: str, double_q: bool, dueling: bool, loss_fn: str) -> None:
+    """Sample by sample in plain Python, from the outputs of the two networks; masks where there are some."""
+    playing = Playing(env, double_q=double_q, dueling=dueling, td_error_loss_fn=loss_fn, n_step=3)
+    for _ in range(20):
+        playing.algorithm.replay.add(playing.block())
+    apart(playing.policy, 0.3, 1)
+    playing.algorithm.target.follow(0.5)  # half of the way, so that the two networks differ
+    batch = drawn(playing)
+    loss, numbers = playing.algorithm.loss(playing.policy, batch, diagnose=True)
+    with torch.no_grad():
+        now, chooser = (playing.policy.network(o, (), None)[0].tolist() for o in (batch.observation, batch.following))
+        target_policy = copy.deepcopy(playing.algorithm.target.policy)
+        target_policy.network.thaw()
+        judge = target_policy.network(batch.following, (), None)[0].tolist()
+    total, errors = 0.0, []
+    for i in range(64):
+        allowed = [True] * len(now[i]) if batch.mask is None else batch.mask[i].tolist()
+        options = [a for a in range(len(now[i])) if allowed[a]]
+        by = chooser[i] if double_q else judge[i]
+        best = max(options, key=lambda a: by[a])
+        error = now[i][int(batch.action[i])] - (float(batch.reward[i]) + float(batch.discount[i]) * judge[i][best])
+        huber = 0.5 * error**2 if abs(error) <= 1 else abs(error) - 0.5
+        total += float(batch.weight[i]) * (huber if loss_fn == "huber" else error**2)
+        errors.append(error)
+    assert float(loss.detach()) == pytest.approx(total / 64, rel=1e-4)
+    assert batch.error.tolist() == pytest.approx(errors, abs=1e-4)
+    assert float(numbers["td_error_mean"]) == pytest.approx(np.abs(errors).mean(), rel=1e-4)
+
+
+def test_a_dueling_network_says_value_plus_advantage_over_their_mean() -> None:
+    playing = Playing("CartPole-v1", dueling=True, hiddens=(8,))
+    network: Any = playing.policy.network
+    seen = torch.randn(5, 4)
+    features = network.trunk(seen, seen)
+    advantage, value = network.head(features), network.value_head(features)
+    expected = value + advantage - advantage.mean(dim=1, keepdim=True)
+    assert torch.allclose(playing.policy.action_values(seen), expected, atol=1e-6)
+    assert torch.allclose(playing.policy.value(seen), expected.amax(dim=1), atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [None, False])
+@pytest.mark.parametrize("activation", ["tanh", "relu", "elu"])
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize("head", [(), (7,)])
+def test_the_form_for_acting_says_the_same(share: bool | None, activation: str, dueling: bool, head: tuple[int, ...]) -> None:
+    config = NetworkConfig(
+        fcnet_hiddens=(9, 5), fcnet_activation=activation, vf_share_layers=share, dueling=dueling, head_hiddens=head
+    )
+    torch.manual_seed(1)
+    policy = Policy(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(3), config, normalise_observations=True, kind=VALUES)
+    apart(policy, 0.3, 2)
+    seen = torch.randn(6, 4)
+    with torch.no_grad():
+        expected = policy.action_values(seen)
+    with policy.acting():
+        assert torch.allclose(policy.action_values(seen), expected, atol=1e-5)
+        _, _, value, _ = policy.step(seen)
+    assert torch.allclose(value, expected.amax(dim=1), atol=1e-5)
+
+
+def test_several_threads_and_pieces_make_the_same_step_and_the_same_priorities() -> None:
+    after = []
+    for threads, pieces in ((1, 1), (2, 1), (1, 4)):
+        settings = {"learner_threads": threads, "gradient_accumulation": pieces, "num_steps_sampled_before_learning_starts": 64}
+        playing = Playing("CartPole-v1", **settings)
+        playing.until(400)
+        places = playing.algorithm.replay.drawable()
+        tree = playing.algorithm.replay._tree
+        assert tree is not None
+        after.append((playing.policy.weights(), tree[places]))
+        playing.algorithm.close()
+    for weights, priorities in after[1:]:
+        assert priorities == pytest.approx(after[0][1], abs=1e-3)
+        for name, value in after[0][0].items():
+            assert weights[name] == pytest.approx(value, abs=1e-4), name
+
+
+def test_several_learners_know_all_errors() -> None:
+    """Each computes those of its part; what is summed over the group is the whole."""
+    playing = Playing("CartPole-v1")
+
+    class Other:
+        """The second of two learners, as the first one sees it: it adds what it found in its half."""
+
+        rank, size = 0, 2
+        theirs = torch.tensor([0.0] * 16 + [7.0] * 16)
+
+        def sum_(self, tensor: torch.Tensor) -> None:
+            tensor += self.theirs
+
+        def close(self) -> None: ...
+
+    playing.algorithm.optimizer.group = Other()
+    error = torch.arange(32.0)
+    playing.algorithm._gather(error)
+    assert error.tolist() == [*range(16), *[7.0] * 16]
+
+
+# -- a game that is solved exactly
+
+
+@pytest.mark.parametrize(
+    ("masked", "settings"),
+    [
+        (False, {"double_q": False, "dueling": False, **UNIFORM}),
+        (False, {"double_q": True, "dueling": True, "replay_buffer_config": {"type": "PrioritizedReplayBuffer", "beta": 1.0}}),
+        (True, {"double_q": True, "dueling": False, **UNIFORM}),
+    ],
+    ids=["plain", "double, dueling, by priority", "masked"],
+)
+def test_a_small_game_is_solved(masked: bool, settings: dict[str, Any]) -> None:
+    """Value iteration is the oracle. Episodes are cut after seven steps, which is no end: nothing else would come out right."""
+    name = "tests.training.mdp:make_masked_mdp" if masked else "tests.training.mdp:make_mdp"
+    common = {"gamma": mdp.GAMMA, "epsilon": 1.0, "training_intensity": 12, "num_steps_sampled_before_learning_starts": 200}
+    rates = {"lr": [[0, 0.05], [2400, 0.001]], "target_network_update_freq": 32, "grad_clip": None}
+    playing = Playing(name, hiddens=(), rows=8, **common, **rates, **settings)
+    playing.until(2600)
+    with torch.no_grad():
+        found = playing.policy.action_values(torch.arange(mdp.STATES)).numpy()
+    expected = mdp.solved(masked)
+    seen = mdp.ALLOWED if masked else np.ones_like(mdp.ALLOWED)  # of what is never done nothing is known
+    assert np.abs(found - expected)[seen].max() < 0.15
+    assert (np.where(seen, found, -np.inf).argmax(1) == np.where(seen, expected, -np.inf).argmax(1)).all()
+
+
+# -- exploring
+
+
+def test_exploration_follows_its_schedule_and_reaches_whoever_acts() -> None:
+    playing = Playing("CartPole-v1", epsilon=[[0, 1.0], [320, 0.25]], num_steps_sampled_before_learning_starts=10_000)
+    acting = acting_on(playing.policy, torch.device("cpu"))
+    assert isinstance(acting.distribution, EpsilonGreedy)
+    assert float(acting.distribution.epsilon) == 1.0
+    playing.until(160)
+    assert float(playing.policy.distribution.epsilon) == pytest.approx(1 - 0.75 * playing.timestep / 320)  # type: ignore[union-attr]
+    playing.until(400)
+    other = Policy.from_description(playing.policy.description())
+    other.load_weights(playing.policy.weights())
+    assert float(other.distribution.epsilon) == 0.25  # type: ignore[union-attr]
+
+
+def test_an_epsilon_above_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a probability is at most 1"):
+        algorithm_config(DQNConfig, {"epsilon": [[0, 2.0], [10, 0.1]]})
+
+
+# -- the schedule of updates
+
+
+def test_gradient_steps_are_as_many_as_the_intensity_says() -> None:
+    """3 steps learned from for every one sampled, 32 at a time: what is left over is made up for."""
+    playing = Playing("CartPole-v1", steps=1, training_intensity=3, num_steps_sampled_before_learning_starts=100)
+    began = sampled = 0
+    for _ in range(60):
+        block = playing.block()
+        playing.algorithm.learn(block, playing.timestep)
+        playing.timestep += block.steps
+        if playing.timestep >= 100:
+            sampled += block.steps
+            began = began or playing.algorithm.optimizer.updates + 1
+        else:
+            assert playing.algorithm.optimizer.updates == 0
+    assert playing.algorithm.optimizer.updates == int(sampled * 3 / 32)
+
+
+def test_without_an_intensity_every_block_is_one_gradient_step() -> None:
+    playing = Playing("CartPole-v1", training_intensity=None, num_steps_sampled_before_learning_starts=0)
+    for _ in range(7):
+        playing.learn()
+    assert playing.algorithm.optimizer.updates == 7
+
+
+def test_the_target_network_follows_when_it_should() -> None:
+    playing = Playing("CartPole-v1", target_network_update_freq=96, num_steps_sampled_before_learning_starts=0, dueling=False)
+    followed = []
+    for _ in range(30):
+        before = playing.algorithm.target.weights()
+        numbers = playing.learn()
+        now = playing.algorithm.target.weights()
+        if not np.array_equal(before, now):
+            followed.append(playing.timestep)
+            assert np.array_equal(now, playing.algorithm.optimizer.flat.numpy()) or numbers["gradient_steps_this_iteration"] > 1
+    assert len(followed) == int(numbers["target_updates"]) > 5
+    assert min(np.diff(followed)) >= 64  # blocks of 32 steps, less those that only reset
+
+
+def test_a_target_may_follow_slowly() -> None:
+    playing = Playing("CartPole-v1", tau=0.25)
+    apart(playing.policy, 0.5, 3)
+    before, there = playing.algorithm.target.weights(), playing.algorithm.optimizer.flat.clone().numpy()
+    playing.algorithm.target.follow(0.25)
+    assert playing.algorithm.target.weights() == pytest.approx(0.75 * before + 0.25 * there, abs=1e-6)
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("space", [gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3])])
+def test_actions_that_are_not_discrete_are_refused(space: gym.Space[Any]) -> None:
+    with pytest.raises(ConfigError, match="needs Discrete actions"):
+        Policy(gym.spaces.Box(-1, 1, (4,)), space, kind=VALUES)
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="single steps"):
+        algorithm_config(DQNConfig, {"model": {"use_lstm": True}})
+    with pytest.raises(ConfigError, match="single steps"):
+        Policy(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), NetworkConfig(core="gru"), kind=VALUES)
+
+
+def test_rewards_that_cannot_be_learned_from_stop_the_run_with_the_batch_told() -> None:
+    playing = Playing("CartPole-v1", num_steps_sampled_before_learning_starts=0, td_error_loss_fn="mse")
+    block = playing.block()
+    block.reward[:] = np.inf
+    with pytest.raises(TrainingDiverged, match=r"Batch: reward min inf"):
+        playing.algorithm.learn(block, 0)
+
+
+# -- resuming
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_resumed_run_goes_on_where_it_was(stored: bool) -> None:
+    settings = {"num_steps_sampled_before_learning_starts": 64, "store_buffer_in_checkpoints": stored, "training_intensity": 5}
+    one = Playing("CartPole-v1", **settings)
+    one.until(300)
+    arrays, plain = one.algorithm.state()
+    two = Playing("CartPole-v1", **settings)
+    two.policy.load_weights(one.policy.weights())
+    two.algorithm.load_state({name: array.copy() for name, array in arrays.items()}, plain)
+    assert np.array_equal(two.algorithm.target.weights(), one.algorithm.target.weights())
+    two.timestep = one.timestep
+    if stored:
+        assert len(two.algorithm.replay) == len(one.algorithm.replay)
+    else:  # it fills the buffer again before it learns
+        assert len(two.algorithm.replay) == 0
+        before = two.algorithm.optimizer.updates
+        two.learn()
+        assert two.algorithm.optimizer.updates == before == one.algorithm.optimizer.updates
+    two.until(one.timestep + 100)
+    assert two.algorithm.optimizer.updates > one.algorithm.optimizer.updates
+
+
+def test_it_learns_cartpole_a_little() -> None:
+    """Ten thousand steps are not enough to solve it; 22 is what chance scores."""
+    from ludus.actor.evaluate import score  # noqa: F401
