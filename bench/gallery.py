@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ludus import config as configs
 from ludus.experiment import gallery
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,7 +68,9 @@ def trained(name: str, seed: int, folder: Path, episodes: int, timeout_s: float)
     """One seed of one preset: half of the budget, then the other half after a resumption."""
     target = gallery.summary(name).target
     began = time.monotonic()
-    words = ["-p", name, "--seed", str(seed), "--local-dir", str(folder), "--set", f"evaluation_duration={episodes}"]
+    ((_, data),) = configs.load_experiments(gallery.preset(name)).items()
+    duration = max(episodes, data["config"].get("evaluation_duration", 0))
+    words = ["-p", name, "--seed", str(seed), "--local-dir", str(folder), "--set", f"evaluation_duration={duration}"]
     half = train([*words, "--stop", f"timesteps={target.timesteps // 2}"], timeout_s)
     batch = -(-half["timesteps"] // max(1, half["iterations"]))  # a run ends with the batch that reaches its limit
     limit = max(half["timesteps"] + 1, target.timesteps - batch)

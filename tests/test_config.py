@@ -100,6 +100,16 @@ def test_a_wrong_value_is_shown_with_its_key(key: str, value: Any) -> None:
     assert f"is {value!r}: " in message
 
 
+@pytest.mark.parametrize("key", ["lr", "num_workers", "gamma", "grad_clip", "evaluation_interval", "max_worker_restarts"])
+def test_true_is_not_a_number(key: str) -> None:
+    assert complaint(**{key: True}) == f"config.{key} is True: a number is meant."
+
+
+def test_true_is_not_a_number_in_a_section_either_and_may_be_a_switch() -> None:
+    assert complaint(model={"max_seq_len": True}) == "config.model.max_seq_len is True: a number is meant."
+    assert ppo(preprocess={"clip_reward": True}).preprocess.clip_reward is True
+
+
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [

@@ -209,6 +209,17 @@ def test_a_value_that_says_the_same_is_not_taken_for_another_that_is_equal_to_it
     assert said("PPO", {"use_gae": 1}), "1 is not true"
 
 
+def test_present_names_are_found_without_knowing_the_algorithm_and_nothing_is_lost() -> None:
+    old = {"num_env_runners": 2, "epsilon": [[0, 1.0]], "framework": "tf", "model": {"lstm_cell_size": 3, "use_attention": True}}
+    new = {"num_workers": 2, "epsilon": [[0, 1.0]], "framework": "tf", "model": {"cell_size": 3, "use_attention": True}}
+    assert config.canonical(old) == new
+    assert config.canonical(new) == new
+    with pytest.raises(ConfigError, match="framework"):
+        config.canonical(old, SCHEMAS["DQN"])
+    with pytest.raises(ConfigError, match="twice"):
+        config.canonical({"num_workers": 1, "num_env_runners": 2})
+
+
 # -- the experiment -----------------------------------------------------------------------------------------------------
 
 

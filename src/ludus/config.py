@@ -6,9 +6,10 @@ the nearest known one, before any process starts. Nothing else in the package pa
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -47,6 +48,25 @@ S = TypeVar("S", bound=_Strict)
 _Size = Annotated[int, Field(ge=1)]
 
 
+def _name_of_class(value: Any) -> Any:
+    """A class given in Python is written down by its name, which is how other processes find it."""
+    if not isinstance(value, type):
+        return value
+    if "<" in value.__qualname__ or "." in value.__qualname__:
+        raise ValueError(
+            "a class inside another or inside a function cannot be found by name; move it to the top level of a file"
+        )
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """What can be written down, as it reads afterwards: tuples are lists."""
+    try:
+        return dict(json.loads(json.dumps(value, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it cannot be written down ({error}); use numbers, words, booleans, lists and dicts") from error
+
+
 class ModelConfig(_Strict):
     """The `model:` section: sizes and kinds of the default networks."""
 
@@ -70,10 +90,12 @@ class ModelConfig(_Strict):
     log_std_init: float = Field(
         0.0, ge=-10, le=2, description="Logarithm of that deviation in the beginning: −1 explores less than half as widely as 0."
     )
-    custom_model: str | None = Field(
+    custom_model: Annotated[str | None, BeforeValidator(_name_of_class)] = Field(
         None, description="A network of your own: the name of its file in model/ (class CustomModel), or module:Class."
     )
-    custom_model_config: dict[str, Any] = Field(default_factory=dict, description="Further keywords of its constructor.")
+    custom_model_config: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
+        default_factory=dict, description="Further keywords of its constructor."
+    )
 
     @model_validator(mode="after")
     def _recurrence_is_shared(self) -> ModelConfig:
@@ -171,7 +193,9 @@ class EvaluationConfig(_Strict):
     """The `evaluation_config:` section: how evaluations differ from training."""
 
     explore: bool = Field(False, description="Draw actions as in training; false = the most probable one.")
-    env_config: dict[str, Any] | None = Field(None, description="Other keywords of the environment; null = as in training.")
+    env_config: dict[str, Any] | None = Field(
+        None, description="Keywords of the environment that are others than in training; null = none."
+    )
 
 
 class ReplayBufferConfig(_Strict):
@@ -269,7 +293,9 @@ class AlgorithmConfig(_Strict):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The network.")
     evaluation_interval: int = Field(0, ge=0, description="Evaluate every so many iterations; 0 = with each checkpoint.")
     evaluation_duration: int = Field(10, ge=0, description="Episodes of an evaluation; 0 = never evaluate.")
-    evaluation_num_workers: int = Field(0, ge=0, description="Processes that evaluate while training goes on; 0 = inline.")
+    evaluation_num_workers: int = Field(
+        0, ge=0, description="Processes that evaluate checkpoints while training goes on; 0 = inline, and training waits."
+    )
     evaluation_config: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How evaluations differ.")
     metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
     min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
@@ -650,11 +676,18 @@ def read_config(data: Mapping[str, Any], schema: type[AlgorithmConfig] = Algorit
     return out
 
 
-def canonical(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`config:` with every key in its present spelling. Raises ConfigError for one that is there twice, or not here at all."""
-    reading = read_config(data)
-    if reading.complaints():
-        raise ConfigError("\n".join(reading.complaints()))
+def canonical(data: Mapping[str, Any], schema: type[AlgorithmConfig] | None = None) -> dict[str, Any]:
+    """`config:` with every key in its present spelling. Raises ConfigError for one that is there twice.
+
+    With a schema also for one that is not here at all; without, such keys stay as they are, for whoever knows the algorithm.
+    """
+    reading = read_config(data, schema or AlgorithmConfig)
+    wrong = reading.clashes if schema is None else reading.complaints()
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    for refusal in reading.refusals:
+        section, _, key = refusal.path.removeprefix("config.").rpartition(".")
+        (reading.data.setdefault(section, {}) if section else reading.data)[key] = refusal.value
     return reading.data
 
 
@@ -693,9 +726,29 @@ def _validated(schema: type[S], reading: Reading, where: str, run: str = "", own
         checked = schema.model_validate(reading.data)
     except ValidationError as error:
         complaints += _complaints(schema, error, where, reading.written, run, owners)
+    complaints += _truths(schema, reading.data, f"{where}." if where else "")
     if complaints:
         raise ConfigError("\n".join(complaints))
     return checked
+
+
+def _truths(schema: type[_Strict], data: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """true and false where a number is meant, which pydantic takes for 1 and 0."""
+    for name, field in schema.model_fields.items():
+        key = field.alias if field.alias in data else name
+        value, below = data.get(key), schema_of(field.annotation)
+        if isinstance(value, bool) and _takes_number(field.annotation) and not _takes_bool(field.annotation):
+            yield f"{prefix}{key} is {value}: a number is meant."
+        elif isinstance(value, Mapping) and below is not None and get_origin(field.annotation) is not dict:
+            yield from _truths(below, value, f"{prefix}{key}.")
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(part in (True, False) or _takes_bool(part) for part in get_args(annotation))
+
+
+def _takes_number(annotation: Any) -> bool:
+    return annotation in (int, float) or any(map(_takes_number, get_args(annotation)))
 
 
 _TYPE_NAME = re.compile(r"^(float|int|bool|str|none|(list|tuple|dict|function|constrained|literal)\b.*)$")
@@ -722,8 +775,8 @@ def _complaints(
         elif isinstance(item["input"], Mapping) and is_search(item["input"]):
             lines[shown] = f"{shown} is searched over ({next(iter(item['input']))}), and this is a single run. Use ludus tune -f."
         else:
-            found = item["input"]
-            lines.setdefault(shown, f"{shown} is {found!r}: {item['msg'].removeprefix('Value error, ')}.")
+            meant = "it is a section, {key: value, …}" if item["type"] in ("model_type", "dict_type") else item["msg"]
+            lines.setdefault(shown, f"{shown} is {item['input']!r}: {meant.removeprefix('Value error, ')}.")
     return list(lines.values())
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.buffer.collate import joined
 from ludus.buffer.transitions import Drawn, Priorities, Transitions
 from ludus.errors import ConfigError
 from ludus.spaces import ArraySpec
@@ -259,8 +260,6 @@ def test_segments_of_one_origin_in_one_block_follow_each_other() -> None:
     lane = Lane(7, np.random.default_rng(5), same_step=False)
     lane.play(41)
     buffer = Transitions(SEEN, ACTED, 1000, n_step=3, gamma=GAMMA)
-    from ludus.buffer.collate import joined
-
     buffer.add(joined([cut([lane], begin, 4) for begin in range(0, 20, 4)]))
     buffer.add(joined([cut([lane], 20, 7), cut([lane], 27, 3)]))  # of different lengths
     lane.steps = {t: step for t, step in lane.steps.items() if t < 30}
@@ -282,8 +281,8 @@ def test_another_episode_is_not_taken_for_the_next_part_of_one() -> None:
     buffer.add(cut([again], 0, 2))
     found = everything(buffer)
     assert set(found) == {1.0, 2.0}
-    assert found[1.0] == (0, pytest.approx(1 + 0.9 * 2), pytest.approx(0.81), 3.0)
-    assert found[2.0] == (0, pytest.approx(2.0), pytest.approx(0.9), 3.0)
+    assert list(found[1.0]) == pytest.approx([0, 1 + 0.9 * 2, 0.81, 3.0])
+    assert list(found[2.0]) == pytest.approx([0, 2.0, 0.9, 3.0])
 
 
 def test_the_mask_is_that_of_what_follows() -> None:
@@ -315,7 +314,7 @@ def filled(priorities: Priorities | None, steps: int = 60, **settings: Any) -> T
 
 def test_without_priorities_every_transition_is_as_likely() -> None:
     buffer, rng = filled(None), np.random.default_rng(0)
-    draws = 60_000
+    draws = 20_000
     seen = np.bincount(buffer.draw(draws, rng.random).place, minlength=2000)
     places = buffer.drawable()
     assert seen.sum() == seen[places].sum()

@@ -235,3 +235,25 @@ def test_experiments_are_checked_where_they_are_started(project: Path) -> None:
     with pytest.raises(UnknownName, match=r"no model/nett\.py"):
         experiment.start({"env": "CartPole-v1", "config": settings("nett", num_workers=1)}, local_dir=project / "runs")
     assert not (project / "runs").exists()
+
+
+class Mine(torch.nn.Module):
+    def __init__(self, obs_space: Any, action_space: Any, num_outputs: int, model_config: Any, name: str, size: int = 3) -> None:
+        super().__init__()
+        self.both = torch.nn.Linear(obs_space.shape[0], num_outputs + 1)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.both(obs)
+        return both[:, :-1], both[:, -1]
+
+
+def test_a_class_in_python_is_written_down_by_its_name(project: Path) -> None:
+    result = ludus.train("CartPole-v1", stop={"iterations": 1}, **settings(model={"custom_model": Mine}))
+    assert result.agent.policy.config.custom_model == f"{__name__}:Mine"
+    assert f"custom_model: {__name__}:Mine" in (result.run_dir / CONFIG).read_text()
+    inner = type("Inner", (torch.nn.Module,), {"__qualname__": "f.<locals>.Inner"})
+    with pytest.raises(ConfigError, match="move it to the top level of a file"):
+        ludus.train("CartPole-v1", stop={"iterations": 1}, **settings(model={"custom_model": inner}))
+    given = {"custom_model": Mine, "custom_model_config": {"size": torch.nn.ReLU}}
+    with pytest.raises(ConfigError, match="cannot be written down"):
+        ludus.train("CartPole-v1", stop={"iterations": 1}, **settings(model=given))

@@ -158,3 +158,13 @@ def test_a_run_with_evaluation_workers_learns_what_it_would_have_learned_without
     assert best["score"] == pytest.approx(max(found.values()))
     named = checkpoint.read(LocalStore(run), best["checkpoint"])
     assert found[named.state["progress"]["iterations"]] == pytest.approx(best["score"])
+
+
+def test_a_late_evaluation_is_read_back_with_its_own_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines: list[dict[str, float]] = [{"iterations": i, "timesteps": 10 * i, "incarnation": 1} for i in (1, 2, 4, 5)]
+    late = [{"iterations": i, "timesteps": 10 * i, "evaluation/return_mean": i + 0.5, "incarnation": 1} for i in (2, 3, 5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *late)))
+    rows = read_jsonl(path)
+    assert [row["iterations"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row.get("evaluation/return_mean") for row in rows] == [None, 2.5, 3.5, None, 5.5]

@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from pettingzoo.utils.wrappers import BaseParallelWrapper
 
 import ludus
 from ludus.actor.gateway import GatewaySettings
@@ -22,6 +23,7 @@ from ludus.metrics import read_jsonl
 from ludus.serve.service import Service
 from ludus.store.local import LocalStore
 from tests.experiment.small import same
+from tests.matches import Simple
 from tests.serving import gateway
 
 ROLES = {"policies": ["talk", "hear"], "policy_mapping": {"speak*": "talk", "listener": "hear"}}
@@ -199,6 +201,37 @@ def test_a_fault_of_the_environment_keeps_what_was_learned(tmp_path: Path) -> No
     with pytest.raises(EnvironmentFault, match=r"'stranger' of tests\.matches:make_simple appeared"):
         train(tmp_path / "run", 50, env="tests.matches:make_simple", env_config={"fault": "stranger", "at": 60, "length": 100})
     assert newest(tmp_path / "run").state["progress"]["iterations"] > 0
+
+
+class Doubled(BaseParallelWrapper):  # type: ignore[misc] # PettingZoo has no types
+    def __init__(self, env: Any, factor: float = 2.0) -> None:
+        super().__init__(env)
+        self.factor = factor
+
+    def step(self, actions: Any) -> Any:
+        seen, rewards, *others = self.env.step(actions)
+        return seen, {agent: self.factor * reward for agent, reward in rewards.items()}, *others
+
+
+def test_wrappers_of_pettingzoo_are_put_around_every_copy(tmp_path: Path) -> None:
+    settings = {"wrappers": [{f"{__name__}:Doubled": {"factor": 0.0}}], "evaluation_duration": 3}
+    result = train(tmp_path / "run", 1, env="tests.matches:make_simple", **settings)
+    assert result.metrics["episode_return_max"] == 0
+    assert result.metrics["evaluation/return_max"] == 0
+    with pytest.raises(ConfigError, match="Check its keywords"):
+        experiment.resolve(data(env="tests.matches:make_simple", wrappers=[{f"{__name__}:Doubled": {"by": 1}}]))
+
+
+def test_a_registered_environment_may_have_several_agents(tmp_path: Path) -> None:
+    ludus.register_env("my-match", lambda config: Simple(**config))
+    result = train(tmp_path / "run", 1, env="my-match", env_config={"length": 7})
+    assert result.metrics["episode_length_mean"] == 7
+
+
+def test_workers_that_are_chosen_for_several_agents_are_none(tmp_path: Path) -> None:
+    result = train(tmp_path / "run", 1, num_workers="auto")
+    assert result.metrics["iterations"] == 1
+    assert newest(tmp_path / "run").state["config"]["config"]["num_workers"] == 0
 
 
 # -- a centralised value ------------------------------------------------------------------------------------------------

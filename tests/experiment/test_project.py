@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import pytest
@@ -13,7 +14,7 @@ import yaml
 from gymnasium.utils.env_checker import check_env
 
 from ludus import config as configs
-from ludus.errors import AlreadyExists, UnknownName, UsageError
+from ludus.errors import AlreadyExists, StoreFull, UnknownName, UsageError
 from ludus.experiment import experiment
 from ludus.experiment.project import scaffold
 from ludus.game.environment import make_one
@@ -74,14 +75,16 @@ def test_a_project_for_another_environment_brings_none_of_its_own(here: Path) ->
 
 
 class _Words(gym.ObservationWrapper[dict[str, int], int, object]):
-    observation_space = gym.spaces.Dict({"word": gym.spaces.Discrete(3)})
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.observation_space: gym.Space[Any] = gym.spaces.Dict({"word": gym.spaces.Discrete(3)})
 
     def observation(self, observation: object) -> dict[str, int]:
         return {"word": 1}
 
 
 def words() -> gym.Env[dict[str, int], int]:
-    return _Words(gym.make("CartPole-v1"))
+    return _Words()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(here: Path) -> None:
@@ -103,14 +106,8 @@ def test_nothing_is_overwritten(here: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_told(here: Path) -> None:
     Path("file").write_text("")
-    with pytest.raises(ludus_error(), match="Cannot write"):
+    with pytest.raises(StoreFull, match="Cannot write"):
         scaffold(Path("file/p"))
-
-
-def ludus_error() -> type[Exception]:
-    from ludus.errors import LudusError
-
-    return LudusError
 
 
 @pytest.mark.long

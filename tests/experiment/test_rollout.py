@@ -14,10 +14,15 @@ import ludus
 from ludus.actor import evaluate
 from ludus.errors import Damaged, EnvironmentFault, NotFound, UsageError
 from ludus.experiment import rollout as rollouts
-from ludus.experiment.rollout import Played
+from ludus.experiment.rollout import MatchPlayer, Played, Stage
 from ludus.experiment.steps import Part, StepLog
+from ludus.model import saved
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+from tests import matches
 from tests.experiment import small
 from tests.experiment.evaluated import Walk
+from tests.matches import Roles
 
 WALK, CRASHING, ENDLESS = (f"tests.experiment.evaluated:{name}" for name in ("Walk", "Crashing", "Endless"))
 
@@ -199,3 +204,81 @@ def test_the_result_as_json_has_the_interval(run: Path) -> None:
     one = ludus.rollout(run, 1).to_json()
     assert (one["return_low"], one["episodes"]) == (None, 1)
     assert rollouts.Played().to_json()["return_mean"] is None
+
+
+# -- several agents -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two agents that see different things, each with a model of its own."""
+    where = tmp_path_factory.mktemp("roles") / "run"
+    policies = {"policies": ["speaker", "listener"], "policy_mapping": {"speaker": "speaker", "listener": "listener"}}
+    return small.train(where, 1, env="tests.matches:make_roles", multiagent=policies, evaluation_duration=0).run_dir
+
+
+def test_several_agents_are_rolled_out_into_one_file(roles: Path, tmp_path: Path) -> None:
+    played = ludus.rollout(roles, 4, seed=2, deterministic=False, out=tmp_path / "steps.npz")
+    assert played.returns == [sum(pair) for pair in zip(played.agents["speaker"], played.agents["listener"], strict=True)]
+    entries = ludus.read_rollout(tmp_path / "steps.npz")
+    assert [(int(e["episode"]), str(e["agent"])) for e in entries] == [(i, a) for i in range(4) for a in ("speaker", "listener")]
+    for speaker, listener in zip(entries[::2], entries[1::2], strict=True):
+        episode, env = int(speaker["episode"]), Roles()
+        seen, _ = env.reset(seed=2 + episode)
+        gained = 0.0
+        for t in range(5):
+            assert (speaker["observation"][t], listener["observation"][t, 0]) == (seen["speaker"], seen["listener"][0])
+            actions = {"speaker": speaker["action"][t], "listener": listener["action"][t]}
+            seen, rewards, *_ = env.step(actions)
+            assert (speaker["reward"][t], listener["reward"][t]) == (rewards["speaker"], rewards["listener"])
+            gained += rewards["speaker"]
+        assert played.agents["speaker"][episode] == gained
+        assert listener["truncated"].tolist() == [False] * 4 + [True]
+        assert listener["final_observation"] == seen["listener"]
+    again = ludus.rollout(roles, 4, seed=2, deterministic=False, out=tmp_path / "again.npz", num_workers=1)
+    assert again.agents == played.agents
+    assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "steps.npz").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["make_parallel", "make_turns"])
+def test_what_every_agent_saw_did_and_was_given_is_what_the_game_knows(kind: str, tmp_path: Path) -> None:
+    """Agents come and go, and are paid after they have acted, perhaps turns later."""
+    policy = Policy(matches.OBSERVATION, matches.ACTION, NetworkConfig(fcnet_hiddens=(8,)))
+    (tmp_path / "weights").write_bytes(saved.encode_weights(policy.weights()))
+    models = {"model": (policy.description(), str(tmp_path / "weights"))}
+    name = f"tests.matches:{kind}"
+    stage = Stage(name, name, models, dict.fromkeys(matches.NAMES, "model"), deterministic=False, steps=True)
+    player = MatchPlayer(stage, dict.fromkeys(matches.NAMES, "model"))
+    for episode in range(6):
+        with StepLog(tmp_path / f"{episode}.npz", False) as steps:
+            player.play(episode, 1000, steps.aside / "x", lambda: None)
+            steps.extend(steps.aside / "x" / "steps")
+            steps.write()
+        books = player._match._env.books  # type: ignore[attr-defined]
+        entries = {str(entry["agent"]): entry for entry in ludus.read_rollout(tmp_path / f"{episode}.npz")}
+        for agent in matches.NAMES:
+            lives = [life for life in books.lives if life.agent == agent and life.steps]
+            did = [step for life in lives for step in life.steps]
+            assert (agent in entries) == bool(did)
+            if not did:
+                continue
+            entry = entries[agent]
+            assert entry["observation"].tolist() == [step.seen.tolist() for step in did]
+            assert entry["action"].tolist() == [step.action for step in did]
+            assert entry["reward"].tolist() == pytest.approx([step.reward for step in did])
+            ends = np.cumsum([len(life.steps) for life in lives]) - 1
+            assert np.flatnonzero(entry["terminated"] | entry["truncated"]).tolist() == ends.tolist()
+            if lives[-1].end == "truncated":  # after the end of a game there is nothing that anybody needs to see
+                assert entry["final_observation"].tolist() == lives[-1].last_seen.tolist()
+    player.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_match_is_filmed(tmp_path: Path) -> None:
+    run = small.train(tmp_path / "run", 1, env="tests.matches:make_simple", evaluation_duration=0).run_dir
+    played = ludus.rollout(run, 4, video=tmp_path / "v.mp4", video_grid=True)
+    shown = frames(played.video)
+    assert shown.shape == (5, 32, 32, 3)
+    assert shown[:, 8, 8, 0].tolist() == pytest.approx([0, 10, 20, 30, 40], abs=6)
+    with pytest.raises(UsageError, match="--save-info"):
+        ludus.rollout(run, 1, save_info=True)

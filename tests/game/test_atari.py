@@ -111,7 +111,7 @@ def test_a_lost_life_ends_an_episode_in_training_alone_and_the_game_goes_on() ->
 
 
 def test_rewards_are_clipped_in_training_and_are_the_points_of_the_game_in_evaluations() -> None:
-    def most(environments: Any, steps: int = 250) -> float:
+    def most(environments: Any, steps: int = 80) -> float:
         environments.reset(0)
         rng = np.random.default_rng(0)
         found = max(float(environments.step(rng.integers(0, 6, 2)).reward.max()) for _ in range(steps))

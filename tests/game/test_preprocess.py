@@ -21,14 +21,15 @@ class Film(gym.Env[Any, Any]):
 
     def __init__(self, shape: tuple[int, ...] = (21, 16, 3), lives: int = 2, masked: bool = False, tells: bool = True) -> None:
         picture = Box(0, 255, shape, np.uint8)
-        self._parts = {"picture": picture, "speed": Box(-2, 2, (), np.float64)}
-        self.observation_space: Any = Dict(self._parts | ({"action_mask": MultiBinary(2)} if masked else {}))
+        self._parts: dict[str, Box[Any]] = {"picture": picture, "speed": Box(-2, 2, (), np.float64)}
+        mask: dict[str, gym.Space[Any]] = {"action_mask": MultiBinary(2)} if masked else {}
+        self.observation_space: Any = Dict({**self._parts, **mask})
         self.action_space = Discrete(2)
         self._masked, self._all_lives, self._tells = masked, lives, tells
         self.steps, self.taken, self.resets = 0, [], 0  # type: ignore[var-annotated]
 
     def _seen(self) -> Any:
-        self.last = self.np_random.integers(0, 256, self._parts["picture"].shape, np.uint8)
+        self.last = self.np_random.integers(0, 256, self._parts["picture"].shape).astype(np.uint8)
         seen: dict[str, Any] = {"picture": self.last, "speed": np.array(self.steps % 3 - 1.0)}
         return seen | ({"action_mask": np.array([1, self.steps % 2], np.int8)} if self._masked else {})
 
@@ -107,7 +108,8 @@ def test_a_mask_is_left_alone_and_still_masks() -> None:
 def test_a_flat_observation_holds_all_parts_as_gymnasium_orders_them() -> None:
     env, plain = dressed(Film(), flatten=True), Film()
     seen, expected = env.reset(seed=3)[0], plain.reset(seed=3)[0]
-    np.testing.assert_allclose(seen, gym.spaces.flatten(plain.observation_space, expected), rtol=1e-6)
+    flat: Any = gym.spaces.flatten(plain.observation_space, expected)
+    np.testing.assert_allclose(seen, flat, rtol=1e-6)
     assert seen.dtype == np.float32
 
 

@@ -70,7 +70,7 @@ def test_a_registered_name_is_offered_to_whoever_misspells_it() -> None:
     ("name", "function"), [("", tiny.make_count), ("a b", tiny.make_count), ("a:b", tiny.make_count), ("ok", 3)]
 )
 def test_what_cannot_be_registered_is_refused(name: str, function: Any) -> None:
-    with pytest.raises(UsageError, match="register_env|no name"):
+    with pytest.raises(UsageError, match=r"register_env|no name"):
         ludus.register_env(name, function)
 
 

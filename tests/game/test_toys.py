@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -15,9 +16,8 @@ from ludus.game import display, toys
 from ludus.game.environment import make_one
 
 
-@pytest.mark.parametrize("make", [toys.golf, toys.cartpole_without_velocities])
-def test_our_environments_keep_the_rules_of_gymnasium(make: Any) -> None:
-    check_env(make(render_mode="rgb_array"), skip_render_check=True)
+def test_golf_keeps_the_rules_of_gymnasium() -> None:
+    check_env(toys.golf(render_mode="rgb_array"), skip_render_check=True)
 
 
 def test_cartpole_without_velocities_shows_positions_and_angles_alone() -> None:
@@ -88,13 +88,11 @@ def test_without_anything_to_draw_with_the_packages_are_named(monkeypatch: pytes
     for variable in ("DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    with pytest.raises(MissingExtra, match="neither libEGL nor libOSMesa.*apt-get install libegl1"):
+    with pytest.raises(MissingExtra, match=r"neither libEGL nor libOSMesa.*apt-get install libegl1"):
         display.prepare("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
     monkeypatch.setattr("ctypes.util.find_library", lambda name: "libOSMesa.so.8" if name == "OSMesa" else None)
     monkeypatch.setenv("MUJOCO_GL", "")
     display.prepare("gymnasium.envs.mujoco.hopper_v5:HopperEnv")
-    import os
-
     assert os.environ["MUJOCO_GL"] == "osmesa"
     monkeypatch.setenv("MUJOCO_GL", "egl")  # whoever chose is left alone
     display.prepare("gymnasium.envs.mujoco.hopper_v5:HopperEnv")

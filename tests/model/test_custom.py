@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -171,9 +172,14 @@ def test_a_path_is_answered_with_the_name_that_was_meant(write: Write) -> None:
         ("CustomModel = nn.Linear(2, 2)", "a Linear is not a torch.nn.Module"),
         ("CustomModel = nn.Module", "torch.nn.Module itself"),
         ("class CustomModel(nn.Module)\n    pass", "line 5: expected ':'"),
-        ("import no_such_package", "customnet.py, line 5: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("1 / 0", "line 5: ZeroDivisionError: division by zero"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        (
+            "import no_such_package\nclass CustomModel: pass",
+            "customnet.py, line 5: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ("1 / 0\nclass CustomModel: pass", "line 5: ZeroDivisionError: division by zero"),
+        ("class CustomModel: pass\nraise SystemExit(3)", "SystemExit: 3"),
+        ("(" * 5000, "cannot be imported"),
+        ("class CustomModel: pass\ndel CustomModel", "a NoneType is not a torch.nn.Module"),
     ],
 )
 def test_a_file_without_a_model_is_told_with_its_line_and_remedy(write: Write, text: str, match: str) -> None:
@@ -186,6 +192,13 @@ def test_files_of_the_folder_import_each_other(write: Write) -> None:
     write("SIZE = 7", "blocks")
     write("from .blocks import SIZE\nfrom model.blocks import SIZE as again\n" + GOOD + "    size = SIZE + again\n")
     assert vars(find_class("customnet"))["size"] == 14
+
+
+def test_a_file_is_read_before_it_is_run_and_not_run_without_the_class(write: Write, tmp_path: Path) -> None:
+    write("import pathlib; pathlib.Path('ran').touch()\nclass Net(nn.Module): pass")
+    with pytest.raises(ConfigError, match="has no class CustomModel"):
+        find_class("customnet")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_edited_file_is_what_it_says_now(write: Write) -> None:
@@ -682,3 +695,12 @@ def test_files_are_plain_values() -> None:
 def test_values_and_probabilities_are_kinds_of_one_class(write: Write) -> None:
     write()
     assert made(kind=VALUES).kind == VALUES
+
+
+def test_the_models_of_the_page_can_be_learned_with(write: Write) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class CustomModel" in block]
+    assert len(blocks) == 2
+    for number, block in enumerate(blocks):
+        write(block, f"net{number}")
+        check_model(f"net{number}", "CartPole-v1")

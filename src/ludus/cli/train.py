@@ -429,10 +429,10 @@ class _Starter:
 
 def is_sweep(data: Mapping[str, Any]) -> bool:
     """Whether an experiment is many trials: several samples, or a value that is searched over."""
-    from ludus.config import has_search
+    from ludus.config import read_experiment
+    from ludus.experiment import search
 
-    samples = data.get("num_samples", data.get("repeat", 1))
-    return (isinstance(samples, int) and samples > 1) or has_search({k: v for k, v in data.items() if k != "tune"})
+    return search.is_sweep(read_experiment(data).data)
 
 
 def _is_finished(directory: Path) -> bool:

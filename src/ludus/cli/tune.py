@@ -189,7 +189,8 @@ class Shell:
         from ludus.runtime.cluster import LOCAL
 
         address, cpus, memory = self.ray
-        cluster = cluster_of(address) or cluster_of(LOCAL, cpus, memory)
+        named = cluster_of(address)
+        cluster = cluster_of(named.address if named is not None else LOCAL, cpus, memory)
         return SweepOptions(self.local_dir, cluster, self.max_concurrent, retry_failed, self._say, board.hear)
 
     def _say(self, sentence: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from ludus import config as configs
 from ludus import spellings
-from ludus.errors import UnknownName, UsageError
-from ludus.experiment import multiagent
+from ludus.errors import ConfigError, UnknownName, UsageError
+from ludus.experiment import multiagent, search
 from ludus.game.environment import check_exists
 from ludus.training.algorithm import ALGORITHMS, Algorithm, algorithm_class
 
@@ -42,6 +42,10 @@ def of_experiment(data: Mapping[str, Any], *, env_too: bool = True) -> list[str]
     `env_too`: its environment must exist here.
     """
     out: dict[str, None] = {}
+    try:
+        search.find(data)
+    except ConfigError as error:
+        out[str(error)] = None
     for variant in _variants(data):
         out |= dict.fromkeys(_of_one(variant, env_too))
     return list(out)

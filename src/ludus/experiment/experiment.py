@@ -117,16 +117,22 @@ def cluster_of(option: str | None, num_cpus: int | None = None, object_store_mem
 
 def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, cluster: ClusterOptions | None) -> Mapping[str, Any]:
     """`num_workers: auto` becomes a number, once and for all: it is saved with the run."""
-    inner = configs.canonical(data.get("config") or {})
+    given = configs.read_experiment(data).data
+    if not isinstance(given.get("config", {}), Mapping) or not isinstance(run := given.get("run", "PPO"), str):
+        return data  # what is wrong with it is said by whoever resolves it
+    inner = configs.read_config(given.get("config", {})).data
     if inner.get("num_workers") != "auto":
         return data
+    inner = configs.canonical(given["config"], complaints.algorithm_of(run).Config)
     if cluster is not None and cluster.asked_for:
         raise ConfigError(
             "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
             "Give a number: one worker for every core of the cluster is a good start.",
         )
     cores = usable_cores()
-    if data.get("env") == configs.EXTERNAL:
+    if multiagent.is_meant(str(data.get("env")), inner):
+        chosen, why = 0, "several agents are sampled by this process"
+    elif data.get("env") == configs.EXTERNAL:
         chosen, why = max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
     else:
         any_batch = {key: value for key, value in inner.items() if key != "train_batch_size"}

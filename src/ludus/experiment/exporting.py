@@ -143,7 +143,8 @@ def _seen_in_play(
         except _DAMAGED as error:
             log.info("%s is of no use here: %s", path, error)
     note = "Compared on random observations alone: the run has no rollout. `ludus rollout` makes one."
-    if not play or found.state["config"]["env"] == EXTERNAL:
+    made_with = found.state["config"]
+    if not play or made_with["env"] == EXTERNAL or made_with["config"].get("multiagent"):
         return None, [note]
     try:
         with tempfile.TemporaryDirectory(prefix="ludus-export-") as folder:

@@ -39,8 +39,9 @@ _SEEDS = 7919  # between the seeds of two policies: equal networks must not begi
 
 def is_meant(env: str, settings: Mapping[str, Any]) -> bool:
     """Whether an experiment has several agents: its environment says so, or its author does."""
-    own = ":" in env and "/" not in env
-    return (own and settings.get("multiagent") is not None) or games.is_multi_agent(env, settings.get("env_config"))
+    if settings.get("multiagent") is not None and ":" in env and "/" not in env:
+        return True  # it need not be made to find out; whoever makes it says what is wrong
+    return games.is_multi_agent(env, settings.get("env_config"))
 
 
 # -- who plays whom -----------------------------------------------------------------------------------------------------
@@ -226,8 +227,8 @@ def cast_of(match: Match, section: MultiAgentConfig) -> Cast:
 
 
 def make_match(env: str, config: AlgorithmConfig, render_mode: str | None = None) -> Match:
-    """The environment as this run plays it."""
-    return games.make_match(env, config.env_config, render_mode)
+    """The environment as this run plays it, in the wrappers that its config names."""
+    return games.make_match(env, config.env_config, render_mode, config.wrappers)
 
 
 def program_of(
@@ -343,7 +344,7 @@ class MatchEvaluation:
         assert config.multiagent is not None
         if self._copies is None:
             asked = config.evaluation_config.env_config
-            other = config if asked is None else config.model_copy(update={"env_config": asked})
+            other = config if asked is None else config.model_copy(update={"env_config": {**config.env_config, **asked}})
             rows = min(config.evaluation_duration, _ROWS)
             self._copies = Copies(lambda: make_match(env, other), rows, forgiving=config.restart_failed_sub_environments)
         with undisturbed():

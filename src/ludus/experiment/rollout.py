@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -219,12 +221,6 @@ def make_player(stage: Stage) -> Player:
     return SoloPlayer(stage) if stage.cast is None else MatchPlayer(stage, stage.cast)
 
 
-def _render_modes(stage: Stage) -> list[str | None]:
-    if not stage.filmed:
-        return [None]
-    return ["depth_array", "rgb_array"] if stage.depth else ["rgb_array"]
-
-
 class _Recording:
     """What is written down of an episode: nothing, its steps, its pictures."""
 
@@ -263,13 +259,12 @@ class SoloPlayer:
 
     def _made(self) -> gym.Env[Any, Any]:
         s = self._stage
-        *first, last = _render_modes(s)
-        for mode in first:
-            env = make_one(s.env, s.env_config, mode, preprocess=s.preprocess, wrappers=s.wrappers)
-            if env.render_mode == mode:
-                return env
-            env.close()
-        return make_one(s.env, s.env_config, last, preprocess=s.preprocess, wrappers=s.wrappers)
+        make = partial(make_one, s.env, s.env_config, preprocess=s.preprocess, wrappers=s.wrappers)
+        env = make("rgb_array" if s.filmed else None)
+        if not (s.filmed and s.depth and "depth_array" in env.metadata.get("render_modes", ())):
+            return env
+        env.close()
+        return make("depth_array")
 
     def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told:
         env, stage = self.env, self._stage
@@ -309,8 +304,7 @@ class MatchPlayer:
         if stage.save_info:
             raise UsageError("Infos of environments with several agents are not written.", "Leave out --save-info.")
         self._stage = stage
-        *_, mode = _render_modes(stage)
-        self._match = make_match(stage.env, stage.env_config, mode)
+        self._match = make_match(stage.env, stage.env_config, "rgb_array" if stage.filmed else None, stage.wrappers)
         try:
             missing = sorted(set(self._match.agents) - set(cast))
             if missing:
@@ -346,11 +340,10 @@ class MatchPlayer:
                 if ledger is not None:
                     ledger.note(step)
 
-            with translated(stage.env, "play", 0):
-                finished = play_episode(
-                    match, agents, stage.seed + episode,
-                    deterministic=stage.deterministic, max_steps=max_steps, before_step=before_step, on_step=on_step,
-                )  # fmt: skip
+            finished = play_episode(
+                match, agents, stage.seed + episode,
+                deterministic=stage.deterministic, max_steps=max_steps, before_step=before_step, on_step=on_step,
+            )  # fmt: skip
             if ledger is not None:
                 ledger.close()
         if finished is not None:
@@ -375,9 +368,10 @@ class _Ledger:
     def note(self, step: Step) -> None:
         for agent, action in step.actions.items():
             self._open[agent] = step.number, step.observations[agent], action
+        seen_last = {agent: observation for agent, observation in step.final.items() if agent in self._open}
         for agent, reward in step.rewards.items():
             self._settle(agent, reward, agent in step.terminated, agent in step.truncated)
-        for agent, observation in step.final.items():
+        for agent, observation in seen_last.items():
             self._part.add({f"{agent}/{FINAL}episode": self._episode}, {f"{agent}/{FINAL}observation": observation})
 
     def close(self) -> None:
@@ -458,22 +452,23 @@ def rollout(
         limit = max(longest_episode(stage.env), max_steps or 0)
         crew = _Crew(stage, aside, episodes, limit, workers, log_dir, player)
         stack.callback(crew.close)
-        made, fps = 0, 0.0
+        made, fps, gained = 0, 0.0, list[float]()
         for episode in range(episodes):
             left = limit if max_steps is None else max_steps - made
             told = crew.episode(episode, left)
             made, fps = made + told.length, told.fps
+            gained.append(told.gained)
             _count(played, told, cut=not told.over and told.length >= limit and (max_steps is None or made < max_steps))
             watch(episode, told)
             if steps is not None:
                 steps.extend(aside / str(episode) / "steps")
+                shutil.rmtree(aside / str(episode) / "steps", ignore_errors=True)
             if max_steps is not None and made >= max_steps:
                 break
         played.steps_file = steps.write() if steps is not None else None
         if files.video is not None:
-            played.video = _video(
-                files.video, stage, [aside / str(i) / _FRAMES for i in range(min(film, episode + 1))], files.grid, fps
-            )
+            frames = [aside / str(i) / _FRAMES for i in range(min(film, len(gained)))]
+            played.video = _video(files, stage, frames, fps, gained)
     return played
 
 
@@ -487,10 +482,11 @@ def _count(played: Played, told: Told, cut: bool) -> None:
         played.agents.setdefault(agent, []).append(gained)
 
 
-def _video(path: Path, stage: Stage, frames: list[Path], grid: bool, fps: float) -> Path | None:
-    named = path.with_name(f"{path.stem}-depth{path.suffix}") if stage.depth else path
+def _video(files: Files, stage: Stage, frames: list[Path], fps: float, gained: list[float]) -> Path | None:
+    assert files.video is not None
+    path = files.video.with_name(f"{files.video.stem}-depth{files.video.suffix}") if stage.depth else files.video
     shown = depth_colours(frames) if stage.depth else as_it_is
-    return (write_grid if grid else write_video)(named, frames, fps, shown)
+    return write_grid(path, frames, fps, shown, gained) if files.grid else write_video(path, frames, fps, shown)
 
 
 class _Crew:

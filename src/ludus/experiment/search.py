@@ -6,11 +6,12 @@ config: {lr: {loguniform: [1e-5, 1e-2]}, gamma: {grid_search: [0.98, 0.99]}}    
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,6 @@ class Searched:
     path: Path
     kind: str
     arguments: tuple[Any, ...]
-    sample: Callable[[np.random.Generator], Any] = field(repr=False, compare=False, default=lambda _: None)
 
     @property
     def shown(self) -> str:
@@ -61,7 +61,7 @@ class Searched:
         """A value; of a grid, which tries all of them, any."""
         if self.kind in (GRID, "choice"):
             return self.arguments[int(generator.integers(len(self.arguments)))]
-        return _DRAWS[self.kind](generator, *self.arguments) if self.kind in _DRAWS else self.sample(generator)
+        return _DRAWS[self.kind](generator, *self.arguments)
 
     def clamped(self, value: Any) -> Any:
         """The nearest value that could have been drawn."""
@@ -73,9 +73,14 @@ class Searched:
         return float(min(max(value, low), high))
 
 
-def _stepped(value: float, step: float, low: float, high: float) -> float:
-    rounded = round(value / step) * step
-    return float(f"{min(max(rounded, low), high):.12g}")
+def _ends(low: float, high: float, step: float) -> tuple[int, int]:
+    """The first and the last multiple of the step that lies between them; a little rounding does not count."""
+    return math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+
+
+def _stepped(draw: Callable[[float, float], float], low: float, high: float, step: float) -> float:
+    first, last = _ends(low, high, step)
+    return float(f"{min(max(round(draw(first * step, last * step) / step), first), last) * step:.12g}")
 
 
 def _loguniform(generator: np.random.Generator, low: float, high: float) -> float:
@@ -84,11 +89,11 @@ def _loguniform(generator: np.random.Generator, low: float, high: float) -> floa
 
 _DRAWS: Mapping[str, Callable[..., Any]] = {
     "uniform": lambda generator, low, high: float(generator.uniform(low, high)),
-    "quniform": lambda generator, low, high, step: _stepped(generator.uniform(low, high), step, low, high),
+    "quniform": lambda generator, low, high, step: _stepped(generator.uniform, low, high, step),
     "loguniform": _loguniform,
-    "qloguniform": lambda generator, low, high, step: _stepped(_loguniform(generator, low, high), step, low, high),
+    "qloguniform": lambda generator, low, high, step: _stepped(functools.partial(_loguniform, generator), low, high, step),
     "randint": lambda generator, low, high: int(generator.integers(low, high)),
-    "qrandint": lambda generator, low, high, step=1: int(_stepped(generator.integers(low, high + 1), step, low, high)),
+    "qrandint": lambda generator, low, high, step=1: step * int(generator.integers(*_ends(low, high, step), endpoint=True)),
     "randn": lambda generator, mean=0.0, deviation=1.0: float(generator.normal(mean, deviation)),
 }
 _RANGES = ("uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint")
@@ -103,8 +108,6 @@ _LENGTHS: Mapping[str, tuple[int, ...]] = {
 def searched(path: Path, value: Any) -> Searched:
     """One search value, checked. Raises ConfigError."""
     shown = ".".join(path)
-    if _is_domain(value):
-        return _from_domain(path, value)
     ((kind, given),) = value.items()
     if kind == "randint" and isinstance(given, int):
         given = [0, given]
@@ -141,8 +144,12 @@ def _check_numbers(shown: str, kind: str, given: Sequence[Any]) -> None:
         raise ConfigError(f"{shown}.{kind} goes from {low} to {high}.", "The first is the lower one.")
     if "log" in kind and low <= 0:
         raise ConfigError(f"{shown}.{kind} begins at {low}, which has no logarithm.", "Begin above 0.")
-    if len(given) == 3 and not 0 < given[2] <= high - low:
-        raise ConfigError(f"{shown}.{kind} goes in steps of {given[2]}.", f"Give a step between 0 and {high - low}.")
+    if len(given) == 3 and not (given[2] > 0 and _ends(low, high, given[2])[0] < _ends(low, high, given[2])[1]):
+        raise ConfigError(
+            f"{shown}.{kind} goes in steps of {given[2]}.", f"Less than 2 multiples of it are between {low} and {high}."
+        )
+    if kind == "qloguniform" and _ends(low, high, given[2])[0] < 1:
+        raise ConfigError(f"{shown}.{kind} goes in steps of {given[2]} and would reach 0.", f"Begin at {given[2]}.")
 
 
 _EXAMPLES: Mapping[str, str] = {
@@ -161,16 +168,41 @@ def _is_domain(value: Any) -> bool:
     return type(value).__module__ == "ray.tune.search.sample" and hasattr(value, "sample")
 
 
-def _from_domain(path: Path, domain: Any) -> Searched:
+def without_domains(value: Any, path: Path = ()) -> Any:
+    """The same with Ray Tune's objects as our words, which can be written down. Raises ConfigError."""
+    if _is_domain(value):
+        return _from_domain(path, value)
+    if isinstance(value, Mapping):
+        return {key: without_domains(inner, (*path, str(key))) for key, inner in value.items()}
+    return value
+
+
+def _from_domain(path: Path, domain: Any) -> dict[str, Any]:
     if hasattr(domain, "categories"):
-        return Searched(path, "choice", tuple(domain.categories))
-    if not hasattr(domain, "lower"):
+        return {"choice": list(domain.categories)}
+    sampler = domain.get_sampler()
+    step = getattr(sampler, "q", None)
+    inner = type(sampler if step is None else sampler.get_sampler()).__name__
+    word = _WORDS.get((type(domain).__name__, inner, step is not None))
+    if word is None:
         raise ConfigError(
-            f"{'.'.join(path)} is a {type(domain).__name__} of Ray Tune, which needs more than is known here.",
+            f"{'.'.join(path)} is a {type(domain).__name__} ({inner}) of Ray Tune, which has no word here.",
             f"Use one of {', '.join(SEARCHES)}.",
         )
-    seed = 1 << 32
-    return Searched(path, f"tune.{domain}", (), lambda generator: domain.sample(random_state=int(generator.integers(seed))))
+    if word == "randn":
+        return {word: [float(sampler.mean), float(sampler.sd)]}
+    return {word: [domain.lower, domain.upper, *([] if step is None else [step])]}
+
+
+_WORDS = {
+    ("Float", "_Uniform", False): "uniform",
+    ("Float", "_Uniform", True): "quniform",
+    ("Float", "_LogUniform", False): "loguniform",
+    ("Float", "_LogUniform", True): "qloguniform",
+    ("Float", "_Normal", False): "randn",
+    ("Integer", "_Uniform", False): "randint",
+    ("Integer", "_Uniform", True): "qrandint",
+}
 
 
 def find(data: Mapping[str, Any]) -> list[Searched]:
@@ -182,7 +214,7 @@ def find(data: Mapping[str, Any]) -> list[Searched]:
 
 
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if is_search(value) or _is_domain(value):
+    if is_search(value):
         yield path, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
@@ -296,7 +328,7 @@ def _mutation(name: str, value: Any) -> Searched:
     path = ("config", *name.removeprefix("config.").split("."))
     if isinstance(value, (list, tuple)):
         value = {GRID: list(value)}
-    if not is_search(value) and not _is_domain(value):
+    if not is_search(value):
         raise ConfigError(f"tune.hyperparam_mutations.{name} is {value!r}.", "Give a list of values, or {loguniform: [a, b]} …")
     return searched(path, value)
 

@@ -80,6 +80,9 @@ def check(track: TrackConfig) -> None:
             )
     if track.mlflow is not None:
         _installed("mlflow", "track.mlflow")
+        if not (track.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")):  # its small package comes without these
+            for package in ("sqlalchemy", "alembic"):
+                _installed(package, "track.mlflow without a server", "mlflow")
 
 
 def notices(track: TrackConfig) -> Iterator[str]:
@@ -104,9 +107,9 @@ def _wandb_key(environ: Mapping[str, str]) -> bool:
     return host in found.hosts
 
 
-def _installed(package: str, key: str) -> None:
+def _installed(package: str, key: str, extra: str = "") -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingExtra(f"{key} needs the package {package!r}.", f"pip install 'ludus[{package}]'")
+        raise MissingExtra(f"{key} needs the package {package!r}.", f"pip install 'ludus[{extra or package}]'")
 
 
 def sinks_of(run: Run, e: ExperimentConfig, incarnation: int) -> list[Sink]:

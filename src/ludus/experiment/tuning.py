@@ -34,6 +34,7 @@ from ludus.experiment.run import CONFIG, Run
 from ludus.experiment.search import Searched, Trial
 from ludus.experiment.trial import Attempt
 from ludus.game.registry import registered
+from ludus.game.wrapping import names_of
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import usable_cores
 from ludus.runtime.trials import FINISHED, OVER, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
@@ -107,7 +108,7 @@ class Sweep:
 
 def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
     """Check everything about a sweep that can be checked before anything starts. Raises UsageError."""
-    data = {**configs.read_experiment(data).data, "name": name}
+    data = {**configs.read_experiment(search.without_domains(data)).data, "name": name}
     inner = data.get("config") or {}
     top = configs.experiment({key: value for key, value in data.items() if key not in ("config", "env", "run")} | {"env": "-"})
     data["config"] = configs.canonical(inner if isinstance(inner, Mapping) else {})
@@ -239,10 +240,10 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
     """What `ludus.trainable` returns. Raises MissingExtra, UsageError."""
     given = {**data, "config": configs.canonical(data.get("config") or {})}
     algorithm_class(str(data["run"]))
-    luggage = [
-        Luggage.of(str(given.get("env", "")), str(data["run"]), models=[(given["config"].get("model") or {}).get("custom_model")])
-    ]
-    luggage += [Luggage(registered=dict(registered()))]
+    inner = given["config"]
+    names = [str(given.get("env", "")), str(data["run"]), *names_of(inner.get("wrappers") or [])]
+    luggage = [Luggage.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
+    luggage += [Luggage(registered=dict(registered()))]  # what the param_space names is not known yet
     luggage += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
     begin: Begin = functools.partial(begin_plain, given, report_s)
     reserve: Reserve = functools.partial(reserve_plain, given)

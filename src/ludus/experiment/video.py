@@ -172,8 +172,11 @@ def write_video(path: Path, episodes: Sequence[Path], fps: float, shown: Shown =
     return path if writer is not None else None
 
 
-def write_grid(path: Path, episodes: Sequence[Path], fps: float, shown: Shown = as_it_is) -> Path | None:
-    """Episodes side by side, each with its number and return so far; those that have ended stay on their last picture, dimmed."""
+def write_grid(
+    path: Path, episodes: Sequence[Path], fps: float, shown: Shown = as_it_is, returns: Sequence[float] = ()
+) -> Path | None:
+    """Episodes side by side, each with its number and return so far; those that have ended stay on their last picture, dimmed,
+    with all that they gained (`returns`)."""
     running: list[Iterator[tuple[Array, float]] | None] = [read_frames(episode) for episode in episodes]
     cells: list[Array | None] = [None] * len(episodes)
     seen: dict[int, tuple[Array, float]] = {}
@@ -190,6 +193,8 @@ def write_grid(path: Path, episodes: Sequence[Path], fps: float, shown: Shown = 
                     layout = layout or _Layout(seen[i][0].shape, len(episodes))
                 else:
                     running[i] = None
+                    if i in seen and i < len(returns):
+                        seen[i] = seen[i][0], returns[i]
                 if layout is not None and i in seen:
                     cells[i] = layout.cell(*seen[i], episode=i, over=item is None)
             if layout is None or not any(running):

@@ -7,7 +7,6 @@ in turns, leave and come back, and how the dead are stepped, is hidden here.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import pkgutil
@@ -23,8 +22,10 @@ import numpy as np
 
 from ludus import spaces
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
+from ludus.game import registry
 from ludus.game.environment import translated
-from ludus.plugins import did_you_mean, import_object
+from ludus.game.wrapping import Named, wrappers_of
+from ludus.plugins import did_you_mean
 from ludus.spaces import ACTION_MASK, Fit
 from ludus.tree import Tree
 from ludus.types import Bools
@@ -120,19 +121,19 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
     """Whether this is an environment with several agents. A function whose result is not declared is called to find out."""
     if name.partition("/")[0] in FAMILIES:
         return True
-    if ":" not in name or "/" in name:
-        return False
     try:
-        made = import_object(name)
-    except LudusError:  # a Gymnasium id with a module in front, or nothing at all: others say so
+        made = registry.factory_of(name)
+    except LudusError:  # others say so
+        return False
+    if made is None:
         return False
     declared = _declared(made)
     if declared is not None:
         return declared
-    if not callable(made) or "num_envs" in _parameters(made):
+    if registry.makes_vectors(made):
         return False
     try:
-        env = made(**dict(env_config or {}))
+        env = registry.called(made, dict(env_config or {}))
     except Exception:  # whoever makes it to play says what is wrong
         return False
     try:
@@ -150,19 +151,21 @@ def make_match(
     name: str,
     env_config: Mapping[str, Any] | None = None,
     render_mode: str | None = None,
-    wrap: Callable[[Any], Any] = lambda env: env,
+    wrappers: Named = (),
 ) -> Match:
-    """`mpe2/<name>`, `pettingzoo/<name>` or `module:function`, with `env_config` as keywords; parallel where there is both.
+    """`mpe2/<name>`, `pettingzoo/<name>`, `module:function` or a registered name, with `env_config` as keywords; parallel where there is both.
 
     Raises UnknownName, MissingExtra, EnvironmentFault.
     """
     factory, config = _factory(name), dict(env_config or {})
     if not os.environ.get("DISPLAY") and sys.platform.startswith("linux"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen, and complain
-    if render_mode is not None and _takes(factory, "render_mode"):
+    if render_mode is not None and registry.takes(factory, "render_mode"):
         config["render_mode"] = render_mode
     try:
-        env = wrap(factory(**config))
+        env = registry.called(factory, config)
+        for wrapper in wrappers_of(wrappers)[0]:
+            env = wrapper.around(env, several=True)
     except LudusError:
         raise
     except ModuleNotFoundError as error:
@@ -188,7 +191,11 @@ def match_of(env: Any, name: str) -> Match:
 def _factory(name: str) -> Callable[..., Any]:
     family, _, rest = name.partition("/")
     if family not in FAMILIES:
-        found: Callable[..., Any] = import_object(name)
+        found = registry.factory_of(name)
+        if found is None:
+            raise UnknownName(
+                f"{name!r} is not an environment with several agents.", "Use mpe2/…, pettingzoo/… or module:function."
+            )
         return found
     try:
         importlib.import_module(family)
@@ -234,18 +241,6 @@ def _declared(made: Any) -> bool | None:
     pettingzoo = sys.modules.get("pettingzoo")
     bases = () if pettingzoo is None else (pettingzoo.ParallelEnv, pettingzoo.AECEnv)
     return True if issubclass(kind, bases) or hasattr(kind, "possible_agents") else None
-
-
-def _parameters(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(made).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _takes(made: Callable[..., Any], keyword: str) -> bool:
-    parameters = _parameters(made)
-    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _closed(env: Any) -> None:

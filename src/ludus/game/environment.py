@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -241,6 +242,7 @@ def check_exists(name: str) -> None:
     sentence = outdated(name)
     if sentence:
         log.warning("%s", sentence)
+        warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium says it again for every copy
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:

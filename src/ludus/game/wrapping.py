@@ -25,8 +25,8 @@ class Wrapper:
     keywords: Mapping[str, Any]
     of_vectors: bool
 
-    def around(self, env: Any) -> Any:
-        """Raises ConfigError, EnvironmentFault."""
+    def around(self, env: Any, *, several: bool = False) -> Any:
+        """`several`: an environment with several agents, whose wrappers are PettingZoo's. Raises ConfigError, EnvironmentFault."""
         try:
             wrapped = self.make(env, **self.keywords)
         except LudusError:
@@ -37,6 +37,10 @@ class Wrapper:
             raise EnvironmentFault(
                 f"The wrapper {self.name} raised {type(error).__name__} while it was made: {error}."
             ) from error
+        if several:
+            if not hasattr(wrapped, "possible_agents"):
+                raise ConfigError(f"config.wrappers: {self.name} made a {type(wrapped).__name__} without possible_agents.")
+            return wrapped
         kind: Any = gym.vector.VectorEnv if self.of_vectors else gym.Env
         if not isinstance(wrapped, kind):
             raise ConfigError(f"config.wrappers: {self.name} made a {type(wrapped).__name__}, not a gymnasium {kind.__name__}.")

@@ -83,9 +83,8 @@ def find_class(name: str) -> type[nn.Module]:
     else:
         files = files_of(name)
         shown = files.shown()
+        _check_text(files)
         found = getattr(_run(files), CLASS, None)
-        if found is None:
-            raise ConfigError(f"{shown} has no class {CLASS}.", _rename(files))
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ConfigError(f"{shown}: {_named(found)} is not a torch.nn.Module.", f"Write  class {CLASS}(nn.Module):")
     if found is nn.Module:
@@ -208,13 +207,21 @@ def _run(files: Files) -> ModuleType:
             sys.path.remove(root)
 
 
-def _rename(files: Files) -> str:
-    own = [
-        name
-        for name, item in vars(_run(files)).items()
-        if inspect.isclass(item) and issubclass(item, nn.Module) and item.__module__ == f"{files.package}.{files.name}"
-    ]
-    return f"It has {', '.join(own)}: call the model {CLASS}." if own else f"Write  class {CLASS}(nn.Module):"
+def _check_text(files: Files) -> None:
+    """A file that has no such class is not run: a checkpoint may name any file there is."""
+    statements = _parsed(files.texts[files.name], files.shown())
+    if CLASS in {name for node in statements for name in _bound(node)}:
+        return
+    own = [node.name for node in statements if isinstance(node, ast.ClassDef) and node.bases]
+    remedy = f"It has {', '.join(own)}: call the model {CLASS}." if own else f"Write  class {CLASS}(nn.Module):"
+    raise ConfigError(f"{files.shown()} has no class {CLASS}.", remedy)
+
+
+def _parsed(text: str, shown: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # what Python's parser raises for rubbish
+        raise told(f"{shown} cannot be imported", error, "Correct the file.") from error
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------
@@ -251,11 +258,7 @@ def _check_source(module_name: str, name: str) -> None:
             raise UnknownName(f"There is no module {module_name!r} (from {module_name}:{name}).", FINDABLE)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise UnknownName(f"{module_name!r} is not a Python file.", "Name the module in which the class stands.")
-    try:
-        tree = ast.parse(_text(Path(spec.origin)))
-    except SyntaxError as error:
-        raise ConfigError(f"{module_name!r} cannot be imported: line {error.lineno}: {error.msg}.") from error
-    names = {found for node in tree.body for found in _bound(node)}
+    names = {found for node in _parsed(_text(Path(spec.origin)), repr(module_name)) for found in _bound(node)}
     if name not in names:
         raise UnknownName(f"{module_name!r} has no class {name!r}.", did_you_mean(name, names))
 

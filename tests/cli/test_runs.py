@@ -1,0 +1,97 @@
+"""`--track`, and what `ludus runs` says of runs of all kinds."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ludus.cli.main import app
+from ludus.errors import ConfigError
+from ludus.metrics import JsonLines
+from tests.experiment.test_compare import flat_run
+
+
+def call(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_an_option_switches_tracking_on(tmp_path: Path) -> None:
+    small = ["--set", "train_batch_size=256", "--set", "evaluation_duration=0", "--num-envs", "8", "--stop", "iterations=2"]
+    said = call("train", "CartPole-v1", "--track", "csv", *small, "--local-dir", tmp_path, "--quiet")
+    assert said.exit_code == 0, said.output
+    (table,) = tmp_path.rglob("metrics.csv")
+    with table.open() as file:
+        assert [row["iterations"] for row in csv.DictReader(file)] == ["1", "2"]
+
+
+def test_a_service_that_does_not_exist_is_said(tmp_path: Path) -> None:
+    said = call("train", "CartPole-v1", "--track", "wanb", "--local-dir", tmp_path / "runs")
+    assert isinstance(said.exception, ConfigError)
+    assert "'track.wanb'" in str(said.exception)
+    assert "'wandb'" in str(said.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """Two experiments of five seeds, and the trial of a script."""
+    runs = tmp_path / "runs"
+    for lr, values in ((1e-3, [480, 490, 500, 470, 495]), (1e-4, [300, 310, 290, 305, 320])):
+        for seed, value in enumerate(values):
+            flat_run(runs / "sweep" / f"{lr}-{seed}", float(value), name="sweep", lr=lr, seed=seed)
+    trial = runs / "atari" / "ppo-v0"
+    trial.mkdir(parents=True)
+    (trial / "meta.json").write_text(json.dumps({"kind": "session", "started": "2026-01-01T00:00:00+0000"}))
+    sink = JsonLines(trial / "metrics.jsonl")
+    sink.write({"iterations": 1, "timesteps": 7, "wins": 3.0})
+    sink.close()
+    return runs
+
+
+def test_trials_of_scripts_are_listed_and_shown(several: Path) -> None:
+    rows = json.loads(call("runs", "list", several, "--json").output)
+    assert len(rows) == 11
+    (script,) = [row for row in rows if row["algorithm"] == "script"]
+    assert (script["run"], script["timesteps"], script["return"]) == (str(several / "atari" / "ppo-v0"), 7, None)
+    said = call("runs", "show", several / "atari" / "ppo-v0")
+    assert said.exit_code == 0, said.output
+    assert '"wins": 3' in said.output
+
+
+def test_a_comparison_says_in_words_numbers_and_a_picture_whether_groups_differ(several: Path, tmp_path: Path) -> None:
+    out = tmp_path / "compare.png"
+    said = call("runs", "compare", several / "sweep", "--out", out)
+    assert said.exit_code == 0, said.output
+    assert "lr=0.001 is 182 higher than lr=0.0001" in said.output
+    assert "n = 5 and 5): significant" in said.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(call("runs", "compare", several / "sweep", several / "sweep", "--out", out, "--json").output)
+    assert [(group["label"], group["n"], group["mean"]) for group in found["groups"]] == [
+        ("lr=0.001", 5, 487.0),
+        ("lr=0.0001", 5, 305.0),
+    ], "a run that is named twice is one run"
+    (verdict,) = found["differences"]
+    assert verdict["significant"]
+    assert verdict["p_value"] == pytest.approx(2 / 252)
+    assert len(found["runs"]) == 10
+    assert found["runs"][0]["lr"] == 1e-3
+
+
+def test_a_comparison_without_values_lists_the_runs_and_says_why(several: Path, tmp_path: Path) -> None:
+    said = call("runs", "compare", several, "--metric", "happiness", "--out", tmp_path / "x.png")
+    assert said.exit_code == 0, said.output
+    assert "None of the 11 runs has values of 'happiness'" in said.output
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_curves_of_seeds_may_be_drawn_together(several: Path, tmp_path: Path) -> None:
+    pictures = {}
+    for name, words in {"each": [], "together": ["--group-by", "auto"], "smooth": ["--smoothing", "0.9"]}.items():
+        said = call("runs", "plot", several / "sweep", "--out", tmp_path / f"{name}.png", *words)
+        assert said.exit_code == 0, said.output
+        pictures[name] = (tmp_path / f"{name}.png").read_bytes()
+    assert pictures["each"] != pictures["together"]
