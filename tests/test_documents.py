@@ -135,7 +135,9 @@ def test_what_is_dumped_is_read_back_by_us_and_by_others(value: Any) -> None:
     assert yaml.safe_load(text) == {"value": value}
 
 
-@pytest.mark.parametrize("word", ["1e5", "yes", "010", "12:30", "2024-01-01", "<<", "=", "~", "", "0x1F", "1_0", ".inf", "null"])
+@pytest.mark.parametrize(
+    "word", ["1e5", "yes", "010", "12:30", "2024-01-01", "<<", "=", "~", "", "0x1F", "1_0", ".inf", "null", "\x85", "a\u2028b"]
+)
 def test_a_word_that_anybody_would_misread_is_quoted(word: str) -> None:
     text = dump_yaml([word])
     assert parse_yaml(text, "x") == yaml.safe_load(text) == [word]

@@ -349,7 +349,7 @@ def _section(name: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
     _section("stop", 2),
     st.sampled_from(["PPO", "DQN", "IMPALA", "SAC"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_nonsense_is_complained_about_and_never_a_crash(
     top: dict[str, Any], inner: dict[str, Any], model: dict[str, Any], stop: dict[str, Any], run: str
 ) -> None:

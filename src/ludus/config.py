@@ -735,7 +735,7 @@ def _validated(schema: type[S], reading: Reading, where: str, run: str = "", own
 def _truths(schema: type[_Strict], data: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """true and false where a number is meant, which pydantic takes for 1 and 0."""
     for name, field in schema.model_fields.items():
-        key = field.alias if field.alias in data else name
+        key = field.alias if field.alias is not None and field.alias in data else name
         value, below = data.get(key), schema_of(field.annotation)
         if isinstance(value, bool) and _takes_number(field.annotation) and not _takes_bool(field.annotation):
             yield f"{prefix}{key} is {value}: a number is meant."

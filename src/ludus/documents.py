@@ -140,7 +140,13 @@ def _floating(dumper: yaml.SafeDumper, value: float) -> Any:
     return dumper.represent_scalar(_FLOAT, text)
 
 
+def _word(dumper: yaml.SafeDumper, value: str) -> Any:
+    odd = any(sign in value for sign in "\x85\u2028\u2029\ufeff")  # breaks of lines, which only double quotes can keep
+    return dumper.represent_scalar(_STR, value, style='"' if odd else None)
+
+
 Dumper.add_representer(float, _floating)
+Dumper.add_representer(str, _word)
 Dumper.yaml_implicit_resolvers = {  # a word is quoted if we, or any reader of YAML 1.1, would take it for something else
     first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
     for first in {**yaml.SafeDumper.yaml_implicit_resolvers, **_Loader.yaml_implicit_resolvers}

@@ -147,6 +147,13 @@ def test_two_policies_are_trained_stored_and_loaded(tmp_path: Path) -> None:
     assert rows[0]["episode_return_mean"] == pytest.approx(sum(means), abs=1e-4)
 
 
+def test_agents_learn_what_pays(tmp_path: Path) -> None:
+    """Each is paid for every 1 that either chooses: 10 in a match at random, 20 at best."""
+    settings = {"num_epochs": 8, "lr": 1e-2, "train_batch_size": 200, "evaluation_duration": 20}
+    result = train(tmp_path / "run", 12, env="tests.matches:make_simple", **settings)
+    assert result.metrics["evaluation/return_mean"] >= 19
+
+
 def test_the_same_seed_is_the_same_run_to_the_last_bit(tmp_path: Path) -> None:
     for name in ("one", "two"):
         train(tmp_path / name, 4)

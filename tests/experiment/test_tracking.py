@@ -182,12 +182,16 @@ def test_a_service_that_fails_for_a_while_gets_everything_later_and_is_mentioned
 
 
 def test_a_service_that_never_answers_is_left_behind_and_what_it_missed_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    service = _Service()
+    class Opens(_Service):
+        def open(self) -> None:
+            pass
+
+    service = Opens()
     service.may_go_on.clear()
     sink = _aside(service, close_s=0.05)
     for i in range(7):
         sink.write(_numbers(i))
-    assert service.tried.acquire(timeout=30)
+    assert service.tried.acquire(timeout=30), "some are under way, and stay there"
     sink.close()
     assert "7 reports were not delivered; it has not finished" in caplog.text
     service.may_go_on.set()

@@ -16,6 +16,7 @@ from ludus import config as configs
 from ludus.errors import ConfigError, Damaged, NotFound, UsageError
 from ludus.experiment import tuning
 from ludus.experiment.outcome import outcome
+from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import Run, find_runs
 from ludus.experiment.search import Searched
 from ludus.experiment.tuning import Explorer, SweepOptions, opened, plan, reserved, resume_sweep, run_sweep
@@ -114,6 +115,13 @@ def test_a_second_sweep_in_a_directory_is_refused(tmp_path: Path) -> None:
     plan("s", experiment(), tmp_path).save()
     with pytest.raises(UsageError, match="already holds a sweep"):
         run_sweep({"s": experiment()}, SweepOptions(tmp_path))
+
+
+def test_a_sweep_of_which_no_trial_could_begin_leaves_nothing_behind(tmp_path: Path) -> None:
+    nowhere = ClusterOptions("127.0.0.1:1")
+    with pytest.raises(UsageError, match=r"There is no Ray cluster at 127\.0\.0\.1:1"):
+        run_sweep({"s": experiment()}, SweepOptions(tmp_path, nowhere))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_that_somebody_runs_is_refused(tmp_path: Path) -> None:

@@ -216,3 +216,24 @@ def test_the_whole_of_an_environment_that_has_a_view_of_it_is_that() -> None:
     moved = match.reset(1)
     whole.follow(moved)
     assert whole.seen(match).tolist() == [moved.turns[0].observation, 0.0]
+
+
+def test_agents_that_are_numbered_are_called_by_their_numbers() -> None:
+    class Numbered(ScriptParallel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.possible_agents = [0, 1]  # type: ignore[assignment]
+
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            self.agents = [0, 1]  # type: ignore[assignment]
+            return {0: np.zeros(3), 1: np.ones(3)}, {}
+
+        def step(self, actions: Any) -> Any:
+            self.agents = []
+            done = dict.fromkeys(actions, True)
+            return {0: np.zeros(3), 1: np.ones(3)}, {0: float(actions[0]), 1: float(actions[1])}, done, {}, {}
+
+    match = match_of(Numbered(), "numbered")
+    assert [turn.agent for turn in match.reset(0).turns] == ["0", "1"]
+    moved = match.step({"0": 2, "1": 3})
+    assert {left.agent: left.reward for left in moved.leaving} == {"0": 2.0, "1": 3.0}

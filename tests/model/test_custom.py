@@ -194,6 +194,16 @@ def test_files_of_the_folder_import_each_other(write: Write) -> None:
     assert vars(find_class("customnet"))["size"] == 14
 
 
+def test_what_lies_beside_a_file_does_not_matter_unless_it_is_used(write: Write, tmp_path: Path) -> None:
+    write()
+    (tmp_path / "model" / "picture.py").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "model" / "broken.py").write_text("def")
+    (tmp_path / "model" / "folder.py").mkdir()
+    (tmp_path / "model" / "large.py").write_text("#" * (1 << 20))
+    assert find_class("customnet").__name__ == "CustomModel"
+    assert sorted(custom_class.files_of("customnet").texts) == ["broken", "customnet"]
+
+
 def test_a_file_is_read_before_it_is_run_and_not_run_without_the_class(write: Write, tmp_path: Path) -> None:
     write("import pathlib; pathlib.Path('ran').touch()\nclass Net(nn.Module): pass")
     with pytest.raises(ConfigError, match="has no class CustomModel"):

@@ -121,16 +121,15 @@ class Transitions:
 
     def add(self, segments: Segments) -> None:
         """Copy what is valid. Raises ConfigError when a block alone would fill the buffer."""
-        steps, rows = segments.spec.steps, segments.rows
-        if 4 * (steps + 1) * rows > self.capacity:
+        steps = segments.steps
+        if 4 * steps > self.capacity:  # a step has at most two observations and a final one that are its own
             raise ConfigError(
-                f"replay_buffer_config.capacity is {self.capacity:,}, and one block alone has {steps * rows:,} steps "
-                f"({rows} environments × {steps} steps).",
-                f"Use at least {4 * (steps + 1) * rows:,}, or fewer environments, or a shorter rollout_fragment_length.",
+                f"replay_buffer_config.capacity is {self.capacity:,}, and one block alone has {steps:,} steps.",
+                f"Use at least {4 * steps:,}, or fewer environments, or a shorter rollout_fragment_length.",
             )
         if segments.spec.mask_size and self._mask is None:
             self._mask = np.ones((self.capacity, segments.spec.mask_size), np.bool_)
-        self.added += segments.steps
+        self.added += steps
         groups, lanes = self._rows_of(segments.origin)
         for group in groups:
             self._add(segments, group, lanes[group])

@@ -93,7 +93,7 @@ def train(
     no_ray_ui: o.NoRayUi = False,
 ) -> None:
     """Train an agent. Ctrl-C saves a checkpoint and stops."""
-    _log(2 if debug else verbose)
+    log_at(2 if debug else verbose)
     voice = _Voice(quiet, json_)
     older = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}
     voice.notices(older | {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None})
@@ -103,7 +103,7 @@ def train(
     from ludus import config as configs
 
     stops = configs.stop_values(stop or [])
-    workers = _workers(num_workers, num_cpus)
+    workers = workers_of(num_workers, num_cpus)
     own = {"num_envs_per_worker": num_envs, "num_learners": num_learners, "num_gpus": num_gpus, "seed": seed}
     settings = own | {"num_workers": workers} | ({"num_workers": 0, "num_learners": 0} if local_mode else {})
     top = {
@@ -116,14 +116,14 @@ def train(
             "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--set": set_, "--config": config, "--track": track,
             "--num-cpus": num_cpus, "--num-workers": num_workers, "--project": project, "--trial": trial,
         } | {_option(key): value for key, value in (top | own).items()}  # fmt: skip
-        _resume_one(Path(resume), given, stops, _Starter(voice, ray))
+        _resume_one(Path(resume), given, stops, Starter(voice, ray))
         return
     top["env"] = env or env_option
-    source = _source(file, preset)
+    source = source_of(file, preset)
     changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *(set_ or [])]
-    found = experiments_from(source, experiment, experiment_name, top, stops, settings, _mapping("--config", config), changes)
-    starter = _Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST)
-    starter.run_all(found, source, _mapping("--resources-per-trial", resources_per_trial))
+    found = experiments_from(source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), changes)
+    starter = Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST)
+    starter.run_all(found, source, mapping_of("--resources-per-trial", resources_per_trial))
 
 
 # -- options ------------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class _Voice:
                 self(f"{option} changes nothing: {_NOTES[option]}.")
 
 
-def _log(level: int) -> None:
+def log_at(level: int) -> None:
     if level:
         chosen = logging.DEBUG if level > 1 else logging.INFO
         logging.basicConfig(level=chosen, format="%(levelname)s %(name)s: %(message)s")
@@ -195,7 +195,7 @@ def _use_temp_dir(directory: Path | None) -> None:
     tempfile.tempdir = None  # looked up again when it is next asked for
 
 
-def _workers(workers: str | None, cpus: int | None) -> int | str | None:
+def workers_of(workers: str | None, cpus: int | None) -> int | str | None:
     if cpus is not None and workers is not None and workers != str(cpus):
         raise UsageError(f"--num-cpus is {cpus} and --num-workers is {workers}; they mean the same.", "Keep one.")
     if cpus is not None:
@@ -203,7 +203,7 @@ def _workers(workers: str | None, cpus: int | None) -> int | str | None:
     return int(workers) if workers is not None and workers.isdigit() else workers
 
 
-def _mapping(option: str, text: str | None) -> dict[str, Any]:
+def mapping_of(option: str, text: str | None) -> dict[str, Any]:
     """JSON, or YAML, which contains it."""
     if text is None:
         return {}
@@ -219,7 +219,7 @@ def _option(key: str) -> str:
     return {"num_envs_per_worker": "--num-envs"}.get(key, "--" + key.replace("_", "-"))
 
 
-def _source(file: Path | None, preset: str | None) -> Path | None:
+def source_of(file: Path | None, preset: str | None) -> Path | None:
     """The file with the experiments."""
     if preset is None:
         return file
@@ -276,7 +276,7 @@ def experiments_from(
 # -- running ------------------------------------------------------------------------------------------------------------
 
 
-def _resume_one(directory: Path, given: Mapping[str, Any], stop: Mapping[str, Any], starter: _Starter) -> None:
+def _resume_one(directory: Path, given: Mapping[str, Any], stop: Mapping[str, Any], starter: Starter) -> None:
     changed = [name for name, value in given.items() if value is not None]
     if changed:
         raise UsageError(
@@ -288,7 +288,7 @@ def _resume_one(directory: Path, given: Mapping[str, Any], stop: Mapping[str, An
 
 
 @dataclass
-class _Starter:
+class Starter:
     """Starts experiments, one after another, and says how they went."""
 
     voice: _Voice

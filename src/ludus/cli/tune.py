@@ -17,7 +17,7 @@ from ludus.cli import options as o
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
-    from ludus.cli.train import _Starter
+    from ludus.cli.train import Starter
     from ludus.experiment.outcome import SweepResult
     from ludus.runtime.trials import Event
 
@@ -89,9 +89,9 @@ def tune(
 ) -> None:
     """Sweep over seeds and hyper-parameters. Ctrl-C stores what all trials have, and stops; --resume goes on."""
     from ludus import config as configs
-    from ludus.cli.train import _log, _mapping, _source, experiments_from
+    from ludus.cli.train import experiments_from, log_at, mapping_of, source_of
 
-    _log(2 if debug else 0)
+    log_at(2 if debug else 0)
     shell = Shell(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
     top = {
         "env": env or env_option, "run": run, "num_samples": num_samples, "max_failures": max_failures,
@@ -117,13 +117,13 @@ def tune(
         return
     if retry_failed:
         raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
-    source = _source(file, preset)
+    source = source_of(file, preset)
     if source is not None:
         from ludus.model.custom_class import look_in
 
         look_in(source.parent)
     stops = configs.stop_values(stop or [])
-    found = experiments_from(source, experiment, experiment_name, top, stops, settings, _mapping("--config", config), set_ or [])
+    found = experiments_from(source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or [])
     for data in found.values():
         chosen = {name: value for name, value in section.items() if value is not None}
         if chosen:
@@ -131,7 +131,7 @@ def tune(
     shell.run(found)
 
 
-def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: _Starter, resources: Mapping[str, Any]) -> None:
+def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: Starter, resources: Mapping[str, Any]) -> None:
     """As `ludus train` hands it over, when an experiment turns out to be a sweep."""
     shell = Shell(starter.voice.quiet, starter.voice.as_json, starter.local_dir, starter.ray)
     data = {name: dict(given) for name, given in experiments.items()}

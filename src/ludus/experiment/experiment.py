@@ -17,7 +17,7 @@ import torch
 from ludus import config as configs
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
-from ludus.config import AlgorithmConfig, StopConfig
+from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
 from ludus.experiment import checkpoint, complaints, external, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
@@ -166,6 +166,9 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: Clus
             if called
             else "Set num_workers: 0, or sampling: async with IMPALA or APPO, or use truncate_episodes.",
         )
+    if called and (config.wrappers or config.preprocess != PreprocessConfig()):
+        key = "wrappers" if config.wrappers else "preprocess"
+        raise ConfigError(f"config.{key} is for environments that we call, and here games call us.", "Do it in the game.")
     learner_device(config.learner_device, config.num_gpus)
     if cluster is None or called or not config.workers:  # else decisions are made on other machines, which have other devices
         named_device(config.inference_device, "inference_device")

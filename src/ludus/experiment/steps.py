@@ -29,7 +29,7 @@ class Part:
     def __init__(self, directory: Path, save_info: bool) -> None:
         self._directory = directory
         self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...], int, IO[bytes]]] = {}
-        with _translated(directory):
+        with written_to(directory):
             shutil.rmtree(directory, ignore_errors=True)  # of one who died while he wrote it
             directory.mkdir(parents=True)
             self._infos = (directory / _INFOS).open("w", encoding="utf-8") if save_info else None
@@ -44,12 +44,12 @@ class Part:
             self._infos.close()
         if kind is None:
             head = {name: [dtype.str, list(shape), rows] for name, (dtype, shape, rows, _) in self._columns.items()}
-            with _translated(self._directory):
+            with written_to(self._directory):
                 (self._directory / _HEAD).write_text(json.dumps(head))
 
     def add(self, columns: Mapping[str, Any], trees: Mapping[str, Tree], info: Mapping[str, Any] | None = None) -> None:
         """A value for each column; a tree becomes one column for each of its leaves."""
-        with _translated(self._directory):
+        with written_to(self._directory):
             for name, value in columns.items():
                 self._append(name, np.asarray(value))
             for kind, tree in trees.items():
@@ -76,7 +76,7 @@ class StepLog:
         self._path, self._save_info = path, save_info
         self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...], int, IO[bytes]]] = {}
         self._infos: list[str] = []
-        with _translated(path):
+        with written_to(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._aside = tempfile.TemporaryDirectory(prefix=".steps-", dir=path.parent)
 
@@ -95,7 +95,7 @@ class StepLog:
 
     def extend(self, part: Path) -> None:
         """Append the columns of an episode."""
-        with _translated(self._path):
+        with written_to(self._path):
             for i, (name, (kind, sides, rows)) in enumerate(json.loads((part / _HEAD).read_text()).items()):
                 dtype, shape = np.dtype(kind), tuple(sides)
                 if name not in self._columns:
@@ -116,7 +116,7 @@ class StepLog:
         if not self._columns:
             return None
         finished = self.aside / "steps.npz"
-        with _translated(self._path):
+        with written_to(self._path):
             with zipfile.ZipFile(finished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
                 for name, (dtype, shape, rows, file) in self._columns.items():
                     with archive.open(_member(name), "w", force_zip64=True) as out:
@@ -139,7 +139,8 @@ def _member(name: str) -> zipfile.ZipInfo:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def written_to(path: Path) -> Iterator[None]:
+    """A full disk, once, as the error that says so."""
     try:
         yield
     except OSError as error:

@@ -10,6 +10,7 @@ goes on in its service too: `meta.json` keeps the id that it has there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import math
@@ -256,6 +257,7 @@ class Aside:
         self.failures = 0
         self.lost = 0
         """Reports that the service has never got."""
+        self._held = 0
         self._thread = threading.Thread(target=self._deliver, name=f"track-{service.name}", daemon=True)
         self._thread.start()
 
@@ -273,7 +275,7 @@ class Aside:
         self._closing.set()
         self._thread.join(self._close_s)
         late = self._thread.is_alive()
-        lost = self.lost + self._queue.qsize()
+        lost = self.lost + self._held + self._queue.qsize()
         if late or lost or self.failures:
             log.warning(
                 "%s: %d failures, %d reports were not delivered%s",
@@ -296,23 +298,21 @@ class Aside:
         while True:
             closing = self._closing.is_set()
             bundle += self._taken(len(bundle))
+            self._held = len(bundle)
             if self._tried(bundle):
-                bundle, pause = [], self._pause_s
+                bundle, self._held, pause = [], 0, self._pause_s
                 if closing and self._queue.empty():
                     break
                 self._closing.wait(self._gather_s)
             elif closing:  # one more try was made after the end
-                self.lost += len(bundle)
+                self.lost, self._held = self.lost + len(bundle), 0
                 return
             else:
                 self._closing.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
-        self._guarded(self._send_files)
-        self._guarded(lambda: self._service.close(self._status()))
-
-    def _send_files(self) -> None:
         for path in self._files():
-            self._service.file(path, self.timesteps)
+            self._guarded(functools.partial(self._service.file, path, self.timesteps))
+        self._guarded(lambda: self._service.close(self._status()))
 
     def _taken(self, have: int) -> list[Numbers]:
         taken: list[Numbers] = []

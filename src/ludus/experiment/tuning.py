@@ -339,25 +339,45 @@ def _check_free(directory: Path) -> None:
 
 
 def _run(sweeps: Sequence[Sweep], options: SweepOptions, resumed: bool = False) -> list[SweepResult]:
-    results: list[SweepResult] = []
+    _need_tune()
     with contextlib.ExitStack() as stack:
         for sweep in sweeps:
             stack.enter_context(_alone(sweep.directory, made=not resumed))
         if resumed:
             sweeps = [opened(sweep.directory) for sweep in sweeps]  # as the one who had the lock before us has left it
-        else:
-            for sweep in sweeps:
-                _check_free(sweep.directory)
-                sweep.save()
-        began = time.monotonic()
-        if any(sweep.left(options.retry_failed) for sweep in sweeps):
-            stack.enter_context(_ray(options))
-        startup_s = time.monotonic() - began
+            return _one_by_one(sweeps, options, stack)
         for sweep in sweeps:
-            results.append(_one(sweep, options, startup_s))
-            if results[-1].interrupted:
-                break
+            _check_free(sweep.directory)
+            sweep.save()
+        try:
+            return _one_by_one(sweeps, options, stack)
+        except (LudusError, KeyboardInterrupt):
+            for sweep in sweeps:
+                _unmake(sweep)
+            raise
+
+
+def _one_by_one(sweeps: Sequence[Sweep], options: SweepOptions, stack: contextlib.ExitStack) -> list[SweepResult]:
+    results: list[SweepResult] = []
+    began = time.monotonic()
+    if any(sweep.left(options.retry_failed) for sweep in sweeps):
+        stack.enter_context(_ray(options))
+    startup_s = time.monotonic() - began
+    for sweep in sweeps:
+        results.append(_one(sweep, options, startup_s))
+        if results[-1].interrupted:
+            break
     return results
+
+
+def _unmake(sweep: Sweep) -> None:
+    """A sweep of which no trial has begun leaves nothing behind: why has been told, and it may be tried again with less."""
+    if any((sweep.directory / trial.name).exists() for trial in sweep.trials):
+        return
+    with contextlib.suppress(OSError):  # somebody else has put something there
+        for name in (STATE, LOCK):
+            (sweep.directory / name).unlink(missing_ok=True)
+        sweep.directory.rmdir()
 
 
 def _one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 
 from ludus.errors import Damaged, UsageError
+from ludus.experiment.steps import written_to
 from ludus.tree import Array
 
 FALLBACK_FPS = 30
@@ -68,7 +69,8 @@ class FrameFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("wb")
+        with written_to(path):
+            self._file = path.open("wb")
 
     def __enter__(self) -> FrameFile:
         return self
@@ -81,7 +83,8 @@ class FrameFile:
         kind = frame.dtype.str.encode().ljust(4)
         packed = zlib.compress(np.ascontiguousarray(frame).tobytes(), 1)
         sides = (*frame.shape, 1)[:3]
-        self._file.write(_FRAME.pack(kind, frame.ndim, *sides, gained, len(packed)) + packed)
+        with written_to(self._path):
+            self._file.write(_FRAME.pack(kind, frame.ndim, *sides, gained, len(packed)) + packed)
 
 
 _FRAME = struct.Struct("<4sB3IdQ")

@@ -196,7 +196,8 @@ class _Recipe:
     def _vector(self, num: int, render_mode: str | None) -> Any:
         if self.only_vectors:
             assert self.factory is not None
-            return self.factory(num_envs=num, **self.config)
+            shown = {"render_mode": render_mode} if render_mode is not None and takes(self.factory, "render_mode") else {}
+            return self.factory(num_envs=num, **self.config, **shown)
         if self.wrappers or render_mode is not None or not (self.atari or (self._native and self._limited_at_most)):
             return gym.vector.SyncVectorEnv([lambda: self.single(render_mode)] * num)
         if self.atari:

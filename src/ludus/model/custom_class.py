@@ -7,6 +7,7 @@ user keeps code, is read before it is run, and yields a torch module or nothing.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.abc
@@ -71,8 +72,7 @@ def carry(files: Files) -> None:
 def look_in(directory: Path) -> None:
     """Have this process, and those that it starts, look for models there first: beside the file of an experiment, say."""
     there = str(directory.resolve())
-    others = [entry for entry in os.environ.get(VARIABLE, "").split(os.pathsep) if entry and entry != there]
-    os.environ[VARIABLE] = os.pathsep.join([there, *others])
+    os.environ[VARIABLE] = os.pathsep.join([there, *(entry for entry in _named_path() if entry != there)])
 
 
 def find_class(name: str) -> type[nn.Module]:
@@ -117,22 +117,21 @@ def files_of(name: str) -> Files:
         path = directory / f"{name}.py"
         if path.is_file():
             return _read(name, path)
-    looked, known = _looked(), sorted({path.stem for place in _directories() for path in place.glob("*.py")})
+    known = {path.stem for place in _directories() for path in place.glob("*.py")}
     near = did_you_mean(name, [stem for stem in known if _FILE.fullmatch(stem)])
-    raise UnknownName(f"There is no {FOLDER}/{name}.py in {looked}.", f"{near} {FINDABLE}".strip())
+    looked = ", ".join([*_named_path(), str(Path.cwd())])
+    raise UnknownName(f"There is no {FOLDER}/{name}.py in {looked} nor along sys.path.", f"{near} {FINDABLE}".strip())
 
 
 def _directories() -> list[Path]:
     """Where files of models may be: what LUDUS_MODEL_PATH says, then `model/` here, then `model/` along Python's path."""
-    named = [Path(entry) for entry in os.environ.get(VARIABLE, "").split(os.pathsep) if entry]
-    found = [place for root in named for place in (root / FOLDER, root)]
+    found = [place for root in _named_path() for place in (Path(root) / FOLDER, Path(root))]
     found += [Path(root) / FOLDER for root in ("", *(entry for entry in sys.path if isinstance(entry, str)))]
     return list(dict.fromkeys(path for path in found if path.is_dir()))
 
 
-def _looked() -> str:
-    named = [entry for entry in os.environ.get(VARIABLE, "").split(os.pathsep) if entry]
-    return ", ".join([*named, str(Path.cwd()), "nor along sys.path"]).replace(", nor", " nor")
+def _named_path() -> list[str]:
+    return [entry for entry in os.environ.get(VARIABLE, "").split(os.pathsep) if entry]
 
 
 def _read(name: str, path: Path) -> Files:
@@ -141,7 +140,8 @@ def _read(name: str, path: Path) -> Files:
     room = _MOST_BYTES - len(texts[name])
     for other in sorted(path.parent.glob("*.py")):
         if other.stem not in texts and other.is_file() and (room := room - other.stat().st_size) >= 0:
-            texts[other.stem] = _text(other)
+            with contextlib.suppress(ConfigError):  # it need not matter; whoever imports it is told
+                texts[other.stem] = _text(other)
     return Files(name, str(path.parent.resolve()), texts)
 
 
@@ -176,7 +176,7 @@ class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
     def get_source(self, fullname: str) -> str:
         package, _, stem = fullname.partition(".")
-        return self.packages[package].texts[stem] if stem else ""
+        return self.packages[package].texts.get(stem or "__init__", "")
 
     def exec_module(self, module: ModuleType) -> None:
         code = compile(self.get_source(module.__name__), module.__spec__.origin or "", "exec")  # type: ignore[union-attr]
