@@ -123,7 +123,7 @@ def table(rows: Sequence[Row]) -> str:
         keys = ("first_step_s", "cpu_s", "whole_s")
         first, cpu, whole = ([row[key] for row in rows if row["who"] == name and key in row] for key in keys)
         if not first:
-            lines.append(f"| {name} | 0 | – | – | – | {next(row['error'] for row in rows if row['who'] == name)[-80:]} |")
+            lines.append(f"| {name} | 0 | – | – | – | {next((row['error'] for row in rows if row['who'] == name), '')[-80:]} |")
             continue
         medians[name] = statistics.median(first)
         rival = next((r for r, (start, w) in FIELD.items() if start is rllib and w == workers), "")

@@ -12,6 +12,7 @@ from ludus.errors import ConfigError
 from ludus.spellings import RENAMED
 from ludus.training.algorithms.appo import APPOConfig
 from ludus.training.algorithms.dqn import DQNConfig
+from ludus.training.algorithms.impala import IMPALAConfig
 from ludus.training.algorithms.ppo import PPOConfig
 
 
@@ -174,6 +175,23 @@ def test_environments_that_nobody_counted_are_as_many_as_fit_the_batch(keys: dic
     assert (found.num_envs_per_worker, found.steps, found.train_batch_size) == (envs, steps, keys["train_batch_size"])
     workers = keys.get("num_workers", 1)
     assert envs * steps * (1 if workers == "auto" else workers) == keys["train_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "envs", "steps"),
+    [
+        ({"train_batch_size": 500, "rollout_fragment_length": 50}, 10, 50),  # RLlib's own numbers for IMPALA
+        ({"train_batch_size": 500, "rollout_fragment_length": 50, "num_envs_per_worker": 5}, 5, 50),
+        ({"train_batch_size": 500}, 50, 10),
+        ({"train_batch_size": 4096}, 64, 32),
+        ({}, 64, 32),
+    ],
+)
+def test_a_batch_of_workers_that_do_not_wait_is_whole_segments(keys: dict[str, Any], envs: int, steps: int) -> None:
+    found = algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
+    assert (found.num_envs_per_worker, found.steps) == (envs, steps)
+    assert found.train_batch_size % (envs * steps) == 0
+    assert found.train_batch_size == keys.get("train_batch_size", found.train_batch_size)
 
 
 @pytest.mark.parametrize(

@@ -582,6 +582,8 @@ def _shape_of_a_batch(config: AlgorithmConfig) -> tuple[int, int, int]:
         return envs, steps or max(1, round(batch / (envs * workers))), batch
     given = "train_batch_size" in config.model_fields_set
     if config.sampling == "async" and config.num_workers:
+        if given and "num_envs_per_worker" not in config.model_fields_set and batch % (steps or 1) == 0:
+            envs = _most_that_divide(batch // (steps or 1), envs)
         return envs, *_steps_without_turns(envs, steps, batch, given)
     if not given:
         steps = steps or max(1, round(batch / (envs * workers)))
@@ -611,8 +613,12 @@ def _fitting(config: AlgorithmConfig, workers: int) -> tuple[int, int] | None:
     if "num_envs_per_worker" in config.model_fields_set:
         return None
     rows = each // (steps or 1)
-    most = max(number for number in range(1, envs + 1) if rows % number == 0)
+    most = _most_that_divide(rows, envs)
     return (most, each // most) if most >= min(8, rows) or steps else None
+
+
+def _most_that_divide(number: int, limit: int) -> int:
+    return max(each for each in range(1, min(number, limit) + 1) if number % each == 0)
 
 
 def _steps_without_turns(envs: int, steps: int | None, batch: int, given: bool) -> tuple[int, int]:

@@ -120,6 +120,9 @@ class Csv:
 
     def write(self, numbers: Numbers) -> None:
         row = {name: _plain(value) for name, value in numbers.items()} | {"incarnation": self._incarnation}
+        if not self._begins and (row.get("iterations") or 0) < (self._last.get("iterations") or 0):
+            self._rewrite()  # an evaluation that was played elsewhere: its iteration is further up
+            return
         again = not self._begins and row.get("iterations") == self._last.get("iterations")
         self._last = self._last | row if again else row
         if self._begins or not self._last.keys() <= set(self._columns):  # a resumed run begins before where it was killed

@@ -604,6 +604,21 @@ def test_a_rollout_that_cannot_be_is_refused(call: Call, counting: Path, argumen
     assert re.search(complaint, one_line(said))
 
 
+def test_options_that_change_nothing_here_are_taken_with_a_notice(call: Call, counting: Path) -> None:
+    said = call("rollout", counting, "--episodes", "2", "--use-shelve", "--no-render", "--track-progress", "--json")
+    assert said.code == 0
+    assert said.json["episodes"] == 2
+    assert re.search(r"--use-shelve: not needed.*--no-render: nothing is shown", said.err, re.DOTALL)
+    assert re.search(r"1 of 2 episodes, 5 steps.*2 of 2 episodes, 10 steps", said.err, re.DOTALL)
+
+
+def test_a_grid_of_episodes_is_one_video(call: Call, counting: Path, tmp_path: Path) -> None:
+    said = call("rollout", counting, "--episodes", "3", "--video-grid", "--video-dir", tmp_path, "--json")
+    assert said.code == 0, said.err
+    assert [path.name for path in tmp_path.iterdir()] == [Path(said.json["video"]).name]
+    assert said.json["video"].endswith("-grid.mp4")
+
+
 def test_a_rollout_of_nonsense_is_not_found(call: Call, tmp_path: Path) -> None:
     said = call("rollout", tmp_path / "nonsense")
     assert said.code == 1

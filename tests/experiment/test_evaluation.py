@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import time
@@ -19,7 +20,7 @@ from ludus.config import PreprocessConfig
 from ludus.errors import ConfigError
 from ludus.experiment import checkpoint
 from ludus.experiment.evaluation import Course, Evaluation, EvaluationWorkers
-from ludus.metrics import read_jsonl
+from ludus.metrics import Csv, JsonLines, Numbers, read_jsonl
 from ludus.model import saved
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -168,3 +169,16 @@ def test_a_late_evaluation_is_read_back_with_its_own_iteration(tmp_path: Path) -
     rows = read_jsonl(path)
     assert [row["iterations"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row.get("evaluation/return_mean") for row in rows] == [None, 2.5, 3.5, None, 5.5]
+
+
+def test_a_late_evaluation_stands_in_the_row_of_its_iteration_in_a_spreadsheet_too(tmp_path: Path) -> None:
+    lines, sheet = JsonLines(tmp_path / "metrics.jsonl"), Csv(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    late: Numbers = {"iterations": 2, "timesteps": 20, "evaluation/return_mean": 2.5}
+    for numbers in (*({"iterations": i, "timesteps": 10 * i} for i in (1, 2, 3)), late, {"iterations": 4, "timesteps": 40}):
+        lines.write(numbers)
+        sheet.write(numbers)
+    lines.close()
+    sheet.close()
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["iterations"], row["evaluation/return_mean"]) for row in rows] == [("1", ""), ("2", "2.5"), ("3", ""), ("4", "")]

@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
 
+from ludus.config import algorithm_config
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.experiment import checkpoint, trial
+from ludus.experiment.parts import make_policy
 from ludus.experiment.run import Run
 from ludus.experiment.trial import Attempt
 from ludus.metrics import read_jsonl
 from ludus.runtime.trials import FAILED, FINISHED, OVER, SCORE
 from ludus.store.local import LocalStore
+from ludus.training.algorithms.ppo import PPOConfig
 
 
 def experiment(iterations: int = 1000, **config: Any) -> dict[str, Any]:
@@ -172,3 +177,18 @@ def test_two_processes_never_train_one_trial_at_the_same_time(tmp_path: Path, mo
         attempt(tmp_path / "t")
     one.close()
     attempt(tmp_path / "t").close()
+
+
+def test_the_first_weights_are_the_same_on_any_number_of_threads() -> None:
+    """A trial of a sweep has one, a training by hand has as many as there are cores: the same seed is the same run."""
+    made = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            made.append(make_policy(Box(-1, 1, (4,)), Discrete(2), algorithm_config(PPOConfig, {"seed": 3})).weights())
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+    for name, value in made[0].items():
+        np.testing.assert_array_equal(made[1][name], value, err_msg=name)

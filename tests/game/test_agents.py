@@ -222,10 +222,10 @@ def test_agents_that_are_numbered_are_called_by_their_numbers() -> None:
     class Numbered(ScriptParallel):
         def __init__(self) -> None:
             super().__init__()
-            self.possible_agents = [0, 1]  # type: ignore[assignment]
+            self.possible_agents = [0, 1]  # type: ignore[list-item]
 
         def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-            self.agents = [0, 1]  # type: ignore[assignment]
+            self.agents = [0, 1]  # type: ignore[list-item]
             return {0: np.zeros(3), 1: np.ones(3)}, {}
 
         def step(self, actions: Any) -> Any:

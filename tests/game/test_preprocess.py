@@ -167,6 +167,11 @@ def test_bounded_numbers_are_scaled_and_unbounded_ones_refused() -> None:
         make_environments("CartPole-v1", 1, preprocess=PreprocessConfig(scale=True))
 
 
+def test_what_is_usual_is_known_of_some_families_only() -> None:
+    with pytest.raises(ConfigError, match=r"what is usual for CartPole-v1 is not known.*frame_skip"):
+        make_environments("CartPole-v1", 1, preprocess=PreprocessConfig(standard=True))
+
+
 @pytest.mark.parametrize("asked", [{"grey": True}, {"resize": (8, 8)}])
 def test_pictures_that_are_not_there_are_not_preprocessed(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"preprocess.{next(iter(asked))}: CartPole-v1 shows no pictures; .*Leave it out"):

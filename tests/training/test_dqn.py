@@ -193,7 +193,7 @@ def test_several_learners_know_all_errors() -> None:
 @pytest.mark.parametrize(
     ("masked", "settings"),
     [
-        (False, {"double_q": False, "dueling": False, **UNIFORM}),
+        pytest.param(False, {"double_q": False, "dueling": False, **UNIFORM}, marks=pytest.mark.long),
         (False, {"double_q": True, "dueling": True, "replay_buffer_config": {"type": "PrioritizedReplayBuffer", "beta": 1.0}}),
         (True, {"double_q": True, "dueling": False, **UNIFORM}),
     ],

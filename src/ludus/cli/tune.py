@@ -123,7 +123,9 @@ def tune(
 
         look_in(source.parent)
     stops = configs.stop_values(stop or [])
-    found = experiments_from(source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or [])
+    found = experiments_from(
+        source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or []
+    )
     for data in found.values():
         chosen = {name: value for name, value in section.items() if value is not None}
         if chosen:

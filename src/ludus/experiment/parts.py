@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
-from ludus.model.custom_check import check_custom
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -84,7 +84,7 @@ def make_policy(
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(config.seed)
         policy = Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter", config.learns)
     if policy.recurrent and config.batch_mode == "complete_episodes":
@@ -93,8 +93,21 @@ def make_policy(
             "Use truncate_episodes: recurrent models learn from sequences of max_seq_len steps in either case.",
         )
     if section.custom_model is not None:
+        from ludus.model.custom_check import check_custom  # the others start without it
+
         check_custom(policy)
     return policy
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """An orthogonal start is rounded differently by every number of threads; the same seed is to be the same everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def threads_of(policy: Policy, config: AlgorithmConfig) -> dict[str, int]:

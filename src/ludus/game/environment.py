@@ -160,6 +160,12 @@ class _Recipe:
         self.spec = spec_of(name) if self.factory is None else None
         self.atari = self.spec is not None and is_atari(self.spec, config, preprocess)
         self.only_vectors = self.factory is not None and makes_vectors(self.factory)
+        doom = self.spec is not None and is_doom(self.spec, preprocess)
+        if preprocess.standard and not self.atari and not doom:
+            raise ConfigError(
+                f"preprocess.standard: what is usual for {name} is not known; it is for pictures of Atari games and ViZDoom.",
+                "Say what is wanted: frame_skip, grey, resize, stack …",
+            )
         if self.only_vectors and (wrappers or not is_plain(preprocess)):
             what = wrappers[0].name if wrappers else "preprocess"
             raise ConfigError(

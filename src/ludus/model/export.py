@@ -230,7 +230,8 @@ def _traced(
         with torch.no_grad():
             args, kwargs = arguments(iter(example))
             outputs = plain_outputs(module(*args, **kwargs))
-            flat = _Flat(functools.partial(torch.func.functional_call, module, tie_weights=False), list(weights), arguments).eval()
+            call = functools.partial(torch.func.functional_call, module, tie_weights=False)  # each is an input of its own
+            flat = _Flat(call, list(weights), arguments).eval()
             names = [name if prefix or not path else path for path, name in _output_names(prefix, outputs)]
             model = _proto(flat, weights, dict(zip(inputs, example, strict=True)), names)
     finally:
