@@ -53,7 +53,7 @@ def test_the_demo_learns_draws_and_films(tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "ludus"
     out = subprocess.run([str(command), "demo"], capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert out.returncode == 0, out.stderr
-    (run,) = (tmp_path / "runs" / "cartpole").iterdir()
+    (run,) = (tmp_path / "runs" / "cartpole-fast").iterdir()
     assert (run / "plots" / "learning-curve.png").read_bytes()[:4] == b"\x89PNG"
     assert (run / "videos" / "agent.mp4").stat().st_size > 10_000
     assert "Learned in" in out.stdout

@@ -135,7 +135,7 @@ def check_seat(lives: list[Life], segments: list[Segments], source: Versions) ->
 @pytest.mark.parametrize("masked", ["", "observation", "info"])
 @pytest.mark.parametrize("network", [{}, {"core": "lstm", "cell_size": 4, "max_seq_len": 2}])
 def test_what_the_learner_gets_is_what_every_agent_did(kind: Any, masked: str, network: dict[str, Any]) -> None:
-    sampled = Sampled([kind(masked=masked) for _ in range(2)], **network).run(6)
+    sampled = Sampled([kind(masked=masked) for _ in range(2)], batch=12, **network).run(6)
     for model, memory in sampled.memories.items():
         counted = 0
         for number, env in enumerate(sampled.envs):
@@ -144,7 +144,7 @@ def test_what_the_learner_gets_is_what_every_agent_did(kind: Any, masked: str, n
                     own = [s for s in memory.seen if s.origin[0] == number * len(NAMES) + index]
                     counted += check_seat(lives_of(env, agent), own, sampled.sources[model])
         assert counted >= sum(batch.steps for batch in sampled.taken if batch.model == model)
-        assert len([batch for batch in sampled.taken if batch.model == model]) > 1
+        assert any(batch.model == model for batch in sampled.taken)
 
 
 def test_agents_that_act_at_once_are_learned_from_by_the_version_that_acted() -> None:
@@ -156,7 +156,7 @@ def test_agents_that_act_at_once_are_learned_from_by_the_version_that_acted() ->
                 seen[agent], others[3][agent] = self._view(agent)
             return seen, *others
 
-    sampled = Sampled([Shown() for _ in range(4)]).run(12)
+    sampled = Sampled([Shown() for _ in range(4)]).run(6)
     versions = {"red": 0, "blue": 0}
     for batch in sampled.taken:
         versions[batch.model] += 1
@@ -165,7 +165,7 @@ def test_agents_that_act_at_once_are_learned_from_by_the_version_that_acted() ->
 
 
 def test_who_waits_for_a_turn_when_a_batch_is_complete_is_learned_from_one_version_later() -> None:
-    sampled = Sampled([ScriptTurns() for _ in range(4)]).run(12)
+    sampled = Sampled([ScriptTurns() for _ in range(4)]).run(6)
     late = 0
     versions = {"red": 0, "blue": 0}
     for batch in sampled.taken:
@@ -174,11 +174,11 @@ def test_who_waits_for_a_turn_when_a_batch_is_complete_is_learned_from_one_versi
         assert lag.min() == 0
         assert lag.max() <= 1
         late += int(lag.sum())
-    assert 0 < late <= 12 * 4 * 2  # at most the last step of every seat, each time
+    assert 0 < late <= 6 * 4 * 2  # at most the last step of every seat, each time
 
 
 def test_matches_are_reported_by_the_sum_of_what_all_agents_earned() -> None:
-    sampled = Sampled([ScriptParallel() for _ in range(3)]).run(10)
+    sampled = Sampled([ScriptParallel() for _ in range(3)]).run(6)
     told = np.concatenate([batch.episode_return for batch in sampled.taken])
     over = [books.paid for env in sampled.envs for books in env.history if not books.open]
     assert len(told) > 5
@@ -187,8 +187,8 @@ def test_matches_are_reported_by_the_sum_of_what_all_agents_earned() -> None:
 
 
 def test_the_same_seed_gives_the_same_batches_to_the_last_bit() -> None:
-    one, two = (Sampled([ScriptParallel() for _ in range(3)], seed=7).run(6) for _ in range(2))
-    other = Sampled([ScriptParallel() for _ in range(3)], seed=8).run(6)
+    one, two = (Sampled([ScriptParallel() for _ in range(3)], seed=7).run(3) for _ in range(2))
+    other = Sampled([ScriptParallel() for _ in range(3)], seed=8).run(1)
     for mine, theirs in zip(one.taken, two.taken, strict=True):
         assert mine.model == theirs.model
         for (path, left), (_, right) in zip(leaves(mine.arrays()), leaves(theirs.arrays()), strict=True):
