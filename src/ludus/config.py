@@ -174,6 +174,11 @@ class MultiAgentConfig(_Strict):
         False,
         description="The value sees the whole (state() of the environment, or what all agents see); the policy does not (MAPPO).",
     )
+    count_steps_by: Literal["env_steps", "agent_steps"] = Field(
+        "env_steps",
+        description="What `timesteps` (stop, schedules, reports) and `train_batch_size` count: steps of the environment, in which "
+        "any number of agents act; or decisions of agents, each policy its own.",
+    )
     evaluation_opponents: Literal["policies", "random"] = Field(
         "policies",
         description="policies: evaluations are scored by the sum over all agents; random: one agent plays, the others choose at "
@@ -198,6 +203,17 @@ class EvaluationConfig(_Strict):
     )
 
 
+_USUAL_REPLAY: Mapping[str, Sequence[Any]] = {
+    "storage_unit": ("timesteps", "fragments"),
+    "replay_sequence_length": (1, None),
+    "replay_burn_in": (0,),
+    "replay_zero_init_states": (True, False),
+    "replay_mode": ("independent",),
+    "worker_side_prioritization": (False,),
+}
+"""What older files say of a buffer beside the keys below, and is so anyway."""
+
+
 class ReplayBufferConfig(_Strict):
     """The `replay_buffer_config:` section: what an algorithm that replays keeps, and how it is drawn."""
 
@@ -220,16 +236,26 @@ class ReplayBufferConfig(_Strict):
         """RLlib has a class for each way to store steps; here there is one way, and the question is how they are drawn."""
         if not isinstance(data, dict):
             return data
-        data = {key.removeprefix("prioritized_replay_"): value for key, value in data.items()}
-        if data.pop("storage_unit", "timesteps") not in ("timesteps", "fragments"):
-            raise ValueError("storage_unit: single steps are kept, so it is timesteps")
-        name = str(data.get("type", "")).rpartition(".")[2]
-        if re.fullmatch(r"(MultiAgent)?(Prioritized)?(Episode)?ReplayBuffer", name):
-            data["type"] = "PrioritizedReplayBuffer" if "Prioritized" in name else "ReplayBuffer"
-        wanted = data.pop("prioritized_replay", None)
+        out: dict[str, Any] = {}
+        for key, value in data.items():
+            name = str(key).removeprefix("prioritized_replay_")
+            if name in out and out[name] != value:
+                raise ValueError(f"{name} and prioritized_replay_{name} mean the same, and have different values; keep one")
+            out[name] = value
+        for key, usual in _USUAL_REPLAY.items():
+            if out.pop(key, usual[0]) not in usual:
+                raise ValueError(f"{key}: steps are kept and drawn one by one; leave it out")
+        kind = spellings.buffer_kind(out.get("type"))
+        if kind:
+            out["type"] = kind
+        wanted = out.pop("prioritized_replay", None)
         if wanted is not None:
-            data.setdefault("type", "PrioritizedReplayBuffer" if wanted else "ReplayBuffer")
-        return data
+            if not isinstance(wanted, bool):
+                raise ValueError("prioritized_replay is true or false")
+            meant = "PrioritizedReplayBuffer" if wanted else "ReplayBuffer"
+            if out.setdefault("type", meant) != meant:
+                raise ValueError(f"prioritized_replay is {str(wanted).lower()}, and type is {out['type']}; keep one")
+        return out
 
 
 class AlgorithmConfig(_Strict):
@@ -291,14 +317,18 @@ class AlgorithmConfig(_Strict):
     )
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keywords for the environment's constructor.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The network.")
-    evaluation_interval: int = Field(0, ge=0, description="Evaluate every so many iterations; 0 = with each checkpoint.")
+    evaluation_interval: Annotated[int, Field(ge=1)] | Literal["checkpoint"] = Field(
+        "checkpoint", description="Evaluate every so many iterations; checkpoint = with each one; 0 or null = never."
+    )
     evaluation_duration: int = Field(10, ge=0, description="Episodes of an evaluation; 0 = never evaluate.")
     evaluation_num_workers: int = Field(
         0, ge=0, description="Processes that evaluate checkpoints while training goes on; 0 = inline, and training waits."
     )
     evaluation_config: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How evaluations differ.")
     metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
-    min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
+    min_time_s_per_iteration: float = Field(
+        0.0, ge=0, description="Report at most once in so many seconds; an iteration is one update all the same."
+    )
     learner_threads: int = Field(
         0, ge=0, description="Threads that share the gradient of a minibatch; 0 = 1 for vectors, all cores for images."
     )
@@ -369,7 +399,9 @@ class StopConfig(_Strict):
 
     timesteps: int | None = Field(None, ge=1, description="Environment steps.")
     episode_return_mean: float | None = Field(None, description="Mean return of recent episodes.")
-    iterations: int | None = Field(None, ge=1, description="Updates.")
+    iterations: int | None = Field(
+        None, ge=1, description="Updates. Of PPO as in RLlib; an iteration of its DQN, APPO and IMPALA is many."
+    )
     episodes: int | None = Field(None, ge=1, description="Episodes that have ended.")
     time_s: float | None = Field(None, gt=0, description="Seconds of training.")
 
@@ -520,6 +552,9 @@ class ExperimentConfig(_Strict):
 ASYNC_STEPS = 32
 """Steps of a segment when nothing is said and workers sample without waiting: short ones are fresh."""
 
+_FEWEST = 8
+"""Environments of a worker, and steps of a segment, below which they are not chosen for anybody."""
+
 REPLAYED_STEPS = 4
 """Steps of a segment when nothing is said and the algorithm learns from a store of earlier steps."""
 
@@ -584,21 +619,31 @@ def _shape_of_a_batch(config: AlgorithmConfig) -> tuple[int, int, int]:
     if config.sampling == "async" and config.num_workers:
         if given and "num_envs_per_worker" not in config.model_fields_set and batch % (steps or 1) == 0:
             envs = _most_that_divide(batch // (steps or 1), envs)
-        return envs, *_steps_without_turns(envs, steps, batch, given)
+        return envs, *_steps_without_turns(config, envs, given)
     if not given:
         steps = steps or max(1, round(batch / (envs * workers)))
         return envs, steps, steps * envs * workers
     fitting = _fitting(config, workers)
     if fitting is not None:
         return *fitting, batch
-    rows = envs * workers
-    shown = f"{workers} workers × " * (workers > 1) + f"{envs} environments"
-    shown += f" × {steps} steps (rollout_fragment_length)" if steps else ""
-    unit = rows if steps is None else steps * rows
+    raise _batch_does_not_fit(config, workers)
+
+
+def _batch_does_not_fit(config: AlgorithmConfig, workers: int) -> ConfigError:
+    """What is wrong with the numbers that were written; those that were not could be others."""
+    envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
+    asked = "num_envs_per_worker" in config.model_fields_set
+    parts = [f"{workers} workers"] * (workers > 1) + [f"{envs} environments"] * asked
+    parts += [f"{steps} steps (rollout_fragment_length)"] if steps else []
+    unit = workers * (envs if asked else 1) * (steps or 1)
+    why = f"is not a multiple of {' × '.join(parts)}"
+    if batch % unit == 0:
+        why = f"no number of environments from {_FEWEST} to {envs} divides" + f" among {workers} workers" * (workers > 1)
+    if not asked and steps is None and batch > _FEWEST * workers:
+        unit *= _FEWEST
     near = max(1, round(batch / unit)) * unit
-    raise ConfigError(
-        f"config.train_batch_size is {batch}, which is not a multiple of {shown}.",
-        f"Set train_batch_size to {near}, or leave one of them out.",
+    return ConfigError(
+        f"config.train_batch_size is {batch}, which {why}.", f"Set train_batch_size to {near}, or leave one of them out."
     )
 
 
@@ -614,23 +659,42 @@ def _fitting(config: AlgorithmConfig, workers: int) -> tuple[int, int] | None:
         return None
     rows = each // (steps or 1)
     most = _most_that_divide(rows, envs)
-    return (most, each // most) if most >= min(8, rows) or steps else None
+    return (most, each // most) if most >= min(_FEWEST, rows) or steps else None
 
 
 def _most_that_divide(number: int, limit: int) -> int:
     return max(each for each in range(1, min(number, limit) + 1) if number % each == 0)
 
 
-def _steps_without_turns(envs: int, steps: int | None, batch: int, given: bool) -> tuple[int, int]:
-    """A batch is any number of segments of a worker."""
-    steps = steps or (batch // envs if given and batch % envs == 0 and batch // envs < ASYNC_STEPS else ASYNC_STEPS)
+def _steps_without_turns(config: AlgorithmConfig, envs: int, given: bool) -> tuple[int, int]:
+    """(steps of a segment, steps of a batch): a batch is any number of segments of a worker."""
+    batch, steps = config.train_batch_size, config.rollout_fragment_length
+    if steps is None:
+        steps = _segment_of(batch // envs) if given and batch % envs == 0 else ASYNC_STEPS
     near = max(1, round(batch / (envs * steps))) * envs * steps
-    if given and batch != near:
-        raise ConfigError(
-            f"config.train_batch_size is {batch}, which is not a multiple of {envs} environments × {steps} steps.",
-            f"Set train_batch_size to {near}, or rollout_fragment_length to something that fits.",
-        )
-    return steps, near
+    if not given or batch == near:
+        return steps, near
+    asked = "num_envs_per_worker" in config.model_fields_set
+    if asked:
+        why = f"is not a multiple of {envs} environments × {steps} steps"
+    elif config.rollout_fragment_length:
+        near = max(1, round(batch / steps)) * steps
+        why = f"is not a multiple of {steps} steps (rollout_fragment_length)"
+    else:
+        rows = config.num_envs_per_worker
+        unit = rows * (_FEWEST if batch >= rows * ASYNC_STEPS else 1)
+        near = max(1, round(batch / unit)) * unit
+        why = f"cannot be cut into segments of {_FEWEST} to {ASYNC_STEPS} steps"
+    raise ConfigError(
+        f"config.train_batch_size is {batch}, which {why}.",
+        f"Set train_batch_size to {near}, or rollout_fragment_length to something that fits.",
+    )
+
+
+def _segment_of(steps: int) -> int:
+    """The longest segment up to the usual one of which so many steps of an environment are made up."""
+    most = _most_that_divide(steps, ASYNC_STEPS)
+    return most if most >= _FEWEST else ASYNC_STEPS if steps >= ASYNC_STEPS else steps
 
 
 # -- spellings ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,10 +31,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def import_object(path: str) -> Any:
-    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing."""
+    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing.
+
+    Names also come from configurations and checkpoints of others; what Python itself brings (`os:system`) is never meant.
+    """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         raise UsageError(f"{path!r} is not of the form 'module:Name'.")
+    _refuse_pythons_own(path, module_name)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -46,7 +52,15 @@ def import_object(path: str) -> Any:
                 f"{module_name!r} has no {part!r}.", did_you_mean(part, [n for n in dir(target) if not n.startswith("_")])
             )
         target = getattr(target, part)
+    if inspect.isroutine(target) or isinstance(target, type):
+        _refuse_pythons_own(path, str(getattr(target, "__module__", "") or ""))
     return target
+
+
+def _refuse_pythons_own(path: str, module_name: str) -> None:
+    top = module_name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
+        raise UnknownName(f"{path!r} is a part of Python itself, which is not what is meant here.", "Name one of your own.")
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:

@@ -6,6 +6,7 @@ a key without a meaning here, with the reason. A key is read once, here; `config
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,11 +132,17 @@ def _dropped_if(key: str, nothing: Any) -> Translation:
     return lambda value, _: {} if value is nothing else {key: value}
 
 
+def _no_evaluations(interval: Any) -> bool:
+    return interval is None or (interval == 0 and not isinstance(interval, bool))
+
+
 def _evaluation_interval(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"evaluation_duration": 0} if value is None else {"evaluation_interval": value}
+    return {"evaluation_duration": 0} if _no_evaluations(value) else {"evaluation_interval": value}
 
 
-def _evaluation_duration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+def _evaluation_duration(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    if _no_evaluations(section.get("evaluation_interval", 1)):
+        return {"evaluation_duration": 0}  # of evaluations that never are
     if value == "auto":
         raise ValueError(
             "is a number of episodes here; evaluations beside the training (evaluation_num_workers) do not hold it up"
@@ -197,17 +204,51 @@ def _exploration(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     warm, steps = rest.get("warmup_timesteps", 0), rest.get("epsilon_timesteps", 10_000)
     if not all(isinstance(number, (int, float)) for number in (start, end, warm, steps)):
         raise ValueError("is made of numbers")
-    return {"epsilon": [[int(warm), start], [int(warm + steps), end]]}
+    if warm + steps < 1:
+        return {"epsilon": end}
+    return {"epsilon": [[int(warm), start], [int(warm + max(1, steps)), end]]}
+
+
+def buffer_kind(name: Any) -> str:
+    """How steps are drawn from what RLlib calls by this name; '' if it is none of its buffers."""
+    found = re.fullmatch(r"(MultiAgent)?(Prioritized)?(Episode)?ReplayBuffer", str(name).rpartition(".")[2])
+    return "" if found is None else "PrioritizedReplayBuffer" if found[2] else "ReplayBuffer"
 
 
 def _replay(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     """When learning begins is not a matter of the buffer."""
+    if isinstance(value, Mapping):
+        value = {key: given for key, given in value.items() if key not in _REPLACED or not _is_unset(given)}
+        value |= {"type": kind} if (kind := buffer_kind(value.get("type"))) else {}
     if not isinstance(value, Mapping) or "learning_starts" not in value:
         return {"replay_buffer_config": value}
     rest = {key: given for key, given in value.items() if key != "learning_starts"}
     return {"num_steps_sampled_before_learning_starts": value["learning_starts"]} | (
         {"replay_buffer_config": rest} if rest else {}
     )
+
+
+_REPLACED = (
+    *("buffer_size", "prioritized_replay", "prioritized_replay_alpha", "prioritized_replay_beta", "prioritized_replay_eps"),
+    *("learning_starts", "target_update_frequency", "replay_batch_size", "replay_mode", "replay_sequence_length"),
+    *("timesteps_per_iteration", "min_iter_time_s", "min_time_s_per_reporting", "worker_side_prioritization"),
+)
+"""Keys that RLlib has replaced by others. It writes −1 for them into what it dumps: nobody has set them."""
+
+
+def _is_unset(value: Any) -> bool:
+    return type(value) is int and value == -1
+
+
+def _of_no_effect(key: str, off: Any, why: str) -> Translation:
+    """A setting of a part that `key` turns on, and that is off."""
+
+    def translate(_: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+        if section.get(key, off) != off:
+            raise ValueError(why)
+        return {}
+
+    return translate
 
 
 def _prioritized(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -248,6 +289,9 @@ def _moved(path: str) -> Translation:
     return lambda value, _: {path: value}
 
 
+_DISTRIBUTIONAL = "belongs to distributional Q-learning (Rainbow), which is not here. Leave it out."
+_NOISY = "belongs to noisy networks (Rainbow), which are not here. Leave it out; exploration is epsilon-greedy."
+
 TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
     EXPERIMENT: {"checkpoint_config": _checkpoint_config, "time_budget_s": _moved("stop.time_s")},
     STOP: {},
@@ -279,6 +323,8 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
         "prioritized_replay_alpha": _moved("replay_buffer_config.alpha"),
         "prioritized_replay_beta": _moved("replay_buffer_config.beta"),
         "prioritized_replay_eps": _moved("replay_buffer_config.eps"),
+        **dict.fromkeys(("v_min", "v_max"), _of_no_effect("num_atoms", 1, _DISTRIBUTIONAL)),
+        "sigma0": _of_no_effect("noisy", False, _NOISY),
         "clip_rewards": _clip_rewards,
         "horizon": _horizon,
         "vf_share_layers": _moved("model.vf_share_layers"),
@@ -320,12 +366,12 @@ _CALLBACK = "is a callback in Python: use `ludus.train(…)` in a program of you
 _RESOURCES = "reserves resources in Ray; workers here are processes with a core each. Leave it out."
 _QUEUES = "sizes a queue inside RLlib; here blocks_ahead bounds what waits for the learner. Leave it out."
 _FAULTS = "is a detail of how RLlib finds lost workers; here worker_hang_s and max_worker_restarts decide. Leave it out."
-_REPORTS = "sets how often RLlib reports; here every update is an iteration. Use min_time_s_per_iteration."
+_REPORTS = "made an iteration longer; here it is one update. Stop by timesteps, checkpoint by checkpoint_time_s. Leave it out."
 _ATTENTION = "belongs to attention networks, which are not built in. Use use_lstm, or a custom_model."
 _WEIGHTS = "chooses how weights begin; here they are orthogonal. Write a custom_model for others."
 _PICTURES = "prepared pictures inside RLlib's model; here the section `preprocess` does: resize, grey, stack."
 _RMSPROP = "belongs to RMSProp, and the optimizer here is Adam (lr, adam_epsilon). Leave it out."
-_DISTRIBUTIONAL = "belongs to distributional Q-learning (Rainbow), which is not here. Leave it out."
+_SEQUENCES = "belongs to recurrent replay (R2D2), which is not here: single steps are drawn. Leave it out."
 _APEX = "belongs to Ape-X, which is not here. Leave it out; num_workers samples in parallel."
 
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
@@ -403,7 +449,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             *("add_default_connectors_to_env_to_module_pipeline", "add_default_connectors_to_module_to_env_pipeline"),
             *("add_default_connectors_to_learner_pipeline", "episodes_to_numpy", "episode_lookback_horizon"),
             *("merge_env_runner_states", "broadcast_env_runner_states", "use_env_runner_state_server"),
-            *("env_runner_state_server_max_concurrency", "optimizer_class", "execution_plan", "replay_sequence_length"),
+            *("env_runner_state_server_max_concurrency", "optimizer_class", "execution_plan"),
         ),
         **_all("belongs to the section `multiagent`, as keys of a policy.", "algorithm_config_overrides_per_module", same=({},)),
         # -- resources
@@ -549,16 +595,11 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all("is learned from once per pass; give num_epochs.", "sgd_stepsize", "num_sgd_steps"),
         # -- DQN
         **_all(_DISTRIBUTIONAL, "num_atoms", same=(1,)),
-        **_all(_DISTRIBUTIONAL, "v_min", "v_max", "categorical_distribution_temperature", "sigma0"),
+        **_all(_DISTRIBUTIONAL, "categorical_distribution_temperature", same=(1.0,)),
         **_all("is not here; exploration is epsilon-greedy.", "noisy", "parameter_noise", "softmax_temp", "soft_q", same=(False,)),
-        **_all("layers are written in the section `model`: fcnet_hiddens.", "hiddens"),
-        **_all("is Huber's loss here. Leave it out.", "td_error_loss_fn", same=("huber",)),
-        **_all("sets updates per step; here rollout_fragment_length does: one update for every segment.", "training_intensity",
-               same=(None,)),
-        **_all("what is stored is not part of checkpoints; a resumed run fills it again. Leave it out.",
-               "store_buffer_in_checkpoints", same=(False,)),
-        **_all("sequences begin with the recurrent state that was recorded. Leave it out.", "burn_in_len", "replay_burn_in",
-               "burn_in", same=(0,)),
+        **_all(_SEQUENCES, "burn_in_len", "replay_burn_in", "burn_in", same=(0,)),
+        **_all(_SEQUENCES, "replay_sequence_length", same=(1,)),
+        **_all(_SEQUENCES, "replay_zero_init_states", same=(True,)),
         **_all("is not here: the weight of priorities is constant, or a schedule of prioritized_replay_beta.",
                "prioritized_replay_beta_annealing_timesteps", "final_prioritized_replay_beta"),
         **_all("is written  epsilon: [[0, 1.0], [timesteps, 0.05]].",
@@ -567,10 +608,11 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all(_APEX, "worker_side_prioritization", same=(False,)),
         **_all(_APEX, "num_replay_buffer_shards", "replay_buffer_shards_colocated_with_driver", "per_worker_exploration",
                "num_replay_buffers", "debug", "shared"),
-        **_all("replays single steps; recurrent replay is by sequences of max_seq_len. Leave it out.", "replay_batch_size",
-               "replay_mode", "batch_replay"),
+        **_all("is train_batch_size here, for whatever is drawn. Leave it out.", "replay_batch_size"),
+        **_all("steps are drawn one by one, those of every policy apart. Leave it out.", "replay_mode", "batch_replay",
+               same=("independent", False)),
         # -- several agents
-        **_all("counts what every agent does, one by one. Leave it out.", "count_steps_by", same=("agent_steps",)),
+        **_all("belongs to the section `multiagent`.", "count_steps_by", same=("env_steps",)),
         **_all("keeps policies on disk; here all are in memory. Leave it out.",
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
         **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
@@ -632,7 +674,6 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("train_batch_size", "rollout_fragment_length", "batch_mode", "multiagent", "exploration_config"), same=({},)),
     },
     MULTIAGENT: {
-        **_all("counts what every agent does, one by one. Leave it out.", "count_steps_by", same=("agent_steps",)),
         **_all("keeps policies on disk; here all are in memory. Leave it out.",
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
         **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
@@ -651,7 +692,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "APEX": "DQN with num_workers samples in parallel",
     "SimpleQ": "DQN with double_q, dueling and prioritized_replay off is the same",
     "Rainbow": "DQN has all of its parts but noise and distributions",
-    "R2D2": "DQN with use_lstm is the nearest",
+    "R2D2": "PPO, APPO and IMPALA have recurrent models (use_lstm), DQN has none",
     "QMIX": "PPO with several agents and centralized_value is the nearest",
     "MAPPO": "PPO with several agents and centralized_value is that",
     "SAC": "PPO is for continuous actions here",
@@ -729,7 +770,9 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
     }
     for key, value in data.items():
         name = renamed.get(key, key)
-        if key.endswith("_schedule") and key in renamed and value is None:
+        if section == CONFIG and key in _REPLACED and _is_unset(value):
+            out.implied.append(Refusal(prefix + key, value, "was not set"))
+        elif key.endswith("_schedule") and key in renamed and value is None:
             out.implied.append(Refusal(prefix + key, value, "is no schedule"))
         elif key == name and name in scheduled:  # as it did in RLlib
             out.implied.append(Refusal(prefix + key, value, "is overridden by the schedule beside it"))

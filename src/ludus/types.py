@@ -70,6 +70,8 @@ class Segments:
     episode_return: Floats = field(default_factory=lambda: np.zeros(0, np.float32))  # [E] of the episodes that ended here
     episode_length: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # [E]
     model: str = DEFAULT_MODEL
+    env_steps: int | None = None
+    """Steps of the environments behind it, where several agents share one; None: as many as are valid."""
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Views of these arrays in another library, kept by whoever writes the block; never travels."""
 
@@ -140,7 +142,7 @@ OVER_STEPS = ("action", "reward", "terminated", "truncated", "valid", "log_prob"
 OVER_STEPS_AND_AFTER = ("observation", "first", "value", "action_mask")
 """Arrays [T+1, B, …]."""
 
-_NOT_ARRAYS = frozenset({"spec", "finals", "model", "cache"})
+_NOT_ARRAYS = frozenset({"spec", "finals", "model", "env_steps", "cache"})
 
 
 def _leaves(tree: Tree) -> Iterator[Array]:

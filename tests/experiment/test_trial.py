@@ -108,7 +108,8 @@ def test_taking_over_copies_weights_and_optimizer_and_counts_on(tmp_path: Path) 
     bad.close()
     theirs = newest(tmp_path / "good")
 
-    changed = attempt(tmp_path / "bad", experiment(seed=2, lr=3e-3), pointer=pointer, values=[[["config", "lr"], 3e-3]])
+    values = [[["config", "lr"], 3e-3], [["config", "seed"], 2]]
+    changed = attempt(tmp_path / "bad", experiment(seed=2, lr=3e-3), pointer=pointer, values=values)
     taken = newest(tmp_path / "bad")
     same_weights(taken, theirs)
     for name, value in theirs.arrays["model"].items():
@@ -118,6 +119,7 @@ def test_taking_over_copies_weights_and_optimizer_and_counts_on(tmp_path: Path) 
     config = Run.open(tmp_path / "bad").config()["config"]
     assert config["lr"] == 3e-3
     assert config["seed"] == 1  # its own, although the rest is another's
+    assert Run.open(tmp_path / "bad").meta()["trial"] == [[["config", "lr"], 3e-3], [["config", "seed"], 1]]
     assert changed.advance()["iterations"] == 3
     changed.close()
     after = newest(tmp_path / "bad")

@@ -190,6 +190,67 @@ def test_the_best_is_first_and_what_failed_or_has_nothing_to_show_is_last(tmp_pa
     assert results(tmp_path / "other", "min").best["settings"]["lr"] == 1e-1
 
 
+def seeded(tmp_path: Path, values: list[list[float | None]], ended: dict[int, str] | None = None, **tune: Any) -> Any:
+    """A sweep over three learning rates with the last values [sample][setting]: trial 0 is the first sample of the first setting."""
+    rates = {"grid_search": [1e-1, 1e-2, 1e-3]}
+    sweep = plan("s", experiment(config={"lr": rates, "seed": 40}, num_samples=len(values), tune=tune), tmp_path)
+    for trial, value in zip(sweep.trials, (v for sample in values for v in sample), strict=True):
+        a_run(sweep.directory / trial.name, [0.0, value])
+    states = {trial.name: (ended or {}).get(number, "finished") for number, trial in enumerate(sweep.trials)}
+    return outcome("s", sweep.directory, sweep.data, sweep.tune, sweep.trials, states).written(1.0, 2.0)
+
+
+def test_settings_are_ranked_by_the_mean_over_their_seeds_and_not_by_the_luckiest(tmp_path: Path) -> None:
+    found = seeded(tmp_path, [[10.0, 60.0, 20.0], [100.0, 70.0, 20.0], [10.0, 65.0, 20.0]])
+    assert [(row["settings"]["lr"], row["settings"]["seed"], row["value"]) for row in found.results] == [
+        (1e-2, 41, 70.0), (1e-2, 42, 65.0), (1e-2, 40, 60.0),
+        (1e-1, 41, 100.0), (1e-1, 40, 10.0), (1e-1, 42, 10.0),
+        (1e-3, 40, 20.0), (1e-3, 41, 20.0), (1e-3, 42, 20.0),
+    ]  # fmt: skip
+    assert found.best_run.name == "t004_lr-0.01_seed-41"  # to play with: the best that was trained of the best setting
+    assert (found.best_config["config"]["lr"], found.best_config["config"]["seed"]) == (1e-2, 40)  # the first seed, not the best
+    text = (tmp_path / "s" / "best.yaml").read_text()
+    assert text.startswith("# episode_return_mean 65, the mean of 3 seeds; the best of them is t004_lr-0.01_seed-41\n")
+    assert configs.load_experiments(tmp_path / "s" / "best.yaml")["s-best"]["config"]["seed"] == 40
+    plain = json.loads((tmp_path / "s" / "results.json").read_text())
+    assert [(one["settings"], one["value_mean"], one["value_n"]) for one in plain["settings"]] == [
+        ({"lr": 1e-2}, 65.0, 3), ({"lr": 1e-1}, 40.0, 3), ({"lr": 1e-3}, 20.0, 3),
+    ]  # fmt: skip
+    assert [row["value_mean"] for row in plain["trials"]] == [65.0] * 3 + [40.0] * 3 + [20.0] * 3
+    with (tmp_path / "s" / "results.csv").open() as file:
+        assert [float(row["value_mean"]) for row in csv.DictReader(file)] == [65.0] * 3 + [40.0] * 3 + [20.0] * 3
+    lowest = seeded(tmp_path / "min", [[10.0, 60.0, 20.0], [100.0, 70.0, 20.0]], mode="min")
+    assert [one["settings"]["lr"] for one in lowest.settings] == [1e-3, 1e-1, 1e-2]
+
+
+def test_trials_that_failed_or_have_no_value_do_not_count_in_the_mean(tmp_path: Path) -> None:
+    found = seeded(tmp_path, [[500.0, 60.0, 70.0], [10.0, None, None]], {0: "failed"})
+    assert [(one["settings"]["lr"], one["value_mean"], one["value_n"]) for one in found.settings] == [
+        (1e-3, 70.0, 1), (1e-2, 60.0, 1), (1e-1, 10.0, 1),
+    ]  # fmt: skip
+    assert [row["value"] for row in found.results] == [70.0, None, 60.0, None, 10.0, 500.0]
+    nobody = seeded(tmp_path / "none", [[1.0, None, None]], {0: "failed"})
+    assert nobody.best is None
+
+
+def test_what_population_based_training_has_brought_to_the_same_values_is_not_a_repetition(tmp_path: Path) -> None:
+    values: list[list[float | None]] = [[10.0, 60.0, 20.0], [100.0, 70.0, 20.0]]
+    found = seeded(tmp_path, values, scheduler="pbt")
+    assert [row["value"] for row in found.results] == [100.0, 70.0, 60.0, 20.0, 20.0, 10.0]
+    assert {row["value_n"] for row in found.results} == {1}
+
+
+def test_the_table_shows_what_a_setting_is_worth_over_its_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ludus.cli.tune import _print_table
+
+    _print_table(seeded(tmp_path, [[10.0, 60.0, 20.0], [100.0, 70.0, 21.0]]), to_stderr=False)
+    said = capsys.readouterr().out
+    assert "mean (seeds)" in " ".join(said.split()) or "mean" in said
+    assert [said.count(text) for text in ("65 (2)", "55 (2)", "20.5 (2)")] == [2, 2, 2]
+    _print_table(results(tmp_path / "single"), to_stderr=False)
+    assert "mean" not in capsys.readouterr().out
+
+
 def test_the_best_config_is_a_whole_experiment_that_train_takes(tmp_path: Path) -> None:
     found = results(tmp_path)
     loaded = configs.load_experiments(tmp_path / "s" / "best.yaml")

@@ -331,6 +331,33 @@ def test_a_forbidden_action_is_never_played(where: str) -> None:
     assert (allowed.sum(axis=1) == 1).all()
 
 
+class _SilentAtTheEnd(tiny.Masked):
+    """Its infos have a mask, but for the last step's."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        *outcome, info = super().step(action)
+        observation, reward, terminated, truncated = outcome
+        return observation, reward, terminated, truncated, {} if terminated or truncated else info
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (tiny.Masked("observation", length=4), [False, True, False]),
+        (tiny.Masked("infos", length=4), [False, True, False]),
+        (tiny.Masked("infos", length=4, closed_at=4), [True, True, True]),
+        (_SilentAtTheEnd("infos", length=4), [True, True, True]),
+    ],
+    ids=["in the observation", "in the infos", "all forbidden", "not said"],
+)
+def test_what_was_allowed_in_the_end_is_kept_with_the_last_observation(env: tiny.Masked, expected: list[bool]) -> None:
+    """Whoever values that observation must not count on what was forbidden there."""
+    block = sample(loop(env), steps=12)
+    resets = np.flatnonzero(~block.valid[:, 0])
+    assert resets.tolist() == [4, 9]
+    assert block.action_mask[resets, 0].tolist() == [expected] * 2
+
+
 def test_a_vector_may_bring_its_mask_in_the_infos() -> None:
     made = VectorEnvironments("vector", tiny.SameStep(2, masks="always"))
     first = made.reset(0)

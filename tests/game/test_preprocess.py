@@ -137,6 +137,18 @@ def test_a_lost_life_ends_the_episode_and_not_the_game() -> None:
         dressed(Film(tells=False), episodic_life=True).reset()
 
 
+def test_a_limit_of_steps_ends_the_game_and_not_only_a_life() -> None:
+    env = dressed(Film(lives=9), episodic_life=True, max_episode_steps=5)
+    env.reset(seed=0)
+    assert [env.step(1)[2:4] for _ in range(3)] == [(False, False), (False, False), (True, False)]
+    env.reset()  # the next life; its first step, which does nothing, is the fourth of the game
+    assert [env.step(1)[2:4]] == [(False, True)]
+    env.reset()
+    film: Any = env.unwrapped
+    assert (film.resets, film.steps) == (2, 0)  # a game of its own
+    assert [env.step(1)[2:4] for _ in range(3)] == [(False, False), (False, False), (True, False)]
+
+
 def test_games_begin_with_a_random_number_of_actions_that_do_nothing() -> None:
     env = dressed(Film(lives=9), noop_max=5)
     begun = set()

@@ -136,6 +136,22 @@ def test_the_weight_of_the_penalty_follows_the_divergence() -> None:
     source.close()
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"use_kl_loss": True}, 0.5), ({"use_kl_loss": True, "kl_coeff": 3.0}, 3.0), ({"use_kl_loss": False}, 0.0)],
+    ids=["the same", "another weight", "none"],
+)
+def test_a_penalty_goes_on_only_if_it_is_configured_as_before(settings: dict[str, Any], expected: float) -> None:
+    source = Sampled("CartPole-v1", 6, 12)
+    before = appo(source, use_kl_loss=True, lr=1e-9)
+    before.learn(source.block(), 0)
+    after = appo(source, **settings)
+    after.load_state(*before.state())
+    assert before.penalty.coeff == 0.5
+    assert after.penalty.coeff == expected
+    source.close()
+
+
 @pytest.mark.parametrize("network", [{}, {"core": "lstm", "cell_size": 8, "max_seq_len": 4}], ids=["mlp", "lstm"])
 def test_a_resumed_run_goes_on_exactly_where_it_was(network: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"target_network_update_freq": 3, "tau": 0.7, "use_kl_loss": True, "num_epochs": 2}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludus.actor.sampler import Sampler, segment_spec
-from ludus.config import algorithm_config
+from ludus.config import algorithm_config, dumped
 from ludus.errors import ConfigError, TrainingDiverged
 from ludus.game.environment import make_environments
 from ludus.memory.local import LocalMemory
@@ -34,7 +34,7 @@ class Playing:
         torch.set_num_threads(1)
         self._environments = make_environments(env, rows)
         self._environments.reset(0)
-        shared = {"learner_threads": 1, "num_envs_per_worker": rows, "rollout_fragment_length": steps}
+        shared = {"learner_threads": 1, "num_envs_per_worker": rows, "rollout_fragment_length": steps, "training_intensity": 8}
         config = algorithm_config(DQNConfig, shared | settings)
         assert isinstance(config, DQNConfig)
         spaces = (self._environments.observation_space, self._environments.action_space)
@@ -214,6 +214,20 @@ def test_a_small_game_is_solved(masked: bool, settings: dict[str, Any]) -> None:
     assert (np.where(seen, found, -np.inf).argmax(1) == np.where(seen, expected, -np.inf).argmax(1)).all()
 
 
+@pytest.mark.parametrize("double_q", [True, False])
+def test_what_is_forbidden_where_an_episode_is_cut_is_not_hoped_for(double_q: bool) -> None:
+    """The next-step row that only resets shows the last observation with its mask."""
+    playing = Playing("tests.training.mdp:make_masked_mdp", rows=8, double_q=double_q, gamma=mdp.GAMMA)
+    for _ in range(20):
+        playing.algorithm.replay.add(playing.block())
+    replay = playing.algorithm.replay
+    places = replay.drawable()
+    found = replay.at(places, np.ones(len(places), np.float32))
+    goes_on = found.discount > 0
+    assert found.mask is not None
+    assert np.array_equal(found.mask[goes_on], mdp.ALLOWED[found.following[goes_on]])
+
+
 # -- exploring
 
 
@@ -259,11 +273,39 @@ def test_gradient_steps_are_as_many_as_the_intensity_says() -> None:
     assert playing.algorithm.optimizer.updates == int(sampled * 3 / 32)
 
 
-def test_without_an_intensity_every_block_is_one_gradient_step() -> None:
-    playing = Playing("CartPole-v1", training_intensity=None, num_steps_sampled_before_learning_starts=0)
-    for _ in range(7):
-        playing.learn()
-    assert playing.algorithm.optimizer.updates == 7
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 8.0),
+        ({"num_envs_per_worker": 16, "num_workers": 2}, 8.0),
+        ({"train_batch_size": 64}, 16.0),  # RLlib has one environment in a worker, unless more are asked for
+        ({"rollout_fragment_length": 1}, 32.0),
+        ({"train_batch_size": 32, "num_envs_per_worker": 8}, 1.0),
+        ({"train_batch_size": 256, "rollout_fragment_length": 4, "num_envs_per_env_runner": 2, "num_env_runners": 4}, 8.0),
+        ({"train_batch_size": 64, "rollout_fragment_length": None, "num_workers": "auto"}, 16.0),
+        ({"train_batch_size": 64, "training_intensity": None}, 16.0),
+        ({"training_intensity": None, "num_envs_per_worker": 4}, 2.0),
+        ({"train_batch_size": 64, "training_intensity": 3}, 3.0),
+        ({"train_batch_size": 64.0, "num_workers": "2"}, 8.0),
+    ],
+)
+def test_an_intensity_that_is_not_given_is_rllibs(given: dict[str, Any], expected: float) -> None:
+    """There: one minibatch for what all workers sample in one round."""
+    config = algorithm_config(DQNConfig, given)
+    assert isinstance(config, DQNConfig)
+    assert config.training_intensity == expected
+    again = algorithm_config(DQNConfig, {**dumped(config), "num_workers": 5})
+    assert isinstance(again, DQNConfig)
+    assert again.training_intensity == expected, "it is saved with the run"
+
+
+def test_a_wrong_number_beside_no_intensity_is_the_only_thing_to_complain_about() -> None:
+    for key in ("train_batch_size", "num_envs_per_worker"):
+        for wrong in (0, -1, "many", None):
+            with pytest.raises(ConfigError) as complaint:
+                algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
+            assert key in complaint.value.message
+            assert "training_intensity" not in complaint.value.message
 
 
 def test_the_target_network_follows_when_it_should() -> None:
@@ -335,6 +377,34 @@ def test_a_resumed_run_goes_on_where_it_was(stored: bool) -> None:
         assert two.algorithm.optimizer.updates == before == one.algorithm.optimizer.updates
     two.until(one.timestep + 100)
     assert two.algorithm.optimizer.updates > one.algorithm.optimizer.updates
+
+
+@pytest.mark.parametrize("begins_at", [0, 64])
+def test_the_target_network_follows_though_counting_began_anew(begins_at: int) -> None:
+    """As with --restore, where it begins at 0; and where a trial takes over the weights of one that is ahead."""
+    settings = {"num_steps_sampled_before_learning_starts": 32, "target_network_update_freq": 96}
+    one = Playing("CartPole-v1", **settings)
+    one.until(2000)
+    two = Playing("CartPole-v1", **settings)
+    two.policy.load_weights(one.policy.weights())
+    two.algorithm.load_state(*one.algorithm.state())
+    two.timestep = begins_at
+    before = two.learn()["target_updates"]
+    after = two.until(begins_at + 500)["target_updates"]
+    assert before == one.algorithm.state()[1]["dqn"]["target_updates"]
+    assert 3 <= after - before <= 5, "once in 96 steps, in 500"
+
+
+def test_a_checkpoint_with_the_buffer_is_announced_with_its_size(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="ludus.training.algorithms.dqn"):
+        Playing("CartPole-v1")
+        assert not caplog.messages
+        playing = Playing("CartPole-v1", store_buffer_in_checkpoints=True, replay_buffer_config={"capacity": 100_000})
+        playing.algorithm.state()
+        playing.algorithm.state()
+    each = 16 + 8 + 4 + 3 + 8 + 8  # observation, action, reward, three flags, the next place, a priority
+    assert len(caplog.messages) == 1
+    assert f"{each / 10:.1f} MB" in caplog.messages[0]
 
 
 # -- learning

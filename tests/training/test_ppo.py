@@ -172,9 +172,20 @@ def test_the_penalty_on_divergence_adapts_as_rllib_users_know_it() -> None:
     assert eager.learn(segments(policy, 16, 8), 0)["kl_coeff"] == pytest.approx(0.3), "0.2 to begin with, and 1.5 times that"
     lazy = ppo(policy, lr=1e-9, kl_target=0.01, kl_coeff=1.0)
     assert lazy.learn(segments(policy, 8, 4), 0)["kl_coeff"] == 0.5
-    again = ppo(policy, kl_target=0.01)
+    again = ppo(policy, kl_target=0.01, kl_coeff=1.0)
     again.load_state(*lazy.state())
     assert again.penalty.coeff == 0.5
+
+
+@pytest.mark.parametrize("coeff", [0.0, 0.2, 5.0])
+def test_a_penalty_that_is_configured_anew_is_not_that_of_the_checkpoint(coeff: float) -> None:
+    policy = policy_for()
+    before = ppo(policy, lr=1e-9, kl_coeff=1.0)
+    before.learn(segments(policy, 8, 4), 0)
+    after = ppo(policy, kl_coeff=coeff)
+    after.load_state(*before.state())
+    assert before.penalty.coeff == 0.5
+    assert after.penalty.coeff == coeff
 
 
 def test_a_penalty_keeps_the_policy_near() -> None:

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ludus.actor.evaluate import Score
+from ludus.actor.evaluate import EPISODE_STEPS, Score
 from ludus.actor.recorder import Recorder, RecorderStats
 from ludus.actor.trained import State as AgentState
 from ludus.actor.trained import TrainedAgent
 from ludus.buffer.collate import joined
 from ludus.errors import EnvironmentFault
-from ludus.game.agents import Leaving, Match, Moved, Turn, Whole
+from ludus.game.agents import Leaving, Match, Moved, Turn, Whole, at_random
 from ludus.memory.local import LocalMemory
 from ludus.memory.memory import Room
 from ludus.model.acting import Decision, State
@@ -220,15 +220,6 @@ class Minds:
         found: list[float] = policy.act(stack(list(observation)), self._states(model, policy, states)).value.tolist()
         return found
 
-    def random(self, model: str, mask: Bools | None) -> Any:
-        """An action of somebody who knows nothing: all that is allowed is equally likely."""
-        distribution = self._sources[model].newest()[0].distribution
-        with torch.inference_mode():
-            noise = distribution.noise((1,), self._generator)
-            allowed = None if mask is None else torch.from_numpy(mask[None])
-            chosen, _ = distribution.sample(torch.zeros(1, distribution.num_outputs), allowed, noise)
-        return _played(distribution.to_environment(map_tree(torch.Tensor.numpy, chosen)), 0)
-
     def _states(self, model: str, policy: Policy, states: Sequence[State | None]) -> State:
         if not policy.recurrent:
             return ()
@@ -252,9 +243,9 @@ def _rows(batch: Tree, n: int) -> list[Any]:
     return [map_tree(lambda x, row=row: x[row], batch) for row in range(n)]
 
 
-def _played(action: Tree, row: int | None = None) -> Any:
+def _played(action: Tree) -> Any:
     """An action as an environment takes it: a plain number where it is one."""
-    return map_tree(lambda x: _plain(x if row is None else x[row]), action)
+    return map_tree(_plain, action)
 
 
 def _plain(x: Any) -> Any:
@@ -273,15 +264,16 @@ class MatchBatches:
 
     def __init__(self, memories: Mapping[str, LocalMemory]) -> None:
         self.memories = dict(memories)
-        self._complete: deque[str] = deque()
+        self._complete: deque[tuple[str, int | None]] = deque()
         self._finished: list[Finished] = []
         self._taken: set[int] = set()
 
     def ready(self) -> bool:
         return bool(self._complete)
 
-    def complete(self, model: str) -> None:
-        self._complete.append(model)
+    def complete(self, model: str, env_steps: int | None = None) -> None:
+        """`env_steps`: of the environments, since the batch before, of whichever model that was; None: steps are decisions."""
+        self._complete.append((model, env_steps))
 
     def finished(self, match: Finished) -> None:
         self._finished.append(match)
@@ -290,7 +282,8 @@ class MatchBatches:
         """Never waits: the sampler of the same process is the one who fills it."""
         if not self._complete:
             return None
-        memory = self.memories[self._complete.popleft()]
+        model, env_steps = self._complete.popleft()
+        memory = self.memories[model]
         parts = []
         while (part := memory.take(0)) is not None:
             parts.append(part)
@@ -299,6 +292,7 @@ class MatchBatches:
             memory.release(part)
         batch.episode_return = np.array([match.total for match in self._finished], np.float32)
         batch.episode_length = np.array([match.steps for match in self._finished], np.int64)
+        batch.env_steps = env_steps
         self._finished.clear()
         self._taken.add(id(batch))
         return batch
@@ -348,11 +342,16 @@ class Tables:
         self.finished: list[tuple[int, Finished]] = []
         """Matches that have ended, with the number of their table; whoever looks empties it."""
         self.known = dict.fromkeys(rooms, 0)
-        """By model: recorded steps of which one knows what came of them."""
+        """By model: recorded steps since its last batch of which one knows what came of them."""
+        self.passed = dict.fromkeys(rooms, 0)
+        """By model: steps of the environments since its last batch, whoever acted in them."""
         self.recent = {model: _Recent(smoothing) for model in dict.fromkeys(cast.values())}
         self.random: list[frozenset[str]] = [frozenset()] * len(copies)
         """Agents of each table that act at random in its present match."""
+        self._chance = np.random.default_rng(seed)
         self.matches = 0
+        self.env_steps = 0
+        self.agent_steps = 0
         self._tables: list[_Table] = []
         for number, match in enumerate(copies):
             seats = {}
@@ -375,6 +374,10 @@ class Tables:
                 self._go_on(table)
         actions = self._decided(here)
         here = [(number, table) for number, table in here if self._advanced(table, actions[number])]
+        self.env_steps += len(here)
+        self.agent_steps += sum(len(actions[number]) for number, _ in here)
+        for model in self.passed:
+            self.passed[model] += len(here)
         left: dict[str, list[tuple[_Seat, Leaving]]] = {}
         for _, table in here:
             for leaving in table.moved.leaving:
@@ -411,7 +414,9 @@ class Tables:
             for turn in table.moved.turns:
                 seat, model = table.seats[turn.agent], self.cast[turn.agent]
                 if turn.agent in self.random[number]:
-                    actions[number][turn.agent] = self._minds.random(model, turn.mask)
+                    actions[number][turn.agent] = _played(
+                        at_random(table.match.agents[turn.agent].action, turn.mask, self._chance)
+                    )
                 else:
                     asked.setdefault(model, []).append((number, seat, turn))
         for model, rows in asked.items():
@@ -475,7 +480,19 @@ class Tables:
             values = self._minds.values(model, [(turn.observation, state) for _, state, turn in waiting])
             for (recorder, _, turn), value in zip(waiting, values, strict=True):
                 recorder.cut(turn.reward, turn.observation, turn.mask, value)
-        self.known[model] = 0
+        self.known[model] = self.passed[model] = 0
+
+    def steps_of(self, number: int) -> int:
+        """How far the present match of a table has come."""
+        return self._tables[number].steps
+
+    def leave(self, number: int) -> Finished:
+        """Break off the match of a table, which counts as far as it has come."""
+        table = self._tables[number]
+        for seat in table.seats.values():
+            seat.forget()
+        table.moved = Moved(over=True)
+        return Finished(dict(table.returns), table.steps)
 
 
 class MultiSampler:
@@ -493,11 +510,14 @@ class MultiSampler:
         central: bool = False,
         explore: bool = True,
         smoothing: int = 100,
+        by_env_steps: bool = False,
     ) -> None:
-        self._batches, self._batch_steps = batches, batch_steps
+        """`by_env_steps`: `batch_steps` are steps of the environments; else decisions of the agents of a model."""
+        self._batches, self._batch_steps, self._by_env_steps = batches, batch_steps, by_env_steps
         self._generator = torch.Generator().manual_seed(seed)
         self._minds = Minds(sources, self._generator, explore)
         self._copies = copies
+        self._counted = 0  # steps of the environments that have been told with a batch
         self._tables = Tables(copies, cast, self._minds, batches.memories, seed, central=central, smoothing=smoothing)
 
     def step(self) -> bool:
@@ -511,15 +531,27 @@ class MultiSampler:
                 for _, match in tables.finished:
                     self._batches.finished(match)
                 tables.finished.clear()
-                for model, known in list(tables.known.items()):
-                    if known >= self._batch_steps:
+                for model in tables.known:
+                    if self._has_its_batch(model):
                         tables.cut(model)
-                        self._batches.complete(model)
+                        self._batches.complete(model, self._since_last() if self._by_env_steps else None)
         return True
+
+    def _since_last(self) -> int:
+        since = self._tables.env_steps - self._counted
+        self._counted += since
+        return since
+
+    def _has_its_batch(self, model: str) -> bool:
+        known = self._tables.known[model]
+        if not self._by_env_steps:
+            return known >= self._batch_steps
+        return known > 0 and self._tables.passed[model] >= self._batch_steps  # its agents may all have been away
 
     def metrics(self) -> dict[str, float]:
         tables = self._tables
         report: dict[str, float] = {"matches": float(tables.matches), "late_rewards": float(tables.late_rewards)}
+        report |= {"env_steps": float(tables.env_steps), "agent_steps": float(tables.agent_steps)}
         for model, recent in tables.recent.items():
             if recent.returns:
                 report[f"{model}/episode_return_mean"] = float(np.mean(recent.returns))
@@ -529,10 +561,16 @@ class MultiSampler:
 
     def state(self) -> dict[str, Array]:
         """What a resumed run needs of it; matches begin anew."""
-        return {"generator": self._generator.get_state().numpy()}
+        tables = self._tables
+        counted = np.array([tables.matches, tables.env_steps, tables.agent_steps], np.int64)
+        return {"generator": self._generator.get_state().numpy(), "counted": counted}
 
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(np.array(state["generator"])))
+        if "counted" in state:
+            tables = self._tables
+            tables.matches, tables.env_steps, tables.agent_steps = (int(count) for count in state["counted"])
+            self._counted = tables.env_steps
 
 
 # -- playing without recording ------------------------------------------------------------------------------------------
@@ -547,12 +585,13 @@ def play_matches(
     *,
     deterministic: bool = True,
     against_random: bool = False,
-    max_steps: int = 100_000,
+    max_steps: int = EPISODE_STEPS,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Score:
     """Whole matches, each copy playing its equal share; scored by the sum of what all agents earn.
 
     `against_random`: one agent plays and all others choose at random, the agents taking turns; scored by what that one earns.
+    A match that is not over after `max_steps` is cut there and counts as it is, and its copy plays no further one.
     """
     agents, n = list(copies[0].agents), len(copies)
     quota = [episodes // n + (number < episodes % n) for number in range(n)]
@@ -562,21 +601,24 @@ def play_matches(
     chosen = [agents[number % len(agents)] for number in played]
     returns: list[float] = []
     lengths: list[int] = []
+    cut = 0
     with minds.acting():
-        for _ in range(max_steps):
-            if not any(quota) or interrupted():
-                break
+        while any(quota) and not interrupted():
             if against_random:
                 tables.random = [frozenset(agents) - {agent} for agent in chosen]
             tables.tick(lambda number: quota[number] > 0)
-            for number, match in tables.finished:
-                quota[number] -= 1
+            too_long = [number for number in range(n) if quota[number] and tables.steps_of(number) >= max_steps]
+            over = {number for number, _ in tables.finished}
+            left = [(number, tables.leave(number)) for number in too_long if number not in over]
+            cut += len(left)
+            for number, match in [*tables.finished, *left]:
+                quota[number] = quota[number] - 1 if number in over else 0
                 returns.append(match.returns[chosen[number]] if against_random else match.total)
                 lengths.append(match.steps)
                 played[number] += n
                 chosen[number] = agents[played[number] % len(agents)]
             tables.finished.clear()
-    return Score(tuple(returns), tuple(lengths), complete=not any(quota))
+    return Score(tuple(returns), tuple(lengths), complete=not any(quota), cut=cut)
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,16 @@ class Sampler:
         self._check_seen(_rows(block).shown[t], t)
         block.first[t] = self._first
         if seen.mask is not None:
-            np.logical_or(seen.mask, self._over[:, None], out=block.action_mask[t])
+            np.copyto(block.action_mask[t], seen.mask)
+            if self._over.any():
+                self._open(block.action_mask[t])
             self._check_choices(block.action_mask[t], t)
+
+    def _open(self, mask: Bools) -> None:
+        """Where an episode is over, what was allowed in the end is kept; but there may have been nothing left to do."""
+        for part in self._choices:
+            closed = self._over & ~mask[:, part].any(axis=1)
+            mask[closed, part] = True
 
     def _check_seen(self, observation: Tree, t: int) -> None:
         """Nothing that is not a finite number, or not of its category, may reach a network."""

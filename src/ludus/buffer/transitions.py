@@ -106,6 +106,12 @@ class Transitions:
         arrays = [leaf for _, leaf in leaves(self._columns())]
         return int(filled * sum(int(leaf.nbytes) for leaf in arrays)) + (self._tree.nbytes if self._tree else 0)
 
+    @property
+    def full_bytes(self) -> int:
+        """Of what `state` returns when nothing more fits in; masks, which are known when the first one comes, not counted."""
+        columns = sum(int(leaf.nbytes) for _, leaf in leaves(self._columns()))
+        return columns + (8 * self.capacity if self.priorities else 0)
+
     def _check_size(self, observation: Tree, action: Tree, max_bytes: int | None) -> None:
         specs = [spec for _, spec in (*leaves(observation), *leaves(action))]
         each = sum(int(spec.zeros().nbytes) for spec in specs) + 4 + 3 + 8 + (8 if self.priorities else 0)
@@ -193,7 +199,7 @@ class Transitions:
         map_tree(lambda kept, given: kept.__setitem__(at, given[t, column]), self._observation, block.seen)
         if self._mask is not None:
             self._mask[at] = block.allowed[t, column]
-            self._mask[beyond] = True  # nobody says what was allowed where an episode was cut
+            self._mask[beyond] = True  # of an observation that is kept beside the block nobody says what was allowed
         if finals:
             map_tree(lambda kept, given: kept.__setitem__(beyond, given[block.final]), self._observation, block.final_seen)
             self._next[number[block.final_step, block.final_row] % self.capacity] = beyond

@@ -224,6 +224,7 @@ def _as_json(result: SweepResult) -> dict[str, Any]:
         "metric": result.metric,
         "best": best["trial"] if best else None,
         "best_run": best["run_dir"] if best else None,
+        "settings": result.settings,
         "interrupted": result.interrupted,
         "startup_s": round(result.startup_s, 3),
         "wall_s": round(result.wall_s, 3),
@@ -243,12 +244,15 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
     table.add_column("trial", overflow="fold")
     for name in names:
         table.add_column(name, justify="right")
-    for name in (_short(result.metric), "steps", "time", "status"):
+    repeated = any(row["value_n"] > 1 for row in result.results)
+    for name in (_short(result.metric), *(["mean (seeds)"] if repeated else []), "steps", "time", "status"):
         table.add_column(name, justify="right")
     for number, row in enumerate(result.results[:_ROWS]):
         settings = [brief(row["settings"].get(name, "")) for name in names]
-        value = "–" if row["value"] is None else f"{row['value']:.4g}"
-        cells = [row["trial"].split("_")[0], *settings, value, f"{row['timesteps']:,}", f"{row['time_s']:.1f} s", row["status"]]
+        values = [_value(row["value"])]
+        if repeated:
+            values.append("–" if row["value_mean"] is None else f"{_value(row['value_mean'])} ({row['value_n']})")
+        cells = [row["trial"].split("_")[0], *settings, *values, f"{row['timesteps']:,}", f"{row['time_s']:.1f} s", row["status"]]
         table.add_row(*cells, style="green" if number == 0 and result.best is row else None)
     if len(result.results) > _ROWS:
         table.caption = f"… and {len(result.results) - _ROWS} more in results.csv"
@@ -258,6 +262,10 @@ def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
         say(f"train it   ludus train -f {result.directory / 'best.yaml'}", to_stderr=to_stderr)
     say(f"all of it  {result.directory}  (results.csv, results.json, sweep.png)", to_stderr=to_stderr)
     say(f"{result.wall_s:.1f} s, and {result.startup_s:.1f} s for Ray to start", to_stderr=to_stderr)
+
+
+def _value(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def _short(metric: str) -> str:

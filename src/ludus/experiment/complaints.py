@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ludus import config as configs
 from ludus import spellings
-from ludus.errors import ConfigError, UnknownName, UsageError
+from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
 from ludus.experiment import multiagent, search
 from ludus.game.environment import check_exists
 from ludus.training.algorithm import ALGORITHMS, Algorithm, algorithm_class
@@ -68,7 +68,7 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[str]:
     def attempt(check: Callable[[], T]) -> T | None:
         try:
             return check()
-        except UsageError as error:
+        except (UsageError, EnvironmentFault) as error:
             out.extend(str(error).splitlines())
             return None
 
@@ -76,7 +76,8 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[str]:
     found = configs.read_experiment(data).data
     env, run, inner = found.get("env"), found.get("run", "PPO"), found.get("config", {})
     called = env == configs.EXTERNAL
-    several = isinstance(env, str) and isinstance(inner, Mapping) and not called and multiagent.is_meant(env, inner)
+    asked = isinstance(env, str) and isinstance(inner, Mapping) and not called
+    several = bool(asked and attempt(lambda: multiagent.is_meant(env, inner)))
     if isinstance(env, str) and not called and not several and env_too:
         attempt(lambda: check_exists(env))
     algorithm = attempt(lambda: algorithm_of(run)) if isinstance(run, str) else None

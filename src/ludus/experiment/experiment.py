@@ -71,7 +71,7 @@ def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> R
     """Check everything that can be checked before anything starts. Raises UsageError of some kind, with all that is wrong."""
     try:
         return _resolved(data, cluster)
-    except UsageError as error:
+    except (UsageError, EnvironmentFault) as error:
         found = complaints.of_experiment(data)
         if len(found) < 2:
             raise

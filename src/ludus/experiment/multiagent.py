@@ -10,12 +10,13 @@ from typing import Any
 import gymnasium as gym
 
 from ludus import config as configs
-from ludus.actor.evaluate import Score, undisturbed
+from ludus.actor.evaluate import Score, longest_episode, undisturbed
 from ludus.actor.multi import Copies, MatchBatches, MultiSampler, play_matches
 from ludus.actor.recorder import session_spec
 from ludus.config import AlgorithmConfig, MultiAgentConfig
 from ludus.errors import ConfigError
 from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.evaluation import warn_of_cuts
 from ludus.experiment.external import Algorithms, Shared, add_models
 from ludus.experiment.parts import Resolved, count_on, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run
@@ -203,8 +204,10 @@ def policy_config(schema: type[AlgorithmConfig], config: AlgorithmConfig, policy
     if not own:
         return config.model_copy(update={"seed": seed})
     base = config.model_dump(by_alias=True)
-    if isinstance(own.get("model"), Mapping):
-        own["model"] = {**base["model"], **own["model"]}
+    for key, value in own.items():
+        field = schema.model_fields.get(key)
+        if isinstance(value, Mapping) and field is not None and configs.schema_of(field.annotation) and base[key] is not None:
+            own[key] = {**base[key], **value}  # of a section only what is said; what is no section is one value
     try:
         return configs.algorithm_config(schema, {**base, "seed": seed, **own}, collated=True)
     except ConfigError as error:
@@ -290,7 +293,9 @@ def _batches(policies: Mapping[str, Policy], copies: Copies, config: AlgorithmCo
     """Room for all that may be recorded until a batch is complete, in segments of a single step if need be."""
     assert config.multiagent is not None
     trained = config.multiagent.policies_to_train or list(policies)
-    blocks = config.train_batch_size + 4 * len(copies) * len(copies[0].agents) + 16
+    agents = len(copies[0].agents)
+    together = agents if config.multiagent.count_steps_by == "env_steps" else 1  # decisions in one of the steps that are counted
+    blocks = config.train_batch_size * together + 4 * len(copies) * agents + 16
     steps = config.steps
     return MatchBatches({name: LocalMemory(session_spec(policies[name], steps, name), 1, blocks) for name in trained})
 
@@ -309,6 +314,7 @@ def _sampler(
         central=config.multiagent.centralized_value,
         explore=config.explore,
         smoothing=config.metrics_num_episodes_for_smoothing,
+        by_env_steps=config.multiagent.count_steps_by == "env_steps",
     )
 
 
@@ -348,7 +354,9 @@ class MatchEvaluation:
             rows = min(config.evaluation_duration, _ROWS)
             self._copies = Copies(lambda: make_match(env, other), rows, forgiving=config.restart_failed_sub_environments)
         with undisturbed():
-            return self._played(self._copies, config.multiagent, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
+            score = self._played(self._copies, config.multiagent, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
+        warn_of_cuts(score, env)
+        return score
 
     def _played(self, copies: Copies, section: MultiAgentConfig, seed: int) -> Score:
         config = self._resolved.config
@@ -360,6 +368,7 @@ class MatchEvaluation:
             seed,
             deterministic=not config.evaluation_config.explore,
             against_random=section.evaluation_opponents == "random",
+            max_steps=longest_episode(self._resolved.experiment.env),
             interrupted=self._interrupted,
         )
 

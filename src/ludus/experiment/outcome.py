@@ -1,4 +1,7 @@
-"""What a sweep has found: a row for every trial, the best of them as an experiment, and pictures."""
+"""What a sweep has found: a row for every trial, the best setting as an experiment, and pictures.
+
+One trial may be lucky: settings are ranked by the mean over their seeds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _CURVES = 40
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep leaves in your hands. `results` has a dictionary for every trial, the best first."""
+    """What a sweep leaves in your hands. `results` has a dictionary for every trial: the best setting first, of it the best seed."""
 
     name: str
     directory: Path
@@ -54,9 +57,19 @@ class SweepResult:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The row of the best trial; None when no trial has a number to show."""
+        """The row of the best seed of the best setting; None when no trial has a number to show."""
         first = self.results[0] if self.results else None
-        return first if first is not None and first["value"] is not None and first["status"] != "failed" else None
+        return first if first is not None and first["value_mean"] is not None else None
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """What was tried, the best first: settings without the seed, the mean of its trials, how many count, and their names."""
+        found: dict[int, dict[str, Any]] = {}
+        for row in self.results:
+            own = {name: value for name, value in row["settings"].items() if name != shown(search.SEED)}
+            about = {"settings": own, "value_mean": row["value_mean"], "value_n": row["value_n"], "trials": []}
+            found.setdefault(row["setting"], about)["trials"].append(row["trial"])
+        return list(found.values())
 
     @property
     def best_run(self) -> Path:
@@ -65,10 +78,15 @@ class SweepResult:
 
     @property
     def best_config(self) -> dict[str, Any]:
-        """The experiment of the best trial, as `ludus.train` and `ludus train -f` take it. Raises NotFound."""
-        values = {tuple(path): value for path, value in self._best()["values"]}
-        best = search.applied(self.data, values)
-        return {**best, "name": f"{self.name}-best"}
+        """The best setting with the first of its seeds, not the luckiest, as `ludus.train` and `ludus train -f` take it.
+
+        Raises NotFound.
+        """
+        best = self._best()
+        alike = [row for row in self.results if row["setting"] == best["setting"] and _counts(row)]
+        first = min(alike, key=lambda row: str(row["trial"]))  # their names begin with their numbers
+        values = {tuple(path): value for path, value in first["values"]}
+        return {**search.applied(self.data, values), "name": f"{self.name}-best"}
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame, if pandas is installed: one row for every trial, one column for every setting."""
@@ -90,13 +108,13 @@ class SweepResult:
         timed = dataclasses.replace(self, startup_s=startup_s, wall_s=wall_s)
         store = LocalStore(self.directory)
         about = {"name": self.name, "metric": self.metric, "mode": self.mode, "startup_s": startup_s, "wall_s": wall_s}
-        store.put(RESULTS, json.dumps({**about, "trials": self.results}, indent=1, default=str).encode())
+        found = {**about, "settings": self.settings, "trials": self.results}
+        store.put(RESULTS, json.dumps(found, indent=1, default=str).encode())
         store.put(TABLE, _as_csv([_flat(row) for row in self.results]).encode())
         if timed.best is not None:
             best = timed.best_config
             inner = {key: value for key, value in best.items() if key != "name"}
-            head = f"# {timed.best['trial']}: {self.metric} {timed.best['value']:.6g} after {timed.best['timesteps']:,} steps\n"
-            store.put(BEST, (head + dump_yaml(json.loads(json.dumps({best["name"]: inner}, default=str)))).encode())
+            store.put(BEST, (_head(timed.best, self.metric) + dump_yaml(json.loads(json.dumps({best["name"]: inner}, default=str)))).encode())
         try:
             draw(timed, self.directory / PICTURE)
         except LudusError as error:
@@ -108,10 +126,48 @@ def outcome(
     name: str, directory: Path, data: dict[str, Any], tune: TuneConfig, trials: Sequence[Trial], ended: Mapping[str, str]
 ) -> SweepResult:
     """As the directories of the trials have it."""
-    sign = 1 if tune.mode == "max" else -1
     rows = [_row(directory / trial.name, trial, tune.metric, ended.get(trial.name)) for trial in trials]
-    rows.sort(key=lambda row: (row["status"] == "failed", row["value"] is None, -sign * (row["value"] or 0.0)))
+    # Two trials that population based training has brought to the same values have come there by different ways.
+    rows = ranked(rows, tune.mode, apart=tune.scheduler == "pbt")
     return SweepResult(name, directory, tune.metric, tune.mode, rows, search.find(data), data)
+
+
+def ranked(rows: Sequence[Mapping[str, Any]], mode: str, apart: bool = False) -> list[dict[str, Any]]:
+    """The best setting first, by the mean over its trials; of equal settings the best seed first; what failed is last.
+
+    Every row is told the number of its setting (`setting`), its mean (`value_mean`) and of how many trials (`value_n`): those that
+    have a value and have not failed. `apart`: every trial is a setting of its own.
+    """
+    sign = 1.0 if mode == "max" else -1.0
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        values = [entry for entry in row["values"] if tuple(entry[0]) != search.SEED]
+        alike.setdefault(str(row["trial"]) if apart else json.dumps(values, default=str), []).append(row)
+    out: list[dict[str, Any]] = []
+    for number, members in enumerate(alike.values()):
+        counted = [float(row["value"]) for row in members if _counts(row)]
+        mean = math.fsum(counted) / len(counted) if counted else None
+        out += [{**row, "value_mean": mean, "value_n": len(counted), "setting": number} for row in members]
+
+    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        lonely = row["value_mean"] is None
+        own = (row["value"] is None, -sign * (row["value"] or 0.0))
+        failed = row["status"] == "failed"
+        # A trial that has nothing to show stands with its setting; one that failed, behind all that have not.
+        return (failed, lonely, -sign * (row["value_mean"] or 0.0), row["setting"], *own)
+
+    return sorted(out, key=place)
+
+
+def _counts(row: Mapping[str, Any]) -> bool:
+    return row["value"] is not None and row["status"] != "failed"
+
+
+def _head(best: Mapping[str, Any], metric: str) -> str:
+    """The comment at the head of an experiment: what came of it."""
+    if best["value_n"] == 1:
+        return f"# {best['trial']}: {metric} {best['value']:.6g} after {best['timesteps']:,} steps\n"
+    return f"# {metric} {best['value_mean']:.6g}, the mean of {best['value_n']} seeds; the best of them is {best['trial']}\n"
 
 
 def _row(directory: Path, trial: Trial, metric: str, ended: str | None) -> dict[str, Any]:
@@ -164,7 +220,7 @@ def shown(path: Sequence[str]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    fixed = {key: value for key, value in row.items() if key not in ("settings", "values")}
+    fixed = {key: value for key, value in row.items() if key not in ("settings", "values", "setting")}
     first = {"trial": fixed.pop("trial"), "status": fixed.pop("status")}
     return first | {key: value for key, value in row["settings"].items() if key not in fixed} | fixed
 
@@ -225,7 +281,7 @@ def _settings(row: Mapping[str, Any]) -> list[str]:
 
 
 def _one_number(result: SweepResult) -> Searched | None:
-    keys = [key for key in result.searched if key.path != ("config", "seed")]
+    keys = [key for key in result.searched if key.path != search.SEED]
     if len(keys) != 1:
         return None
     values = [row["settings"].get(shown(keys[0].path)) for row in result.results]

@@ -168,7 +168,7 @@ def make_conductor(
         e.stop,
         e.checkpoint_freq,
         e.keep_checkpoints_num,
-        config.evaluation_interval,
+        0 if config.evaluation_interval == "checkpoint" else config.evaluation_interval,
         config.min_time_s_per_iteration,
         e.checkpoint_time_s,
     )

@@ -26,6 +26,8 @@ SEARCHABLE = ("env", "run", "config")
 
 FIXED = (
     "model",
+    "hiddens",
+    "dueling",
     "seed",
     "num_workers",
     "num_learners",
@@ -36,9 +38,14 @@ FIXED = (
     "wrappers",
     "normalize_reward",
     "kl_coeff",
+    "n_step",
+    "replay_buffer_config",
 )
-"""Keys of `config:` that cannot change within a training: the copied weights would not fit, or would mean something else;
-and what adapts itself (kl_coeff goes on from where the other one was)."""
+"""Keys of `config:` that cannot change within a training: the copied weights would not fit, or would mean something else, or
+the steps in a copied buffer would; and what adapts itself (kl_coeff goes on from where the other one was)."""
+
+SEED = ("config", "seed")
+"""Trials that differ in nothing else are repetitions of one setting."""
 
 Path = tuple[str, ...]
 Assignment = dict[Path, Any]
@@ -260,14 +267,14 @@ def trials_of(data: Mapping[str, Any], num_samples: int, seed: int, mutations: S
     if number > MAX_TRIALS:
         raise ConfigError(f"This sweep has {number:,} trials.", f"Make the grids smaller: there is room for {MAX_TRIALS:,}.")
     generator = np.random.default_rng([seed, 5])
-    seeded = num_samples > 1 and ("config", "seed") not in known
+    seeded = num_samples > 1 and SEED not in known
     assignments: list[Assignment] = []
     for sample in range(num_samples):
         for combination in itertools.product(*(key.arguments for key in grids)):
             fixed = dict(zip((key.path for key in grids), combination, strict=True))
             values = {key.path: fixed[key.path] if key.path in fixed else key.draw(generator) for key in keys}
             if seeded:
-                values["config", "seed"] = (seed + sample) % (1 << 30)
+                values[SEED] = (seed + sample) % (1 << 30)
             assignments.append(values)
     width = max(3, len(str(number - 1)))
     return [Trial(_name(index, width, values), copy.deepcopy(values)) for index, values in enumerate(assignments)]
@@ -309,7 +316,7 @@ def mutated(data: Mapping[str, Any], mutations: Mapping[str, Any]) -> list[Searc
     if mutations:
         keys = [_mutation(name, value) for name, value in mutations.items()]
     else:
-        keys = [key for key in find(data) if key.path != ("config", "seed")]
+        keys = [key for key in find(data) if key.path != SEED]
     if not keys:
         raise ConfigError(
             "Population based training has nothing to change.",

@@ -22,6 +22,7 @@ from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.experiment import Prepared
 from ludus.experiment.parts import Resolved
 from ludus.experiment.run import CONFIG, Run
+from ludus.experiment.search import SEED
 from ludus.experiment.status import now_text
 from ludus.metrics import Numbers, read_jsonl
 from ludus.runtime.trials import FAILED, FINISHED, OVER, SCORE
@@ -91,6 +92,7 @@ class Attempt:
         if run is not None:  # the seed is the trial's own, also when the rest comes from another one
             seed = run.config().get("config", {}).get("seed", 0)
             data = {**data, "config": {**configs.canonical(data.get("config") or {}), "seed": seed}}
+            values = _with_seed(values, seed)
         resolved = experiment.resolve(data)
         prepared, exploited = self._prepared(resolved, run, pointer)
         self._training = self._stack.enter_context(experiment.training(prepared, [self._latest]))
@@ -188,6 +190,11 @@ class Attempt:
         if self._over is not None:
             numbers |= {OVER: self._over, "done": True}
         return numbers
+
+
+def _with_seed(values: Any, seed: int) -> Any:
+    """What is special about a trial, with its own seed, if the seed is among it."""
+    return values and [[path, seed if tuple(path) == SEED else value] for path, value in values]
 
 
 def _theirs(pointer: Mapping[str, Any]) -> Checkpoint:

@@ -282,7 +282,7 @@ def _scheduler(sweep: Sweep) -> Any:
         return tuning.asha(time_attr, longest, grace, tune.reduction_factor, curves)
     interval = tune.perturbation_interval or longest / 10
     keys = search.mutated(sweep.data, tune.hyperparam_mutations)
-    seed = int(sweep.trials[0].values.get(("config", "seed"), sweep.data["config"].get("seed", 0)))
+    seed = int(sweep.trials[0].values.get(search.SEED, sweep.data["config"].get("seed", 0)))
     explorer = Explorer(sweep.data, keys, tune.resample_probability, tune.cpus_per_trial, seed)
     return tuning.pbt(time_attr, interval, tune.quantile_fraction, explorer, seed)
 

@@ -7,12 +7,14 @@ in turns, leave and come back, and how the dead are stepped, is hidden here.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import pkgutil
 import sys
 import typing
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +40,10 @@ FAMILIES = ("mpe2", "pettingzoo")
 _ROOMS = ("classic", "butterfly", "sisl", "atari")  # of pettingzoo
 _IDLE = 10_000  # steps in a row in which nobody acts, before we believe that nobody ever will
 _LARGEST = 1e15  # of a reward: squares of what such numbers add up to still fit into the float32 in which losses are computed
+
+
+_REMEMBERED = 64
+_several: OrderedDict[tuple[Callable[..., Any], str], bool] = OrderedDict()  # what functions were found to make, with which config
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,10 @@ class Match(Protocol):
 
 
 def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bool:
-    """Whether this is an environment with several agents. A function whose result is not declared is called to find out."""
+    """Whether this is an environment with several agents. A function whose result is not declared is called to find out, once.
+
+    Raises EnvironmentFault, MissingExtra when that fails.
+    """
     if name.partition("/")[0] in FAMILIES:
         return True
     try:
@@ -130,16 +139,20 @@ def is_multi_agent(name: str, env_config: Mapping[str, Any] | None = None) -> bo
     declared = _declared(made)
     if declared is not None:
         return declared
-    if registry.makes_vectors(made):
+    config = env_config or {}
+    if registry.makes_vectors(made) or not isinstance(config, Mapping):  # what is no mapping is refused by others
         return False
-    try:
-        env = registry.called(made, dict(env_config or {}))
-    except Exception:  # whoever makes it to play says what is wrong
-        return False
-    try:
-        return hasattr(env, "possible_agents")
-    finally:
-        _closed(env)
+    asked = made, json.dumps(config, sort_keys=True, default=repr)
+    if asked not in _several:
+        env = _called(name, made, config)
+        try:
+            several = hasattr(env, "possible_agents")
+        finally:
+            _closed(env)
+        while len(_several) >= _REMEMBERED:
+            _several.popitem(last=False)
+        _several[asked] = several
+    return _several[asked]
 
 
 def check_exists(name: str) -> None:
@@ -162,6 +175,10 @@ def make_match(
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen, and complain
     if render_mode is not None and registry.takes(factory, "render_mode"):
         config["render_mode"] = render_mode
+    return match_of(_called(name, factory, config, wrappers), name)
+
+
+def _called(name: str, factory: Callable[..., Any], config: Mapping[str, Any], wrappers: Named = ()) -> Any:
     try:
         env = registry.called(factory, config)
         for wrapper in wrappers_of(wrappers)[0]:
@@ -174,7 +191,7 @@ def make_match(
         raise EnvironmentFault(f"{name} could not be made: {error}.", "Check config.env_config.") from error
     except Exception as error:
         raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}.") from error
-    return match_of(env, name)
+    return env
 
 
 def match_of(env: Any, name: str) -> Match:
@@ -248,6 +265,55 @@ def _closed(env: Any) -> None:
         env.close()
     except Exception:  # it was made only to be looked at
         log.debug("closing an environment failed", exc_info=True)
+
+
+# -- acting without knowing anything ------------------------------------------------------------------------------------
+
+
+def at_random(space: gym.Space[Any], mask: Bools | None, random: np.random.Generator) -> Tree:
+    """An action as the environment takes it; all that is allowed is equally likely. `mask` is flat, as everywhere.
+
+    A Box has no equal chances where it has no bounds: there a number is normal around 0, or exponential from its only bound.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        keys = sorted(space.spaces)
+        return dict(zip(keys, _parts_at_random([space.spaces[key] for key in keys], mask, random), strict=True))
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_parts_at_random(space.spaces, mask, random))
+    if isinstance(space, gym.spaces.Discrete):
+        return np.asarray(space.start + _option(int(space.n), mask, random), space.dtype)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        sizes = space.nvec.reshape(-1).tolist()
+        parts = [None] * len(sizes) if mask is None else np.split(mask, np.cumsum(sizes)[:-1])
+        chosen = [_option(size, part, random) for size, part in zip(sizes, parts, strict=True)]
+        return (np.array(chosen).reshape(space.nvec.shape) + space.start).astype(space.dtype)
+    if isinstance(space, gym.spaces.MultiBinary):
+        bits = random.integers(2, size=space.shape, dtype=np.int8)
+        return bits if mask is None else bits * mask.reshape(bits.shape).astype(np.int8)
+    assert isinstance(space, gym.spaces.Box)  # other actions have no policy
+    return _inside(space, random)
+
+
+def _parts_at_random(parts: Sequence[gym.Space[Any]], mask: Bools | None, random: np.random.Generator) -> list[Tree]:
+    ends = np.cumsum([spaces.mask_size(part) for part in parts])[:-1]
+    masks = [None] * len(parts) if mask is None else np.split(mask, ends)
+    return [at_random(part, own, random) for part, own in zip(parts, masks, strict=True)]
+
+
+def _option(n: int, mask: Bools | None, random: np.random.Generator) -> int:
+    return int(random.integers(n) if mask is None else random.choice(np.flatnonzero(mask)))
+
+
+def _inside(space: gym.spaces.Box, random: np.random.Generator) -> Tree:
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    below, above = np.isfinite(low), np.isfinite(high)
+    part, beyond = random.random(space.shape), random.exponential(size=space.shape)
+    drawn = random.normal(size=space.shape)
+    with np.errstate(invalid="ignore"):  # what has no bounds is not taken from here
+        drawn = np.where(below & above, low * (1 - part) + high * part, drawn)
+    drawn = np.where(below & ~above, low + beyond, drawn)
+    drawn = np.where(above & ~below, high - beyond, drawn)
+    return np.clip(drawn.astype(space.dtype), space.low, space.high)  # rounding may leave the bounds
 
 
 # -- what both kinds share ----------------------------------------------------------------------------------------------

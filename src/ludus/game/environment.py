@@ -585,8 +585,9 @@ class LoopEnvironments:
         try:
             if self._mask_inside:
                 self._mask[i] = spaces.flat_mask(observation[ACTION_MASK], self.action_space)
-            elif self.masked and not (ended and ACTION_MASK not in info):  # after the end there is nothing to forbid
-                self._mask[i] = spaces.flat_mask(info[ACTION_MASK], self.action_space)
+            elif self.masked:
+                forgotten = ended and ACTION_MASK not in info  # after the end there is nothing to forbid
+                self._mask[i] = True if forgotten else spaces.flat_mask(info[ACTION_MASK], self.action_space)
             seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
         except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
             raise EnvironmentFault(f"{self._where(i)} returned no usable {ACTION_MASK} or observation: {error}.") from error

@@ -49,10 +49,10 @@ def preprocessed(env: Env, config: PreprocessConfig, name: str) -> Env:
         env = IdleStart(env, config.noop_max, name)
     if config.frame_skip and config.frame_skip > 1:
         env = FrameSkip(env, config.frame_skip)
+    if config.max_episode_steps:  # of a whole game: after it a new one begins, and not only a new life
+        env = gym.wrappers.TimeLimit(env, config.max_episode_steps)
     if config.episodic_life:
         env = EpisodicLife(env, name)
-    if config.max_episode_steps:
-        env = gym.wrappers.TimeLimit(env, config.max_episode_steps)
     clip = clipping(config)
     if clip is not None:
         env = ClippedReward(env, clip)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 _LEAST = 1e-4  # from which the penalty can still grow again
 
 
@@ -9,7 +12,7 @@ class KLPenalty:
     """A coefficient that rises while the divergence is above its target, and falls below."""
 
     def __init__(self, coeff: float, target: float) -> None:
-        self.coeff, self._target = coeff, target
+        self.coeff, self._start, self._target = coeff, coeff, target
 
     def adapt(self, kl: float) -> None:
         """After an update that moved the policy by `kl`."""
@@ -17,3 +20,11 @@ class KLPenalty:
             self.coeff *= 1.5
         elif kl < 0.5 * self._target:
             self.coeff = max(0.5 * self.coeff, min(_LEAST, self.coeff))
+
+    def state(self) -> dict[str, Any]:
+        return {"kl_coeff": self.coeff, "kl_coeff_start": self._start}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; but a run that was told to begin with another weight begins with that."""
+        if state.get("kl_coeff_start", self._start) == self._start:
+            self.coeff = float(state.get("kl_coeff", self.coeff))

@@ -117,7 +117,7 @@ class Trainer:
 
     def _count(self, segments: Segments) -> None:
         p = self.progress
-        p.timesteps += segments.steps
+        p.timesteps += segments.steps if segments.env_steps is None else segments.env_steps
         p.iterations += 1
         p.episodes += len(segments.episode_return)
         p.recent_returns.extend(segments.episode_return.tolist())

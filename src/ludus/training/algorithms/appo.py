@@ -117,7 +117,7 @@ class APPO(IMPALA):
         arrays, plain = super().state()
         if self.target is not None:
             arrays |= {f"target.{name}": value for name, value in self.target.weights().items()}
-        return arrays, plain | {"target_age": self._age, "kl_coeff": self.penalty.coeff}
+        return arrays, plain | {"target_age": self._age} | self.penalty.state()
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         super().load_state(arrays, plain)
@@ -126,7 +126,7 @@ class APPO(IMPALA):
             # A run that had no target of its own begins one from the policy, which has been loaded before this.
             self.target.load_weights(kept or self.policy.weights())
         self._age = int(plain.get("target_age", 0))
-        self.penalty.coeff = float(plain.get("kl_coeff", self.penalty.coeff))
+        self.penalty.load_state(plain)
 
 
 def _frozen(policy: Policy) -> Policy:

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
 from ludus.buffer.sumtree import Doubles
 from ludus.buffer.transitions import Drawn, Priorities, Transitions
-from ludus.config import AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
+from ludus.config import REPLAYED_STEPS, AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
 from ludus.model.device import moved
 from ludus.model.distributions import EpsilonGreedy
 from ludus.model.policy import VALUES, Policy
@@ -33,6 +33,7 @@ from ludus.types import Segments
 log = logging.getLogger(__name__)
 
 _STORED = "replay/"
+_BATCH = 32
 
 
 def _probability(schedule: Any) -> Any:
@@ -51,10 +52,15 @@ class DQNConfig(LearnerConfig):
         "async", description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind."
     )
     num_envs_per_worker: int = Field(8, ge=1, description="Environments stepped together.")
-    rollout_fragment_length: int | None = Field(4, ge=1, description="Steps of every environment between two updates.")
-    train_batch_size: int = Field(32, ge=1, description="Steps drawn from the buffer for each gradient step.")
-    training_intensity: float | None = Field(
-        8.0, gt=0, description="Steps learned from for every step sampled; null = one gradient step for every block that comes."
+    rollout_fragment_length: int | None = Field(
+        REPLAYED_STEPS, ge=1, description="Steps of every environment between two updates."
+    )
+    train_batch_size: int = Field(_BATCH, ge=1, description="Steps drawn from the buffer for each gradient step.")
+    training_intensity: float = Field(
+        _BATCH / REPLAYED_STEPS,
+        gt=0,
+        description="Steps learned from for every step sampled. null, or not given beside train_batch_size or "
+        "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker, if that is given × num_workers).",
     )
     num_steps_sampled_before_learning_starts: int = Field(1000, ge=0, description="Steps that are there before the first update.")
     replay_buffer_config: ReplayBufferConfig = Field(
@@ -79,6 +85,26 @@ class DQNConfig(LearnerConfig):
     )
     td_error_loss_fn: Literal["huber", "mse"] = Field("huber", description="Of the error: its square, or linear beyond 1.")
     min_time_s_per_iteration: float = Field(0.5, ge=0, description="Report at most once in so many seconds.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _natural_intensity(cls, data: Any) -> Any:
+        """RLlib's: one minibatch for what all workers bring in one round, each with one environment unless more are asked for.
+
+        Here, not when it is used: a saved configuration names every key, and its number of workers may be changed.
+        """
+        if not isinstance(data, dict) or data.get("training_intensity") is not None:
+            return data
+        if not data.keys() & {"training_intensity", "train_batch_size", "rollout_fragment_length"}:
+            return data
+        others = {key: value for key, value in data.items() if key != "training_intensity"}
+        workers = data.get("num_workers", 0)
+        try:
+            steps = int(data.get("rollout_fragment_length") or REPLAYED_STEPS) * int(data.get("num_envs_per_worker", 1))
+            natural = int(data.get("train_batch_size", _BATCH)) / (steps * max(1, 0 if workers == "auto" else int(workers)))
+        except (TypeError, ValueError, ZeroDivisionError):
+            return others  # the field with which something is wrong says so
+        return others | {"training_intensity": natural} if natural > 0 else others
 
     @field_validator("model")
     @classmethod
@@ -176,6 +202,12 @@ class DQN(Learner):
             priorities=Priorities(buffer.alpha, buffer.eps) if buffer.prioritized else None,
             max_bytes=buffer.max_bytes,
         )
+        if config.store_buffer_in_checkpoints:
+            log.warning(
+                "store_buffer_in_checkpoints: every checkpoint takes %.1f MB more once the replay buffer is full; "
+                "keep_checkpoints_num limits how many are kept",
+                self.replay.full_bytes / 1e6,
+            )
         self._owed = 0.0  # gradient steps
         self._followed_at = 0.0  # timestep at which the target network followed last
         self._target_updates = 0
@@ -184,6 +216,8 @@ class DQN(Learner):
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
         sampled = segments.steps
+        # The weights may come from a run that is ahead: restored from it, or taken over from another trial of a sweep.
+        self._followed_at = min(self._followed_at, timestep)
         self.replay.add(segments)
         self.observe(segments)
         due, numbers = self._due(sampled), list[dict[str, Tensor]]()
@@ -198,8 +232,6 @@ class DQN(Learner):
         """Gradient steps to be made now; what is left of one is made up for later."""
         if not len(self.replay) or self.replay.added < self.config.num_steps_sampled_before_learning_starts:
             return 0
-        if self.config.training_intensity is None:
-            return 1
         self._owed += sampled * self.config.training_intensity / self.config.train_batch_size
         due = int(self._owed)
         self._owed -= due

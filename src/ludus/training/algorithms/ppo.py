@@ -192,8 +192,8 @@ class PPO(ActorCritic):
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays, plain = super().state()
-        return arrays, plain | {"kl_coeff": self.penalty.coeff}
+        return arrays, plain | self.penalty.state()
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         super().load_state(arrays, plain)
-        self.penalty.coeff = float(plain.get("kl_coeff", self.penalty.coeff))
+        self.penalty.load_state(plain)
