@@ -29,7 +29,7 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-long: setup
 	$(BIN)/python -m bench.longrun

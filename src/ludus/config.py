@@ -643,7 +643,8 @@ def _batch_does_not_fit(config: AlgorithmConfig, workers: int) -> ConfigError:
         unit *= _FEWEST
     near = max(1, round(batch / unit)) * unit
     return ConfigError(
-        f"config.train_batch_size is {batch}, which {why}.", f"Set train_batch_size to {near}, or leave one of them out."
+        f"config.train_batch_size is {batch}, which {why}.",
+        f"Set train_batch_size to {near}, or leave {'one of them' if parts else 'it'} out.",
     )
 
 

@@ -81,6 +81,17 @@ def test_a_comparison_says_in_words_numbers_and_a_picture_whether_groups_differ(
     assert found["runs"][0]["lr"] == 1e-3
 
 
+def test_of_a_metric_that_is_better_when_it_is_low_the_lowest_is_first(several: Path, tmp_path: Path) -> None:
+    words = ["runs", "compare", several / "sweep", "--out", tmp_path / "x.png", "--json", "--at", "best"]
+    high, low = (json.loads(call(*words, *more).output) for more in ([], ["--lower-is-better"]))
+    assert [group["label"] for group in high["groups"]] == ["lr=0.001", "lr=0.0001"]
+    assert [group["label"] for group in low["groups"]] == ["lr=0.0001", "lr=0.001"]
+    column = "episode_return_mean (best)"
+    assert [row[column] for row in high["runs"]] == sorted((row[column] for row in high["runs"]), reverse=True)
+    assert [row[column] for row in low["runs"]] == sorted(row[column] for row in low["runs"])
+    assert low["differences"][0]["said"].startswith("lr=0.0001 is 182 lower than lr=0.001")
+
+
 def test_a_comparison_without_values_lists_the_runs_and_says_why(several: Path, tmp_path: Path) -> None:
     said = call("runs", "compare", several, "--metric", "happiness", "--out", tmp_path / "x.png")
     assert said.exit_code == 0, said.output

@@ -160,6 +160,7 @@ def test_a_run_is_judged_by_its_last_tenth_its_best_or_what_it_was_then() -> Non
     c = Curve(Path("a"), x, x**2 * np.where(x == 50, 100.0, 1.0))
     assert value_at(c, "last") == pytest.approx(np.mean(x[90:] ** 2))
     assert value_at(c, "best") == 100 * 50**2
+    assert value_at(c, "best", lower_is_better=True) == 1.0
     assert value_at(c, "40") == pytest.approx(np.mean(x[36:40] ** 2))
     assert math.isnan(value_at(c, "101"))
     assert value_at(Curve(Path("b"), np.array([1.0, 100.0]), np.array([0.0, 99.0])), "50") == pytest.approx(49.0)
@@ -210,6 +211,17 @@ def test_a_clear_difference_of_five_seeds_is_significant_and_says_so(tmp_path: P
     assert verdict.low < 182 < verdict.high
     assert "lr=0.001 is 182 higher than lr=0.0001" in verdict.said
     assert "n = 5 and 5): significant" in verdict.said
+
+
+def test_where_lower_is_better_the_lowest_is_first_and_the_best_of_a_run(tmp_path: Path) -> None:
+    falls = made(tmp_path / "falls", {100: 90.0, 200: 5.0, 300: 30.0}, lr=0.1)
+    stays = made(tmp_path / "stays", {100: 20.0, 200: 20.0, 300: 20.0}, lr=0.2)
+    groups = grouped(curves([stays, falls]))
+    best = compared(groups, "best", lower_is_better=True)
+    assert [(s.label, s.mean) for s in best.standings] == [("lr=0.1", 5.0), ("lr=0.2", 20.0)]
+    assert "lr=0.1 is 15 lower than lr=0.2" in best.verdicts[0].said
+    last = compared(groups, "last", lower_is_better=True)
+    assert [(s.label, s.mean) for s in last.standings] == [("lr=0.2", 20.0), ("lr=0.1", 30.0)]
 
 
 def test_the_same_distribution_is_not_a_difference(tmp_path: Path) -> None:

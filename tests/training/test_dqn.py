@@ -301,7 +301,7 @@ def test_an_intensity_that_is_not_given_is_rllibs(given: dict[str, Any], expecte
 
 def test_a_wrong_number_beside_no_intensity_is_the_only_thing_to_complain_about() -> None:
     for key in ("train_batch_size", "num_envs_per_worker"):
-        for wrong in (0, -1, "many", None):
+        for wrong in (0, -1, "many", None, float("inf"), 10**400):
             with pytest.raises(ConfigError) as complaint:
                 algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
             assert key in complaint.value.message

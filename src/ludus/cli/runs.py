@@ -42,8 +42,11 @@ def compare(
     metric: Metric = METRIC,
     over: Over = "timesteps",
     at: Annotated[
-        str, typer.Option(metavar="last|best|NUMBER", help="The last tenth, the highest value, or after so many timesteps.")
+        str, typer.Option(metavar="last|best|NUMBER", help="The last tenth, the best value, or after so many timesteps.")
     ] = "last",
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="Of the metric: a loss, a cost, a length, a time.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The PNG.")] = Path("compare.png"),
     smoothing: Smoothing = 0.0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
@@ -54,13 +57,15 @@ def compare(
 
     runs = _found(directories)
     rows = [_summary(run) | settings for run, settings in zip(runs, _differences(runs), strict=True)]
-    rows.sort(key=lambda row: (row["best"] is None, -(row["best"] or 0.0)))
     try:
         groups = comparing.grouped(curves(runs, metric, over), group_by)
     except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
-        _print_comparison(rows, None, [str(error)], None, as_json)
+        _print_comparison(_best_first(rows, "best"), None, [str(error)], None, as_json)
         return
-    result = comparing.compared(groups, at)
+    result = comparing.compared(groups, at, lower_is_better=lower_is_better)
+    compared = {run: value for standing in result.standings for run, value in standing.values.items()}
+    column = f"{metric} ({at})"
+    rows = _best_first([_beside(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
     title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
     picture = draw({g.label: g.curves for g in groups}, out, metric, over, smoothing, title)
     notes = list(result.notes)
@@ -149,6 +154,18 @@ def _summary(run: Path) -> dict[str, Any]:
         "fps": last.get("fps"),
         "time_s": last.get("time_s"),
     }
+
+
+def _beside(row: dict[str, Any], column: str, value: float | None) -> dict[str, Any]:
+    """The row with one more number, where people look for it: after the status."""
+    names = list(row)
+    at = names.index("status") + 1
+    return {name: row[name] for name in names[:at]} | {column: value} | {name: row[name] for name in names[at:]}
+
+
+def _best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool = False) -> list[dict[str, Any]]:
+    sign = 1.0 if lower_is_better else -1.0
+    return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0.0)))
 
 
 def _differences(runs: list[Path]) -> list[dict[str, Any]]:

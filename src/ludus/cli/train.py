@@ -111,18 +111,23 @@ def train(
         "keep_checkpoints_num": keep_checkpoints_num,
     }  # fmt: skip
     ray = (None if local_mode else address, ray_num_cpus, ray_object_store_memory)
+    changing = {
+        "--set": set_, "--config": config, "--track": track, "--num-cpus": num_cpus, "--num-workers": num_workers,
+    } | {_option(key): value for key, value in (top | own).items()}  # fmt: skip
     if resume is not None and resume != NEWEST:
         given = {
-            "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--set": set_, "--config": config, "--track": track,
-            "--num-cpus": num_cpus, "--num-workers": num_workers, "--project": project, "--trial": trial,
-        } | {_option(key): value for key, value in (top | own).items()}  # fmt: skip
+            "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--project": project, "--trial": trial,
+        } | changing  # fmt: skip
         _resume_one(Path(resume), given, stops, Starter(voice, ray))
         return
+    if resume == NEWEST and restore is not None:
+        raise UsageError(f"--resume continues a run, and --restore {restore} begins a new one.", "Keep one.")
     top["env"] = env or env_option
     source = source_of(file, preset)
     changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *(set_ or [])]
     found = experiments_from(source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), changes)
-    starter = Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST)
+    changed = [name for name, value in ({"--stop": stop or None} | changing).items() if value is not None]
+    starter = Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST, changed=changed)
     starter.run_all(found, source, mapping_of("--resources-per-trial", resources_per_trial))
 
 
@@ -298,6 +303,8 @@ class Starter:
     trial: str | None = None
     restore: str | None = None
     newest: bool = False
+    changed: Sequence[str] = ()
+    """The options that say what is trained."""
 
     def run_all(self, experiments: Experiments, source: Path | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
@@ -351,26 +358,45 @@ class Starter:
             self.voice("--resources-per-trial changes nothing: this is a single run.")
         before = self._before(name) if self.newest else None
         if before is not None:
-            return None if _is_finished(before) else self.shown(lambda experiment, told: experiment.resume(before, **told))
+            return self._continue(before, {"name": name, **data})
         rest = {"local_dir": self.local_dir, "project": self.project, "trial": self.trial, "restore": self.restore}
         return self.shown(lambda experiment, told: experiment.start({"name": name, **data}, **rest, **told))
 
+    def _continue(self, before: Path, data: Mapping[str, Any]) -> Result | None:
+        """The run goes on; None: it is finished. What differs from it is an error, or said."""
+        from ludus.experiment import continuing, experiment
+
+        cluster = self.cluster()
+        changes = continuing.changes(before, data, cluster)
+        if _is_finished(before) and ("stop" not in changes or experiment.is_over(before, changes, cluster)):
+            self.voice(f"{before} is finished")
+            return None
+        told = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
+        self.voice(f"continuing {before}" + f" with {told}" * bool(told))
+        return self.shown(lambda experiment, told: experiment.resume(before, changes=changes, **told))
+
     def _sweep(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> None:
         from ludus.cli.tune import sweep
+        from ludus.experiment.tuning import STATE
 
+        if self.newest and self.changed and (self.local_dir / name / STATE).exists():
+            raise UsageError(
+                f"--resume goes on with a sweep as it is configured; {', '.join(self.changed)} cannot be changed.",
+                "Leave it out, or give the sweep another name.",
+            )
         sweep({name: data}, self, resources)
 
     def _before(self, name: str) -> Path | None:
-        """The newest run of an experiment."""
-        from ludus.experiment.run import CONFIG
+        """The newest run of an experiment, or the one that --project and --trial name."""
+        from ludus.experiment.run import CONFIG, run_directory
 
-        runs = [path for path in (self.local_dir / name).glob("*") if (path / CONFIG).exists()]
+        named = self.project is not None or self.trial is not None
+        place = run_directory(name, "", "", self.local_dir, self.project, self.trial) if named else self.local_dir / name
+        runs = [path for path in ([place] if named else place.glob("*")) if (path / CONFIG).exists()]
         if not runs:
-            self.voice(f"there is no run in {self.local_dir / name} to continue: a new one begins")
+            self.voice(f"there is no run in {place} to continue: a new one begins")
             return None
-        newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
-        self.voice(f"{newest} is finished" if _is_finished(newest) else f"continuing {newest}")
-        return newest
+        return max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
 
     def cluster(self) -> ClusterOptions | None:
         from ludus.experiment import experiment
@@ -433,6 +459,11 @@ def is_sweep(data: Mapping[str, Any]) -> bool:
     from ludus.experiment import search
 
     return search.is_sweep(read_experiment(data).data)
+
+
+def _plain(value: Any) -> str:
+    given = {key: each for key, each in value.items() if each is not None} if isinstance(value, Mapping) else value
+    return json.dumps(given)
 
 
 def _is_finished(directory: Path) -> bool:

@@ -153,13 +153,14 @@ def _brief(value: Any) -> str:
 # -- how well ------------------------------------------------------------------------------------------------------------
 
 
-def value_at(c: Curve, at: str) -> float:
-    """`last`: the mean of the last tenth; `best`: the highest; a number: the mean of the tenth before it (nan: not reached).
+def value_at(c: Curve, at: str, lower_is_better: bool = False) -> float:
+    """`last`: the mean of the last tenth; `best`: the highest, or the lowest if that is better; a number: the mean of the tenth
+    before it (nan: not reached).
 
     Raises UsageError.
     """
     if at == "best":
-        return float(c.y.max())
+        return float(c.y.min() if lower_is_better else c.y.max())
     try:
         end = c.x[-1] if at == "last" else float(at)
     except ValueError:
@@ -232,19 +233,19 @@ class Comparison:
         return cleaned
 
 
-def compared(groups: Sequence[Group], at: str = "last", alpha: float = 0.05, best: str = "max") -> Comparison:
+def compared(groups: Sequence[Group], at: str = "last", alpha: float = 0.05, lower_is_better: bool = False) -> Comparison:
     """Every group against every other."""
     notes = [
         f"{group.label}: {_listed(group.repeated)} left out, whose seed a newer run has" for group in groups if group.repeated
     ]
     standings = []
     for group in groups:
-        values = {str(c.run): value_at(c, at) for c in group.curves}
+        values = {str(c.run): value_at(c, at, lower_is_better) for c in group.curves}
         missing = [Path(run) for run, value in values.items() if math.isnan(value)]
         if missing:
             notes.append(f"{group.label}: {_listed(missing)} left out, which has not come to {at}")
         standings.append(_standing(group.label, {run: value for run, value in values.items() if not math.isnan(value)}))
-    standings.sort(key=lambda s: (math.isnan(s.mean), s.mean if best == "min" else -s.mean))
+    standings.sort(key=lambda s: (math.isnan(s.mean), s.mean if lower_is_better else -s.mean))
     ends = [float(c.x[-1]) for group in groups for c in group.curves]
     if at == "last" and ends and max(ends) > 1.05 * min(ends):
         notes.append(

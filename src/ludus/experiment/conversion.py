@@ -12,7 +12,7 @@ import yaml
 from ludus import config as configs
 from ludus.documents import Dumper, parse_yaml
 from ludus.errors import ConfigError, UsageError
-from ludus.experiment import complaints
+from ludus.experiment import complaints, iterations
 
 _COMMON = {
     "num_envs_per_worker": 1,
@@ -136,7 +136,16 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
     left = complaints.of_experiment({"name": name, **out.data}, env_too=False)
     if left:
         raise ConfigError("\n".join(left))
+    _tell_of_iterations(out, run, schema)
     return out
+
+
+def _tell_of_iterations(out: Converted, run: str, schema: type[configs.AlgorithmConfig]) -> None:
+    if configs.has_search(out.data):
+        return
+    sentence = iterations.notice_of(run, schema, out.data, out.data["config"])
+    if sentence is not None:
+        out.dropped.setdefault("", []).append(sentence)
 
 
 def _split(path: str) -> tuple[str, str, str]:

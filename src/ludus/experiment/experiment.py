@@ -19,7 +19,7 @@ from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
-from ludus.experiment import checkpoint, complaints, external, multiagent, sampled, tracking
+from ludus.experiment import checkpoint, complaints, external, iterations, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
@@ -197,6 +197,7 @@ def start(
     resolved = resolve(data, cluster)
     e = resolved.experiment
     _check_tracking(resolved, announce)
+    _announce_iterations(resolved, announce)
     before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
     Run.check_free(directory)
@@ -232,6 +233,7 @@ def resume(
     directory: Path,
     *,
     stop: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
     announce: Announce | None = None,
     supervised: bool | None = None,
@@ -239,13 +241,15 @@ def resume(
 ) -> Result:
     """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint.
 
-    A run that was killed before its first checkpoint starts again. `supervised` as in `start`.
+    A run that was killed before its first checkpoint starts again. `changes`: keys of the experiment that are others from
+    now on; `stop` is one of them. `supervised` as in `start`.
     """
-    resolved = _resolved_again(Run.open(directory), stop, cluster)
+    changes = {**(changes or {}), **({"stop": dict(stop)} if stop else {})}
+    resolved = _resolved_again(Run.open(directory), changes, cluster)
     _check_tracking(resolved, announce)
     if _has_processes(resolved) if supervised is None else supervised:
-        return _driven(resolved, directory, functools.partial(_learn, directory, None, None, stop, cluster), sinks, announce)
-    return _resume(directory, stop, None, sinks, announce, cluster)
+        return _driven(resolved, directory, functools.partial(_learn, directory, None, None, changes, cluster), sinks, announce)
+    return _resume(directory, changes, None, sinks, announce, cluster)
 
 
 def _check_tracking(resolved: Resolved, announce: Announce | None) -> None:
@@ -256,16 +260,31 @@ def _check_tracking(resolved: Resolved, announce: Announce | None) -> None:
             announce(sentence)
 
 
-def _resolved_again(run: Run, stop: Mapping[str, Any] | None, cluster: ClusterOptions | None) -> Resolved:
-    data = run.config()
-    if stop:
-        data["stop"] = dict(stop)
-    return resolve(data, cluster)
+def _announce_iterations(resolved: Resolved, announce: Announce | None) -> None:
+    e = resolved.experiment
+    keys = iterations.counted(e.model_dump(include={"stop", "checkpoint_freq"}), e.config)
+    sentence = iterations.notice(e.run, resolved.config, keys)
+    if sentence is not None and announce is not None:
+        announce(sentence)
+
+
+def _resolved_again(run: Run, changes: Mapping[str, Any] | None, cluster: ClusterOptions | None) -> Resolved:
+    return resolve({**run.config(), **(changes or {})}, cluster)
+
+
+def is_over(directory: Path, changes: Mapping[str, Any], cluster: ClusterOptions | None = None) -> bool:
+    """Whether a run, with these keys changed, has come to its end already."""
+    run = Run.open(directory)
+    try:
+        before = checkpoint.newest(run.store)
+    except NotFound:
+        return False
+    return _over(before, _resolved_again(run, changes, cluster)) is not None
 
 
 def _resume(
     directory: Path,
-    stop: Mapping[str, Any] | None,
+    changes: Mapping[str, Any] | None,
     restore: str | Path | None,
     sinks: Sequence[Sink],
     announce: Announce | None,
@@ -274,7 +293,7 @@ def _resume(
 ) -> Result:
     """`restore`: what a run without a checkpoint of its own begins with. `again`: a learner was here before, and may have come to the end."""
     run = Run.open(directory)
-    resolved = _resolved_again(run, stop, cluster)
+    resolved = _resolved_again(run, changes, cluster)
     before: Checkpoint | None
     try:
         before, own = checkpoint.newest(run.store), True
@@ -344,7 +363,7 @@ def _learn(
     directory: Path,
     data: dict[str, Any] | None,
     restore: str | Path | None,
-    stop: Mapping[str, Any] | None,
+    changes: Mapping[str, Any] | None,
     cluster: ClusterOptions | None,
     *,
     sinks: Sequence[Sink],
@@ -353,7 +372,7 @@ def _learn(
 ) -> Result:
     """What the learner's process does: begin the run, or take it up where the last learner left it."""
     if data is None or (again and (directory / CONFIG).exists()):
-        return _resume(directory, stop, restore, sinks, announce, cluster, again)
+        return _resume(directory, changes, restore, sinks, announce, cluster, again)
     resolved = resolve(data, cluster)
     return _start(resolved, directory, _begins_with(restore, resolved), sinks, announce)
 

@@ -93,6 +93,12 @@ def make_policy(
             "Use truncate_episodes: recurrent models learn from sequences of max_seq_len steps in either case.",
         )
     if section.custom_model is not None:
+        if getattr(config, "hiddens", None):
+            log.warning(
+                "config.hiddens is %s and has no effect: custom_model %s has all of its layers itself.",
+                getattr(config, "hiddens"),
+                section.custom_model,
+            )
         from ludus.model.custom_check import check_custom  # the others start without it
 
         check_custom(policy)

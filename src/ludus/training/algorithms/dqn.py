@@ -60,7 +60,8 @@ class DQNConfig(LearnerConfig):
         _BATCH / REPLAYED_STEPS,
         gt=0,
         description="Steps learned from for every step sampled. null, or not given beside train_batch_size or "
-        "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker, if that is given × num_workers).",
+        "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), where what is "
+        "not given counts as 1.",
     )
     num_steps_sampled_before_learning_starts: int = Field(1000, ge=0, description="Steps that are there before the first update.")
     replay_buffer_config: ReplayBufferConfig = Field(
@@ -102,7 +103,7 @@ class DQNConfig(LearnerConfig):
         try:
             steps = int(data.get("rollout_fragment_length") or REPLAYED_STEPS) * int(data.get("num_envs_per_worker", 1))
             natural = int(data.get("train_batch_size", _BATCH)) / (steps * max(1, 0 if workers == "auto" else int(workers)))
-        except (TypeError, ValueError, ZeroDivisionError):
+        except (TypeError, ValueError, ArithmeticError):
             return others  # the field with which something is wrong says so
         return others | {"training_intensity": natural} if natural > 0 else others
 

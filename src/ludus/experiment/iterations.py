@@ -1,0 +1,49 @@
+"""What an iteration is: one update, here. In RLlib that depends on the algorithm, and people bring their numbers along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludus import config as configs
+from ludus.config import AlgorithmConfig
+
+_IN_RLLIB: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
+"""min_sample_timesteps_per_iteration and min_time_s_per_iteration of its defaults; PPO's iteration is one batch, as here."""
+
+
+def counted(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The keys, by present names, that count iterations in this experiment."""
+    stop = experiment.get("stop")
+    return [
+        *(["stop.iterations"] if isinstance(stop, Mapping) and stop.get("iterations") else []),
+        *(["checkpoint_freq"] if experiment.get("checkpoint_freq") else []),
+        *(["evaluation_interval"] if config.get("evaluation_interval") not in (None, 0, "checkpoint") else []),
+    ]
+
+
+def notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:
+    """The sentence for somebody who knows the keys from RLlib; None where they mean the same."""
+    if run not in _IN_RLLIB or not keys:
+        return None
+    count = "counts" if len(keys) == 1 else "count"
+    return (
+        f"{', '.join(keys)} {count} iterations, and one is an update here ({steps_of_update(config):,} steps sampled); "
+        f"an iteration of RLlib's {run} is {_IN_RLLIB[run]}."
+    )
+
+
+def notice_of(run: str, schema: type[AlgorithmConfig], experiment: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """The same for an experiment that is only read: `config` as it is written, without search values."""
+    keys = counted(experiment, config)
+    if run not in _IN_RLLIB or not keys:
+        return None
+    return notice(run, configs.algorithm_config(schema, config, collated=True), keys)  # whether a batch fits is no matter here
+
+
+def steps_of_update(config: AlgorithmConfig) -> int:
+    """Environment steps that are sampled for one update."""
+    if not config.replays:
+        return config.train_batch_size
+    workers = 0 if config.num_workers == "auto" else config.num_workers
+    return config.num_envs_per_worker * config.steps * (1 if config.sampling == "async" else max(1, workers))
