@@ -183,6 +183,7 @@ def test_environments_that_nobody_counted_are_as_many_as_fit_the_batch(keys: dic
         ({"train_batch_size": 500, "rollout_fragment_length": 50}, 10, 50),  # RLlib's own numbers for IMPALA
         ({"train_batch_size": 500, "rollout_fragment_length": 50, "num_envs_per_worker": 5}, 5, 50),
         ({"train_batch_size": 500}, 50, 10),
+        ({"train_batch_size": 4000}, 50, 20),
         ({"train_batch_size": 4096}, 64, 32),
         ({}, 64, 32),
     ],
@@ -197,15 +198,42 @@ def test_a_batch_of_workers_that_do_not_wait_is_whole_segments(keys: dict[str, A
 @pytest.mark.parametrize(
     ("keys", "near"),
     [
-        ({"train_batch_size": 4001}, 4032),
+        ({"train_batch_size": 4001}, 4000),
+        ({"train_batch_size": 4000, "num_workers": 3}, 4008),
+        ({"train_batch_size": 5, "num_workers": 3}, 6),
         ({"train_batch_size": 4000, "num_workers": 7, "rollout_fragment_length": 200, "num_envs_per_worker": 1}, 4200),
-        ({"train_batch_size": 1000, "rollout_fragment_length": 333}, 21312),
+        ({"train_batch_size": 1000, "rollout_fragment_length": 333}, 999),
+        ({"train_batch_size": 1000, "rollout_fragment_length": 333, "num_envs_per_worker": 64}, 21312),
     ],
 )
 def test_a_batch_that_nothing_fits_is_refused_with_the_nearest_that_does(keys: dict[str, Any], near: int) -> None:
     with pytest.raises(ConfigError, match=rf"Set train_batch_size to {near}"):
         ppo(**keys)
     assert ppo(**keys | {"train_batch_size": near}).train_batch_size == near
+
+
+@pytest.mark.parametrize(
+    ("keys", "near"),
+    [
+        ({"train_batch_size": 4001}, 4096),
+        ({"train_batch_size": 1999}, 1984),
+        ({"train_batch_size": 500, "rollout_fragment_length": 60}, 480),
+        ({"train_batch_size": 500, "rollout_fragment_length": 60, "num_envs_per_worker": 2}, 480),
+    ],
+)
+def test_the_nearest_batch_of_workers_that_do_not_wait_fits_too(keys: dict[str, Any], near: int) -> None:
+    with pytest.raises(ConfigError, match=rf"Set train_batch_size to {near}"):
+        algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
+    found = algorithm_config(IMPALAConfig, {"num_workers": 8, **keys, "train_batch_size": near})
+    assert found.train_batch_size == near
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_workers": 3}, {"rollout_fragment_length": 60}])
+def test_a_batch_is_not_held_against_environments_that_nobody_asked_for(keys: dict[str, Any]) -> None:
+    for run in (PPOConfig, IMPALAConfig):
+        with pytest.raises(ConfigError) as refused:
+            algorithm_config(run, {"train_batch_size": 4001, **keys})
+        assert "64 environments" not in str(refused.value)
 
 
 def test_batch_environments_and_steps_agree_or_are_refused() -> None:

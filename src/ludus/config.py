@@ -326,9 +326,7 @@ class AlgorithmConfig(_Strict):
     )
     evaluation_config: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How evaluations differ.")
     metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
-    min_time_s_per_iteration: float = Field(
-        0.0, ge=0, description="Report at most once in so many seconds; an iteration is one update all the same."
-    )
+    min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
     learner_threads: int = Field(
         0, ge=0, description="Threads that share the gradient of a minibatch; 0 = 1 for vectors, all cores for images."
     )

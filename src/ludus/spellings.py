@@ -241,10 +241,10 @@ def _is_unset(value: Any) -> bool:
 
 
 def _of_no_effect(key: str, off: Any, why: str) -> Translation:
-    """A setting of a part that `key` turns on, and that is off."""
+    """A number for a part that `key` turns on, and that is off."""
 
-    def translate(_: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
-        if section.get(key, off) != off:
+    def translate(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+        if section.get(key, off) != off or not isinstance(value, (int, float)):
             raise ValueError(why)
         return {}
 

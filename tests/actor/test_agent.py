@@ -75,7 +75,7 @@ def test_an_observation_of_another_shape_is_refused_with_both() -> None:
         *(["a", "b", "", "d"], [1, None, 1, 1], [None] * 4, [1, 0, math.nan, 0], [0.5, 1, 1, 1]),
         *([0, -1e9, 0, 0], [2, 1, 1, 1], [10**30, 1, 1, 1], [1, [1, 1], 1], {"move": [1, 1, 1, 1]}, object()),
     ],
-    ids=repr,
+    ids=lambda mask: "object" if type(mask) is object else repr(mask),
 )
 def test_what_is_no_mask_is_refused(mask: Any) -> None:
     refused("action_mask", lambda: Table(tiny_policy()).seat.mask(mask))

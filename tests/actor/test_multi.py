@@ -18,8 +18,9 @@ from ludus.errors import EnvironmentFault
 from ludus.game.agents import Match, Whole, central_space, make_match, match_of
 from ludus.memory.local import LocalMemory
 from ludus.model.central import CentralNetwork, actor_of
+from ludus.model.distributions import EpsilonGreedy
 from ludus.model.networks import NetworkConfig
-from ludus.model.policy import Policy
+from ludus.model.policy import PROBABILITIES, VALUES, Policy
 from ludus.tree import leaves
 from ludus.types import Segments
 from tests.matches import ACTION, NAMES, OBSERVATION, Life, Roles, ScriptParallel, ScriptTurns, Simple
@@ -383,6 +384,100 @@ def test_against_random_opponents_every_agent_has_its_turn_and_only_it_is_scored
     assert len(score.returns) == 6
     assert all(50 < found < 100 for found in score.returns)  # 1 of its own each step, and half of them of the other
     assert len(set(score.returns)) > 1
+
+
+class Noted(Simple):
+    """Writes down what is done, by agent, in whatever space."""
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        super().__init__(length=100)
+        self.space = space
+        self.done: dict[str, list[Any]] = {"a": [], "b": []}
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return self.space
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        for agent, action in actions.items():
+            self.done[agent].append(action)
+        return super().step(dict.fromkeys(actions, 0))
+
+
+@pytest.mark.parametrize("kind", [PROBABILITIES, VALUES])
+def test_random_opponents_choose_evenly_whatever_the_policy_is(kind: str) -> None:
+    """A policy of values that explores no more would always choose the same."""
+    policy = Policy(Simple().observation_space("a"), gym.spaces.Discrete(4), NetworkConfig(fcnet_hiddens=(8,)), kind=kind)
+    if isinstance(policy.distribution, EpsilonGreedy):
+        policy.distribution.epsilon.zero_()
+    env = Noted(gym.spaces.Discrete(4))
+    copies = Copies(lambda: match_of(env, "noted"), 1)
+    play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, against_random=True)
+    counts = np.bincount(env.done["b"], minlength=4)  # in the first match it is a that plays
+    assert counts.sum() == 100
+    assert (np.abs(counts - 25) <= 5 * np.sqrt(25 * 0.75)).all()
+
+
+def test_random_opponents_choose_evenly_in_a_box() -> None:
+    space = gym.spaces.Box(-2.0, 2.0, (1,))
+    env = Noted(space)
+    policy = made(0, Simple().observation_space("a"), space)
+    copies = Copies(lambda: match_of(env, "noted"), 1)
+    play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, against_random=True)
+    found = np.array(env.done["b"])[:, 0]
+    assert np.abs(found).max() < 2.0  # a normal number that is clipped would lie on the bounds for a third of the time
+    assert (np.abs(np.histogram(found, 4, (-2, 2))[0] - 25) <= 5 * np.sqrt(25 * 0.75)).all()
+
+
+def test_a_match_that_never_ends_is_cut_and_counted_as_such() -> None:
+    lengths = [10**9, 5]
+    copies = Copies(lambda: match_of(Simple(length=lengths.pop(0)), "simple"), 2)
+    policy = made(0, Simple().observation_space("a"), gym.spaces.Discrete(2))
+    with torch.no_grad():
+        network_of(policy).head.bias.copy_(torch.tensor([-100.0, 100.0]))
+    score = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 6, 0, max_steps=20)
+    assert score.complete
+    assert score.cut == 1
+    assert sorted(score.lengths) == [5, 5, 5, 20]  # the one that was cut plays no more
+    assert sorted(score.returns) == [20.0, 20.0, 20.0, 80.0]
+    copies[0], copies[1] = (match_of(Simple(length=20), "simple") for _ in range(2))
+    whole = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 4, 0, max_steps=20)
+    assert (whole.cut, whole.lengths) == (0, (20,) * 4)  # over in its last moment is over
+
+
+def test_a_batch_may_be_so_many_steps_of_the_environments() -> None:
+    source = Versions(made(0, Simple().observation_space("a"), gym.spaces.Discrete(2)))
+    batches = MatchBatches({"m": LocalMemory(session_spec(source.policy, STEPS, "m"), 1, 2000)})
+    copies = Copies(lambda: match_of(Simple(), "simple"), 4)
+    sampler = MultiSampler(copies, {"a": "m", "b": "m"}, {"m": source}, batches, 40, 0, by_env_steps=True)
+    batch = filled(sampler, batches)
+    assert (batch.env_steps, batch.steps) == (40, 80)
+    again = filled(sampler, batches)
+    assert (again.env_steps, again.steps) == (40, 80)
+    numbers = sampler.metrics()
+    assert (numbers["env_steps"], numbers["agent_steps"]) == (80, 160)
+
+
+def test_steps_of_the_environments_are_told_once_however_many_models_learn_from_them() -> None:
+    env = ScriptTurns()
+    sources = {"red": Versions(made(0)), "blue": Versions(made(1))}
+    memories = {name: LocalMemory(session_spec(s.policy, STEPS, name), 1, 500) for name, s in sources.items()}
+    batches = MatchBatches(memories)
+    sampler = MultiSampler(Copies(lambda: match_of(env, "script"), 1), CAST, sources, batches, 60, 0, by_env_steps=True)
+    taken = [filled(sampler, batches) for _ in range(6)]
+    assert {batch.model for batch in taken} == {"red", "blue"}
+    assert sum(batch.env_steps or 0 for batch in taken) == sampler.metrics()["env_steps"] == 180
+    assert 180 - 3 <= sum(batch.steps for batch in taken) <= 180  # in turns each step is one decision; three may be waiting
+
+
+def test_a_model_whose_agents_are_away_has_its_share_of_the_next_batch() -> None:
+    names = ["a", "b", "late"]
+    source, other = (Versions(made(n, Simple().observation_space("a"), gym.spaces.Discrete(2))) for n in range(2))
+    batches = MatchBatches({n: LocalMemory(session_spec(source.policy, STEPS, n), 1, 2000) for n in ("m", "l")})
+    copies = Copies(lambda: match_of(Simple("late", at=25, length=100), "simple"), 1)
+    cast = dict(zip(names, ("m", "m", "l"), strict=True))
+    sampler = MultiSampler(copies, cast, {"m": source, "l": other}, batches, 20, 0, by_env_steps=True)
+    taken = [filled(sampler, batches) for _ in range(3)]
+    assert [(batch.model, batch.env_steps, batch.steps) for batch in taken] == [("m", 20, 40), ("m", 20, 40), ("l", 0, 15)]
 
 
 def test_an_episode_of_trained_agents_is_told_step_by_step() -> None:

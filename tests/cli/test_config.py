@@ -185,6 +185,32 @@ def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
         config.algorithm_config(complaints.schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
 
 
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("DQN", "(32 steps sampled); an iteration of RLlib's DQN is 1,000 steps or more."),
+        ("IMPALA", "10 seconds or more"),
+        ("PPO", ""),
+    ],
+)
+def test_an_iteration_that_is_another_than_rllibs_is_said(run: str, words: str) -> None:
+    counting = {"env": "CartPole-v1", "run": run, "stop": {"training_iteration": 5}, "config": {"evaluation_interval": 2}}
+    text = convert({"x": counting}, "f")
+    assert words in text
+    assert ("stop.iterations, evaluation_interval count iterations, and one is an update here" in text) is bool(words)
+    by_steps = {"env": "CartPole-v1", "run": run, "stop": {"timesteps_total": 5}, "config": {"evaluation_interval": None}}
+    assert "update here" not in convert({"x": by_steps}, "f")
+
+
+def test_what_an_iteration_is_is_said_when_a_run_begins(call: Call, tmp_path: Path) -> None:
+    words = ["train", "CartPole-v1", "--run", "DQN", "--local-dir", tmp_path, "--set", "evaluation_duration=0"]
+    said = call(*words, "--stop", "iterations=2", "--checkpoint-freq", "2")
+    assert said.code == 0, said.err
+    assert "stop.iterations, checkpoint_freq count iterations, and one is an update here (32 steps sampled)" in said.out
+    assert said.out.count("64 steps in") == 1
+    assert "update here" not in call(*words, "--stop", "timesteps=64").out
+
+
 def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Path) -> None:
     new = tmp_path / "new.yaml"
     assert call("config", "convert", REPOSITORY / "tests/old/cartpole-dqn.yaml", "-o", new).code == 0
@@ -278,6 +304,38 @@ def test_unfinished_experiments_go_on_and_finished_ones_are_left_alone(call: Cal
     again = call("train", "-f", file, "--local-dir", runs, "--resume", "--json")
     assert f"continuing {run}" in again.err
     assert "has already reached its stop" in again.err
+
+
+def test_a_run_that_is_continued_takes_over_its_stop_and_its_checkpoints_and_nothing_else(call: Call, tmp_path: Path) -> None:
+    again = ["train", "-f", tmp_path / "one.yaml", "--local-dir", tmp_path / "runs", "--json", "--resume"]
+    write(tmp_path / "one.yaml", {"one": tiny(1, lr=1e-3)})
+    assert call(*again).json["iterations"] == 1
+    changed = call(*again, "--seed", "7", "--set", "model.fcnet_hiddens=[3]")
+    assert changed.code == 2
+    assert "config.seed is 0 in the run, and is to be 7." in changed.err
+    assert "config.model.fcnet_hiddens is " in changed.err
+    assert "--restore x begins a new one" in one_line(call(*again, "--restore", "x"))
+    assert "is finished" in call(*again, "--set", "lr=0.001").err, "what is the same may be said again"
+    assert call(*again, "--stop", "iterations=2").json["iterations"] == 2
+    write(tmp_path / "one.yaml", {"one": tiny(3, lr=1e-3) | {"checkpoint_freq": 1}})
+    longer = call(*again)
+    assert longer.json["iterations"] == 3
+    assert 'with stop: {"iterations": 3}, checkpoint_freq: 1' in longer.err
+    assert saved(tmp_path / "runs", "one")["checkpoint_freq"] == 1
+    assert "is finished" in call(*again, "--stop", "iterations=2").err, "it has come further than that"
+    write(tmp_path / "one.yaml", {"one": tiny(9, lr=1e-4)})
+    edited = call(*again)
+    assert edited.code == 2
+    assert "config.lr is 0.001 in the run, and is to be 0.0001." in edited.err
+    assert len(list((tmp_path / "runs" / "one").iterdir())) == 1
+
+
+def test_a_run_with_a_name_of_its_own_is_found_again(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", {"one": tiny()})
+    words = ["train", "-f", file, "--project", tmp_path / "mine", "--trial", "first", "--json", "--resume"]
+    assert "a new one begins" in call(*words).err
+    assert "is finished" in call(*words).err
+    assert call(*words, "--stop", "iterations=2").json["run_dir"] == str(tmp_path / "mine" / "first")
 
 
 # -- options ------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_a_comparison_says_in_words_numbers_and_a_picture_whether_groups_differ(
 
 
 def test_of_a_metric_that_is_better_when_it_is_low_the_lowest_is_first(several: Path, tmp_path: Path) -> None:
-    words = ["runs", "compare", several / "sweep", "--out", tmp_path / "x.png", "--json", "--at", "best"]
+    words: list[str | Path] = ["runs", "compare", several / "sweep", "--out", tmp_path / "x.png", "--json", "--at", "best"]
     high, low = (json.loads(call(*words, *more).output) for more in ([], ["--lower-is-better"]))
     assert [group["label"] for group in high["groups"]] == ["lr=0.001", "lr=0.0001"]
     assert [group["label"] for group in low["groups"]] == ["lr=0.0001", "lr=0.001"]

@@ -16,7 +16,7 @@ from ludus.actor.gateway import GatewaySettings
 from ludus.config import MultiAgentConfig
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.experiment import checkpoint, experiment
-from ludus.experiment.multiagent import assigned
+from ludus.experiment.multiagent import assigned, policy_config
 from ludus.experiment.serving import Follower, Offering, Source
 from ludus.game.client import Client
 from ludus.metrics import read_jsonl
@@ -128,6 +128,34 @@ def test_the_resolved_config_names_every_agent() -> None:
     assert again.config == resolved.config
 
 
+def test_a_policy_differs_in_what_it_names_of_a_section_and_in_nothing_else() -> None:
+    settings = {key: value for key, value in SETTINGS.items() if key not in ("minibatch_size", "num_epochs")}
+    settings["replay_buffer_config"] = {"type": "ReplayBuffer", "capacity": 700, "alpha": 0.25}
+    settings["model"] = {"fcnet_hiddens": [8], "fcnet_activation": "elu"}
+    own = {"replay_buffer_config": {"capacity": 300}, "model": {"fcnet_hiddens": [4]}}
+    settings["multiagent"] = {**ROLES, "policies": {"talk": own, "hear": {}}}
+    resolved = experiment.resolve({"env": "tests.matches:make_roles", "run": "DQN", "config": settings})
+    talk, hear = (policy_config(resolved.algorithm.Config, resolved.config, name) for name in ("talk", "hear"))
+    assert (talk.model.fcnet_hiddens, talk.model.fcnet_activation) == ([4], "elu")
+    stores = [config.model_dump()["replay_buffer_config"] for config in (talk, hear)]
+    assert [store["capacity"] for store in stores] == [300, 700]
+    assert [(store["type"], store["alpha"]) for store in stores] == [("ReplayBuffer", 0.25)] * 2
+
+
+def unlicensed(config: dict[str, Any]):  # type: ignore[no-untyped-def] # as users write it: nothing is declared
+    raise RuntimeError("no licence")
+
+
+def test_an_environment_that_cannot_be_made_is_told_and_not_taken_for_one_agent() -> None:
+    ludus.register_env("unlicensed", unlicensed)
+    with pytest.raises(EnvironmentFault, match="no licence"):
+        experiment.resolve({"env": "unlicensed", "config": {"multiagent": ROLES}})
+    with pytest.raises(ConfigError) as caught:  # whatever else is wrong is told as well
+        experiment.resolve({"env": "unlicensed", "config": {"lrr": 1, "multiagent": ROLES}})
+    assert "no licence" in str(caught.value)
+    assert "lrr" in str(caught.value)
+
+
 # -- training -----------------------------------------------------------------------------------------------------------
 
 
@@ -149,9 +177,27 @@ def test_two_policies_are_trained_stored_and_loaded(tmp_path: Path) -> None:
 
 def test_agents_learn_what_pays(tmp_path: Path) -> None:
     """Each is paid for every 1 that either chooses: 10 in a match at random, 20 at best."""
-    settings = {"num_epochs": 8, "lr": 1e-2, "train_batch_size": 200, "evaluation_duration": 20}
+    settings = {"num_epochs": 8, "lr": 1e-2, "train_batch_size": 100, "evaluation_duration": 20}
     result = train(tmp_path / "run", 12, env="tests.matches:make_simple", **settings)
     assert result.metrics["evaluation/return_mean"] >= 19
+
+
+@pytest.mark.parametrize(("by", "timesteps", "decisions"), [("env_steps", 80, 160), ("agent_steps", 80, 80)])
+def test_timesteps_are_of_the_environment_unless_those_of_agents_are_asked_for(
+    tmp_path: Path, by: str, timesteps: int, decisions: int
+) -> None:
+    """Two agents of one policy act at once; a batch is 80 of the steps that are counted."""
+    result = experiment.start(
+        {**data(env="tests.matches:make_simple", multiagent={"count_steps_by": by}), "stop": {"timesteps": 240}},
+        project=tmp_path,
+        trial="run",
+    )
+    rows = [row for row in read_jsonl(result.run_dir / "metrics.jsonl") if "agent_steps" in row]
+    assert [row["timesteps"] for row in rows] == [timesteps, 2 * timesteps, 3 * timesteps]
+    assert [row["agent_steps"] for row in rows] == [decisions, 2 * decisions, 3 * decisions]
+    assert [row["env_steps"] for row in rows] == [n * decisions // 2 for n in (1, 2, 3)]
+    resumed = experiment.resume(tmp_path / "run", stop={"timesteps": 320})
+    assert (resumed.metrics["timesteps"], resumed.metrics["agent_steps"]) == (320, 4 * decisions)
 
 
 def test_the_same_seed_is_the_same_run_to_the_last_bit(tmp_path: Path) -> None:

@@ -204,7 +204,19 @@ def test_a_mutation_that_is_not_searched_gets_its_first_value_drawn() -> None:
     assert all(1e-5 <= trial.values[LR] <= 1e-2 for trial in trials_of(data, 4, 0, keys))
 
 
-@pytest.mark.parametrize("path", ["model.cell_size", "hiddens", "dueling", "n_step", "replay_buffer_config.capacity", "seed", "num_workers", "observation_filter"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.cell_size",
+        "hiddens",
+        "dueling",
+        "n_step",
+        "replay_buffer_config.capacity",
+        "seed",
+        "num_workers",
+        "observation_filter",
+    ],
+)
 def test_what_cannot_change_within_a_training_is_no_mutation(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be changed while a trial is trained"):
         mutated(experiment(), {path: [1, 2]})

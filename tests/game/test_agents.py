@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
 from ludus.errors import EnvironmentFault, LudusError, UnknownName
-from ludus.game.agents import Match, Moved, Whole, is_multi_agent, make_match, match_of
+from ludus.game.agents import Match, Moved, Whole, at_random, is_multi_agent, make_match, match_of
 from tests.matches import NAMES, Books, ScriptParallel, ScriptTurns, Simple, make_parallel, make_turns
 
 
@@ -58,6 +59,31 @@ def randomly(seed: int) -> Any:
 )
 def test_an_environment_tells_whether_it_has_several_agents(name: str, several: bool) -> None:
     assert is_multi_agent(name, {}) is several
+
+
+_made: list[dict[str, Any]] = []
+
+
+def counted(**settings: Any):  # type: ignore[no-untyped-def] # as users write it: nothing is declared
+    _made.append(settings)
+    return Simple(**settings)
+
+
+def broken(**settings: Any):  # type: ignore[no-untyped-def]
+    raise RuntimeError("no licence")
+
+
+def test_what_an_undeclared_function_makes_is_looked_at_once_for_each_config() -> None:
+    _made.clear()
+    for _ in range(3):
+        assert is_multi_agent(f"{__name__}:counted", {"length": 3})
+        assert is_multi_agent(f"{__name__}:counted", {"length": 4})
+    assert _made == [{"length": 3}, {"length": 4}]
+
+
+def test_an_undeclared_function_that_fails_is_not_taken_for_one_agent() -> None:
+    with pytest.raises(EnvironmentFault, match=r"broken raised RuntimeError while it was made: no licence"):
+        is_multi_agent(f"{__name__}:broken", {})
 
 
 def test_a_misspelt_name_is_told_with_the_nearest() -> None:
@@ -237,3 +263,58 @@ def test_agents_that_are_numbered_are_called_by_their_numbers() -> None:
     assert [turn.agent for turn in match.reset(0).turns] == ["0", "1"]
     moved = match.step({"0": 2, "1": 3})
     assert {left.agent: left.reward for left in moved.leaving} == {"0": 2.0, "1": 3.0}
+
+
+# -- acting without knowing anything ------------------------------------------------------------------------------------
+
+
+def drawn(space: gym.Space[Any], mask: Any, n: int = 4000) -> list[Any]:
+    random = np.random.default_rng(1)
+    found = [at_random(space, None if mask is None else np.array(mask, bool), random) for _ in range(n)]
+    assert all(space.contains(action) for action in found)
+    return found
+
+
+def test_random_choices_are_equally_likely_among_what_is_allowed() -> None:
+    for mask, allowed in ((None, [3, 4, 5, 6]), ([0, 1, 0, 1], [4, 6]), ([0, 0, 1, 0], [5])):
+        counts = Counter(int(x) for x in drawn(gym.spaces.Discrete(4, start=3), mask))
+        assert sorted(counts) == allowed
+        share = 4000 / len(allowed)  # bounds: six standard deviations of a binomial
+        assert all(abs(count - share) <= 6 * np.sqrt(share) for count in counts.values())
+
+
+def test_random_actions_of_several_parts_are_drawn_part_by_part_with_their_own_mask() -> None:
+    space = gym.spaces.Dict(
+        {
+            "b": gym.spaces.Tuple(
+                (gym.spaces.MultiDiscrete(np.array([[2, 3]]), start=np.array([[1, 5]])), gym.spaces.MultiBinary(3))
+            ),
+            "a": gym.spaces.Discrete(3),
+            "c": gym.spaces.Box(-1, 1, (2,)),
+        }
+    )
+    mask = [0, 1, 1, *(1, 1), *(1, 0, 1), *(1, 0, 1)]
+    found = drawn(space, mask)
+    assert {int(x["a"]) for x in found} == {1, 2}
+    assert Counter(tuple(x["b"][0][0].tolist()) for x in found).keys() == {(1, 5), (1, 7), (2, 5), (2, 7)}
+    bits = np.array([x["b"][1] for x in found])
+    assert bits[:, 1].max() == 0
+    assert all(abs(bits[:, bit].sum() - 2000) <= 6 * np.sqrt(1000) for bit in (0, 2))
+    free = np.array([x["b"][1] for x in drawn(space, None)])
+    assert abs(free[:, 1].sum() - 2000) <= 6 * np.sqrt(1000)
+
+
+def test_random_points_fill_a_box_evenly_and_touch_its_edges_no_more_than_elsewhere() -> None:
+    found = np.array(drawn(gym.spaces.Box(np.array([-2.0, 10.0], np.float32), np.array([6.0, 10.5], np.float32)), None))
+    for column, (low, high) in zip(found.T, ((-2.0, 6.0), (10.0, 10.5)), strict=True):
+        counts, _ = np.histogram(column, 8, (low, high))
+        assert (np.abs(counts - 500) <= 6 * np.sqrt(500)).all()
+        assert len(np.unique(column)) > 3900  # nothing is piled up at the bounds
+
+
+def test_random_points_where_a_box_has_no_bounds_are_finite_numbers() -> None:
+    low, high = np.array([-np.inf, 1, -np.inf, -3e38], np.float32), np.array([np.inf, np.inf, 5, 3e38], np.float32)
+    found = np.array(drawn(gym.spaces.Box(low, high), None, 500))
+    assert np.isfinite(found).all()
+    assert found[:, 0].std() > 0.5
+    assert np.abs(found[:, 3]).max() > 1e38

@@ -26,7 +26,7 @@ def test_a_speaker_and_a_listener_agree_on_words(tmp_path: Path, central: bool) 
     """Five steps, a point for each of the two whenever the listener names the number; the first time nothing was said yet."""
     data = {
         "env": "tests.matches:make_roles",
-        "stop": {"timesteps": 60_000},
+        "stop": {"timesteps": 30_000},
         "config": {
             "num_envs_per_worker": 16,
             "train_batch_size": 800,

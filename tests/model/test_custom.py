@@ -358,6 +358,15 @@ RUBBISH = {
     "layer not used": (spoilt(init="self.spare = nn.Linear(3, 3)"), "no gradient reaches spare.weight, spare.bias. Use it"),
     "gradient not a number": (
         spoilt(body="torch.tanh(self.body(obs)) + (self.body(obs) * 0).sqrt()"), "the gradient of body.weight, body.bias is not a number"),
+    "gradient always 0": (
+        spoilt(init="self.extra = nn.Linear(4, 8)", body="torch.tanh(self.body(obs)) + 0 * self.extra(obs)"),
+        "the gradient of extra.weight, extra.bias is always 0. .* requires_grad_"),
+    "all units dead": (
+        spoilt(init="nn.init.constant_(self.body.bias, -100.0)", body="F.relu(self.body(obs))"),
+        "the gradient of body.weight, body.bias, head.weight, value.weight is always 0"),
+    "a gate that is rounded": (
+        spoilt(init="self.gate = nn.Linear(4, 8)", body="torch.tanh(self.body(obs)) * torch.round(torch.sigmoid(self.gate(obs)))"),
+        "the gradient of gate.weight, gate.bias is always 0"),
     "layers in a list": (
         spoilt(init="self.extra = [nn.Linear(8, 8)]", body="self.extra[0](torch.tanh(self.body(obs)))"), "nn.ModuleList"),
     "a tensor that is no parameter": (
@@ -397,6 +406,27 @@ RUBBISH = {
         + "    def late(self):\n        if not hasattr(self, 'made'): self.made = nn.Linear(4, 8)\n        return self.made\n",
         "made in __init__|among its weights"),
 }  # fmt: skip
+
+
+GOOD_HABITS = {
+    "a head that begins as zeros": spoilt(init="nn.init.zeros_(self.head.weight); nn.init.zeros_(self.value.weight)"),
+    "a block that begins as nothing": spoilt(
+        init="self.block = nn.Linear(8, 8); self.share = nn.Parameter(torch.zeros(1))",
+        body="torch.tanh(self.body(obs)); x = x + self.share * torch.tanh(self.block(x))",
+    ),
+    "a part that is used now and then": spoilt(
+        init="self.rare = nn.Linear(4, 8)", body="torch.tanh(self.body(obs)) + (obs[:, :1] > 0.95) * self.rare(obs)"
+    ),
+    "a part that stays as it is": spoilt(
+        init="self.extra = nn.Linear(4, 8).requires_grad_(False)", body="torch.tanh(self.body(obs)) + 0 * self.extra(obs)"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GOOD_HABITS)
+def test_a_gradient_that_is_0_only_in_the_beginning_or_now_and_then_is_no_fault(write: Write, what: str) -> None:
+    write(GOOD_HABITS[what])
+    assert check_model("customnet", (BOX, PAIR)) is not None
 
 
 @pytest.mark.parametrize("what", RUBBISH)

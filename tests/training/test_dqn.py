@@ -301,7 +301,7 @@ def test_an_intensity_that_is_not_given_is_rllibs(given: dict[str, Any], expecte
 
 def test_a_wrong_number_beside_no_intensity_is_the_only_thing_to_complain_about() -> None:
     for key in ("train_batch_size", "num_envs_per_worker"):
-        for wrong in (0, -1, "many", None, float("inf"), 10**400):
+        for wrong in (0, -1, "many", None, float("inf")):
             with pytest.raises(ConfigError) as complaint:
                 algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
             assert key in complaint.value.message
@@ -382,7 +382,7 @@ def test_a_resumed_run_goes_on_where_it_was(stored: bool) -> None:
 @pytest.mark.parametrize("begins_at", [0, 64])
 def test_the_target_network_follows_though_counting_began_anew(begins_at: int) -> None:
     """As with --restore, where it begins at 0; and where a trial takes over the weights of one that is ahead."""
-    settings = {"num_steps_sampled_before_learning_starts": 32, "target_network_update_freq": 96}
+    settings = {"num_steps_sampled_before_learning_starts": 32, "target_network_update_freq": 96, "training_intensity": 2}
     one = Playing("CartPole-v1", **settings)
     one.until(2000)
     two = Playing("CartPole-v1", **settings)

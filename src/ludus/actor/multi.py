@@ -543,10 +543,15 @@ class MultiSampler:
         return since
 
     def _has_its_batch(self, model: str) -> bool:
-        known = self._tables.known[model]
+        tables = self._tables
         if not self._by_env_steps:
-            return known >= self._batch_steps
-        return known > 0 and self._tables.passed[model] >= self._batch_steps  # its agents may all have been away
+            return tables.known[model] >= self._batch_steps
+        if tables.passed[model] < self._batch_steps:
+            return False
+        if not tables.known[model]:  # its agents were away: it has its share of the next
+            tables.passed[model] = 0
+            return False
+        return True
 
     def metrics(self) -> dict[str, float]:
         tables = self._tables

@@ -56,11 +56,12 @@ def compare(
     from ludus.experiment.plot import curves, draw
 
     runs = _found(directories)
-    rows = [_summary(run) | settings for run, settings in zip(runs, _differences(runs), strict=True)]
+    lowest = lower_is_better and metric == METRIC
+    rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs), strict=True)]
     try:
         groups = comparing.grouped(curves(runs, metric, over), group_by)
     except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
-        _print_comparison(_best_first(rows, "best"), None, [str(error)], None, as_json)
+        _print_comparison(_best_first(rows, "best", lowest), None, [str(error)], None, as_json)
         return
     result = comparing.compared(groups, at, lower_is_better=lower_is_better)
     compared = {run: value for standing in result.standings for run, value in standing.values.items()}
@@ -134,7 +135,8 @@ def _readable(run: Path) -> bool:
         return False
 
 
-def _summary(run: Path) -> dict[str, Any]:
+def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
+    """`lowest`: less return is better."""
     from ludus.experiment.compare import settings_of
     from ludus.experiment.status import look
     from ludus.metrics import read_jsonl
@@ -150,7 +152,7 @@ def _summary(run: Path) -> dict[str, Any]:
         "status": look(run).state,
         "timesteps": last.get("timesteps"),
         "return": means[-1] if means else None,
-        "best": max(means) if means else None,
+        "best": (min if lowest else max)(means, default=None),
         "fps": last.get("fps"),
         "time_s": last.get("time_s"),
     }

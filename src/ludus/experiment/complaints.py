@@ -76,8 +76,9 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[str]:
     found = configs.read_experiment(data).data
     env, run, inner = found.get("env"), found.get("run", "PPO"), found.get("config", {})
     called = env == configs.EXTERNAL
-    asked = isinstance(env, str) and isinstance(inner, Mapping) and not called
-    several = bool(asked and attempt(lambda: multiagent.is_meant(env, inner)))
+    several = False
+    if isinstance(env, str) and isinstance(inner, Mapping) and not called:
+        several = bool(attempt(lambda: multiagent.is_meant(env, inner)))
     if isinstance(env, str) and not called and not several and env_too:
         attempt(lambda: check_exists(env))
     algorithm = attempt(lambda: algorithm_of(run)) if isinstance(run, str) else None

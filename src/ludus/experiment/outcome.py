@@ -114,7 +114,10 @@ class SweepResult:
         if timed.best is not None:
             best = timed.best_config
             inner = {key: value for key, value in best.items() if key != "name"}
-            store.put(BEST, (_head(timed.best, self.metric) + dump_yaml(json.loads(json.dumps({best["name"]: inner}, default=str)))).encode())
+            store.put(
+                BEST,
+                (_head(timed.best, self.metric) + dump_yaml(json.loads(json.dumps({best["name"]: inner}, default=str)))).encode(),
+            )
         try:
             draw(timed, self.directory / PICTURE)
         except LudusError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Trainer
 from ludus.training.twin import Twinned
 from ludus.types import DEFAULT_MODEL
+
+log = logging.getLogger(__name__)
 
 _MANY_PIXELS = 32 * 32
 
@@ -96,7 +99,7 @@ def make_policy(
         if getattr(config, "hiddens", None):
             log.warning(
                 "config.hiddens is %s and has no effect: custom_model %s has all of its layers itself.",
-                getattr(config, "hiddens"),
+                config.hiddens,  # type: ignore[attr-defined] # DQN has it
                 section.custom_model,
             )
         from ludus.model.custom_check import check_custom  # the others start without it

@@ -43,7 +43,9 @@ _LARGEST = 1e15  # of a reward: squares of what such numbers add up to still fit
 
 
 _REMEMBERED = 64
-_several: OrderedDict[tuple[Callable[..., Any], str], bool] = OrderedDict()  # what functions were found to make, with which config
+_several: OrderedDict[tuple[Callable[..., Any], str], bool] = (
+    OrderedDict()
+)  # what functions were found to make, with which config
 
 
 @dataclass(frozen=True)

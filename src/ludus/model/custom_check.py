@@ -22,6 +22,8 @@ from ludus.tree import Tree, leaves, map_tree
 
 _ROWS = 5
 _STEPS = 3  # of a recurrent model
+_TRIES = 8  # batches, half of them with other weights, before a gradient is taken for always 0
+_MANY = 64  # rows of such a batch
 _CLOSE = 1e-4  # float32, sums in another order
 _NORMS = "Use LayerNorm or GroupNorm; observation_filter: MeanStdFilter normalises what comes in."
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -73,9 +75,11 @@ class _Checks:
     def __init__(self, network: CustomNetwork, policy: Policy) -> None:
         self.network, self.model, self.shown = network, network.model, network.shown
         self.values = policy.kind == VALUES
-        rng = np.random.default_rng(0)
-        seen, strange = (random_observations(policy.observation_space, _ROWS, rng) for _ in range(2))
-        self.seen, self.others = (network._prepared(map_tree(torch.from_numpy, tree)) for tree in (seen, strange))
+        self._space, self._rng = policy.observation_space, np.random.default_rng(0)
+        self.seen, self.others = self._observations(_ROWS), self._observations(_ROWS)
+
+    def _observations(self, rows: int) -> Tree:
+        return self.network._prepared(map_tree(torch.from_numpy, random_observations(self._space, rows, self._rng)))
 
     def fail(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(f"{self.shown}: {what}", remedy)
@@ -260,8 +264,7 @@ class _Checks:
 
     def gradients(self) -> None:
         """They reach whatever is to be learned."""
-        said = self.unrolled(self.seen)
-        targets = [said.outputs] if said.value is None else [said.outputs, said.value]
+        targets = self._targets(self.seen)
         if not any(target.requires_grad for target in targets):
             raise self.fail(
                 "no gradient reaches its parameters.",
@@ -272,7 +275,7 @@ class _Checks:
                 raise self.fail(
                     f"no gradient goes through the {what}.", "No torch.no_grad(), detach(), .data or NumPy on the way."
                 )
-        total = torch.stack([target.square().sum() + target.sum() for target in targets]).sum()
+        total = _total(targets)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._check_strays(total, named.values())
         found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
@@ -287,6 +290,38 @@ class _Checks:
             raise self.fail(
                 f"the gradient of {_some(wild)} is not a number.", "A root or logarithm of 0? Add a small number inside."
             )
+        still = {name: named[name] for name, grad in zip(named, found, strict=True) if grad is not None and not grad.any()}
+        self._check_still(still)
+
+    def _targets(self, seen: Tree) -> list[Tensor]:
+        said = self.unrolled(seen)
+        return [said.outputs] if said.value is None else [said.outputs, said.value]
+
+    def _check_still(self, still: dict[str, nn.Parameter]) -> None:
+        """A gradient that was 0 once may be so by chance, or because a layer behind it begins as zeros, which is a good habit.
+
+        So: many more observations, then with weights moved away from where they begin. The network is a copy, and this is
+        the last question.
+        """
+        for number in range(_TRIES):
+            if not still:
+                return
+            if number >= _TRIES // 2:
+                self._move_weights()
+            found = torch.autograd.grad(_total(self._targets(self._observations(_MANY))), list(still.values()), allow_unused=True)
+            still = {name: p for (name, p), grad in zip(still.items(), found, strict=True) if grad is None or not grad.any()}
+        if still:
+            raise self.fail(
+                f"the gradient of {_some(list(still))} is always 0: it would stay as it is.",
+                "Is it multiplied by 0, rounded, compared, or behind a ReLU that is never above 0? "
+                "Else remove it, or say that it stays as it is: requires_grad_(False).",
+            )
+
+    @torch.no_grad()
+    def _move_weights(self) -> None:
+        for parameter in self.model.parameters():
+            inputs = parameter[0].numel() if parameter.ndim > 1 else _MANY
+            parameter.add_(torch.randn_like(parameter) / inputs**0.5)
 
     def _check_strays(self, total: Tensor, registered: Any) -> None:
         """Whatever else a gradient reaches would never be learned, nor saved."""
@@ -313,6 +348,11 @@ class _Checks:
             or not torch.allclose(mine[rows], theirs, rtol=1e-3, atol=_CLOSE * (1 + float(mine.abs().max())))
             for mine, theirs in pairs
         )
+
+
+def _total(targets: Sequence[Tensor]) -> Tensor:
+    """One number in which every answer takes part."""
+    return torch.stack([target.square().sum() + target.sum() for target in targets]).sum()
 
 
 def _graph_leaves(result: Tensor) -> Iterator[Tensor]:

@@ -60,8 +60,8 @@ class DQNConfig(LearnerConfig):
         _BATCH / REPLAYED_STEPS,
         gt=0,
         description="Steps learned from for every step sampled. null, or not given beside train_batch_size or "
-        "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), where what is "
-        "not given counts as 1.",
+        "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), and of the "
+        "last two what is not given counts as 1.",
     )
     num_steps_sampled_before_learning_starts: int = Field(1000, ge=0, description="Steps that are there before the first update.")
     replay_buffer_config: ReplayBufferConfig = Field(
