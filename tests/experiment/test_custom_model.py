@@ -105,13 +105,15 @@ def test_every_algorithm_learns_with_it(project: Path, run: str, name: str) -> N
     assert sorted(moved) == sorted(begun)
 
 
-def test_values_are_learned_with_it_too(project: Path) -> None:
+def test_values_are_learned_with_it_too(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = NET.replace("return self.head(self.features)", "return self.head(self.features)  # of every action")
     (project / "model" / "net.py").write_text(
         text[: text.index("    def value_function")].replace("self.value = nn.Linear(hidden, 1)", "")
     )
     given: dict[str, Any] = {"num_envs_per_worker": 4, "evaluation_duration": 0, "model": {"custom_model": "net"}}
-    result = ludus.train("CartPole-v1", "DQN", {"timesteps": 1200}, num_steps_sampled_before_learning_starts=500, **given)
+    given |= {"num_steps_sampled_before_learning_starts": 500, "hiddens": [16]}
+    result = ludus.train("CartPole-v1", "DQN", {"timesteps": 1200}, **given)
+    assert "config.hiddens is [16] and has no effect: custom_model net" in caplog.text
     seen = np.zeros((1, 4), np.float32)
     outputs = result.agent.policy.network(torch.from_numpy(seen), (), None)[0]
     assert result.agent.policy.act(seen).action[0] == outputs.argmax()
