@@ -40,7 +40,9 @@ def test_a_path_leads_to_the_object_through_attributes() -> None:
     assert plugins.import_object("gymnasium.envs.classic_control:CartPoleEnv").metadata["render_fps"] == 50
 
 
-@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:exec", "sly_game:os.system", "sly_game:run", "sys:exit"])
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "builtins:exec", "sly_game:os.system", "sly_game:run", "sys:exit"]
+)
 def test_what_python_itself_brings_is_never_meant(modules: Path, name: str) -> None:
     (modules / "sly_game.py").write_text("import os\nfrom subprocess import run\n")
     with pytest.raises(UnknownName, match="a part of Python itself"):
