@@ -304,11 +304,12 @@ def test_a_mutation_that_cannot_be_trained_is_never_handed_out() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(600)  # Ray's start alone may take a minute where others are busy
 def test_a_sweep_from_the_command_line_trains_every_trial_and_finds_the_best(tmp_path: Path) -> None:
     data = experiment(config={"lr": {"grid_search": [1e-3, 1e-4]}}, stop={"iterations": 2})
     (tmp_path / "sweep.yaml").write_text(configs.dump_yaml({"small": data}))
     command = [sys.executable, "-m", "ludus.cli.main", "tune", "-f", "sweep.yaml", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert [row["status"] for row in told["trials"]] == ["finished", "finished"]
