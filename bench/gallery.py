@@ -107,11 +107,17 @@ def exhibit(name: str, seeds: list[int], episodes: int, timeout_s: float) -> Row
                 row["error"] = f"seed {seed}: {error}"
                 break
         print(f"  seed {seed}: {row['seeds'][-1]}", flush=True)
+    row |= {"date": time.strftime("%Y-%m-%d"), "commit": _commit()}
     returns = [one["return"] for one in row["seeds"]]
     if returns:
         row |= {"mean": round(statistics.fmean(returns), 2), "lowest": min(returns)}
     row["reached"] = "error" not in row and bool(returns) and row["mean"] >= row["target"]
     return row
+
+
+def _commit() -> str:
+    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS)
+    return out.stdout.strip() or "unknown"
 
 
 def table(rows: list[Row]) -> str:
@@ -135,7 +141,8 @@ def save(rows: list[Row]) -> None:
     kept = {row["preset"]: row for row in json.loads(path.read_text())} if path.exists() else {}
     kept |= {row["preset"]: row for row in rows}
     path.write_text(json.dumps([kept[name] for name in sorted(kept)], indent=1) + "\n")
-    head = "# Gallery\n\nEvery run was stopped at half of its budget and resumed. Returns: deterministic episodes of the final policy.\n\n"
+    head = "# Gallery\n\nEvery run was stopped at half of its budget and resumed. Returns: deterministic episodes of the final policy.\n"
+    head += "Date and commit of each are in gallery.json; times are those of a machine that did other work besides.\n\n"
     (RESULTS / "gallery.md").write_text(head + table([kept[name] for name in sorted(kept)]) + "\n")
 
 
