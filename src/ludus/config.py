@@ -450,8 +450,20 @@ def _switch(value: Any) -> Any:
     return ({} if value else None) if isinstance(value, bool) else value
 
 
+_PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
+
+
+def _memory_without_password(url: str) -> str:
+    if _PASSWORD.search(url):
+        raise ConfigError(
+            "memory holds a password, and configs are saved with their runs.",
+            "Leave it out of the URL, and put it into LUDUS_MEMORY_PASSWORD, or into the file that --memory-password-file names.",
+        )
+    return url
+
+
 def _without_password(uri: str | None) -> str | None:
-    if uri is not None and re.search(r"//[^/@]*:[^/@]*@", uri):  # raised as it is: pydantic's complaint would show the value
+    if uri is not None and _PASSWORD.search(uri):  # raised as it is: pydantic's complaint would show the value
         raise ConfigError(
             "track.mlflow.tracking_uri holds a password, and configs are saved with their runs.",
             "Give it as MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment.",
@@ -539,6 +551,11 @@ class ExperimentConfig(_Strict):
         5, ge=0, description="A learner that dies goes on from its newest checkpoint, so often without progress in between."
     )
     keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
+    memory: Annotated[str, AfterValidator(_memory_without_password)] = Field(
+        "embedded",
+        description="How experience reaches the learner: embedded (its own processes), or redis://HOST:PORT/DB, to which "
+        "`ludus fleet worker` brings it from anywhere. Its password is in LUDUS_MEMORY_PASSWORD or a file, never here.",
+    )
     num_samples: int = Field(1, ge=1, description="Trials of the experiment, each with a seed of its own.")
     tune: TuneConfig = Field(default_factory=TuneConfig, description="How a sweep is run.")
     track: TrackConfig = Field(default_factory=TrackConfig, description="Where numbers go.")

@@ -12,8 +12,10 @@
     │   ├── AlreadyExists
     │   ├── Damaged                the bytes are there and are not what was written
     │   ├── Fenced                 another process has taken this run over
-    │   └── StoreFull              no space left, or not allowed to write
+    │   ├── StoreFull              no space left, or not allowed to write
+    │   └── StoreUnavailable       it could not be reached, or refused for the moment; later it may not
     ├── MemoryClosed               the other side of a memory is gone
+    ├── ExchangeUnavailable        the server between the machines of a fleet could not be reached
     ├── WorkerFailed               a process of ours died, or could not start
     ├── Refused                    a game's request was not served; it carries the status that the game sees
     ├── Unreachable                a game's request was not answered at all
@@ -90,7 +92,15 @@ class StoreFull(StoreError):
     pass
 
 
+class StoreUnavailable(StoreError):
+    pass
+
+
 class MemoryClosed(LudusError):
+    pass
+
+
+class ExchangeUnavailable(LudusError):
     pass
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull
-from ludus.store.store import MANIFEST, Bytes, check_file, check_key, make_manifest, read_manifest
+from ludus.store.store import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 
 _ASIDE = ".aside-"  # unfinished files and bundles; never listed, never read
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -21,6 +21,10 @@ _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 class LocalStore:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
 
     def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
         target = self._path(key)
@@ -44,7 +48,7 @@ class LocalStore:
         with _translated(path):
             return path.read_bytes()
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes]) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
         target = self._path(key)
         manifest = make_manifest(files)
         with _translated(target):
@@ -57,6 +61,8 @@ class LocalStore:
                 for name, data in {**files, MANIFEST: manifest}.items():
                     _write(aside / name, data)
                 _sync(aside)
+                if guard is not None:
+                    guard()
                 os.rename(aside, target)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -75,6 +81,18 @@ class LocalStore:
                 raise Damaged(f"{path} has no {MANIFEST}: it is not a complete checkpoint or version.")
             manifest = read_manifest(key, (path / MANIFEST).read_bytes())
             return {name: check_file(str(path), name, self._read(path / name), entry) for name, entry in manifest.items()}
+
+    def get_file(self, key: str, name: str) -> bytes:
+        path = self._path(key)
+        with _translated(path):
+            if not path.is_dir():
+                raise NotFound(f"There is no {path}.")
+            if not (path / MANIFEST).exists():
+                raise Damaged(f"{path} has no {MANIFEST}: it is not a complete checkpoint or version.")
+            manifest = read_manifest(key, (path / MANIFEST).read_bytes())
+            if name not in manifest:
+                raise NotFound(f"{path} has no file {name}.")
+            return check_file(str(path), name, self._read(path / name), manifest[name])
 
     @staticmethod
     def _read(path: Path) -> bytes:

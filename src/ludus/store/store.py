@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ludus import plugins
 from ludus.errors import Damaged, UsageError
 
-STORES: Mapping[str, str] = {"local": "ludus.store.local:LocalStore"}
+STORES: Mapping[str, str] = {
+    "local": "ludus.store.local:LocalStore",
+    "s3": "ludus.store.s3:S3Store",
+}
 MANIFEST = "manifest.json"
 Bytes = bytes | bytearray | memoryview
+Guard = Callable[[], None]
+"""Raises Fenced when whoever writes is no longer the one to write."""
 
 
 class Store(Protocol):
@@ -30,12 +35,24 @@ class Store(Protocol):
         """Raises NotFound."""
         ...
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes]) -> None:
-        """Write a set of files that appears complete or not at all. Raises AlreadyExists, StoreFull."""
+    @property
+    def url(self) -> str:
+        """Where it is, as people write it: a path, or `s3://bucket/prefix`. Without secrets."""
+        ...
+
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        """Write a set of files that appears complete or not at all. Raises AlreadyExists, StoreFull.
+
+        `guard` is called when all is written and nothing can be seen yet; if it raises, nothing ever is.
+        """
         ...
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
         """All files of a bundle, checked against its manifest. Raises NotFound, Damaged."""
+        ...
+
+    def get_file(self, key: str, name: str) -> bytes:
+        """One file of a bundle, checked against its manifest. Raises NotFound, Damaged."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -46,12 +63,16 @@ class Store(Protocol):
         """A file or a bundle; nothing happens when it does not exist."""
         ...
 
+    def sweep(self, prefix: str) -> int:
+        """Remove what crashed writers left below `prefix`; returns how much that was. Only for the one owner of that prefix."""
+        ...
+
 
 def open_store(url: str) -> Store:
-    """A directory (`path` or `file://path`), or `scheme://…` of a backend in `STORES`. Raises UnknownName."""
+    """A directory (`path`, `file://path`, or `nfs://path` where one is mounted), or `scheme://…` of a backend in `STORES`. Raises UnknownName."""
     if "://" in url:
         scheme, _, rest = url.partition("://")
-        if scheme == "file":
+        if scheme in ("file", "nfs"):
             url = rest
         else:
             opened: Store = plugins.resolve("store", scheme, STORES)(url)

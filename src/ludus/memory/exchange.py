@@ -1,0 +1,95 @@
+"""Exchange: what machines that share nothing else use to hand messages to a learner, and notices to each other.
+
+It carries bytes and knows nothing of segments; `memory/exchanged.py` makes a memory of it. A message is delivered at least once,
+to one of those who pull, and comes again until it is acknowledged. The board holds a few small notices by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ludus import plugins
+from ludus.errors import UsageError
+
+EMBEDDED = "embedded"
+"""No server: the memory of this process, or of the processes of this machine."""
+
+EXCHANGES: Mapping[str, str] = {"redis": "ludus.memory.redis:RedisExchange", "rediss": "ludus.memory.redis:RedisExchange"}
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message, and the name by which it is acknowledged."""
+
+    id: str
+    data: Buffer
+
+
+class Exchange(Protocol):
+    """Safe for one thread at a time. Every wait has a deadline.
+
+    All calls raise ExchangeUnavailable when the server cannot be reached for longer than the call may take (it is tried again, with
+    back-off, until then), and UsageError when it refuses us (a wrong password): trying again would not help.
+    """
+
+    def push(self, message: Buffer | Sequence[Buffer], timeout_s: float) -> bool:
+        """Hand over a message (its pieces are joined). False: there was no room for so long, and it is not there.
+
+        After ExchangeUnavailable it may be there or not: whoever pushes it again numbers it, so that the reader can tell.
+        """
+        ...
+
+    def pull(self, most: int, timeout_s: float) -> list[Delivery]:
+        """Up to so many messages that nobody else has, oldest first; waits only while there is none at all."""
+        ...
+
+    def acknowledge(self, ids: Sequence[str]) -> None:
+        """They were learned from, stored or thrown away: they never come again, and their room is free."""
+        ...
+
+    def reclaim(self, idle_s: float) -> int:
+        """What others pulled so long ago and did not acknowledge comes again, to this one; returns how many. 0: whatever they hold."""
+        ...
+
+    def waiting(self) -> int:
+        """Messages that are not acknowledged, delivered or not."""
+        ...
+
+    def post(self, key: str, value: bytes, rank: int = 0) -> bool:
+        """Put a notice on the board. False, and nothing is changed, while there is one of a higher rank at that key."""
+        ...
+
+    def read(self, key: str) -> bytes | None: ...
+
+    def posted(self, prefix: str) -> dict[str, bytes]:
+        """All notices whose key begins so."""
+        ...
+
+    def erase(self, key: str) -> None: ...
+
+    def drop(self) -> None:
+        """Remove everything of this channel: messages and notices. For tests, and for runs that are over."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_exchange(url: str, channel: str, room: int) -> Exchange:
+    """The exchange at `scheme://…`, or of a user's class (`module:Class`). Raises UnknownName, UsageError.
+
+    `channel`: the name of the run; channels of one server do not know of each other. `room`: messages that may wait in it.
+    """
+    scheme, separator, _ = url.partition("://")
+    if separator:
+        opened: Exchange = plugins.resolve("memory", scheme, EXCHANGES)(url, channel, room)
+        return opened
+    if ":" in url:
+        own: Exchange = plugins.import_object(url)(url, channel, room)
+        return own
+    raise UsageError(
+        f"{url!r} is not a memory that several machines can reach.", f"Use one of: {', '.join(f'{s}://HOST' for s in EXCHANGES)}."
+    )
