@@ -22,7 +22,7 @@ from ludus.errors import Refused, Unreachable
 from ludus.game.client import Client
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 from ludus.runtime.gathering import Boards, FleetGathering, PublishingPool
 from ludus.store.local import LocalStore
 from ludus.types import Segments

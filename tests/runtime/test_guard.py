@@ -18,7 +18,7 @@ import pytest
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.runtime import guard
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 from ludus.runtime.guard import Guard, read_token, unanswered, write_token
 from ludus.runtime.wire import Connection, Header, Peer, frame, host_and_port, listen_beyond, tcp_address
 

@@ -101,7 +101,7 @@ class BlockBatches:
 
     def _copy(self, worker: int, block: Segments) -> None:
         if self._batch is None:
-            self._batch = _batch_for(block, self._blocks)
+            self._batch = batch_for(block, self._blocks)
         if self._copied == 0:
             self._batch.finals = 0
         put_rows(self._batch, block, self._copied * block.rows)
@@ -147,6 +147,6 @@ class BlockBatches:
         return True
 
 
-def _batch_for(block: Segments, count: int) -> Segments:
+def batch_for(block: Segments, count: int) -> Segments:
     spec = replace(block.spec, finals=block.spec.finals * count)
     return Segments.empty(spec, block.rows * count)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus.cli import check_game, config, demo, export, fake, new, presets, rollout, runs, serve, status, train, tune
+from ludus.cli import check_game, config, demo, export, fake, fleet, new, presets, rollout, runs, serve, status, train, tune
 from ludus.errors import LudusError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.add_typer(config.app, name="config")
 app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(runs.app, name="runs")
 app.command("status")(status.status)
 app.command("demo")(demo.demo)

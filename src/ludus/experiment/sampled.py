@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 
@@ -29,7 +30,9 @@ from ludus.experiment.parts import (
 from ludus.experiment.run import Run
 from ludus.game.environment import make_environments
 from ludus.game.wrapping import names_of
+from ludus.memory.exchange import EMBEDDED
 from ludus.memory.memory import Batches
+from ludus.memory.shared import Layout
 from ludus.metrics import Sink
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
@@ -43,6 +46,9 @@ from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Trainer
 from ludus.tree import Array
 from ludus.types import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from ludus.runtime.fleet_learner import Fleet, FleetBatches
 
 _STEADY_S = 1.0
 """A worker that has sampled for so long is replaced at once when it dies, however often that was before."""
@@ -82,9 +88,14 @@ def program_of(
     learning = program.add("learning", share, algorithm, policy, config, run)
     pool = program.add("pool", make_pool, run)
     program.add("versions", _add_model, pool, policy, before)
-    plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed)
-    sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
-    batches = program.add("batches", make_batches, sampling, pool, config)
+    if e.memory == EMBEDDED:
+        plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed)
+        sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
+        batches = program.add("batches", make_batches, sampling, pool, config)
+    else:
+        given = (resolved, shape, policy, pool, run, before, announce)
+        sampling = program.add_worker("sampling", _fleet, *given)
+        batches = program.add("batches", _fleet_batches, sampling)
     publisher = program.add("publisher", PublishingPool, pool, sampling)
     whole = program.add("whole", whole_episodes, batches, config)
     trainer = program.add_worker("trainer", _trainer, learning, whole, publisher, config.metrics_num_episodes_for_smoothing)
@@ -180,10 +191,65 @@ def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -
     return sampling.batches
 
 
+def _fleet(
+    resolved: Resolved,
+    shape: Shape,
+    policy: Policy,
+    pool: LocalPool,
+    run: Run,
+    before: Checkpoint | None,
+    announce: Callable[[str], None] | None,
+) -> Fleet:
+    """Workers that bring their segments by themselves, from wherever they are."""
+    from ludus.buffer.inspection import Inspector  # the others start without them
+    from ludus.runtime.fleet_learner import Fleet, channel_of
+    from ludus.runtime.orders import Orders
+
+    e, config = resolved.experiment, resolved.config
+    in_turn = config.sampling != "async"
+    layout = Layout(segment_spec(policy, shape, config.steps), shape.num)
+    blocks = config.workers if in_turn else 1 if config.replays else config.train_batch_size // (shape.num * config.steps)
+    orders = Orders(
+        channel=channel_of(run.store, uuid.uuid4().hex[:16]),
+        room=max(4, 2 * blocks, config.workers * config.blocks_ahead),
+        env=e.env,
+        env_config=config.env_config,
+        preprocess=config.preprocess.model_dump(mode="json"),
+        wrappers=tuple(config.wrappers),
+        num_envs=shape.num,
+        steps=config.steps,
+        description=policy.description(),
+        masked=shape.masked,
+        seed=config.seed,
+        in_turn=in_turn,
+        explore=config.explore,
+        forgiving=config.restart_failed_sub_environments,
+        device=config.inference_device,
+    )
+    return Fleet(
+        e.memory,
+        run.store,
+        orders,
+        pool.incarnation(DEFAULT_MODEL),
+        inspect=Inspector(shape.observation_space, shape.action_space, layout.spec).inspect,
+        layout=layout,
+        blocks=blocks,
+        max_age=0 if in_turn and not config.replays else config.max_lag,
+        resumed=before.state["models"][DEFAULT_MODEL]["version"] if before else None,
+        latest=lambda: _newest(pool),
+        finished=lambda: run.status == "finished",
+        announce=announce,
+    )
+
+
+def _fleet_batches(fleet: Fleet) -> FleetBatches:
+    return fleet.batches
+
+
 class PublishingPool:
     """The pool of the run, whose versions also reach the workers."""
 
-    def __init__(self, pool: LocalPool, sampling: Sampling) -> None:
+    def __init__(self, pool: LocalPool, sampling: Sampling | Fleet) -> None:
         self._pool, self._sampling = pool, sampling
 
     def newest(self, name: str) -> tuple[Policy, int]:

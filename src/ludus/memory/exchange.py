@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus import plugins
-from ludus.errors import UsageError
+from ludus.errors import UnknownName, UsageError
 
 EMBEDDED = "embedded"
 """No server: the memory of this process, or of the processes of this machine."""
@@ -78,18 +78,23 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
+def check_url(url: str) -> None:
+    """Raises UnknownName, UsageError when no exchange can be meant. Nothing is imported or asked."""
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme not in EXCHANGES:
+        raise UnknownName(f"Unknown memory {scheme!r}.", plugins.did_you_mean(scheme, EXCHANGES))
+    if not (rest if separator else ":" in url):
+        ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in EXCHANGES)
+        raise UsageError(f"{url!r} is not a memory that several machines can reach.", f"Use {ways}, or module:Class.")
+
+
 def open_exchange(url: str, channel: str, room: int) -> Exchange:
-    """The exchange at `scheme://…`, or of a user's class (`module:Class`). Raises UnknownName, UsageError.
+    """The exchange at `scheme://…`, or of a user's class (`module:Class`). Raises UnknownName, UsageError, ExchangeUnavailable.
 
     `channel`: the name of the run; channels of one server do not know of each other. `room`: messages that may wait in it.
     """
+    check_url(url)
     scheme, separator, _ = url.partition("://")
-    if separator:
-        opened: Exchange = plugins.resolve("memory", scheme, EXCHANGES)(url, channel, room)
-        return opened
-    if ":" in url:
-        own: Exchange = plugins.import_object(url)(url, channel, room)
-        return own
-    raise UsageError(
-        f"{url!r} is not a memory that several machines can reach.", f"Use one of: {', '.join(f'{s}://HOST' for s in EXCHANGES)}."
-    )
+    make = plugins.resolve("memory", scheme, EXCHANGES) if separator else plugins.import_object(url)
+    opened: Exchange = make(url, channel, room)
+    return opened

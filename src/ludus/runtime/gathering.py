@@ -20,7 +20,7 @@ from ludus.memory.gathered import GatheredMemory
 from ludus.model.board import Board, stage
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
-from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.gateways import GatewayFleet
 from ludus.runtime.hub import shared_memory
 from ludus.runtime.processes import Supervisor
 from ludus.runtime.scratch import Scratch

@@ -32,7 +32,7 @@ from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFai
 from ludus.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
 from ludus.model.registry import Registry, check_name
 from ludus.plugins import did_you_mean
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 from ludus.runtime.guard import Guard, read_token, write_token
 from ludus.runtime.mirror import PART, Landing, Source
 from ludus.runtime.rings import Rings, Shared, release

@@ -369,7 +369,7 @@ class Sampling:
         self._failures: dict[int, tuple[int, int]] = {}
         self._looked_at = -_LOOK_S
         self._waited_s = 0.0
-        self._window = _Window()
+        self._window = Window()
         self._taken_there = [0] * workers
         self.lost_nodes = self.lost_blocks = 0
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
@@ -557,7 +557,7 @@ class Sampling:
                 part.close()
 
 
-class _Window:
+class Window:
     """What was added to totals in the latest stretch of a second or more."""
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ from ludus.actor.actor import Actor
 from ludus.actor.gateway import GatewaySettings, owner_of
 from ludus.actor.session import SessionLimits
 from ludus.errors import UsageError, WorkerFailed
-from ludus.runtime import fleet
-from ludus.runtime.fleet import GatewayFleet, bind, check_exposure
+from ludus.runtime import gateways
+from ludus.runtime.gateways import GatewayFleet, bind, check_exposure
 from ludus.runtime.processes import Supervisor
 from tests.actor.wire import Reply, Wire, ask, raw, step
 
@@ -287,7 +287,7 @@ def test_clients_of_a_single_worker_wait_for_its_replacement(supervisor: Supervi
 def test_a_worker_whose_loop_or_pool_is_held_is_replaced(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, actor: type[Actor], first: tuple[int, str] | None
 ) -> None:
-    monkeypatch.setattr(fleet, "_GRACE_S", 0.5)
+    monkeypatch.setattr(gateways, "_GRACE_S", 0.5)
     with serving(supervisor, 2, actor, tick_s=0.5, threads=1) as served, Wire(served.address[1]) as other:
         (ours,), (theirs,) = owned(0, 2), owned(1, 2)
         assert other.ask(step("start", ours)).status == 200

@@ -1,0 +1,179 @@
+"""`ludus fleet`: a learner, and workers that reach it through a memory and a store alone, from wherever they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import typer
+
+from ludus.cli import options as o
+from ludus.errors import UsageError
+
+PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 - the name of the variable
+
+app = typer.Typer(
+    help="Train with workers that come and go, on machines that share nothing but a memory (Redis) and a store (S3, NFS).",
+    no_args_is_help=True,
+)
+
+_Memory = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help=f"redis://HOST:PORT/DB, redis://USER@HOST:PORT/DB, rediss://…, or module:Class. Its password: {PASSWORD}.",
+        show_default=False,
+    ),
+]
+_Store = Annotated[
+    str, typer.Option(metavar="PLACE", help="The run: s3://BUCKET/PREFIX, or a directory that all share.", show_default=False)
+]
+_PasswordFile = Annotated[
+    Path | None, typer.Option("--memory-password-file", help="A file with the password of the memory.", show_default=False)
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(
+        "-n", "--num-workers", min=1, help="Workers that are expected: a batch has so many segments.", show_default=False
+    ),
+]
+_Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Processes on this machine, each a worker.")]
+_Compression = Annotated[str, typer.Option(help="none, lz4 or zstd.")]
+_WhenFull = Annotated[str, typer.Option(help="wait until the learner has caught up, or drop what was sampled, and count it.")]
+
+
+@app.command()
+def learner(
+    memory: _Memory,
+    store: _Store,
+    env: o.Env = None,
+    file: o.File = None,
+    preset: o.Preset = None,
+    experiment: o.OneExperiment = None,
+    env_option: o.EnvOption = None,
+    run: o.Algorithm = None,
+    stop: o.Stop = None,
+    num_workers: _Workers = None,
+    num_envs: o.NumEnvs = None,
+    num_gpus: o.NumGpus = None,
+    seed: o.Seed = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    experiment_name: o.ExperimentName = None,
+    checkpoint_freq: o.CheckpointFreq = None,
+    keep_checkpoints_num: o.KeepCheckpoints = None,
+    password_file: _PasswordFile = None,
+    quiet: o.Quiet = False,
+    json_: o.Json = False,
+    verbose: o.Verbose = 0,
+    debug: o.Debug = False,
+) -> None:
+    """Learn from what workers bring. Where PLACE holds a run already, it goes on: the same command again is right."""
+    from ludus import config as configs
+    from ludus.cli import train
+    from ludus.experiment import workspace
+    from ludus.experiment.run import CONFIG
+
+    train.log_at(2 if debug else verbose)
+    voice = train.Voice(quiet, json_)
+    memory = _without_password(memory, password_file, voice)
+    source = train.source_of(file, preset)
+    top = {
+        "run": run, "env": env or env_option, "memory": memory, "checkpoint_freq": checkpoint_freq,
+        "keep_checkpoints_num": keep_checkpoints_num,
+    }  # fmt: skip
+    settings = {"num_workers": num_workers, "num_envs_per_worker": num_envs, "num_gpus": num_gpus, "seed": seed}
+    stops = configs.stop_values(stop or [])
+    given = (experiment, experiment_name, top, stops, settings, train.mapping_of("--config", config), set_ or [])
+    directory = workspace.directory_of(store)
+    workspace.fetch(directory)
+    starter = train.Starter(voice, (None, None, None))
+    began = (directory / CONFIG).exists()
+    if began and source is None and top["env"] is None:
+        from ludus.experiment.run import Run
+
+        data = {**Run.open(directory).config(), "memory": memory, **({"stop": stops} if stops else {})}
+        name = str(data.pop("name"))
+    else:
+        found = train.experiments_from(source, *given)
+        if len(found) > 1:
+            raise UsageError(f"{source} holds {len(found)} experiments, and a fleet trains one.", "Add --experiment.")
+        ((name, data),) = found.items()
+    if train.is_sweep(data):
+        raise UsageError("This experiment is a sweep, and a fleet trains one run.", "Give every key one value.")
+    if began:
+        result = starter.continue_(directory, {"name": name, **data})
+    else:
+        result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
+    starter.conclude({name: result})
+
+
+@app.command()
+def worker(
+    memory: _Memory,
+    store: _Store,
+    num: _Num = 1,
+    compression: _Compression = "none",
+    when_full: _WhenFull = "wait",
+    password_file: _PasswordFile = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = 0,
+    debug: o.Debug = False,
+) -> None:
+    """Sample for the learner of that run, with its newest weights, until it is over or SIGTERM. Any number, at any time."""
+    from ludus.cli import train
+
+    train.log_at(2 if debug else verbose)
+    voice = train.Voice(quiet, False)
+    memory = _without_password(memory, password_file, voice)
+    if compression not in ("none", "lz4", "zstd"):
+        raise UsageError(f"--compression {compression} is not none, lz4 or zstd.")
+    if when_full not in ("wait", "drop"):
+        raise UsageError(f"--when-full {when_full} is not wait or drop.")
+    from ludus.memory.exchange import check_url
+    from ludus.runtime.fleet_worker import run_workers
+
+    check_url(memory)
+    ended = run_workers(memory, store, num, compression, when_full, announce=voice)
+    voice("the run is over" if ended == "over" else "stopped")
+
+
+@app.command()
+def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -> None:
+    """Remove from the memory what a run has left there: segments that nobody learned from, and notices."""
+    from ludus.cli import train
+    from ludus.memory.exchange import open_exchange
+    from ludus.runtime.fleet_learner import channel_of
+    from ludus.store.store import open_store
+
+    memory = _without_password(memory, password_file, train.Voice(False, False))
+    channel = channel_of(open_store(store), "")
+    if not channel:
+        raise UsageError(f"{store} holds no run with a fleet.")
+    exchange = open_exchange(memory, channel, 1)
+    try:
+        left = exchange.waiting()
+        exchange.drop()
+    finally:
+        exchange.close()
+    print(f"removed {left} segments and the notices of {store}")
+
+
+def _without_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:
+    """The URL without its password, which goes to where this process and its children look for it."""
+    if file is not None:
+        try:
+            os.environ[PASSWORD] = file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise UsageError(f"--memory-password-file {file} cannot be read: {error.strerror}.") from error
+    parts = urlsplit(memory)
+    if not parts.scheme or parts.password is None:
+        return memory
+    os.environ[PASSWORD] = unquote(parts.password)
+    say(f"a password on the command line is seen by everyone on this machine; {PASSWORD} or --memory-password-file is not")
+    user, _, place = parts.netloc.rpartition("@")
+    name = user.partition(":")[0]
+    return urlunsplit(parts._replace(netloc=f"{name}@{place}" if name else place))

@@ -1,0 +1,457 @@
+"""A worker of a fleet: plays with the newest weights it can get, and hands what it saw to whoever learns, wherever that is.
+
+    store ──orders, weights──▶ follower (a thread) ──▶ sampler ──segments──▶ exchange
+
+It needs nothing but the store and the exchange, may come and go at any time, and outlives both of them being away: it goes on
+with its last weights, and waits where there is no room. A thread of its own asks for news, so that sampling never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from ludus import spaces
+from ludus.actor.sampler import Sampler, segment_spec
+from ludus.config import PreprocessConfig
+from ludus.errors import (
+    Damaged,
+    EnvironmentFault,
+    ExchangeUnavailable,
+    IncompatibleCheckpoint,
+    LudusError,
+    NotFound,
+    StoreUnavailable,
+    UsageError,
+)
+from ludus.game.environment import Environments, make_environments
+from ludus.memory.exchange import Exchange, open_exchange
+from ludus.memory.exchanged import ExchangeWriter
+from ludus.memory.shared import Layout
+from ludus.model import saved
+from ludus.model.device import acting_on, named_device
+from ludus.model.policy import Policy, Weights
+from ludus.runtime.machine import keep_freed_memory, stop_on_signals
+from ludus.runtime.orders import BULLETIN, ORDERS, PRESENCE, Bulletin, Orders, Presence, weights_key
+from ludus.runtime.processes import OVER, Context, Restart, Supervisor
+from ludus.store.store import Store, open_store
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+"""A worker shows that it lives once in so many seconds."""
+
+_HUNGRY_S = 0.005
+_NEWS_S = 0.05
+_AGAIN_S = 1.0
+_SAY_EVERY_S = 10.0
+_ROOM_S = 0.2
+_LEAVE_S = 5.0
+_PATIENCE_S = 2.0
+_HANG_S = 60.0
+_LOOK_S = 0.1
+_RESTART = Restart(limit=None, steady_s=5.0)
+_PRELOAD = ("numpy", "torch", "gymnasium", "ludus.runtime.fleet_worker")
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    when_full: Literal["wait", "drop"] = "wait"
+    name: str = field(default_factory=lambda: f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    """Unlike that of any worker before: segments are numbered by worker."""
+
+
+class _Ended(Exception):
+    """Raised wherever the worker is, in the middle of a segment too."""
+
+
+class FleetWorker:
+    """`run()` samples until it is told to stop, or until the run is over."""
+
+    def __init__(
+        self,
+        memory: str,
+        store: Store,
+        options: WorkerOptions | None = None,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        announce: Announce | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`beat` is called at every step of the environments."""
+        self._memory, self._store, self._options = memory, store, options or WorkerOptions()
+        self._stop, self._announce, self._beaten = stop, announce, beat
+        self._presence = Presence(platform.node(), os.getpid(), "starting")
+
+    def run(self) -> str:
+        """Why it ended: `stopped` or `over`. Raises IncompatibleCheckpoint when it is not fit for this run, EnvironmentFault."""
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        while True:
+            try:
+                orders = self._await_orders()
+                self._work(orders)
+            except _Ended as ended:
+                if str(ended) in ("stopped", "over"):
+                    return str(ended)
+                self._say(f"{ended}; beginning anew")
+
+    # -- before it begins
+
+    def _await_orders(self) -> Orders:
+        said_at = -_SAY_EVERY_S
+        while True:
+            try:
+                return Orders.decode(self._store.get(ORDERS))
+            except (NotFound, StoreUnavailable) as error:
+                if time.monotonic() - said_at >= _SAY_EVERY_S:
+                    said_at = time.monotonic()
+                    why = "there is no learner yet" if isinstance(error, NotFound) else error.message
+                    self._say(f"waiting for the orders of a learner in {self._store.url}: {why}")
+            self._pause(_AGAIN_S)
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._stop():
+                raise _Ended("stopped")
+            self._beaten()
+            time.sleep(min(left, 0.1))
+
+    # -- at work
+
+    def _work(self, orders: Orders) -> None:
+        with contextlib.ExitStack() as stack:
+            exchange = stack.enter_context(contextlib.closing(open_exchange(self._memory, orders.channel, orders.room)))
+            news = open_exchange(self._memory, orders.channel, orders.room)
+            follower = _Follower(news, self._store, orders, self._options.name, lambda: self._presence)
+            stack.callback(follower.close)
+            follower.start()
+            try:
+                environments = self._environments(orders)
+                stack.callback(environments.close)
+                policy = self._fit(orders, environments)
+            except LudusError as error:
+                self._presence = replace(self._presence, state="refused", why=str(error))
+                follower.farewell(keep=True)
+                raise
+            layout = Layout(segment_spec(policy, environments, orders.steps), orders.num_envs)
+            self._say(f"worker {self._options.name}: {orders.num_envs} × {orders.env} for {self._store.url}")
+            writer = ExchangeWriter(
+                exchange,
+                layout,
+                worker=self._options.name,
+                plan=orders.fingerprint,
+                compression=self._options.compression,
+                when_full=self._options.when_full,
+            )
+            try:
+                self._sample(orders, environments, policy, writer, follower)
+            except _Ended:
+                with contextlib.suppress(LudusError):
+                    writer.flush(_LEAVE_S)
+                follower.farewell()
+                raise
+            except EnvironmentFault as fault:
+                self._presence = replace(self._presence, state="failed", why=str(fault))
+                follower.farewell(keep=True)
+                raise
+
+    def _environments(self, orders: Orders) -> Environments:
+        environments = make_environments(
+            orders.env, orders.num_envs, orders.env_config,
+            preprocess=PreprocessConfig(**orders.preprocess), wrappers=orders.wrappers, forgiving=orders.forgiving,
+        )  # fmt: skip
+        environments.reset(orders.seed)  # only then does it show whether it masks actions
+        return environments
+
+    def _fit(self, orders: Orders, environments: Environments) -> Policy:
+        """The policy of the orders. Raises IncompatibleCheckpoint when the environment here is not the learner's."""
+        for what in ("observation_space", "action_space"):
+            here, there = spaces.to_json(getattr(environments, what)), orders.description[what]
+            if here != there:
+                raise IncompatibleCheckpoint(
+                    f"{orders.env} has another {what.replace('_', ' ')} here: {here}; the learner's is {there}.",
+                    "Install the same version of the environment, and give it the same files.",
+                )
+        if environments.masked != orders.masked:
+            raise IncompatibleCheckpoint(f"{orders.env} masks actions on one side only.", "Install the same version of it.")
+        return acting_on(saved.policy_from(orders.description), named_device(orders.device, "inference_device"))
+
+    def _sample(
+        self, orders: Orders, environments: Environments, policy: Policy, writer: ExchangeWriter, follower: _Follower
+    ) -> None:
+        source = _FollowedSource(policy, follower)
+
+        def beat() -> None:
+            self._beaten()
+            if self._stop():
+                raise _Ended("stopped")
+            follower.check()
+
+        environments.beat = beat
+        name = int.from_bytes(self._options.name.encode(), "little")
+        seed = int(np.random.SeedSequence((orders.seed, name)).generate_state(1)[0]) % (1 << 30)
+        sampler = Sampler(environments, source, writer, seed, beat=beat, explore=orders.explore)
+        weights_s = blocked_s = 0.0
+        with_version, made, blocks = -1, 0, 0
+        while True:
+            began = time.perf_counter()
+            self._await_weights(follower, orders.in_turn, with_version, made, writer, beat)
+            weights_s += time.perf_counter() - began
+            asked, spent = time.perf_counter(), sampler.times.environment_s + sampler.times.policy_s
+            sampled = sampler.step(_ROOM_S)
+            spent = sampler.times.environment_s + sampler.times.policy_s - spent
+            blocked_s += max(0.0, time.perf_counter() - asked - spent)
+            if sampled:  # with whatever had arrived by then
+                made = made + 1 if source.version == with_version else 1
+                with_version, blocks = source.version, blocks + 1
+            else:
+                beat()
+            self._presence = replace(
+                self._presence,
+                state="sampling" if sampled else "waiting for room",
+                why=writer.last_error if writer.outgoing else "",
+                version=with_version,
+                steps=blocks * orders.num_envs * orders.steps,
+                blocks=blocks,
+                dropped=writer.dropped,
+                environment_s=sampler.times.environment_s,
+                policy_s=sampler.times.policy_s,
+                blocked_s=blocked_s,
+                weights_wait_s=weights_s,
+                env_restarts=environments.restarts,
+            )
+
+    def _await_weights(
+        self, follower: _Follower, in_turn: bool, with_version: int, made: int, writer: ExchangeWriter, beat: Callable[[], None]
+    ) -> None:
+        """Until there are weights with which a segment is wanted."""
+
+        def wanted() -> int | None:
+            version, bulletin = follower.version, follower.bulletin
+            if version is None or bulletin is None:
+                return None
+            if not in_turn:
+                return version
+            if version != bulletin.version or (version == with_version and made >= bulletin.share):
+                return None
+            return version
+
+        if wanted() is not None:
+            return
+        self._presence = replace(self._presence, state="waiting for weights", why=follower.trouble)
+        while follower.wait(wanted, _ROOM_S) is None:
+            beat()
+            self._presence = replace(self._presence, why=follower.trouble)
+            if writer.outgoing:
+                writer.flush(0)
+
+    def _say(self, sentence: str) -> None:
+        log.info("%s", sentence)
+        if self._announce is not None:
+            self._announce(sentence)
+
+
+class _FollowedSource:
+    """The newest weights that have arrived, in the policy of the worker."""
+
+    def __init__(self, policy: Policy, follower: _Follower) -> None:
+        self._policy, self._follower = policy, follower
+        self.version = -1
+
+    def newest(self) -> tuple[Policy, int]:
+        newest = self._follower.weights
+        assert newest is not None, "a worker samples only when it has weights"
+        if newest[0] != self.version:
+            self._policy.load_weights(newest[1])
+            self.version = newest[0]
+        return self._policy, self.version
+
+
+class _Follower:
+    """A thread that reads the bulletin, fetches the weights it names, and shows that the worker lives."""
+
+    def __init__(self, exchange: Exchange, store: Store, orders: Orders, name: str, presence: Callable[[], Presence]) -> None:
+        self._exchange, self._store, self._orders, self._name, self._presence = exchange, store, orders, name, presence
+        self._changed = threading.Condition()
+        self._hungry = threading.Event()
+        self._closed = threading.Event()
+        self._beats = 0
+        self._beaten_at = -BEAT_S
+        self.bulletin: Bulletin | None = None
+        self.weights: tuple[int, Weights] | None = None
+        self.trouble = ""
+        """Why there is no news."""
+        self._error: LudusError | None = None
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def version(self) -> int | None:
+        return None if self.weights is None else self.weights[0]
+
+    def check(self) -> None:
+        """Raises _Ended when the run is over or its orders are others, and whatever cannot be mended by waiting."""
+        if self._error is not None:
+            raise self._error
+        bulletin = self.bulletin
+        if bulletin is None:
+            return
+        if bulletin.over:
+            raise _Ended("over")
+        if bulletin.orders != self._orders.fingerprint:
+            raise _Ended("the orders have changed")
+
+    def wait(self, wanted: Callable[[], int | None], timeout_s: float) -> int | None:
+        """What `wanted()` says, once it says something; None: not for so long."""
+        self._hungry.set()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: wanted() is not None or self._error is not None, timeout_s)
+                return wanted()
+        finally:
+            self._hungry.clear()
+
+    def farewell(self, keep: bool = False) -> None:
+        """The worker leaves: its notice goes, or stays for the learner to read why."""
+        self._closed.set()
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            return
+        with contextlib.suppress(LudusError):
+            if keep:
+                self._post()
+            else:
+                self._exchange.erase(f"{PRESENCE}{self._name}")
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(_PATIENCE_S)
+        if not self._thread.is_alive():
+            self._exchange.close()
+
+    # -- the thread
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            pause = _AGAIN_S
+            try:
+                self._look()
+                pause, self.trouble = _HUNGRY_S if self._hungry.is_set() else _NEWS_S, ""
+            except (ExchangeUnavailable, StoreUnavailable) as error:
+                self._trouble(str(error))
+            except NotFound:  # these weights have been replaced: the next bulletin names others
+                pause = _NEWS_S
+            except Damaged as error:  # somebody else's rubbish, or a write that is being replaced
+                self._trouble(str(error))
+            except LudusError as error:  # a wrong password: nothing that waiting would mend
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            except Exception as error:  # a bug must end the worker, not leave it deaf
+                log.exception("the follower failed")
+                with self._changed:
+                    self._error = LudusError(f"{type(error).__name__}: {error}")
+                    self._changed.notify_all()
+                return
+            if pause == _NEWS_S:
+                self._hungry.wait(pause)  # whoever begins to wait for news does not wait for this pause, too
+            else:
+                self._closed.wait(pause)
+
+    def _trouble(self, why: str) -> None:
+        if not self.trouble:
+            log.warning("no news from the learner: %s", why)
+        self.trouble = why
+
+    def _look(self) -> None:
+        if time.monotonic() - self._beaten_at >= BEAT_S:
+            self._post()
+        data = self._exchange.read(BULLETIN)
+        if data is None:
+            return
+        bulletin = Bulletin.decode(data)
+        if bulletin != self.bulletin:
+            with self._changed:
+                self.bulletin = bulletin
+                self._changed.notify_all()
+        ours = bulletin.orders == self._orders.fingerprint and not bulletin.over
+        if ours and bulletin.version != self.version:
+            key = weights_key(bulletin.version)
+            weights, _ = saved.decode_weights(self._store.get(key), key)
+            with self._changed:
+                self.weights = bulletin.version, weights
+                self._changed.notify_all()
+
+    def _post(self) -> None:
+        self._beats += 1
+        self._exchange.post(f"{PRESENCE}{self._name}", replace(self._presence(), beat=self._beats).encode())
+        self._beaten_at = time.monotonic()
+
+
+# -- on this machine ----------------------------------------------------------------------------------------------------
+
+
+def run_workers(memory: str, place: str, num: int, compression: str, when_full: str, announce: Announce | None = None) -> str:
+    """So many workers on this machine, until they are told to stop or the run is over; returns which. One that dies is replaced.
+
+    Raises UsageError, IncompatibleCheckpoint when workers are refused: the next ones would be, too.
+    """
+    options = functools.partial(WorkerOptions, cast(Any, compression), cast(Any, when_full))
+    with stop_on_signals() as stop:
+        if num == 1:
+            return FleetWorker(memory, open_store(place), options(), stop=stop, announce=announce).run()
+        heard, said = os.pipe()
+        os.set_blocking(heard, False)
+        try:
+            with Supervisor(preload=_PRELOAD) as supervisor:
+                started = [
+                    supervisor.start(
+                        f"worker-{i}", _one_of_many, memory, place, options, fds=(said,), restart=_RESTART, hang_s=_HANG_S
+                    )
+                    for i in range(num)
+                ]
+                if announce is not None:
+                    announce(f"{num} workers for {place}")
+                while not stop() and not all(process.state in OVER for process in started):
+                    time.sleep(_LOOK_S)
+                for process in started:
+                    process.ask_to_stop(_LEAVE_S)
+                for process in started:
+                    process.wait(2 * _LEAVE_S)
+            with contextlib.suppress(BlockingIOError):
+                raise IncompatibleCheckpoint(os.read(heard, 1 << 12).decode().splitlines()[0])
+            return "stopped" if stop() else "over"
+        finally:
+            os.close(heard)
+            os.close(said)
+
+
+def _one_of_many(context: Context, memory: str, place: str, options: Callable[[], WorkerOptions]) -> None:
+    """Ends well when it is refused, so that nobody starts it again; but says why."""
+    with stop_on_signals() as stop:
+        context.ready()
+        try:
+            FleetWorker(memory, open_store(place), options(), stop=stop, beat=context.beat).run()
+        except (UsageError, IncompatibleCheckpoint) as error:
+            log.error("%s", error)
+            os.write(context.fds[0], f"{error}\n".encode()[:2000])
