@@ -17,7 +17,10 @@ from ludus.model.policy import Policy
 _INSTALLER = Path(__file__).parents[1] / "scripts" / "tools.sh"
 _INSTALL_S = 240.0  # measured: 5 s for each from the mirror, 25 s for godot4
 _INSTALLABLE = frozenset(
-    {"g++", "mcs", "mono", "godot3-server", "promtool", "nginx", "haproxy", "godot4", "ip", "unshare", "nsenter"}
+    {
+        *("g++", "mcs", "mono", "godot3-server", "godot4"),
+        *("promtool", "nginx", "haproxy", "ip", "unshare", "nsenter", "redis-server", "fusermount3", "sshfs"),
+    }
 )
 
 

@@ -1,0 +1,431 @@
+"""A learner's fleet and its workers, over a real Redis server and a real store: who is there, what counts, who is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ludus.actor.sampler import segment_spec
+from ludus.buffer.inspection import Inspector
+from ludus.config import AlgorithmConfig
+from ludus.errors import EnvironmentFault, Fenced, IncompatibleCheckpoint, UsageError
+from ludus.experiment.parts import make_policy
+from ludus.experiment.sampled import Shape, look_at
+from ludus.memory.exchange import open_exchange
+from ludus.memory.exchanged import ExchangeWriter
+from ludus.memory.shared import Layout
+from ludus.model.policy import Policy
+from ludus.runtime.fleet_learner import Ages, Fleet, channel_of
+from ludus.runtime.fleet_worker import FleetWorker, WorkerOptions
+from ludus.runtime.orders import BULLETIN, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
+from ludus.store.local import LocalStore
+from ludus.training.algorithms.ppo import PPO
+from ludus.tree import Array
+from tests.redis_server import RedisServer
+
+WAIT_S = 60.0
+ENV = "CartPole-v1"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _password(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
+
+
+class Rig:
+    """What a learner's process has, without the learning."""
+
+    def __init__(self, url: str, directory: Path, *, in_turn: bool = True, blocks: int = 2, **more: Any) -> None:
+        self.url, self.store = url, LocalStore(directory)
+        config = AlgorithmConfig(num_envs_per_worker=2)
+        self.shape: Shape = look_at(ENV, config)
+        self.policy: Policy = make_policy(self.shape.observation_space, self.shape.action_space, PPO.Config())
+        self.layout = Layout(segment_spec(self.policy, self.shape, 4), 2)
+        self.blocks, self.version = blocks, 1
+        self.is_over = False
+        self._writer: ExchangeWriter | None = None
+        self.orders = Orders(
+            channel=channel_of(self.store, directory.parent.name + directory.name),
+            room=6,
+            env=ENV,
+            env_config={},
+            preprocess={},
+            wrappers=(),
+            num_envs=2,
+            steps=4,
+            description=self.policy.description(),
+            masked=False,
+            seed=3,
+            in_turn=in_turn,
+            **more,
+        )
+
+    def weights(self) -> Mapping[str, Array]:
+        return {name: tensor.detach().numpy() for name, tensor in self.policy.state_dict().items()}
+
+    @contextlib.contextmanager
+    def fleet(self, incarnation: int = 1, *, resumed: int | None = None, max_age: int | None = 0) -> Iterator[Fleet]:
+        inspector = Inspector(self.shape.observation_space, self.shape.action_space, self.layout.spec)
+        fleet = Fleet(
+            self.url,
+            self.store,
+            self.orders,
+            incarnation,
+            inspect=inspector.inspect,
+            layout=self.layout,
+            blocks=self.blocks,
+            max_age=max_age,
+            resumed=resumed,
+            latest=lambda: (self.version, self.weights()),
+            finished=lambda: self.is_over,
+        )
+        try:
+            yield fleet
+        finally:
+            fleet.close()
+
+    def update(self, fleet: Fleet) -> None:
+        """As a trainer does: take, learn, release, publish."""
+        self.taken(fleet)
+        self.version += 1
+        fleet.publish(self.version, self.weights())
+
+    def taken(self, fleet: Fleet) -> Array:
+        """The versions of the next batch."""
+        until(lambda: fleet.step() and fleet.batches.ready())
+        batch = fleet.batches.take()
+        assert batch is not None
+        versions = batch.version.copy()
+        fleet.batches.release(batch)
+        return versions
+
+    @contextlib.contextmanager
+    def worker(self, name: str, **more: Any) -> Iterator[Work]:
+        work = Work(self.url, self.store, WorkerOptions(name=name, **more))
+        try:
+            yield work
+        finally:
+            work.end()
+
+    def exchange(self) -> contextlib.closing[Any]:
+        return contextlib.closing(open_exchange(self.url, self.orders.channel, self.orders.room))
+
+    def push(self, seq: int, version: int, worker: str = "by-hand", plan: str | None = None) -> None:
+        """One segment, as a worker would send it; with a number of earlier, as it does when it heard no answer."""
+        if self._writer is None or plan is not None:
+            exchange = open_exchange(self.url, self.orders.channel, self.orders.room)
+            self._writer = ExchangeWriter(exchange, self.layout, worker=worker, plan=plan or self.orders.fingerprint)
+        self._writer._seq = seq
+        block = self._writer.reserve(0)
+        assert block is not None
+        block.version[:] = version
+        block.valid[:] = True
+        self._writer.commit(block)
+        assert not self._writer.outgoing
+
+
+class Work:
+    """A worker in a thread."""
+
+    def __init__(self, url: str, store: LocalStore, options: WorkerOptions) -> None:
+        self._asked = threading.Event()
+        self.ended: str | None = None
+        self.error: BaseException | None = None
+        self._worker = FleetWorker(url, store, options, stop=self._asked.is_set)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.ended = self._worker.run()
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the worker goes on"
+
+    def end(self) -> None:
+        self._asked.set()
+        self.join()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def rig(server: RedisServer, tmp_path: Path) -> Rig:
+    return Rig(server.url, tmp_path / "run")
+
+
+# -- ages ----------------------------------------------------------------------------------------------------------------
+
+
+def test_versions_of_this_learner_are_as_old_as_the_updates_since() -> None:
+    age = Ages(first=1001, resumed=12)
+    age.newest = 1005
+    assert [age(v) for v in (1005, 1004, 1001)] == [0, 1, 4]
+
+
+def test_numbers_jump_at_a_restart_and_ages_do_not() -> None:
+    """Version 12 was stored, 1001 has the same weights; 14 was two updates away from it, in a future that was lost."""
+    age = Ages(first=1001, resumed=12)
+    assert [age(v) for v in (12, 11, 14)] == [0, 1, 2]
+    age.newest = 1003
+    assert age(12) == 2
+
+
+def test_without_a_checkpoint_everything_from_before_is_as_old_as_can_be() -> None:
+    age = Ages(first=2001, resumed=None)
+    assert age(2000) == 2001
+
+
+# -- taking turns --------------------------------------------------------------------------------------------------------
+
+
+def test_in_turn_every_batch_is_of_the_newest_version_alone(rig: Rig) -> None:
+    with rig.fleet() as fleet, rig.worker("one"), rig.worker("two"):
+        for _ in range(4):
+            newest = rig.version
+            assert (rig.taken(fleet) == newest).all()
+            rig.version += 1
+            fleet.publish(rig.version, rig.weights())
+        assert fleet.batches.waiting <= rig.blocks
+
+
+def test_in_turn_a_worker_waits_for_the_next_version_when_its_share_is_made(rig: Rig) -> None:
+    rig.blocks = 1
+    with rig.fleet() as fleet, rig.worker("one"), rig.exchange() as exchange:
+        until(lambda: exchange.waiting() >= 1)
+
+        def waits() -> bool:
+            notices = exchange.posted(PRESENCE)
+            return bool(notices) and Presence.decode(notices[f"{PRESENCE}one"]).state == "waiting for weights"
+
+        until(waits)
+        assert exchange.waiting() == 1
+        assert (rig.taken(fleet) == 1).all()
+
+
+def test_the_share_of_one_who_does_not_deliver_is_made_by_the_others(rig: Rig) -> None:
+    """A notice says that there are two; only one of them exists."""
+    with rig.exchange() as exchange:
+        exchange.post(f"{PRESENCE}ghost", Presence("nowhere", 1, "sampling", beat=1).encode())
+    with rig.fleet() as fleet, rig.worker("real"):
+        until(lambda: fleet.step() and fleet.joined == 2)
+        for _ in range(2):
+            rig.update(fleet)
+    assert rig.version == 3
+
+
+def test_without_turns_a_worker_goes_on_with_its_last_weights_until_there_is_no_room(server: RedisServer, tmp_path: Path) -> None:
+    rig = Rig(server.url, tmp_path / "run", in_turn=False)
+    with rig.fleet():
+        pass  # the learner is gone, its bulletin and its weights are not
+    with rig.worker("alone"), rig.exchange() as exchange:
+        until(lambda: exchange.waiting() == rig.orders.room)
+    with rig.fleet(2, max_age=None) as fleet:  # and whoever comes later finds what was made
+        assert (rig.taken(fleet) == 1).all()
+
+
+# -- who is there --------------------------------------------------------------------------------------------------------
+
+
+def test_joining_and_leaving_are_counted(rig: Rig) -> None:
+    with rig.fleet() as fleet:
+        with rig.worker("one"):
+            until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 1)
+            rig.update(fleet)
+        until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 0)
+        numbers = fleet.metrics()
+        assert (numbers["fleet/joined"], numbers["fleet/left"], numbers["fleet/silent"]) == (1, 1, 0)
+
+
+def test_one_who_falls_silent_is_counted_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.runtime.fleet_learner.SILENT_S", 0.5)
+    with rig.exchange() as exchange:
+        exchange.post(f"{PRESENCE}dead", Presence("nowhere", 1, "sampling", beat=9, steps=40).encode())
+        with rig.fleet() as fleet:
+            until(lambda: fleet.step() and fleet.joined == 1)
+            until(lambda: fleet.step() and fleet.left == 1)
+            assert fleet.silent == 1
+            assert exchange.posted(PRESENCE) == {}
+
+
+def test_rubbish_among_the_notices_is_not_a_worker(rig: Rig) -> None:
+    with rig.exchange() as exchange, rig.fleet() as fleet:
+        exchange.post(f"{PRESENCE}rubbish", b"\x80\x04pickle")
+        until(lambda: fleet.step() and fleet._looked_at > 0)
+        fleet._look()
+        assert fleet.joined == 0
+
+
+def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stops(rig: Rig) -> None:
+    with rig.worker("one") as work:
+        with rig.fleet() as fleet:
+            rig.update(fleet)
+        time.sleep(0.2)
+        assert work.ended is None
+        rig.is_over = True
+        with rig.fleet(2):
+            pass
+        work.join()
+        assert work.ended == "over"
+    assert rig.store.list(WEIGHTS) == []
+
+
+def test_a_worker_that_is_told_to_stop_says_so_and_takes_its_notice_along(rig: Rig) -> None:
+    with rig.fleet() as fleet:
+        with rig.worker("one") as work:
+            rig.update(fleet)
+            work.end()
+            assert work.ended == "stopped"
+        with rig.exchange() as exchange:
+            assert exchange.posted(PRESENCE) == {}
+
+
+# -- who is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_another_observation_space_is_refused_with_the_reason_on_both_sides(rig: Rig) -> None:
+    space = {**rig.orders.description["observation_space"], "shape": [7]}
+    rig.orders = replace(rig.orders, description={**rig.orders.description, "observation_space": space})
+    with rig.fleet() as fleet, rig.worker("misfit") as work:
+        work.join()
+        assert isinstance(work.error, IncompatibleCheckpoint)
+        assert "observation space" in str(work.error)
+        until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
+
+
+def test_another_version_of_the_code_is_refused(rig: Rig) -> None:
+    rig.orders = replace(rig.orders, ludus="0.0.0")
+    with rig.fleet(), rig.worker("old") as work:
+        work.join()
+        assert isinstance(work.error, IncompatibleCheckpoint)
+        assert "0.0.0" in str(work.error)
+
+
+def test_a_wrong_password_ends_a_worker_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig.fleet():
+        monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", "wrong-secret")
+        with rig.worker("one") as work:
+            work.join()
+            assert isinstance(work.error, UsageError)
+            assert "wrong-secret" not in str(work.error)
+
+
+def test_an_environment_that_fails_ends_the_worker_and_the_learner_hears_why(server: RedisServer, tmp_path: Path) -> None:
+    rig = Rig(server.url, tmp_path / "run")
+    rig.orders = replace(rig.orders, env="tests.environments:make_fragile", env_config={"crash": 0.2})
+    with rig.fleet() as fleet, rig.worker("one") as work:
+        work.join()
+        assert isinstance(work.error, EnvironmentFault)
+        until(lambda: fleet.step() and fleet.left + len(fleet._refused) == 1)
+
+
+def test_new_orders_make_workers_begin_anew(rig: Rig) -> None:
+    with rig.worker("one"):
+        with rig.fleet() as fleet:
+            rig.update(fleet)
+        rig.orders = replace(rig.orders, seed=4)
+        with rig.fleet(2) as fleet:
+            rig.version += 1000
+            fleet.publish(rig.version, rig.weights())
+            assert (rig.taken(fleet) == rig.version).all()
+
+
+# -- what counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_counts_twice_in_one_lineage_and_what_was_lost_is_counted(rig: Rig) -> None:
+    """A learner stores its state, learns on, and dies; the next one begins with that state."""
+    rig.blocks = 1
+    with rig.fleet(max_age=None) as fleet:
+        for seq in range(2):
+            rig.push(seq, 1)
+            rig.taken(fleet)
+        stored = fleet.state()
+        rig.push(2, 1)
+        rig.taken(fleet)  # learned and acknowledged after the checkpoint: gone with its learner
+        rig.push(3, 1)
+        until(lambda: fleet.step() and fleet.batches.ready())
+        assert fleet.batches.take() is not None  # taken and not released: it comes again
+    rig.push(1, 1)  # a duplicate of what is in the checkpoint
+    with rig.fleet(2, max_age=None) as fleet:
+        fleet.load_state(stored)
+        rig.taken(fleet)
+        fleet.step()
+        assert not fleet.batches.ready()
+        numbers = fleet.metrics()
+        assert (numbers["fleet/duplicates"], numbers["fleet/lost"]) == (1, 1)
+        with rig.exchange() as exchange:
+            fleet._reader.settle()
+            assert exchange.waiting() == 0
+
+
+def test_segments_of_another_time_are_discarded_and_counted(rig: Rig) -> None:
+    rig.version, rig.blocks = 5, 1
+    with rig.fleet() as fleet:
+        rig.push(0, 4)
+        rig.push(1, 5)
+        rig.push(2, 99)
+        assert (rig.taken(fleet) == 5).all()
+        until(lambda: fleet.step() and fleet.metrics()["fleet/discarded"] == 2)
+
+
+def test_segments_of_other_orders_are_rejected_and_counted(rig: Rig) -> None:
+    with rig.fleet() as fleet:
+        rig.push(0, 1, plan="0123456789abcdef")
+        until(lambda: fleet.step() and (fleet.batches.ready() or fleet.metrics()["fleet/rejected"] == 1))
+        assert fleet.batches.waiting == 0
+
+
+def test_a_state_that_another_kind_of_sampling_left_is_not_taken_for_numbers(rig: Rig) -> None:
+    with rig.fleet() as fleet:
+        fleet.load_state({"generator": np.zeros(3, np.uint8)})
+        assert fleet.state()["high"].size == 0
+
+
+# -- two learners --------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_learners_the_older_is_fenced_off(rig: Rig) -> None:
+    with rig.fleet(1) as older, rig.exchange() as exchange:
+        until(lambda: exchange.read(BULLETIN) is not None)
+        with rig.fleet(2) as newer:
+
+            def posted() -> bool:
+                notice = exchange.read(BULLETIN)
+                return notice is not None and Bulletin.decode(notice).incarnation == 2
+
+            until(posted)
+            with pytest.raises(Fenced, match="taken this run over"):
+                until(lambda: older.step() and False)
+            older.publish(50, rig.weights())  # what it still does has no effect
+            newer.step()
+            assert posted()
+
+
+def test_the_channel_of_a_run_stays_the_same(rig: Rig) -> None:
+    with rig.fleet():
+        pass
+    assert channel_of(rig.store, "another") == rig.orders.channel
+    assert rig.store.get(ORDERS) == rig.orders.encode()
