@@ -1,0 +1,135 @@
+"""A whole fleet as people run it: commands that share a Redis server and an S3 bucket, each of which is killed once on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import RedisServer
+from tests.s3 import Server
+
+pytestmark = pytest.mark.system
+
+WAIT_S = 150.0
+LUDUS = [sys.executable, "-m", "ludus.cli.main"]
+
+
+class Commands:
+    """Starts commands in groups of their own, and ends whatever is left."""
+
+    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
+        self._directory, self._environment = directory, environment
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        with open(self._directory / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                [*LUDUS, *words], stdout=log, stderr=log, cwd=self._directory, env=self._environment, start_new_session=True
+            )
+        self._started.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        return (self._directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(WAIT_S)
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                self.kill(process)
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    environment = {**os.environ, "LUDUS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONFAULTHANDLER": "1"}
+    commands = Commands(tmp_path, environment)
+    yield commands
+    commands.close()
+
+
+@pytest.fixture
+def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
+        yield server
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+def rows(cache: Path) -> list[dict[str, float]]:
+    (file,) = [*cache.rglob("metrics.jsonl")] or [None]
+    if file is None:
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+@pytest.mark.timeout(400)
+def test_a_fleet_learns_though_everyone_is_killed_once(
+    redis: RedisServer, s3_server: Server, s3_url: str, tmp_path: Path, commands: Commands
+) -> None:
+    place = ("--memory", redis.url, "--store", s3_url)
+    learn = ("fleet", "learner", "CartPole-v1", "-n", "2", "--stop", "episode_return_mean=195", "--stop", "timesteps=600000")
+    learn += ("--checkpoint-freq", "4", "--keep-checkpoints-num", "2", "--set", "evaluation_duration=0", "--json", *place)
+
+    def iterations() -> float:
+        return max((row.get("iterations", 0) for row in rows(tmp_path / "cache")), default=0)
+
+    one = commands.start("one", "fleet", "worker", *place)
+    two = commands.start("two", "fleet", "worker", *place)
+    learner = commands.start("learner", *learn)
+    until(lambda: iterations() >= 6, "the first updates")
+    commands.kill(learner)
+    assert one.poll() is None
+    assert two.poll() is None
+    before = iterations()
+    learner = commands.start("learner", *learn)
+    commands.kill(two)
+    three = commands.start("three", "fleet", "worker", *place)
+    until(lambda: iterations() > before + 1 or learner.poll() is not None, "updates of the second learner")
+    redis.restart()  # kill -9
+
+    assert learner.wait(WAIT_S) == 0, commands.log("learner")
+    assert one.wait(WAIT_S) == 0, commands.log("one")
+    assert three.wait(WAIT_S) == 0, commands.log("three")
+    result = json.loads(commands.log("learner").splitlines()[-1])
+    assert result["stopped_by"] == "episode_return_mean"
+    last = [row for row in rows(tmp_path / "cache") if "fleet/joined" in row][-1]
+    assert last["fleet/rejected"] == 0
+    assert 2 <= last["fleet/joined"] <= 3
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "redis" not in path.parts]
+    assert not any(redis.password.encode() in text for text in written), "the password was written somewhere"
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_of_a_place_without_a_learner_waits_and_stops_when_told(
+    redis: RedisServer, tmp_path: Path, commands: Commands
+) -> None:
+    worker = commands.start("worker", "fleet", "worker", "--memory", redis.url, "--store", str(tmp_path / "nobody"))
+    until(lambda: "there is no learner yet" in commands.log("worker"), "the worker says what it waits for")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(WAIT_S) == 0, commands.log("worker")
+
+
+def test_a_fleet_of_a_sweep_or_of_an_unknown_memory_is_refused_before_it_begins(tmp_path: Path, commands: Commands) -> None:
+    wrong = commands.start(
+        "wrong", "fleet", "learner", "CartPole-v1", "--memory", "rediss", "--store", str(tmp_path / "run"), "--quiet"
+    )
+    assert wrong.wait(WAIT_S) == 2
+    assert "redis://HOST:PORT" in commands.log("wrong")
+    assert not (tmp_path / "run").exists()
