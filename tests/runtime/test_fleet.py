@@ -155,6 +155,9 @@ class Work:
         except BaseException as error:
             self.error = error
 
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
     def join(self) -> None:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the worker goes on"
@@ -283,7 +286,7 @@ def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stop
         with rig.fleet() as fleet:
             rig.update(fleet)
         time.sleep(0.2)
-        assert work.ended is None
+        assert not work.is_over()
         rig.is_over = True
         with rig.fleet(2):
             pass

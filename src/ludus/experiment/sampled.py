@@ -13,6 +13,7 @@ import gymnasium as gym
 from ludus.actor.sampler import segment_spec
 from ludus.buffer.blocks import BlockBatches
 from ludus.config import AlgorithmConfig
+from ludus.errors import ConfigError
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import make_evaluation
 from ludus.experiment.parts import (
@@ -30,7 +31,7 @@ from ludus.experiment.parts import (
 from ludus.experiment.run import Run
 from ludus.game.environment import make_environments
 from ludus.game.wrapping import names_of
-from ludus.memory.exchange import EMBEDDED
+from ludus.memory.exchange import EMBEDDED, MAX_MESSAGE
 from ludus.memory.memory import Batches
 from ludus.memory.shared import Layout
 from ludus.metrics import Sink
@@ -86,7 +87,7 @@ def program_of(
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
-    pool = program.add("pool", make_pool, run)
+    pool = program.add("pool", make_pool, run, before if counting_on else None)
     program.add("versions", _add_model, pool, policy, before)
     if e.memory == EMBEDDED:
         plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed)
@@ -208,6 +209,12 @@ def _fleet(
     e, config = resolved.experiment, resolved.config
     in_turn = config.sampling != "async"
     layout = Layout(segment_spec(policy, shape, config.steps), shape.num)
+    if layout.nbytes > MAX_MESSAGE:
+        raise ConfigError(
+            f"A segment of {shape.num} environments × {config.steps} steps has {layout.nbytes >> 20} MB, and a message may have "
+            f"{MAX_MESSAGE >> 20}.",
+            "Use fewer num_envs_per_worker, or a shorter rollout_fragment_length.",
+        )
     blocks = config.workers if in_turn else 1 if config.replays else config.train_batch_size // (shape.num * config.steps)
     orders = Orders(
         channel=channel_of(run.store, uuid.uuid4().hex[:16]),

@@ -18,6 +18,9 @@ EMBEDDED = "embedded"
 
 EXCHANGES: Mapping[str, str] = {"redis": "ludus.memory.redis:RedisExchange", "rediss": "ludus.memory.redis:RedisExchange"}
 
+MAX_MESSAGE = 256 << 20
+"""Half of what Redis takes at most."""
+
 Buffer = bytes | bytearray | memoryview
 
 
