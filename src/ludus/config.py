@@ -6,6 +6,7 @@ the nearest known one, before any process starts. Nothing else in the package pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -318,9 +319,17 @@ class AlgorithmConfig(_Strict):
     env_config: dict[str, Any] = Field(default_factory=dict, description="Keywords for the environment's constructor.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The network.")
     evaluation_interval: Annotated[int, Field(ge=1)] | Literal["checkpoint"] = Field(
-        "checkpoint", description="Evaluate every so many iterations; checkpoint = with each one; 0 or null = never."
+        "checkpoint", description="Evaluate every so many iterations; checkpoint = with each checkpoint; 0 or null = never."
     )
-    evaluation_duration: int = Field(10, ge=0, description="Episodes of an evaluation; 0 = never evaluate.")
+    evaluation_interval_unit: Literal["iterations", "timesteps", "episodes"] = Field(
+        "iterations",
+        description="What evaluation_interval counts; an evaluation comes with the first update that has got so far.",
+    )
+    evaluation_duration: int = Field(10, ge=0, description="Episodes, or steps, of an evaluation; 0 = never evaluate.")
+    evaluation_duration_unit: Literal["episodes", "timesteps"] = Field(
+        "episodes",
+        description="What evaluation_duration counts; with timesteps, whole episodes until there are at least so many.",
+    )
     evaluation_num_workers: int = Field(
         0, ge=0, description="Processes that evaluate checkpoints while training goes on; 0 = inline, and training waits."
     )
@@ -454,7 +463,7 @@ _PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
 
 
 def _memory_without_password(url: str) -> str:
-    if _PASSWORD.search(url):
+    if _PASSWORD.search(url) or re.search(r"[?&](password|username)=", url):
         raise ConfigError(
             "memory holds a password, and configs are saved with their runs.",
             "Leave it out of the URL, and put it into LUDUS_MEMORY_PASSWORD, or into the file that --memory-password-file names.",
@@ -960,19 +969,44 @@ def load_experiments(path: Path) -> dict[str, dict[str, Any]]:
 def override(data: dict[str, Any], assignment: str) -> None:
     """Apply `path.to.key=VALUE` in place. A path that names no experiment key is meant inside `config`."""
     path, equals, text = assignment.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"--set {assignment!r} is not of the form path.to.key=VALUE.")
-    if spellings.present(spellings.EXPERIMENT, keys[0]) not in ExperimentConfig.model_fields:
+    assign(data, path.strip(), parse_yaml(text, f"--set {path}"), f"--set {assignment!r}")
+
+
+def assign(data: dict[str, Any], path: str, value: Any, shown: str) -> None:
+    """The same with a value that is read already. `shown`: who wants it, for complaints."""
+    keys = path.split(".")
+    if spellings.present(spellings.EXPERIMENT, keys[0]) not in {*ExperimentConfig.model_fields, *_SCHEDULES}:
         keys.insert(0, "config")
     for key in keys[:-1]:
         if data.get(key) is None:  # absent, or a section left empty in the YAML
             data[key] = {}
         data = data[key]
         if not isinstance(data, dict):
-            raise ConfigError(f"--set {assignment!r}: {key!r} is not a section.")
-    give_way(data, ".".join(keys[:-1]), [keys[-1]])
-    data[keys[-1]] = parse_yaml(text, f"--set {path}")
+            raise ConfigError(f"{shown}: {key!r} is not a section.")
+    found: Mapping[str, Any] | None = None
+    if keys[:-1] == (["config"] if keys[-1] in spellings.SCHEDULE else []):
+        with contextlib.suppress(ValueError):  # which is said when the experiment is checked
+            found = scheduled(keys[-1], value)
+    for key, one in (found or {keys[-1]: value}).items():
+        give_way(data, ".".join(keys[:-1]), [key])
+        data[key] = one
+
+
+def scheduled(key: str, value: Any) -> Mapping[str, Any] | None:
+    """What a part of Coach's schedules is, so that it takes the place of what is there under present names; None: it is none.
+
+    Keys of `config`, or `stop` as a whole. Raises ValueError with what is wrong with the value.
+    """
+    if key == "improve_steps":
+        ((path, number),) = spellings.improve(value, {}).items()
+        return {"stop": {path.removeprefix("stop."): number}}
+    return spellings.SCHEDULE[key](value, {}) if key in spellings.SCHEDULE else None
+
+
+_SCHEDULES = ("improve_steps",)
+"""Keys beside `config` that are none of ours."""
 
 
 def give_way(data: dict[str, Any], section: str, keys: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from ludus.experiment.sampled import Shape, look_at
 from ludus.memory.exchange import open_exchange
 from ludus.memory.exchanged import ExchangeWriter
 from ludus.memory.shared import Layout
+from ludus.model import saved
 from ludus.model.policy import Policy
 from ludus.runtime.fleet_learner import Ages, Fleet, channel_of
 from ludus.runtime.fleet_worker import FleetWorker, WorkerOptions
@@ -74,6 +76,9 @@ class Rig:
             **more,
         )
 
+    def confirm(self) -> None:
+        """Nobody else is here."""
+
     def weights(self) -> Mapping[str, Array]:
         return {name: tensor.detach().numpy() for name, tensor in self.policy.state_dict().items()}
 
@@ -92,6 +97,7 @@ class Rig:
             resumed=resumed,
             latest=lambda: (self.version, self.weights()),
             finished=lambda: self.is_over,
+            confirm=self.confirm,
         )
         try:
             yield fleet
@@ -211,7 +217,7 @@ def test_in_turn_every_batch_is_of_the_newest_version_alone(rig: Rig) -> None:
             assert (rig.taken(fleet) == newest).all()
             rig.version += 1
             fleet.publish(rig.version, rig.weights())
-        assert fleet.batches.waiting <= rig.blocks
+        assert rig.version == 5
 
 
 def test_in_turn_a_worker_waits_for_the_next_version_when_its_share_is_made(rig: Rig) -> None:
@@ -239,10 +245,31 @@ def test_the_share_of_one_who_does_not_deliver_is_made_by_the_others(rig: Rig) -
     assert rig.version == 3
 
 
+def test_in_turn_a_segment_that_was_lost_on_the_way_is_asked_for_again(rig: Rig) -> None:
+    """The server forgets the only segment of a version; the worker waits for the next version, the learner for the segment."""
+    rig.blocks = 1
+    with rig.fleet() as fleet, rig.worker("one"), rig.exchange() as exchange:
+        until(lambda: exchange.waiting() == 1)
+        (lost,) = exchange.pull(1, 1.0)
+        exchange.acknowledge([lost.id])
+        assert (rig.taken(fleet) == 1).all()
+
+
+def test_a_server_that_has_lost_everything_is_told_again(server: RedisServer, tmp_path: Path) -> None:
+    rig = Rig(server.url, tmp_path / "run", in_turn=False, blocks=1)
+    with rig.fleet(max_age=None) as fleet:
+        until(lambda: fleet._press is not None and fleet._press.published == 1)
+        with contextlib.closing(server.client()) as client:
+            client.flushall()
+        with rig.worker("late"):
+            assert (rig.taken(fleet) == 1).all()
+
+
 def test_without_turns_a_worker_goes_on_with_its_last_weights_until_there_is_no_room(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run", in_turn=False)
-    with rig.fleet():
-        pass  # the learner is gone, its bulletin and its weights are not
+    with rig.fleet() as fleet:
+        until(lambda: fleet._press is not None and fleet._press.published == 1)
+    # the learner is gone, its bulletin and its weights are not
     with rig.worker("alone"), rig.exchange() as exchange:
         until(lambda: exchange.waiting() == rig.orders.room)
     with rig.fleet(2, max_age=None) as fleet:  # and whoever comes later finds what was made
@@ -274,14 +301,27 @@ def test_one_who_falls_silent_is_counted_out(rig: Rig, monkeypatch: pytest.Monke
 
 
 def test_rubbish_among_the_notices_is_not_a_worker(rig: Rig) -> None:
+    good = json.loads(Presence("host", 1, "sampling").encode())
     with rig.exchange() as exchange, rig.fleet() as fleet:
-        exchange.post(f"{PRESENCE}rubbish", b"\x80\x04pickle")
-        until(lambda: fleet.step() and fleet._looked_at > 0)
+        for i, data in enumerate(
+            [
+                b"\x80\x04pickle",
+                json.dumps(good | {"steps": 10**400}).encode(),
+                json.dumps(good | {"blocked_s": float("nan")}).encode(),
+                b"[" * 100_000,
+                json.dumps(good | {"why": "x" * 100_000, "steps": -1}).encode(),
+            ]
+        ):
+            exchange.post(f"{PRESENCE}{i}", data)
         fleet._look()
         assert fleet.joined == 0
+        assert exchange.posted(PRESENCE) == {}
+        exchange.post(BULLETIN, json.dumps({"incarnation": float("inf")}).encode(), 1)
+        fleet._look()
+        fleet.metrics()
 
 
-def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stops(rig: Rig) -> None:
+def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stops(rig: Rig, server: RedisServer) -> None:
     with rig.worker("one") as work:
         with rig.fleet() as fleet:
             rig.update(fleet)
@@ -293,6 +333,23 @@ def test_workers_go_home_when_the_run_is_over_and_not_when_the_learner_only_stop
         work.join()
         assert work.ended == "over"
     assert rig.store.list(WEIGHTS) == []
+    with contextlib.closing(server.client()) as client:
+        assert client.keys(f"*{rig.orders.channel}*") == [], "a run that is over leaves nothing in the server"
+
+
+def test_workers_go_home_though_the_server_was_away_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.runtime.fleet_worker._OVER_S", 0.2)
+    with RedisServer(tmp_path / "redis") as server:
+        monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
+        rig = Rig(server.url, tmp_path / "run")
+        with rig.worker("one") as work:
+            with rig.fleet() as fleet:
+                rig.update(fleet)
+                rig.is_over = True
+                server.kill()
+            server.start()
+            work.join()
+            assert work.ended == "over"
 
 
 def test_a_worker_that_is_told_to_stop_says_so_and_takes_its_notice_along(rig: Rig) -> None:
@@ -318,12 +375,20 @@ def test_another_observation_space_is_refused_with_the_reason_on_both_sides(rig:
         until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
 
 
-def test_another_version_of_the_code_is_refused(rig: Rig) -> None:
+def test_another_version_of_the_code_is_refused_and_the_learner_hears_of_it(rig: Rig) -> None:
     rig.orders = replace(rig.orders, ludus="0.0.0")
-    with rig.fleet(), rig.worker("old") as work:
+    with rig.fleet() as fleet, rig.worker("old") as work:
         work.join()
         assert isinstance(work.error, IncompatibleCheckpoint)
         assert "0.0.0" in str(work.error)
+        until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
+
+
+def test_a_worker_for_one_environment_refuses_orders_that_name_another(rig: Rig) -> None:
+    with rig.fleet(), rig.worker("careful", env="Acrobot-v1") as work:
+        work.join()
+        assert isinstance(work.error, IncompatibleCheckpoint)
+        assert "CartPole-v1" in str(work.error)
 
 
 def test_a_wrong_password_ends_a_worker_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +490,46 @@ def test_of_two_learners_the_older_is_fenced_off(rig: Rig) -> None:
             older.publish(50, rig.weights())  # what it still does has no effect
             newer.step()
             assert posted()
+
+
+def test_a_learner_that_was_suspended_keeps_nothing_from_its_successor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes up in the middle of waiting, and gets what was meant for the other."""
+    monkeypatch.setattr("ludus.runtime.fleet_learner.SILENT_S", 0.5)
+    rig.blocks, rig.version = 1, 7
+    with rig.fleet(1) as older, rig.exchange() as exchange:
+        until(lambda: exchange.read(BULLETIN) is not None)
+        rig.version = 1007
+        with rig.fleet(2) as newer:
+
+            def posted() -> bool:
+                notice = exchange.read(BULLETIN)
+                return notice is not None and Bulletin.decode(notice).incarnation == 2
+
+            until(posted)
+            rig.push(0, 1007)
+            older._reader.wait(5.0)
+            with pytest.raises(Fenced):
+                older.batches.ready()
+            assert (rig.taken(newer) == 1007).all()
+
+
+def test_orders_of_a_learner_that_was_cut_off_are_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.runtime.fleet_learner._ORDERS_S", 0.0)
+    with rig.fleet() as fleet:
+        rig.store.put(ORDERS, replace(rig.orders, steps=9).encode())
+        fleet._look()
+        assert rig.store.get(ORDERS) == rig.orders.encode()
+
+
+def test_weights_that_are_asked_for_again_and_again_stay_in_the_store(rig: Rig) -> None:
+    """A slow store: the bulletin is amended while the weights that it names are on their way."""
+    with rig.fleet() as fleet:
+        press = fleet._press
+        assert press is not None
+        for share in range(12):
+            press.publish(Bulletin(1, 1, share + 2, rig.orders.fingerprint), saved.encode_weights(rig.weights()))
+            until(lambda: press._next is None)
+        assert rig.store.list(WEIGHTS) == ["00000001.safetensors"]
 
 
 def test_the_channel_of_a_run_stays_the_same(rig: Rig) -> None:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import typer
 
 from ludus.cli import options as o
-from ludus.errors import UsageError
+from ludus.errors import NotFound, UsageError
 
 PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 - the name of the variable
 
@@ -41,6 +41,10 @@ _Workers = Annotated[
     ),
 ]
 _Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Processes on this machine, each a worker.")]
+_OnlyEnv = Annotated[
+    str | None,
+    typer.Option("--env", help="Refuse orders that name another environment: they come from the store.", show_default=False),
+]
 _Compression = Annotated[str, typer.Option(help="none, lz4 or zstd.")]
 _WhenFull = Annotated[str, typer.Option(help="wait until the learner has caught up, or drop what was sampled, and count it.")]
 
@@ -52,6 +56,7 @@ def learner(
     env: o.Env = None,
     file: o.File = None,
     preset: o.Preset = None,
+    level: o.Level = None,
     experiment: o.OneExperiment = None,
     env_option: o.EnvOption = None,
     run: o.Algorithm = None,
@@ -62,6 +67,7 @@ def learner(
     seed: o.Seed = None,
     config: o.Config = None,
     set_: o.Set = None,
+    custom_parameter: o.CustomParameter = None,
     experiment_name: o.ExperimentName = None,
     checkpoint_freq: o.CheckpointFreq = None,
     keep_checkpoints_num: o.KeepCheckpoints = None,
@@ -80,7 +86,11 @@ def learner(
     train.log_at(2 if debug else verbose)
     voice = train.Voice(quiet, json_)
     memory = _without_password(memory, password_file, voice)
-    source = train.source_of(file, preset)
+    source = train.source_of(file, preset, level)
+    if source is not None:
+        from ludus.model.custom_class import look_in
+
+        look_in(source.parent)
     top = {
         "run": run, "env": env or env_option, "memory": memory, "checkpoint_freq": checkpoint_freq,
         "keep_checkpoints_num": keep_checkpoints_num,
@@ -95,10 +105,17 @@ def learner(
     if began and source is None and top["env"] is None:
         from ludus.experiment.run import Run
 
+        options = {"config": config, "set": set_ or None, **settings, **top, "memory": None, "env": None}
+        others = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
+        if ignored := [name for name, value in others.items() if value is not None]:
+            raise UsageError(
+                f"{store} holds a run, which goes on as it is configured; {', '.join(ignored)} cannot be changed.",
+                "Name the environment or the file too, and what differs is said; or leave it out.",
+            )
         data = {**Run.open(directory).config(), "memory": memory, **({"stop": stops} if stops else {})}
         name = str(data.pop("name"))
     else:
-        found = train.experiments_from(source, *given)
+        found = train.experiments_from(source, *given, custom=custom_parameter or (), say=voice)
         if len(found) > 1:
             raise UsageError(f"{source} holds {len(found)} experiments, and a fleet trains one.", "Add --experiment.")
         ((name, data),) = found.items()
@@ -106,6 +123,10 @@ def learner(
         raise UsageError("This experiment is a sweep, and a fleet trains one run.", "Give every key one value.")
     if began:
         result = starter.continue_(directory, {"name": name, **data})
+        if result is None:  # whoever still waits for it may not have heard
+            from ludus.runtime.orders import END
+
+            workspace.store_of(directory).put(END, b"")
     else:
         result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
     starter.conclude({name: result})
@@ -116,6 +137,7 @@ def worker(
     memory: _Memory,
     store: _Store,
     num: _Num = 1,
+    env: _OnlyEnv = None,
     compression: _Compression = "none",
     when_full: _WhenFull = "wait",
     password_file: _PasswordFile = None,
@@ -137,7 +159,7 @@ def worker(
     from ludus.runtime.fleet_worker import run_workers
 
     check_url(memory)
-    ended = run_workers(memory, store, num, compression, when_full, announce=voice)
+    ended = run_workers(memory, store, num, compression, when_full, env, announce=voice)
     voice("the run is over" if ended == "over" else "stopped")
 
 
@@ -150,9 +172,10 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     from ludus.store.store import open_store
 
     memory = _without_password(memory, password_file, train.Voice(False, False))
-    channel = channel_of(open_store(store), "")
-    if not channel:
-        raise UsageError(f"{store} holds no run with a fleet.")
+    try:
+        channel = channel_of(open_store(store))
+    except NotFound:
+        raise UsageError(f"{store} holds no run with a fleet.") from None
     exchange = open_exchange(memory, channel, 1)
     try:
         left = exchange.waiting()
@@ -170,6 +193,8 @@ def _without_password(memory: str, file: Path | None, say: Callable[[str], None]
         except OSError as error:
             raise UsageError(f"--memory-password-file {file} cannot be read: {error.strerror}.") from error
     parts = urlsplit(memory)
+    if {"password", "username"} & dict(parse_qsl(parts.query)).keys():
+        raise UsageError("The URL of the memory has a password in its query.", f"Put it into {PASSWORD}.")
     if not parts.scheme or parts.password is None:
         return memory
     os.environ[PASSWORD] = unquote(parts.password)

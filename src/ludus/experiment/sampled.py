@@ -245,6 +245,7 @@ def _fleet(
         resumed=before.state["models"][DEFAULT_MODEL]["version"] if before else None,
         latest=lambda: _newest(pool),
         finished=lambda: run.status == "finished",
+        confirm=pool.confirm,
         announce=announce,
     )
 

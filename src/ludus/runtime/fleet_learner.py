@@ -9,7 +9,6 @@ segments of the newest version alone, and the bulletin says how many of them eac
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import threading
@@ -23,13 +22,13 @@ import numpy as np
 
 from ludus.buffer.blocks import batch_for
 from ludus.buffer.collate import put_rows
-from ludus.errors import Damaged, ExchangeUnavailable, Fenced, LudusError, NotFound, StoreUnavailable
+from ludus.errors import AlreadyExists, Damaged, ExchangeUnavailable, Fenced, LudusError, NotFound, StoreUnavailable
 from ludus.memory.exchange import Exchange, open_exchange
 from ludus.memory.exchanged import ExchangeReader, Received
 from ludus.memory.shared import Layout
 from ludus.model import saved
 from ludus.runtime.fleet_worker import BEAT_S
-from ludus.runtime.orders import BULLETIN, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence, weights_key
+from ludus.runtime.orders import BULLETIN, CHANNEL, END, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence, weights_key
 from ludus.runtime.sampling import NOTES, Window
 from ludus.store.store import Store
 from ludus.tree import Array
@@ -49,8 +48,14 @@ _SLOW = 3.0  # times what a batch usually takes, without a segment: then workers
 _SOON_S, _FIRST_S = 0.5, 2.0
 _LAST_WORD_S = 10.0
 _SAY_EVERY_S = 30.0
+_ORDERS_S = 10.0
+_HOME_S = 3.0
+_REMEMBERED = 4096  # workers that left, whose counts come back with them
 
-TOO_OLD = "too old"
+SILENT = "has fallen silent"
+_COUNTED = (*NOTES, "dropped")
+
+TOO_OLD, UNMADE = "too old", "of a version that was not made"
 
 Announce = Callable[[str], None]
 
@@ -77,8 +82,12 @@ class FleetBatches:
     They are acknowledged when the batch is released: whoever is killed before that gets them again.
     """
 
-    def __init__(self, reader: ExchangeReader, blocks: int, age: Ages, max_age: int | None) -> None:
+    def __init__(self, reader: ExchangeReader, blocks: int, age: Ages, max_age: int | None, is_ours: Callable[[], bool]) -> None:
+        """`is_ours`: asked when there are segments of a version that is not made yet. Raises Fenced if another learner has made it;
+        False: it cannot be known now."""
         self._reader, self._blocks, self._age, self._max_age = reader, blocks, age, max_age
+        self._is_ours = is_ours
+        self._doubtful: list[Received] = []
         self._batch: Segments | None = None
         self._held: list[Received] = []
         self._taken = False
@@ -98,11 +107,21 @@ class FleetBatches:
             if received is None:
                 return False
             age = self._age(received.version)
-            if age < 0 or (self._max_age is not None and age > self._max_age):
-                self._reader.discard(received, TOO_OLD if age >= 0 else "from the future")
-                continue
-            self._put(received)
+            if age < 0:
+                self._doubt(received)
+            elif self._max_age is not None and age > self._max_age:
+                self._reader.discard(received, TOO_OLD)
+            else:
+                self._put(received)
         return not self._taken
+
+    def _doubt(self, received: Received) -> None:
+        """A version that this learner did not make: a lie, or this learner is not the one that learns any more."""
+        self._doubtful.append(received)
+        if self._is_ours():
+            for lie in self._doubtful:
+                self._reader.discard(lie, UNMADE)
+            self._doubtful.clear()
 
     def _put(self, received: Received) -> None:
         if self._batch is None:
@@ -158,18 +177,19 @@ class Fleet:
         resumed: int | None,
         latest: Callable[[], tuple[int, Mapping[str, Array]]],
         finished: Callable[[], bool],
+        confirm: Callable[[], None],
         announce: Announce | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`latest`: the newest version and its weights; `resumed`: what these were called in the checkpoint they came from;
-        `finished`: asked when it is closed, whether the workers may go home."""
+        `finished`: asked when it is closed, whether the workers may go home; `confirm` raises Fenced when the run is another's."""
         self._orders, self._incarnation, self._finished = orders, incarnation, finished
         self._announce, self._clock = announce, clock
         self._workers: dict[str, _Worker] = {}
         self._refused: set[str] = set()
         self.joined = self.left = self.silent = 0
-        self._past: dict[str, float] = dict.fromkeys(NOTES, 0.0)
-        self._past_dropped = 0
+        self._gone_by: dict[str, Presence] = {}
+        self._past: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         self._window = Window()
         self._waited_s = 0.0
         self._looked_at = -_LOOK_S
@@ -180,15 +200,22 @@ class Fleet:
         self._age = Ages(version, resumed)
         self._exchange = open_exchange(memory, orders.channel, orders.room)
         self._press: _Press | None = None
+        self._store, self._confirm, self._ordered_at = store, confirm, clock()
         try:
+            confirm()
             store.put(ORDERS, orders.encode())
+            store.delete(END)
             self._press = _Press(open_exchange(memory, orders.channel, orders.room), store)
             self._share = self._fair_share(blocks)
             self._begun_at = self._asked_at = clock()
             self._here = 0
             self.publish(version, weights)
-            self._reader = ExchangeReader(self._exchange, layout, plan=orders.fingerprint, inspect=inspect)
-            self.batches = FleetBatches(self._reader, blocks, self._age, max_age)
+            with contextlib.suppress(ExchangeUnavailable):  # what a learner that died had in hand; of one that lives yet, later
+                self._exchange.reclaim(0)
+            self._reader = ExchangeReader(
+                self._exchange, layout, plan=orders.fingerprint, inspect=inspect, reclaim_idle_s=SILENT_S
+            )
+            self.batches = FleetBatches(self._reader, blocks, self._age, max_age, self._is_ours)
         except BaseException:
             self.close()
             raise
@@ -196,12 +223,12 @@ class Fleet:
     # -- for the program
 
     def step(self) -> bool:
+        if self._clock() - self._looked_at >= _LOOK_S:
+            self._look()  # before anything is pulled: whoever slept for long may not be the one to pull any more
         began = self._clock()
         if not self.batches.ready():
             self._reader.wait(_WAIT_S)
             self._waited_s += self._clock() - began
-        if self._clock() - self._looked_at >= _LOOK_S:
-            self._look()
         if self._orders.in_turn and not self.batches.ready():
             self._ask_for_more()
         return True
@@ -227,12 +254,12 @@ class Fleet:
         return sum(worker.presence.state not in ("refused", "failed") for worker in self._workers.values())
 
     def _ask_for_more(self) -> None:
-        """Somebody who was counted on is slow or gone: the others make up for it."""
+        """Somebody who was counted on is slow or gone, or a segment was lost: there is to be more of it."""
         now = self._clock()
         if self.batches.waiting != self._here:
             self._here, self._asked_at = self.batches.waiting, now
         patience = max(_SLOW * float(np.median(self._times)), _SOON_S) if self._times else _FIRST_S
-        if now - self._asked_at < patience or self._share >= self.batches.blocks or not self._able():
+        if now - self._asked_at < patience or not self._able():
             return
         self._share += 1
         self._asked_at = now
@@ -254,17 +281,38 @@ class Fleet:
                 worker.heard_at = self._looked_at
             return
         self._check_owner(newest)
+        if newest is None:  # a server that has lost everything, too
+            self._press.amend(self._bulletin())
+        if self._looked_at - self._ordered_at >= _ORDERS_S:
+            self._keep_orders()
         for name, data in notices.items():
-            with contextlib.suppress(Damaged):
+            try:
                 self._hear(name.removeprefix(PRESENCE), Presence.decode(data))
+            except Damaged:
+                self._erase(name.removeprefix(PRESENCE))
         for name, worker in list(self._workers.items()):
             if f"{PRESENCE}{name}" not in notices:
                 self._gone(name, worker, "left")
             elif self._looked_at - worker.heard_at > SILENT_S:
-                self._gone(name, worker, "has fallen silent")
+                self._gone(name, worker, SILENT)
         if not self._workers and not self.batches.waiting:
             self._say_now_and_then("no worker is here: ludus fleet worker --memory … --store … brings one")
         self._status = self._seen_now()
+
+    def _keep_orders(self) -> None:
+        """A learner that was cut off while it began may have written its own over ours."""
+        self._ordered_at = self._looked_at
+        with contextlib.suppress(StoreUnavailable, NotFound):
+            if self._store.get(ORDERS) != self._orders.encode():
+                self._confirm()
+                self._store.put(ORDERS, self._orders.encode())
+
+    def _is_ours(self) -> bool:
+        try:
+            self._check_owner(self._exchange.read(BULLETIN))
+        except ExchangeUnavailable:
+            return False
+        return True
 
     def _check_owner(self, notice: bytes | None) -> None:
         if notice is None:
@@ -286,7 +334,7 @@ class Fleet:
             self._erase(name)
             return
         if known is None:
-            self.joined += 1
+            self.joined += self._gone_by.pop(name, None) is None  # else it was only not heard for a while
             log.info("worker %s joined (%s, pid %d)", name, presence.host, presence.pid)
             self._workers[name] = _Worker(presence, self._looked_at)
         elif presence.beat != known.presence.beat:
@@ -299,10 +347,12 @@ class Fleet:
         log.info("worker %s %s after %d segments", name, how, worker.presence.blocks)
         del self._workers[name]
         self.left += 1
-        self.silent += how != "left"
-        for note in NOTES:
-            self._past[note] += float(getattr(worker.presence, note))
-        self._past_dropped += worker.presence.dropped
+        self.silent += how == SILENT
+        self._gone_by[name] = worker.presence
+        if len(self._gone_by) > _REMEMBERED:
+            oldest = self._gone_by.pop(next(iter(self._gone_by)))
+            for note in _COUNTED:
+                self._past[note] += float(getattr(oldest, note))
         if how != "left":
             self._erase(name)
 
@@ -321,9 +371,9 @@ class Fleet:
 
     def _totals(self) -> dict[str, float]:
         totals = dict(self._past)
-        for worker in self._workers.values():
-            for note in NOTES:
-                totals[note] += float(getattr(worker.presence, note))
+        for presence in (*self._gone_by.values(), *(worker.presence for worker in self._workers.values())):
+            for note in _COUNTED:
+                totals[note] += float(getattr(presence, note))
         return totals
 
     def metrics(self) -> dict[str, float]:
@@ -332,7 +382,6 @@ class Fleet:
         everyone = max(seconds, 1e-9) * max(1, len(self._workers))
         reader = self._reader
         assert self._press is not None
-        dropped = self._past_dropped + sum(worker.presence.dropped for worker in self._workers.values())
         return {
             "sampler/workers": float(len(self._workers)),
             "sampler/fps": new["steps"] / max(seconds, 1e-9),
@@ -350,7 +399,7 @@ class Fleet:
             "fleet/lost": float(reader.lost),
             "fleet/rejected": float(sum(reader.rejected.values())),
             "fleet/discarded": float(sum(reader.discarded.values())),
-            "fleet/dropped": float(dropped),
+            "fleet/dropped": totals["dropped"],
             "fleet/published": float(self._press.published),
             "fleet/publish_failures": float(self._press.failures),
             "fleet/unavailable_s": float(reader.unavailable_total_s),
@@ -386,9 +435,29 @@ class Fleet:
 
     def close(self) -> None:
         if self._press is not None:
-            self._press.close(replace(self._bulletin(), over=True) if self._finished() else None)
+            self._press.close()
             self._press = None
+            if self._finished():
+                self._send_home()
         self._exchange.close()
+
+    def _send_home(self) -> None:
+        """The run is over: say so where workers look, and leave nothing in the exchange when they are gone."""
+        with contextlib.suppress(LudusError):
+            self._confirm()
+            self._store.put(END, b"")
+            for name in self._store.list(WEIGHTS):
+                self._store.delete(f"{WEIGHTS}/{name}")
+        try:
+            over = replace(self._bulletin(), over=True)
+            if not self._exchange.post(BULLETIN, over.encode(), self._incarnation):
+                return
+            deadline = time.monotonic() + _HOME_S
+            while self._exchange.posted(PRESENCE) and time.monotonic() < deadline:
+                time.sleep(_WAIT_S)
+            self._exchange.drop()
+        except LudusError as error:
+            log.warning("the workers could not be told that the run is over; they will find it in the store: %s", error)
 
 
 class _Press:
@@ -423,31 +492,25 @@ class _Press:
         if self._error is not None:
             raise self._error
 
-    def close(self, last: Bulletin | None) -> None:
-        """`last`: a word to put up before it ends."""
+    def close(self) -> None:
+        """What is on its way is finished, if that does not take long."""
         with self._changed:
-            self._closing = True
-            self._next = (last, None) if last is not None else None
+            self._closing, self._next = True, None
             self._changed.notify_all()
         self._thread.join(_LAST_WORD_S)
         if not self._thread.is_alive():
-            if last is not None:
-                self._tidy(0)
             self._exchange.close()
 
     # -- the thread
 
     def _work(self) -> None:
         pause = _AGAIN_S
-        deadline: float | None = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None or self._closing)
                 if self._next is None:
                     return
-                (bulletin, weights), closing = self._next, self._closing
-            if closing and deadline is None:
-                deadline = time.monotonic() + _LAST_WORD_S / 2
+                bulletin, weights = self._next
             try:
                 self._bring(bulletin, weights)
             except (StoreUnavailable, ExchangeUnavailable) as error:
@@ -456,9 +519,7 @@ class _Press:
                     log.warning("new weights do not get out: %s; workers go on with those they have", error)
                 self._said = True
                 with self._changed:
-                    if closing and deadline is not None and time.monotonic() >= deadline:
-                        return
-                    self._changed.wait(pause)
+                    self._changed.wait_for(lambda: self._closing, pause)
                 pause = min(2 * pause, _MOST_AGAIN_S)
                 continue
             except LudusError as error:
@@ -476,7 +537,7 @@ class _Press:
                     self._next = None
 
     def _bring(self, bulletin: Bulletin, weights: bytes | None) -> None:
-        if weights is not None:
+        if weights is not None and bulletin.version not in self._kept:
             self._store.put(weights_key(bulletin.version), weights)
             self._kept.append(bulletin.version)
         if not self._exchange.post(BULLETIN, bulletin.encode(), bulletin.incarnation):
@@ -487,27 +548,26 @@ class _Press:
         if weights is not None:
             self.published += 1
             if self.published == 1:
-                self._forget_others()
-            self._tidy(_KEPT_WEIGHTS)
+                self._forget_earlier()
+            self._tidy()
 
-    def _tidy(self, keep: int) -> None:
+    def _tidy(self) -> None:
         with contextlib.suppress(LudusError):
-            while len(self._kept) > keep:
+            while len(self._kept) > _KEPT_WEIGHTS:
                 self._store.delete(weights_key(self._kept.popleft()))
 
-    def _forget_others(self) -> None:
-        """Weights that earlier learners left behind."""
+    def _forget_earlier(self) -> None:
+        """Weights that earlier learners left behind; never those of a later one."""
         with contextlib.suppress(LudusError):
             for name in self._store.list(WEIGHTS):
-                if name.split(".")[0].isdigit() and int(name.split(".")[0]) not in self._kept:
+                number = name.split(".")[0]
+                if number.isdigit() and int(number) < min(self._kept):
                     self._store.delete(f"{WEIGHTS}/{name}")
 
 
-def channel_of(store: Store, otherwise: str) -> str:
-    """The channel of a run that had a fleet before, of whatever version; else the given one. Raises Damaged."""
-    try:
-        return str(json.loads(store.get(ORDERS))["channel"])
-    except NotFound:
-        return otherwise
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{ORDERS} is damaged: {error!r}.") from error
+def channel_of(store: Store, new: str | None = None) -> str:
+    """The channel of a run: the same for all of its learners, whoever was first. Without `new`: raises NotFound if it has none."""
+    if new is not None:
+        with contextlib.suppress(AlreadyExists):
+            store.put(CHANNEL, new.encode(), overwrite=False)
+    return store.get(CHANNEL).decode("ascii", "replace")

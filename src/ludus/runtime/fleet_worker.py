@@ -16,7 +16,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -44,7 +44,7 @@ from ludus.model import saved
 from ludus.model.device import acting_on, named_device
 from ludus.model.policy import Policy, Weights
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals
-from ludus.runtime.orders import BULLETIN, ORDERS, PRESENCE, Bulletin, Orders, Presence, weights_key
+from ludus.runtime.orders import BULLETIN, END, ORDERS, PRESENCE, Bulletin, Orders, Presence, channel_in, weights_key
 from ludus.runtime.processes import OVER, Context, Restart, Supervisor
 from ludus.store.store import Store, open_store
 
@@ -60,7 +60,8 @@ _SAY_EVERY_S = 10.0
 _ROOM_S = 0.2
 _LEAVE_S = 5.0
 _PATIENCE_S = 2.0
-_HANG_S = 60.0
+_OVER_S = 10.0
+_HANG_S = 300.0
 _LOOK_S = 0.1
 _RESTART = Restart(limit=None, steady_s=5.0)
 _PRELOAD = ("numpy", "torch", "gymnasium", "ludus.runtime.fleet_worker")
@@ -74,6 +75,8 @@ class WorkerOptions:
     when_full: Literal["wait", "drop"] = "wait"
     name: str = field(default_factory=lambda: f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     """Unlike that of any worker before: segments are numbered by worker."""
+    env: str | None = None
+    """Refuse orders that name another environment."""
 
 
 class _Ended(Exception):
@@ -97,6 +100,7 @@ class FleetWorker:
         self._memory, self._store, self._options = memory, store, options or WorkerOptions()
         self._stop, self._announce, self._beaten = stop, announce, beat
         self._presence = Presence(platform.node(), os.getpid(), "starting")
+        self._beginning_at = 0.0
 
     def run(self) -> str:
         """Why it ended: `stopped` or `over`. Raises IncompatibleCheckpoint when it is not fit for this run, EnvironmentFault."""
@@ -110,20 +114,41 @@ class FleetWorker:
                 if str(ended) in ("stopped", "over"):
                     return str(ended)
                 self._say(f"{ended}; beginning anew")
+                self._beginning_at = time.monotonic() + _AGAIN_S
 
     # -- before it begins
 
     def _await_orders(self) -> Orders:
         said_at = -_SAY_EVERY_S
+        self._pause(self._beginning_at - time.monotonic())
         while True:
             try:
-                return Orders.decode(self._store.get(ORDERS))
+                data = self._store.get(ORDERS)
+                with self._refusal(data):
+                    orders = Orders.decode(data)
+                    if self._options.env is not None and orders.env != self._options.env:
+                        raise IncompatibleCheckpoint(
+                            f"The orders name the environment {orders.env}, and this worker is for {self._options.env} alone."
+                        )
+                return orders
             except (NotFound, StoreUnavailable) as error:
                 if time.monotonic() - said_at >= _SAY_EVERY_S:
                     said_at = time.monotonic()
                     why = "there is no learner yet" if isinstance(error, NotFound) else error.message
                     self._say(f"waiting for the orders of a learner in {self._store.url}: {why}")
             self._pause(_AGAIN_S)
+
+    @contextlib.contextmanager
+    def _refusal(self, orders: bytes) -> Iterator[None]:
+        """Whoever does not fit says so to the learner, too."""
+        try:
+            yield
+        except IncompatibleCheckpoint as error:
+            channel, room = channel_in(orders)
+            with contextlib.suppress(LudusError), contextlib.closing(open_exchange(self._memory, channel, room)) as exchange:
+                refused = replace(self._presence, state="refused", why=str(error))
+                exchange.post(f"{PRESENCE}{self._options.name}", refused.encode())
+            raise
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -285,7 +310,7 @@ class _FollowedSource:
 
 
 class _Follower:
-    """A thread that reads the bulletin, fetches the weights it names, and shows that the worker lives."""
+    """Two threads: one reads the bulletin and shows that the worker lives, the other fetches the weights that it names."""
 
     def __init__(self, exchange: Exchange, store: Store, orders: Orders, name: str, presence: Callable[[], Presence]) -> None:
         self._exchange, self._store, self._orders, self._name, self._presence = exchange, store, orders, name, presence
@@ -296,28 +321,35 @@ class _Follower:
         self._beaten_at = -BEAT_S
         self.bulletin: Bulletin | None = None
         self.weights: tuple[int, Weights] | None = None
-        self.trouble = ""
-        """Why there is no news."""
+        self._troubles: dict[str, str] = {}
         self._error: LudusError | None = None
-        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._over = False
+        self._threads = [
+            threading.Thread(target=self._keep, args=(name, work), name=name, daemon=True)
+            for name, work in (("news", self._read_news), ("weights", self._fetch_weights))
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def version(self) -> int | None:
         return None if self.weights is None else self.weights[0]
+
+    @property
+    def trouble(self) -> str:
+        """Why there is nothing new."""
+        return "; ".join(self._troubles.values())
 
     def check(self) -> None:
         """Raises _Ended when the run is over or its orders are others, and whatever cannot be mended by waiting."""
         if self._error is not None:
             raise self._error
         bulletin = self.bulletin
-        if bulletin is None:
-            return
-        if bulletin.over:
+        if self._over or (bulletin is not None and bulletin.over):
             raise _Ended("over")
-        if bulletin.orders != self._orders.fingerprint:
+        if bulletin is not None and bulletin.orders != self._orders.fingerprint:
             raise _Ended("the orders have changed")
 
     def wait(self, wanted: Callable[[], int | None], timeout_s: float) -> int | None:
@@ -332,91 +364,118 @@ class _Follower:
 
     def farewell(self, keep: bool = False) -> None:
         """The worker leaves: its notice goes, or stays for the learner to read why."""
-        self._closed.set()
-        self._thread.join(_PATIENCE_S)
-        if self._thread.is_alive():
-            return
-        with contextlib.suppress(LudusError):
-            if keep:
-                self._post()
-            else:
-                self._exchange.erase(f"{PRESENCE}{self._name}")
+        self._end()
+        if not self._threads[0].is_alive():
+            with contextlib.suppress(LudusError):
+                if keep:
+                    self._post()
+                else:
+                    self._exchange.erase(f"{PRESENCE}{self._name}")
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join(_PATIENCE_S)
-        if not self._thread.is_alive():
+        self._end()
+        if not self._threads[0].is_alive():
             self._exchange.close()
 
-    # -- the thread
+    def _end(self) -> None:
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._threads[0].join(_PATIENCE_S)  # the other one may be in the middle of a download, and ends with the process
 
-    def _follow(self) -> None:
+    # -- the threads
+
+    def _keep(self, name: str, work: Callable[[], None]) -> None:
+        """Do it until it is closed, whatever is away for a while."""
         while not self._closed.is_set():
-            pause = _AGAIN_S
             try:
-                self._look()
-                pause, self.trouble = _HUNGRY_S if self._hungry.is_set() else _NEWS_S, ""
-            except (ExchangeUnavailable, StoreUnavailable) as error:
-                self._trouble(str(error))
-            except NotFound:  # these weights have been replaced: the next bulletin names others
-                pause = _NEWS_S
-            except Damaged as error:  # somebody else's rubbish, or a write that is being replaced
-                self._trouble(str(error))
-            except LudusError as error:  # a wrong password: nothing that waiting would mend
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+                work()
+                self._troubles.pop(name, None)
+                continue
+            except (ExchangeUnavailable, StoreUnavailable, Damaged) as error:  # damaged: rubbish that the learner will replace
+                if name not in self._troubles:
+                    log.warning("nothing new from the learner: %s", error)
+                self._troubles[name] = str(error)
+            except LudusError as error:  # such as a wrong password: nothing that waiting would mend
+                self._fail(error)
                 return
             except Exception as error:  # a bug must end the worker, not leave it deaf
-                log.exception("the follower failed")
-                with self._changed:
-                    self._error = LudusError(f"{type(error).__name__}: {error}")
-                    self._changed.notify_all()
+                log.exception("a thread of the worker failed")
+                self._fail(LudusError(f"{type(error).__name__}: {error}"))
                 return
-            if pause == _NEWS_S:
-                self._hungry.wait(pause)  # whoever begins to wait for news does not wait for this pause, too
-            else:
-                self._closed.wait(pause)
+            self._closed.wait(_AGAIN_S)
 
-    def _trouble(self, why: str) -> None:
-        if not self.trouble:
-            log.warning("no news from the learner: %s", why)
-        self.trouble = why
+    def _fail(self, error: LudusError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
-    def _look(self) -> None:
+    def _read_news(self) -> None:
         if time.monotonic() - self._beaten_at >= BEAT_S:
             self._post()
         data = self._exchange.read(BULLETIN)
-        if data is None:
-            return
-        bulletin = Bulletin.decode(data)
-        if bulletin != self.bulletin:
+        bulletin = None if data is None else Bulletin.decode(data)
+        if bulletin is not None and bulletin != self.bulletin:
             with self._changed:
                 self.bulletin = bulletin
                 self._changed.notify_all()
-        ours = bulletin.orders == self._orders.fingerprint and not bulletin.over
-        if ours and bulletin.version != self.version:
-            key = weights_key(bulletin.version)
-            weights, _ = saved.decode_weights(self._store.get(key), key)
-            with self._changed:
-                self.weights = bulletin.version, weights
-                self._changed.notify_all()
+        if self._hungry.is_set():
+            self._closed.wait(_HUNGRY_S)
+        else:
+            self._hungry.wait(_NEWS_S)  # whoever begins to wait for news does not wait for this pause, too
 
     def _post(self) -> None:
         self._beats += 1
         self._exchange.post(f"{PRESENCE}{self._name}", replace(self._presence(), beat=self._beats).encode())
         self._beaten_at = time.monotonic()
 
+    def _fetch_weights(self) -> None:
+        def wanted() -> bool:
+            new = self.bulletin
+            return new is not None and new.orders == self._orders.fingerprint and not new.over and new.version != self.version
+
+        with self._changed:
+            found = self._changed.wait_for(lambda: wanted() or self._closed.is_set(), _OVER_S)
+            bulletin = self.bulletin
+        if not found:
+            self._look_for_the_end()
+            return
+        if self._closed.is_set() or bulletin is None:
+            return
+        key = weights_key(bulletin.version)
+        try:
+            weights, _ = saved.decode_weights(self._store.get(key), key)
+        except NotFound:  # they have been replaced: the next bulletin names others
+            self._closed.wait(_NEWS_S)
+            return
+        with self._changed:
+            self.weights = bulletin.version, weights
+            self._changed.notify_all()
+
+    def _look_for_the_end(self) -> None:
+        """Nothing was new for long: the learner may have come to its end when it could not say so."""
+        with contextlib.suppress(NotFound):
+            self._store.get(END)
+            self._over = True
+
 
 # -- on this machine ----------------------------------------------------------------------------------------------------
 
 
-def run_workers(memory: str, place: str, num: int, compression: str, when_full: str, announce: Announce | None = None) -> str:
+def run_workers(
+    memory: str,
+    place: str,
+    num: int,
+    compression: str,
+    when_full: str,
+    env: str | None = None,
+    announce: Announce | None = None,
+) -> str:
     """So many workers on this machine, until they are told to stop or the run is over; returns which. One that dies is replaced.
 
     Raises UsageError, IncompatibleCheckpoint when workers are refused: the next ones would be, too.
     """
-    options = functools.partial(WorkerOptions, cast(Any, compression), cast(Any, when_full))
+    options = functools.partial(WorkerOptions, cast(Any, compression), cast(Any, when_full), env=env)
     with stop_on_signals() as stop:
         if num == 1:
             return FleetWorker(memory, open_store(place), options(), stop=stop, announce=announce).run()

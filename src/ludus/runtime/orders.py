@@ -1,13 +1,14 @@
 """What the learner of a fleet tells its workers: the orders, which stay as they are, and the bulletin, which changes all the time.
 
 The orders are a file in the store, the bulletin a notice on the board of the exchange, the weights that it names a file again.
-All of it is plain data: a worker runs nothing but what is installed where it is.
+All of it is plain data. But the orders name an environment, which a worker imports: whoever may write them chooses what it runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,6 +20,9 @@ PROTOCOL = 1
 """Of orders, bulletins and messages; others are refused."""
 
 ORDERS = "fleet/orders.json"
+CHANNEL = "fleet/channel"
+END = "fleet/over"
+"""Is there when the run has come to its end; for workers that could not hear of it."""
 WEIGHTS = "fleet/weights"
 BULLETIN = "bulletin"
 PRESENCE = "worker/"
@@ -100,13 +104,7 @@ class Bulletin:
     @classmethod
     def decode(cls, data: bytes) -> Bulletin:
         """Raises Damaged."""
-        try:
-            plain = json.loads(data)
-            return cls(
-                int(plain["incarnation"]), int(plain["version"]), int(plain["share"]), str(plain["orders"]), bool(plain["over"])
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"The bulletin of the fleet is damaged: {error!r}.") from error
+        return cls(**_read(cls, data, "The bulletin of the fleet"))
 
 
 @dataclass(frozen=True)
@@ -131,21 +129,57 @@ class Presence:
     env_restarts: int = 0
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self) | {"why": self.why[:_LONG], "host": self.host[:_LONG]}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Presence:
         """Raises Damaged."""
-        try:
-            plain = json.loads(data)
-            values = {field.name: _KINDS[str(field.type)](plain[field.name]) for field in fields(cls)}
-            return cls(**values)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise Damaged(f"A worker's notice is damaged: {error!r}.") from error
-
-
-_KINDS: Mapping[str, Callable[[Any], Any]] = {"str": lambda value: str(value)[:500], "int": int, "float": float}
+        return cls(**_read(cls, data, "A worker's notice"))
 
 
 def weights_key(version: int) -> str:
     return f"{WEIGHTS}/{version:08d}.safetensors"
+
+
+def channel_in(orders: bytes) -> tuple[str, int]:
+    """Channel and room of orders of any version. Raises Damaged."""
+    try:
+        plain = json.loads(orders)
+        return str(plain["channel"]), _integer(plain["room"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{ORDERS} is damaged: {type(error).__name__}.") from error
+
+
+# -- what anybody may have written --------------------------------------------------------------------------------------
+
+_LONG = 500
+
+
+def _read(cls: type[Any], data: bytes, what: str) -> dict[str, Any]:
+    """The fields of a notice, each of its kind. Raises Damaged."""
+    try:
+        plain = json.loads(data)
+        return {field.name: _KINDS[str(field.type)](plain[field.name]) for field in fields(cls)}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Damaged(f"{what} is damaged: {type(error).__name__}.") from error
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError("not a count")
+    return value
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("not a number")
+    return number
+
+
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "str": lambda value: str(value)[:_LONG],
+    "int": _integer,
+    "float": _number,
+    "bool": bool,
+}
