@@ -13,7 +13,7 @@ from ludus.actor.actor import Actor
 from ludus.actor.gateway import owner_of
 from ludus.errors import Refused, Unreachable
 from ludus.game.client import AsyncClient
-from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.gateways import GatewayFleet
 from ludus.runtime.processes import Supervisor
 from tests.long.record import record
 

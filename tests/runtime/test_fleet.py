@@ -420,6 +420,18 @@ def test_new_orders_make_workers_begin_anew(rig: Rig) -> None:
             assert (rig.taken(fleet) == rig.version).all()
 
 
+def test_a_worker_that_hears_nothing_looks_for_other_orders(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was begun anew at the same place: its channel is another one."""
+    monkeypatch.setattr("ludus.runtime.fleet_worker._OVER_S", 0.2)
+    rig.blocks = 1
+    with rig.worker("one"):
+        with rig.fleet() as fleet:
+            rig.update(fleet)
+        rig.orders = replace(rig.orders, channel=f"{rig.orders.channel}-again")
+        with rig.fleet(2) as fleet:
+            assert (rig.taken(fleet) == rig.version).all()
+
+
 # -- what counts ---------------------------------------------------------------------------------------------------------
 
 

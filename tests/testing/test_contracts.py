@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import ludus
 from ludus.errors import AlreadyExists, MemoryClosed, NotFound
 from ludus.memory.local import LocalMemory
 from ludus.store.local import LocalStore
-from ludus.store.store import MANIFEST, Bytes, Store
+from ludus.store.store import MANIFEST, Bytes, Guard, Store
 from ludus.testing.memory_contract import MemoryContract
 from ludus.testing.store_contract import StoreContract
 from ludus.types import Segments, SegmentSpec
@@ -37,10 +38,40 @@ class _Replaces(LocalStore):
 class _Tears(LocalStore):
     """Writes a bundle where it will be read."""
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes]) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
         for name, data in files.items():
             self.put(f"{key}/{name}", data)
         self.put(f"{key}/{MANIFEST}", b"{}")
+
+
+class _Late(LocalStore):
+    """Asks the guard when it is too late."""
+
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        super().put_bundle(key, files)
+        if guard is not None:
+            guard()
+
+
+class _Careless(LocalStore):
+    """Reads one file without looking at the manifest."""
+
+    def get_file(self, key: str, name: str) -> bytes:
+        return self.get(f"{key}/{name}")
+
+
+class _Zealous(LocalStore):
+    """Sweeps away what is whole."""
+
+    def sweep(self, prefix: str) -> int:
+        for name in self.list(prefix):
+            self.delete(f"{prefix}/{name}" if prefix else name)
+        return super().sweep(prefix)
+
+
+class _Lazy(LocalStore):
+    def sweep(self, prefix: str) -> int:
+        return 0
 
 
 class _Believes(LocalStore):
@@ -73,6 +104,12 @@ class _StoreSuite(StoreContract):
         path = store.root / key / name
         path.unlink() if data is None else path.write_bytes(data)
 
+    def abandon(self, store: Store, key: str, files: Mapping[str, bytes]) -> None:
+        assert isinstance(store, LocalStore)
+        folder = (store.root / key).parent / f".aside-{uuid.uuid4().hex}"
+        folder.mkdir(parents=True)
+        (folder / "a.bin").write_bytes(files["a.bin"])
+
 
 @pytest.mark.parametrize(
     ("wrong", "caught_by"),
@@ -80,6 +117,13 @@ class _StoreSuite(StoreContract):
         (_Replaces, lambda s, store: s.test_of_many_writers_without_overwrite_exactly_one_wins(store)),
         (_Tears, lambda s, store: s.test_a_bundle_never_changes(store)),
         (_Tears, lambda s, store: s.test_a_write_that_fails_half_way_leaves_nothing(store)),
+        (_Late, lambda s, store: s.test_the_guard_is_asked_once_when_nothing_can_be_seen_yet(store)),
+        (_Late, lambda s, store: s.test_a_guard_that_refuses_leaves_nothing(store)),
+        (_Careless, lambda s, store: s.test_a_changed_file_is_noticed(store, b"")),
+        (_Zealous, lambda s, store: s.test_a_sweep_removes_what_is_unfinished_and_nothing_else(store)),
+        (_Zealous, lambda s, store: s.test_there_is_nothing_to_sweep_where_all_went_well(store)),
+        (_Lazy, lambda s, store: s.test_a_sweep_removes_what_is_unfinished_and_nothing_else(store)),
+        (_Lazy, lambda s, store: s.test_a_sweep_keeps_to_its_prefix(store)),
         (_Believes, lambda s, store: s.test_a_changed_file_is_noticed(store, b"")),
         (_Believes, lambda s, store: s.test_a_missing_file_is_noticed(store, "a.bin")),
         (_Unsorted, lambda s, store: s.test_many_keys_are_all_there_and_in_order(store)),
@@ -195,4 +239,5 @@ def test_only_the_contract_suites_need_pytest() -> None:
         for path in package.rglob("*.py")
         if re.search(r"^\s*(import|from) pytest\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert using == {"testing/memory_contract.py", "testing/store_contract.py"}
+    assert {"testing/memory_contract.py", "testing/store_contract.py"} <= using
+    assert [name for name in using if not re.fullmatch(r"testing/\w+_contract\.py", name)] == []

@@ -323,7 +323,7 @@ class _Follower:
         self.weights: tuple[int, Weights] | None = None
         self._troubles: dict[str, str] = {}
         self._error: LudusError | None = None
-        self._over = False
+        self._over = self._others = False
         self._threads = [
             threading.Thread(target=self._keep, args=(name, work), name=name, daemon=True)
             for name, work in (("news", self._read_news), ("weights", self._fetch_weights))
@@ -349,7 +349,7 @@ class _Follower:
         bulletin = self.bulletin
         if self._over or (bulletin is not None and bulletin.over):
             raise _Ended("over")
-        if bulletin is not None and bulletin.orders != self._orders.fingerprint:
+        if self._others or (bulletin is not None and bulletin.orders != self._orders.fingerprint):
             raise _Ended("the orders have changed")
 
     def wait(self, wanted: Callable[[], int | None], timeout_s: float) -> int | None:
@@ -453,7 +453,9 @@ class _Follower:
             self._changed.notify_all()
 
     def _look_for_the_end(self) -> None:
-        """Nothing was new for long: the learner may have come to its end when it could not say so."""
+        """Nothing was new for long: the learner may have come to its end when it could not say so, or use another channel now."""
+        with contextlib.suppress(NotFound):
+            self._others = self._store.get(ORDERS) != self._orders.encode()
         with contextlib.suppress(NotFound):
             self._store.get(END)
             self._over = True

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, UsageError
+from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, StoreError, UsageError
 from ludus.store.store import MANIFEST, Store, make_manifest
 
 FILES: Mapping[str, bytes] = {"a.bin": bytes(range(256)) * 5, "b.json": b'{"n": 1}', "empty": b""}
@@ -31,6 +31,9 @@ ESCAPES = ["..", "../x", "a/../../x", "a/..", "/x", "/", "\\x", "a\\..\\x", "a\0
 
 
 class StoreContract:
+    writers = WRITERS
+    """How many write at once in a race. A server whose locks are slow may do with fewer."""
+
     @pytest.fixture
     def store(self) -> Store:
         raise NotImplementedError("Override the fixture `store`: an empty store of the kind to be tested.")
@@ -42,6 +45,11 @@ class StoreContract:
     def abandon(self, store: Store, key: str, files: Mapping[str, bytes]) -> None:
         """Leave in the store whatever a writer leaves that is killed just before `put_bundle(key, files)` is done."""
         raise NotImplementedError("Override `abandon`.")
+
+    def test_its_address_is_one_line_without_secrets(self, store: Store) -> None:
+        assert store.url == store.url.strip() != ""
+        assert "\n" not in store.url
+        assert "@" not in store.url
 
     # -- single values
 
@@ -78,7 +86,7 @@ class StoreContract:
         assert store.get("value") == b"first"
 
     def test_of_many_writers_without_overwrite_exactly_one_wins(self, store: Store) -> None:
-        won = _race(lambda i: store.put("race/prize", str(i).encode() * 1000, overwrite=False))
+        won = _race(self.writers, lambda i: store.put("race/prize", str(i).encode() * 1000, overwrite=False))
         assert len(won) == 1
         assert store.get("race/prize") == str(won[0]).encode() * 1000
 
@@ -94,7 +102,7 @@ class StoreContract:
                 else:
                     store.put("value", values[turn % len(values)])
 
-        assert len(_race(write_or_read)) == WRITERS  # nobody failed
+        assert len(_race(self.writers, write_or_read)) == self.writers  # nobody failed
         assert seen
         assert seen <= set(values)
 
@@ -120,7 +128,18 @@ class StoreContract:
 
     def test_the_files_of_a_bundle_can_be_read_one_by_one(self, store: Store) -> None:
         store.put_bundle("checkpoints/000001", FILES)
-        assert store.get("checkpoints/000001/b.json") == FILES["b.json"]
+        assert {name: store.get_file("checkpoints/000001", name) for name in FILES} == dict(FILES)
+
+    def test_a_file_that_a_bundle_does_not_have_is_not_found(self, store: Store) -> None:
+        store.put_bundle("bundle", FILES)
+        store.put("value", b"1")
+        with pytest.raises(NotFound, match="no-such-file"):
+            store.get_file("bundle", "no-such-file")
+        with pytest.raises(NotFound, match="no-such-bundle"):
+            store.get_file("no-such-bundle", "a.bin")
+        for outside in ("../value", "/value", "..", ""):
+            with pytest.raises((NotFound, UsageError)):
+                store.get_file("bundle", outside)
 
     def test_a_bundle_never_changes(self, store: Store) -> None:
         store.put_bundle("bundle", FILES)
@@ -129,7 +148,7 @@ class StoreContract:
         assert store.get_bundle("bundle") == dict(FILES)
 
     def test_of_many_writers_of_a_bundle_exactly_one_wins(self, store: Store) -> None:
-        won = _race(lambda i: store.put_bundle("race/bundle", {"who": str(i).encode(), "data": bytes([i]) * 5000}))
+        won = _race(self.writers, lambda i: store.put_bundle("race/bundle", {"who": str(i).encode(), "data": bytes([i]) * 5000}))
         assert len(won) == 1
         assert store.get_bundle("race/bundle") == {"who": str(won[0]).encode(), "data": bytes([won[0]]) * 5000}
         assert store.list("race") == ["bundle"]
@@ -163,6 +182,73 @@ class StoreContract:
         assert store.get_bundle("checkpoints/000001") == {"again": b"1"}
         assert store.list("checkpoints") == ["000001"]
 
+    def test_the_guard_is_asked_once_when_nothing_can_be_seen_yet(self, store: Store) -> None:
+        seen: list[list[str]] = []
+
+        def guard() -> None:
+            seen.append(store.list("checkpoints"))
+            with pytest.raises(NotFound):
+                store.get_bundle("checkpoints/000001")
+
+        store.put_bundle("checkpoints/000001", FILES, guard=guard)
+        assert seen == [[]]
+        assert store.get_bundle("checkpoints/000001") == dict(FILES)
+
+    def test_a_guard_that_refuses_leaves_nothing(self, store: Store) -> None:
+        def guard() -> None:
+            raise Fenced("Another process has taken this run over.")
+
+        with pytest.raises(Fenced):
+            store.put_bundle("checkpoints/000001", FILES, guard=guard)
+        assert store.list("checkpoints") == []
+        with pytest.raises(NotFound):
+            store.get_bundle("checkpoints/000001")
+        assert store.sweep("checkpoints") == 0
+        store.put_bundle("checkpoints/000001", {"again": b"1"})
+        assert store.get_bundle("checkpoints/000001") == {"again": b"1"}
+
+    # -- sweeping
+
+    def test_a_sweep_removes_what_is_unfinished_and_nothing_else(self, store: Store) -> None:
+        store.put_bundle("checkpoints/000001", FILES)
+        store.put("checkpoints/best.json", b"{}")
+        store.put("checkpoints/deep/er", b"1")
+        for key in ("checkpoints/000001", "checkpoints/000002", "checkpoints/000002"):  # also beside one that was written since
+            self._abandon_beside(store, key)
+        assert store.sweep("checkpoints") == 3
+        assert store.sweep("checkpoints") == 0
+        assert store.list("checkpoints") == ["000001", "best.json", "deep"]
+        assert store.get_bundle("checkpoints/000001") == dict(FILES)
+        assert store.get("checkpoints/best.json") == b"{}"
+        assert store.get("checkpoints/deep/er") == b"1"
+
+    def _abandon_beside(self, store: Store, key: str) -> None:
+        """Also where there is a bundle: this writer had begun before that was there."""
+        finished = store.get_bundle(key) if key.rpartition("/")[2] in store.list(key.rpartition("/")[0]) else None
+        if finished is not None:
+            store.delete(key)
+        self.abandon(store, key, FILES)
+        if finished is not None:
+            store.put_bundle(key, finished)
+
+    def test_a_sweep_keeps_to_its_prefix(self, store: Store) -> None:
+        self.abandon(store, "a/1", FILES)
+        self.abandon(store, "ab/1", FILES)
+        assert store.sweep("b") == 0
+        assert store.sweep("a") == 1
+        assert store.sweep("ab") == 1
+
+    def test_there_is_nothing_to_sweep_where_all_went_well(self, store: Store) -> None:
+        store.put("value", b"1")
+        store.put_bundle("bundle", FILES)
+        with pytest.raises(AlreadyExists):
+            store.put_bundle("bundle", FILES)
+        store.put_bundle("other", FILES)
+        store.delete("other")
+        assert store.sweep("") == 0
+        assert store.sweep("no/such") == 0
+        assert store.list("") == ["bundle", "value"]
+
     # -- damage
 
     @pytest.mark.parametrize("name", ["a.bin", "b.json", "empty"])
@@ -171,6 +257,10 @@ class StoreContract:
         self.damage(store, "bundle", name, None)
         with pytest.raises(Damaged, match=name):
             store.get_bundle("bundle")
+        with pytest.raises(Damaged, match=name):
+            store.get_file("bundle", name)
+        others = [other for other in FILES if other != name]
+        assert [store.get_file("bundle", other) for other in others] == [FILES[other] for other in others]
 
     @pytest.mark.parametrize(
         "damaged",
@@ -187,11 +277,12 @@ class StoreContract:
         self.damage(store, "bundle", "a.bin", damaged)
         with pytest.raises(Damaged, match=r"a\.bin"):
             store.get_bundle("bundle")
+        with pytest.raises(Damaged, match=r"a\.bin"):
+            store.get_file("bundle", "a.bin")
 
     @pytest.mark.parametrize(
         "manifest",
         [
-            pytest.param(None, id="missing"),
             pytest.param(b"", id="empty"),
             pytest.param(b"\xff\xfe", id="not text"),
             pytest.param(make_manifest(FILES)[:-20], id="truncated"),
@@ -207,11 +298,19 @@ class StoreContract:
             pytest.param(make_manifest({**FILES, "more": b""}), id="one file more"),
         ],
     )
-    def test_a_changed_manifest_is_noticed(self, store: Store, manifest: bytes | None) -> None:
+    def test_a_changed_manifest_is_noticed(self, store: Store, manifest: bytes) -> None:
         store.put_bundle("bundle", FILES)
         self.damage(store, "bundle", MANIFEST, manifest)
         with pytest.raises(Damaged):
             store.get_bundle("bundle")
+
+    def test_a_bundle_without_its_manifest_is_damaged_or_does_not_exist(self, store: Store) -> None:
+        store.put_bundle("bundle", FILES)
+        self.damage(store, "bundle", MANIFEST, None)
+        with pytest.raises((Damaged, NotFound)):
+            store.get_bundle("bundle")
+        with pytest.raises((Damaged, NotFound)):
+            store.get_file("bundle", "a.bin")
 
     def test_damage_to_one_bundle_leaves_the_others_readable(self, store: Store) -> None:
         store.put_bundle("checkpoints/000001", FILES)
@@ -264,7 +363,7 @@ class StoreContract:
 
     def test_many_may_delete_the_same(self, store: Store) -> None:
         store.put_bundle("bundle", FILES)
-        assert len(_race(lambda i: store.delete("bundle"))) == WRITERS
+        assert len(_race(self.writers, lambda i: store.delete("bundle"))) == self.writers
         assert store.list("") == []
 
     # -- keys
@@ -277,10 +376,11 @@ class StoreContract:
             lambda: store.get(key),
             lambda: store.put_bundle(key, {"file": b"x"}),
             lambda: store.get_bundle(key),
+            lambda: store.get_file(key, "file"),
             lambda: store.delete(key),
         ]
-        if key:  # the empty prefix lists the whole store
-            calls.append(lambda: store.list(key))
+        if key:  # the empty prefix is the whole store
+            calls.extend((lambda: store.list(key), lambda: store.sweep(key)))
         store.put("kept", b"1")
         for call in calls:
             with pytest.raises(UsageError, match="key"):
@@ -304,9 +404,9 @@ class StoreContract:
             store.delete(key)
 
 
-def _race(act: Callable[[int], None]) -> list[int]:
+def _race(writers: int, act: Callable[[int], None]) -> list[int]:
     """Let many threads act at once; the numbers of those who did not meet AlreadyExists. Any other error is raised here."""
-    ready = threading.Barrier(WRITERS)
+    ready = threading.Barrier(writers)
     won: list[int] = []
     failed: list[BaseException] = []
 
@@ -320,7 +420,7 @@ def _race(act: Callable[[int], None]) -> list[int]:
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(WRITERS)]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(writers)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,0 +1,452 @@
+"""The processes of one job on this machine, started, watched, restarted and ended: `python -m ludus.cluster.supervisor DIRECTORY`.
+
+Two processes look after a job. The *supervisor* starts the roles, each in a session of its own, writes down what they say and how
+they fare, and ends them. The *keeper*, its parent, does nothing but wait for it: should the supervisor be killed, the kernel kills
+its children, their orphans fall to the keeper, which ends them and says in the status what happened. If it is the keeper that is
+killed, the supervisor is told by the kernel and ends the job. So nothing of a job outlives it, and both use the standard library only.
+
+One thread: a parent's death signal is bound to the thread that forked, and nothing here can deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from ludus.cluster import pids
+from ludus.cluster.cluster import JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
+from ludus.cluster.logfile import LogWriter
+from ludus.cluster.record import JobDirectory, Record, Watcher, host, machine
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
+"""A process that lived for STEADY_S was healthy: the next back-off begins anew."""
+
+MAIN_LIVES = 5
+"""A main role that is killed so often in a row, and never lives for STEADY_S, is not started again."""
+
+_TICK_S = 1.0
+_CHUNK = 65_536
+_READS, _LAST_READS = 16, 8
+_AGAIN_S = 5.0
+_ASKS = {signal.SIGTERM: False, signal.SIGINT: False, signal.SIGHUP: False, signal.SIGQUIT: True}
+"""Signals that end the job, and whether at once."""
+
+
+def backoff_s(short_lives: int) -> float:
+    """Seconds until the next life, after so many short ones in a row (at least one)."""
+    return min(FIRST_BACKOFF_S * 2.0 ** min(short_lives - 1, 16), MAX_BACKOFF_S)
+
+
+class Member:
+    """One place of a role, and the process that fills it at the moment."""
+
+    def __init__(self, role: Role, index: int, log: LogWriter) -> None:
+        self.role, self.index, self.log = role, index, log
+        self.name = f"{role.name}-{index}"
+        self.state: ProcessState = "pending"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.returned: int | None = None
+        self.restarts = self.short_lives = 0
+        self.began = self.due = 0.0
+
+    def start(self, environment: Mapping[str, str], now: float) -> None:
+        """What cannot be started ends at once, with the code that a shell would give it."""
+        parent = os.getpid()
+        self.began = now
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 # a job runs what it is told to
+                self.role.command,
+                env={
+                    **environment,
+                    **self.role.environment,
+                    "LUDUS_JOB_ROLE": self.role.name,
+                    "LUDUS_JOB_INDEX": str(self.index),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            self.log.line(f"{self.role.command[0]} cannot be started: {error}")
+            self.returned = 126 if isinstance(error, PermissionError) else 127
+            self.state = "ended"
+            return
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.state = "running"
+
+    def copy(self) -> bool:
+        """From its pipe into its log, as much as there is; False when there will never be more."""
+        pipe = self.process.stdout if self.process else None
+        if pipe is None or pipe.closed:
+            return False
+        for _ in range(_READS):  # one that writes without end does not keep the others waiting
+            try:
+                data = os.read(pipe.fileno(), _CHUNK)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self.log.write(data)
+        return True
+
+    def tell(self, number: signal.Signals) -> None:
+        """To the process itself; what it started is its own business, until it is gone."""
+        if self.process is not None and self.state == "running":
+            # Not by Popen, which takes the exit code of one that has ended: as long as nobody has, the number is its own.
+            os.kill(self.process.pid, number)
+            os.kill(self.process.pid, signal.SIGCONT)  # one that is stopped could not end
+
+    def kill(self) -> None:
+        if self.process is not None and self.state == "running":
+            _kill_group(self.process.pid)
+
+    def ended(self) -> bool:
+        """Whether it has just ended; then what it left in its session is gone as well, and its pipe is empty."""
+        if self.process is None or self.state != "running" or not _exited(self.process):
+            return False
+        _kill_group(self.process.pid)  # before its number is free for somebody else
+        self.returned = self.process.wait()
+        for _ in range(_LAST_READS):  # what it left behind in another session may write for ever
+            if not self.copy() or self.process.stdout is None or not _readable(self.process.stdout.fileno()):
+                break
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.state = "ended"
+        return True
+
+    def status(self, machine: str) -> ProcessStatus:
+        running = self.process.pid if self.process and self.state == "running" else None
+        code = None if self.returned is None else exit_code(self.returned)
+        return ProcessStatus(self.role.name, self.index, self.state, code, self.restarts, running, machine)
+
+
+class Supervisor:
+    """Runs one job to its end. `lifeline`: a pipe; when nobody holds its other end any more, the job is cancelled."""
+
+    def __init__(self, directory: JobDirectory, keeper: Watcher, lifeline: int | None = None) -> None:
+        self.directory, self._keeper = directory, keeper
+        self.job = directory.job()
+        self._log = LogWriter(directory.log("supervisor"), 1_000_000)
+        self.members = [
+            Member(role, index, LogWriter(directory.log(f"{role.name}-{index}")))
+            for role in self.job.roles
+            for index in range(role.count)
+        ]
+        self._main = next(member for member in self.members if member.role.name == self.job.main)
+        self._environment = {"PYTHONUNBUFFERED": "1"} | dict(os.environ) | {
+            "LUDUS_JOB_ID": directory.id, "LUDUS_JOB_DIR": str(directory.path), "LUDUS_JOB_SCRATCH": str(directory.scratch),
+        }  # fmt: skip
+        self._state: JobState = "running"
+        self._reason = ""
+        self._cancelled = False
+        self._stages: list[list[Member]] | None = None
+        """Who is still to be ended; the first are being ended until `_deadline`."""
+        self._deadline = 0.0
+        self._record = directory.read()
+        self._this, self._machine = Watcher.this(), machine()
+        self._selector = selectors.DefaultSelector()
+        self._signals = _signals()
+        self._selector.register(self._signals, selectors.EVENT_READ, self._heed)
+        self._lifeline = lifeline
+        if lifeline is not None:
+            self._selector.register(lifeline, selectors.EVENT_READ, self._bereaved)
+
+    def run(self) -> None:
+        for member in self.members:
+            if self._stages is None:
+                self._start(member)
+        self._publish()
+        while self._stages is None or self._stages:
+            for key, _ in self._selector.select(self._until_next()):
+                key.data()
+            self._collect()
+            now = time.monotonic()
+            self._restart(now)
+            self._end_stages(now)
+            self._publish()
+        left = pids.end_descendants()
+        if left:
+            self._say(f"could not be killed: {left}")
+        self._finish()
+
+    # -- starting
+
+    def _start(self, member: Member) -> None:
+        member.start(self._environment, time.monotonic())
+        if member.process is not None and member.process.stdout is not None and member.state == "running":
+            self._selector.register(member.process.stdout, selectors.EVENT_READ, lambda: self._copy(member))
+            self._say(f"{member.name} started as {member.process.pid}")
+        else:
+            self._after(member)
+
+    def _restart(self, now: float) -> None:
+        for member in self.members:
+            if member.state == "waiting" and member.due <= now:
+                member.restarts += 1
+                self._start(member)
+
+    def _copy(self, member: Member) -> None:
+        if not member.copy() and member.process is not None and member.process.stdout is not None:
+            self._selector.unregister(member.process.stdout)
+            member.process.stdout.close()
+
+    # -- what happened
+
+    def _collect(self) -> None:
+        for member in self.members:
+            pipe = member.process.stdout if member.process else None
+            if pipe is not None and not pipe.closed and member.state == "running" and member.process and _exited(member.process):
+                self._selector.unregister(pipe)
+            if member.ended():
+                self._after(member)
+        _reap_orphans({member.process.pid for member in self.members if member.process is not None and member.state == "running"})
+
+    def _after(self, member: Member) -> None:
+        """One has ended: is it started again, and is the job over?"""
+        assert member.returned is not None
+        now = time.monotonic()
+        member.short_lives = member.short_lives + 1 if now - member.began < STEADY_S else 1
+        again = self._stages is None and is_restarted(member.role.restart, member.returned)
+        if member is self._main and member.short_lives > MAIN_LIVES:
+            again = False
+        self._say(f"{member.name} ended with {_spoken(member.returned)}")
+        if again:
+            delay = backoff_s(member.short_lives)
+            member.state, member.due = "waiting", now + delay
+            self._say(f"{member.name} is started again in {delay:g} s")
+        elif member is self._main:
+            self._end("" if member.returned == 0 else f"{member.name} ended with {_spoken(member.returned)}")
+
+    def _heed(self) -> None:
+        for number in self._signals.recv(256):
+            if number in _ASKS:
+                orphaned = os.getppid() != self._keeper.pid
+                self._cancel("its keeper was killed" if orphaned else "", at_once=_ASKS[signal.Signals(number)])
+
+    def _bereaved(self) -> None:
+        assert self._lifeline is not None
+        self._selector.unregister(self._lifeline)
+        self._cancel("whoever started it is gone")
+
+    # -- ending
+
+    def _cancel(self, reason: str, *, at_once: bool = False) -> None:
+        if self._stages is None:
+            self._cancelled = True
+            self._end(reason or "it was cancelled")
+        if at_once:
+            self._say("everything is killed")
+            for member in self.members:
+                member.kill()
+
+    def _end(self, reason: str) -> None:
+        """Main first, so that it can save what it has while the others still serve it; then the others, last started first."""
+        if self._stages is not None:
+            return
+        self._reason = reason
+        self._say(f"the job ends{': ' if reason else ''}{reason}")
+        for member in self.members:
+            if member.state in ("pending", "waiting"):
+                member.state = "ended"
+        others = [role for role in reversed(self.job.roles) if role.name != self.job.main]
+        self._stages = [[self._main], *([m for m in self.members if m.role.name == role.name] for role in others)]
+        self._begin_stage()
+
+    def _begin_stage(self) -> None:
+        assert self._stages
+        self._deadline = time.monotonic() + self.job.grace_s
+        for member in self._stages[0]:
+            member.tell(signal.SIGTERM)
+
+    def _end_stages(self, now: float) -> None:
+        while self._stages:
+            running = [member for member in self._stages[0] if member.state == "running"]
+            if running:
+                if now > self._deadline:
+                    for member in running:
+                        self._say(f"{member.name} did not end in {self.job.grace_s:g} s and is killed")
+                        member.kill()
+                    self._deadline = now + _AGAIN_S  # one that waits for a disk cannot be killed yet
+                return
+            self._stages.pop(0)
+            if self._stages:
+                self._begin_stage()
+
+    def _finish(self) -> None:
+        code = self._main.returned
+        if self._cancelled:
+            self._state = "cancelled"
+        else:
+            self._state = "succeeded" if code == 0 else "failed"
+        self.directory.clear()
+        self._publish()
+        for member in self.members:
+            if member.log.lost:
+                self._say(f"{member.log.lost} bytes of {member.name} could not be written")
+            member.log.close()
+        self._log.close()
+        self._selector.close()
+        self._signals.close()
+
+    # -- saying
+
+    def _publish(self) -> None:
+        over = self._state != "running"
+        code = exit_code(self._main.returned) if over and self._main.returned is not None else 1 if over else None
+        status = replace(
+            self._record.status,
+            state=self._state,
+            exit_code=code,
+            reason=self._reason if over else "",
+            processes=tuple(member.status(host()) for member in self.members),
+        )
+        record = Record(status, self._machine, self._this, self._keeper)
+        if record != self._record:
+            try:
+                self.directory.write(record)
+            except OSError as error:  # a full disk: it is tried again when something changes, and at the end the keeper says so
+                self._say(f"the status could not be written: {error}")
+                return
+            self._record = record
+
+    def _say(self, sentence: str) -> None:
+        self._log.line(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {sentence}")
+
+    def _until_next(self) -> float:
+        due = [member.due for member in self.members if member.state == "waiting"]
+        if self._stages:
+            due.append(self._deadline)
+        return min(_TICK_S, max(0.0, min(due, default=_TICK_S + time.monotonic()) - time.monotonic()))
+
+
+# -- the kernel's side --------------------------------------------------------------------------------------------------
+
+
+def _signals() -> socket.socket:
+    """Numbers of signals arrive here, so that waiting for them and for everything else is one wait."""
+    here, there = socket.socketpair()
+    for end in (here, there):
+        end.setblocking(False)
+    signal.set_wakeup_fd(there.detach(), warn_on_full_buffer=False)
+    for number in (*_ASKS, signal.SIGCHLD):
+        signal.signal(number, _heard)
+    return here
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """Only so that it is not ignored: the number is read from the socket."""
+
+
+def _exited(process: subprocess.Popen[bytes]) -> bool:
+    """Without taking its exit code, which would free its number. Where that cannot be asked (macOS), by taking it."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _reap_orphans(ours: set[int]) -> None:
+    if not hasattr(os, "waitid"):
+        return
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None and found.si_pid not in ours:
+            os.waitpid(found.si_pid, os.WNOHANG)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _readable(fd: int) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def _spoken(returned: int) -> str:
+    if returned >= 0:
+        return f"code {returned}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-returned).name}"
+    return f"signal {-returned}"
+
+
+# -- the processes ------------------------------------------------------------------------------------------------------
+
+
+def keep(directory: JobDirectory, lifeline: int | None, started: int) -> None:
+    """Become the keeper of a job; returns when nothing of it is left. `started`: a pipe that hears of it when all is set up."""
+    pids.adopt_orphans()
+    keeper = Watcher.this()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            pids.adopt_orphans()
+            supervisor = Supervisor(directory, keeper, lifeline)
+            pids.end_with(keeper.pid, signal.SIGTERM)
+            os.write(started, b"1")
+            os.close(started)
+            supervisor.run()
+            code = 0
+        except BaseException:  # its keeper does what is left to do
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(started)
+    if lifeline is not None:
+        os.close(lifeline)
+    with _forwarding(child):
+        _, ended = os.waitpid(child, 0)
+    pids.end_descendants()
+    returned = os.waitstatus_to_exitcode(ended)
+    directory.clear()
+    directory.conclude(f"its supervisor ended with {_spoken(returned)}; its processes were ended")
+
+
+@contextlib.contextmanager
+def _forwarding(child: int) -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in _ASKS:
+        signal.signal(number, forward)
+    yield
+
+
+def main(words: list[str]) -> int:
+    """Leave the family of whoever submits it, keep the job, and let the caller go as soon as it is set up. 0: it is."""
+    directory = JobDirectory(Path(words[0]))
+    lifeline = int(words[1]) if len(words) > 1 else None
+    if lifeline is not None:
+        os.set_inheritable(lifeline, False)
+    heard, started = os.pipe()
+    if os.fork() > 0:
+        os.close(started)
+        return 0 if os.read(heard, 1) else 1
+    os.close(heard)
+    try:
+        keep(directory, lifeline, started)
+    except BaseException:  # this process is nobody's child: what it says here is all that will be known
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

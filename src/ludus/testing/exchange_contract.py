@@ -1,0 +1,393 @@
+"""What every exchange must do. A backend, ours or yours, is right when it passes this suite:
+
+class TestMyExchange(ExchangeContract):
+    @pytest.fixture
+    def make(self) -> MakeExchange:
+        return lambda channel, room: MyExchange("scheme://…", channel, room)      # an end of that channel, empty at first
+
+All ends are closed by the suite. Each is used by one thread at a time, as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ludus.memory.exchange import Delivery, Exchange
+
+MakeExchange = Callable[[str, int], Exchange]
+Open = Callable[..., Exchange]
+
+_WAIT_S = 60.0  # how long a test waits for what must happen; never reached when it does
+_SHORT_S = 0.05
+_LATE_S = 20.0  # a wait of _SHORT_S that takes so long is none that ends
+
+
+class ExchangeContract:
+    @pytest.fixture
+    def make(self) -> MakeExchange:
+        raise NotImplementedError("Override the fixture `make`: (channel, room) → an end of that channel.")
+
+    @pytest.fixture
+    def opened(self, make: MakeExchange) -> Iterator[Open]:
+        """Ends of channels that are new to this test."""
+        with contextlib.ExitStack() as stack:
+            prefix = f"{time.time_ns():x}"
+
+            def open_one(channel: str = "a", room: int = 100) -> Exchange:
+                exchange = make(f"{prefix}-{channel}", room)
+                stack.callback(exchange.close)
+                return exchange
+
+            yield open_one
+
+    # -- messages
+
+    def test_messages_come_out_as_they_went_in_oldest_first(self, opened: Open) -> None:
+        writer, reader = opened(), opened()
+        sent = [b"", b"\r\n$5\r\n*1\r\n", bytes(range(256)) * 5, b"last"]
+        for message in sent:
+            assert writer.push(message, 0)
+        assert contents(pulled(reader, len(sent))) == sent
+
+    def test_the_pieces_of_a_message_are_joined(self, opened: Open) -> None:
+        writer, reader = opened(), opened()
+        large = bytearray(range(256)) * 8192
+        assert writer.push([b"head", memoryview(large)[100:-100], b"", bytearray(b"tail")], _WAIT_S)
+        large[:] = bytes(len(large))  # once pushed, the buffer is the writer's again
+        (got,) = contents(pulled(reader, 1))
+        assert got == b"head" + (bytes(range(256)) * 8192)[100:-100] + b"tail"
+
+    def test_messages_of_every_size_come_one_after_the_other(self, opened: Open) -> None:
+        sizes = [
+            size + extra for size in (0, 1000, 2048, 4096, 8192, 65536, 300_000) for extra in range(-3, 4) if size + extra >= 0
+        ]
+        writer, reader = opened("a", 1000), opened("a", 1000)
+        for turn in range(3):
+            for size in sizes:
+                assert writer.push(bytes([turn + size % 251]) * size, 0)
+            got = pulled(reader, len(sizes))
+            assert contents(got) == [bytes([turn + size % 251]) * size for size in sizes]
+            reader.acknowledge([delivery.id for delivery in got])
+
+    def test_what_was_pushed_before_anybody_read_is_there(self, opened: Open) -> None:
+        writer = opened()
+        writer.push(b"early", 0)
+        writer.close()
+        assert contents(pulled(opened(), 1)) == [b"early"]
+
+    def test_an_empty_exchange_gives_nothing(self, opened: Open) -> None:
+        reader, began = opened(), time.monotonic()
+        assert reader.pull(10, 0) == []
+        assert reader.pull(10, _SHORT_S) == []
+        assert time.monotonic() - began < _LATE_S
+        assert reader.waiting() == 0
+
+    def test_no_more_are_pulled_than_were_asked_for_and_nobody_waits_for_more(self, opened: Open) -> None:
+        writer, reader = opened(), opened()
+        for number in range(5):
+            writer.push(b"%d" % number, 0)
+        assert contents(reader.pull(2, _WAIT_S)) == [b"0", b"1"]
+        began = time.monotonic()
+        assert contents(reader.pull(100, _WAIT_S)) == [b"2", b"3", b"4"]
+        assert time.monotonic() - began < _LATE_S
+
+    def test_whoever_waits_for_a_message_gets_it_when_it_is_pushed(self, opened: Open) -> None:
+        writer, reader = opened(), opened()
+        waiting = Call(lambda: contents(reader.pull(10, _WAIT_S)))
+        writer.push(b"at last", 0)
+        assert waiting.result() == [b"at last"]
+
+    # -- room
+
+    def test_a_full_exchange_pushes_back(self, opened: Open) -> None:
+        writer, reader = opened("a", 2), opened("a", 2)
+        assert writer.push(b"1", 0)
+        assert writer.push(b"2", 0)
+        assert not writer.push(b"3", 0)
+        assert not writer.push(b"3", _SHORT_S)
+        assert writer.waiting() == 2, "what was refused is there all the same"
+        first, second = pulled(reader, 2)
+        assert not writer.push(b"3", 0), "what was pulled but not acknowledged still takes up its room"
+        reader.acknowledge([first.id])
+        assert writer.push(b"3", _WAIT_S)
+        assert not writer.push(b"4", 0)
+        reader.acknowledge([second.id])
+        assert contents(pulled(reader, 1)) == [b"3"]
+
+    def test_whoever_waits_for_room_gets_it_when_a_message_is_acknowledged(self, opened: Open) -> None:
+        writer, reader = opened("a", 1), opened("a", 1)
+        writer.push(b"1", 0)
+        (first,) = pulled(reader, 1)
+        waiting = Call(lambda: writer.push(b"2", _WAIT_S))
+        reader.acknowledge([first.id])
+        assert waiting.result() is True
+        assert contents(pulled(reader, 1)) == [b"2"]
+
+    def test_many_writers_overrun_the_room_by_one_each_at_most(self, opened: Open) -> None:
+        writers = [opened("a", 5) for _ in range(4)]
+
+        def fill(writer: Exchange) -> int:
+            return sum(writer.push(b"x", 0) for _ in range(10))
+
+        calls = [Call(partial(fill, writer)) for writer in writers]
+        pushed = sum(call.result() for call in calls)
+        assert 5 <= pushed <= 5 + len(writers) - 1
+        assert opened("a", 5).waiting() == pushed
+
+    def test_waiting_counts_what_is_not_acknowledged(self, opened: Open) -> None:
+        exchange = opened()
+        for number in range(3):
+            exchange.push(b"%d" % number, 0)
+        assert exchange.waiting() == 3
+        first, second = pulled(exchange, 2)
+        assert exchange.waiting() == 3
+        exchange.acknowledge([first.id, second.id])
+        assert exchange.waiting() == 1
+
+    # -- once is enough, at least once is promised
+
+    def test_two_readers_share_the_messages(self, opened: Open) -> None:
+        writer, one, two = opened(), opened(), opened()
+        for number in range(6):
+            writer.push(b"%d" % number, 0)
+        first, second = pulled(one, 3), pulled(two, 3)
+        assert contents(first) + contents(second) == [b"%d" % number for number in range(6)]
+        assert one.pull(10, 0) == two.pull(10, 0) == []
+
+    def test_what_a_reader_did_not_acknowledge_comes_again_to_the_next(self, opened: Open) -> None:
+        writer, dead = opened(), opened()
+        for number in range(5):
+            writer.push(b"%d" % number, 0)
+        done, *_ = pulled(dead, 3)
+        dead.acknowledge([done.id])
+        dead.close()
+        heir = opened()
+        assert heir.reclaim(0) == 2
+        assert contents(pulled(heir, 4)) == [b"1", b"2", b"3", b"4"], "the old ones first, then the new"
+        assert heir.pull(10, 0) == []
+
+    def test_what_was_reclaimed_is_delivered_in_portions_and_can_be_acknowledged(self, opened: Open) -> None:
+        writer, dead, heir = opened(), opened(), opened()
+        for number in range(7):
+            writer.push(b"%d" % number, 0)
+        pulled(dead, 7)
+        assert heir.reclaim(0) == 7
+        got = list[bytes]()
+        while portion := heir.pull(3, 0):
+            assert len(portion) <= 3
+            got += contents(portion)
+            heir.acknowledge([delivery.id for delivery in portion])
+        assert got == [b"%d" % number for number in range(7)]
+        assert heir.waiting() == 0
+        assert opened().reclaim(0) == 0
+
+    def test_a_message_that_came_again_comes_a_third_time_if_need_be(self, opened: Open) -> None:
+        writer, readers = opened(), [opened() for _ in range(3)]
+        writer.push(b"stubborn", 0)
+        assert contents(pulled(readers[0], 1)) == [b"stubborn"]
+        for reader in readers[1:]:
+            assert reader.reclaim(0) == 1
+            assert contents(pulled(reader, 1)) == [b"stubborn"]
+
+    def test_what_was_acknowledged_never_comes_again(self, opened: Open) -> None:
+        writer, reader = opened(), opened()
+        writer.push(b"1", 0)
+        (delivery,) = pulled(reader, 1)
+        reader.acknowledge([delivery.id])
+        reader.acknowledge([delivery.id])  # again: no effect
+        reader.acknowledge([])
+        assert opened().reclaim(0) == 0
+        assert opened().pull(10, 0) == []
+
+    def test_nothing_is_taken_from_a_reader_that_was_not_idle_for_so_long(self, opened: Open) -> None:
+        writer, reader, other = opened(), opened(), opened()
+        writer.push(b"1", 0)
+        (delivery,) = pulled(reader, 1)
+        assert other.reclaim(3600) == 0
+        assert other.pull(10, 0) == []
+        reader.acknowledge([delivery.id])
+
+    def test_a_reader_does_not_reclaim_what_it_has_in_hand(self, opened: Open) -> None:
+        writer, reader = opened(), opened()
+        writer.push(b"1", 0)
+        pulled(reader, 1)
+        assert reader.reclaim(0) == 0
+        assert reader.pull(10, 0) == []
+
+    def test_what_was_reclaimed_from_a_reader_before_it_saw_it_comes_only_once(self, opened: Open) -> None:
+        writer, dead, slow, quick = opened(), opened(), opened(), opened()
+        writer.push(b"1", 0)
+        pulled(dead, 1)
+        assert slow.reclaim(0) == 1
+        assert quick.reclaim(0) == 1
+        assert contents(pulled(quick, 1)) == [b"1"]
+        assert slow.pull(10, 0) == []
+
+    def test_many_writers_and_readers_lose_and_double_nothing(self, opened: Open) -> None:
+        each, writers, readers = 40, 3, 3
+        seen: list[list[bytes]] = [[] for _ in range(readers)]
+        over = threading.Event()
+
+        def produce(who: int, exchange: Exchange) -> None:
+            for number in range(each):
+                assert exchange.push(b"%d %d" % (who, number), _WAIT_S)
+
+        def consume(mine: list[bytes], exchange: Exchange) -> None:
+            while not over.is_set():
+                portion = exchange.pull(4, _SHORT_S)
+                mine += contents(portion)
+                exchange.acknowledge([delivery.id for delivery in portion])
+
+        reading = [Call(partial(consume, mine, opened("a", 7))) for mine in seen]
+        writing = [Call(partial(produce, who, opened("a", 7))) for who in range(writers)]
+        for call in writing:
+            call.result()
+        watch, end = opened("a", 7), time.monotonic() + _WAIT_S
+        while watch.waiting() and time.monotonic() < end:
+            time.sleep(0.01)
+        over.set()
+        for call in reading:
+            call.result()
+        assert Counter(message for mine in seen for message in mine) == Counter(
+            b"%d %d" % (who, number) for who in range(writers) for number in range(each)
+        )
+
+    # -- the board
+
+    def test_a_notice_is_read_by_others_and_replaced(self, opened: Open) -> None:
+        one, other = opened(), opened()
+        assert other.read("news") is None
+        assert one.post("news", b"old")
+        assert one.post("news", b"\x00 12 new\r\n")
+        assert other.read("news") == b"\x00 12 new\r\n"
+        assert one.post("news", b"")
+        assert other.read("news") == b""
+        other.erase("news")
+        other.erase("news")
+        assert one.read("news") is None
+
+    def test_notices_of_every_size_are_read_as_they_were_posted(self, opened: Open) -> None:
+        one, other = opened(), opened()
+        notices = {f"{size}": bytes([size % 251]) * size for size in (1, 2040, 2048, 2060, 4096, 100_000, 1_000_000)}
+        for key, value in notices.items():
+            assert one.post(key, value, rank=1)
+            assert other.read(key) == value
+        assert other.posted("") == notices
+
+    def test_a_notice_of_a_lower_rank_changes_nothing(self, opened: Open) -> None:
+        one, other = opened(), opened()
+        assert one.post("owner", b"second", rank=2)
+        assert not other.post("owner", b"first", rank=1)
+        assert not other.post("owner", b"nobody")
+        assert one.read("owner") == b"second"
+        assert one.post("owner", b"second again", rank=2)
+        assert other.post("owner", b"tenth", rank=10)
+        assert one.read("owner") == b"tenth"
+        assert one.post("other", b"", rank=-1), "ranks are of their key"
+        one.erase("owner")
+        assert other.post("owner", b"anew", rank=1)
+
+    def test_of_many_who_post_at_once_the_highest_rank_stays(self, opened: Open) -> None:
+        for attempt in range(5):
+            ends = [opened() for _ in range(4)]
+            calls = [Call(partial(end.post, f"owner{attempt}", b"%d" % rank, rank)) for rank, end in enumerate(ends)]
+            for call in calls:
+                call.result()
+            assert ends[0].read(f"owner{attempt}") == b"3"
+
+    def test_notices_are_found_by_how_their_key_begins(self, opened: Open) -> None:
+        one, other = opened(), opened()
+        for key in ("worker/a", "worker/b", "work", "w*", "w?r", "wörter/ä"):
+            one.post(key, key.encode())
+        assert other.posted("worker/") == {"worker/a": b"worker/a", "worker/b": b"worker/b"}
+        assert other.posted("w*") == {"w*": b"w*"}
+        assert other.posted("wör") == {"wörter/ä": "wörter/ä".encode()}
+        assert len(other.posted("")) == 6
+        assert other.posted("nothing") == {}
+
+    # -- channels and the end
+
+    def test_channels_do_not_know_of_each_other(self, opened: Open) -> None:
+        ends = {channel: opened(channel, 1) for channel in ("a", "b", "a:b", "a}", "{a", "ä b\n*")}
+        for channel, end in ends.items():
+            assert end.push(channel.encode(), 0), "the room of another channel was taken"
+            assert end.post("name", channel.encode())
+        ends["b"].drop()
+        for channel, end in ends.items():
+            if channel != "b":
+                assert contents(end.pull(10, 0)) == [channel.encode()]
+                assert end.posted("") == {"name": channel.encode()}
+
+    def test_a_dropped_channel_is_empty_and_can_be_used_again(self, opened: Open) -> None:
+        writer, reader = opened("a", 2), opened("a", 2)
+        writer.push(b"1", 0)
+        writer.push(b"2", 0)
+        writer.post("key", b"", rank=9)
+        (held,) = pulled(reader, 1)
+        writer.drop()
+        assert (writer.waiting(), writer.posted("")) == (0, {})
+        assert reader.pull(10, 0) == []
+        reader.acknowledge([held.id])
+        assert writer.push(b"3", 0)
+        assert writer.push(b"4", 0)
+        assert contents(pulled(reader, 2)) == [b"3", b"4"]
+        assert reader.post("key", b"", rank=1)
+
+    def test_closing_one_end_leaves_the_others(self, opened: Open) -> None:
+        one, other = opened(), opened()
+        one.push(b"1", 0)
+        one.post("key", b"value")
+        one.close()
+        one.close()
+        assert contents(pulled(other, 1)) == [b"1"]
+        assert other.read("key") == b"value"
+
+
+def contents(deliveries: list[Delivery]) -> list[bytes]:
+    return [bytes(delivery.data) for delivery in deliveries]
+
+
+def pulled(exchange: Exchange, count: int) -> list[Delivery]:
+    """So many, in however many portions they come."""
+    found = list[Delivery]()
+    end = time.monotonic() + _WAIT_S
+    while len(found) < count:
+        assert time.monotonic() < end, f"only {len(found)} of {count} messages came"
+        found += exchange.pull(count - len(found), _SHORT_S)
+    assert len({delivery.id for delivery in found}) == count, "a message came twice"
+    return found
+
+
+class Call:
+    """A call in a thread of its own, with what it returned or raised."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._value = call()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(_WAIT_S)
+        assert not self._thread.is_alive(), "the call hangs"
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -1,0 +1,264 @@
+"""`ludus train -dc`, with small programs in the place of learner and workers, and a real Redis between them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ludus.cli.distributed import fleet_job, interrupting, news, use_credentials
+from ludus.cluster.cluster import JobStatus, ProcessStatus
+from ludus.cluster.fleet_file import FleetFile, read_fleet_file
+from ludus.cluster.local import LocalOrchestrator
+from ludus.cluster.redis_server import PASSWORD
+from ludus.errors import MissingExtra, UsageError
+from ludus.testing.orchestrator_contract import ended, until
+
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None or shutil.which("redis-cli") is None, reason="there is no redis-server here"
+)
+
+STAND_IN = """
+role=$2
+ask() { REDISCLI_AUTH="$LUDUS_MEMORY_PASSWORD" redis-cli -p "$port" "$@"; }
+port=$(echo "$*" | sed -n 's,.*redis://127.0.0.1:\\([0-9]*\\)/0.*,\\1,p')
+[ $role = worker ] && exec sleep 600
+echo "port $port"
+until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
+"""
+"""What stands for `ludus`: it is called with `fleet learner …` and `fleet worker …`."""
+
+
+@contextmanager
+def door(tmp_path: Path, learner: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    script = f"""
+import sys
+from pathlib import Path
+import typer
+from ludus.cli import distributed
+distributed.LUDUS = ("sh", "-c", {STAND_IN + learner!r}, "ludus")
+try:
+    distributed.run_distributed(arguments={list(words)!r}, name="trial", workers=2, config_path=Path({str(tmp_path / "dist.ini")!r}))
+except typer.Exit as ended:
+    sys.exit(ended.exit_code)
+"""
+    (tmp_path / "dist.ini").write_text(f"[coach]\nmemory_backend = redispubsub\nlocal_path = {tmp_path}/runs\n")
+    environment = os.environ | {"LUDUS_STATE_DIR": str(tmp_path / "state")}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            for status in jobs(tmp_path).list():
+                jobs(tmp_path).cancel(status.id, at_once=True)
+                ended(jobs(tmp_path), status.id)
+
+
+def jobs(tmp_path: Path) -> LocalOrchestrator:
+    return LocalOrchestrator(tmp_path / "state")
+
+
+def line(process: subprocess.Popen[str], beginning: str) -> str:
+    assert process.stdout is not None
+    for said in process.stdout:
+        if said.startswith(beginning):
+            return said.strip()
+    raise AssertionError(f"it never said {beginning}")
+
+
+@needs_redis
+def test_the_learner_is_shown_and_its_exit_code_is_ours(tmp_path: Path) -> None:
+    learner = """
+echo "words: $*"
+redis-cli -p $port ping
+tr '\\0' ' ' < /proc/$(ask info server | tr -d '\\r' | sed -n 's/process_id://p')/cmdline; echo
+cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' > "$LUDUS_JOB_DIR/commands"
+printf %s "$LUDUS_MEMORY_PASSWORD" | grep -rlF -f - "$LUDUS_JOB_DIR"
+exit 7
+"""
+    with door(tmp_path, learner, "CartPole-v1", "--set", "lr=1e-3") as process:
+        shown, told = process.communicate(timeout=60)
+    assert process.returncode == 7
+    port = int(re.findall(r"^port (\d+)$", shown, re.MULTILINE)[0])
+    assert (
+        f"words: fleet learner CartPole-v1 --set lr=1e-3 --experiment-name trial --memory redis://127.0.0.1:{port}/0 "
+        f"--store {tmp_path}/runs/trial --num-workers 2" in shown
+    )
+    assert "NOAUTH" in shown, "the server answers without a password"
+    assert f"redis-server 127.0.0.1:{port}" in shown
+    (status,) = jobs(tmp_path).list()
+    directory = Path(status.logs).parent
+    assert "redis-server" in (directory / "commands").read_text()
+    found = [said for said in shown.splitlines() if said.startswith(str(directory))]
+    assert found == [f"{directory}/scratch/redis/redis.conf"], "the password is in sight"
+    assert f"the logs of all are in {status.logs}" in told
+    for sentence in ("Redis Streams", "2 workers", f"the run is {tmp_path}/runs/trial", "failed: learner-0 ended with code 7"):
+        assert sentence in told
+    assert {path.name for path in Path(status.logs).iterdir()} == {
+        "learner-0.log", "memory-0.log", "supervisor.log", "worker-0.log", "worker-1.log",
+    }  # fmt: skip
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server is still there"
+    assert not list((tmp_path / "state").rglob("redis.conf"))
+
+
+@needs_redis
+def test_a_memory_that_is_killed_comes_back_with_what_it_had(tmp_path: Path) -> None:
+    learner = """
+ask set kept it >/dev/null
+was=$(ask info server | tr -d '\\r' | sed -n 's/process_id://p')
+kill -9 $was
+until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
+echo "still $(ask get kept)"
+sleep 1.5
+"""
+    with door(tmp_path, learner) as process:
+        shown, told = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "still it" in shown
+    assert "memory-0 ended with code 137 and is started again (1); its log: " in told
+
+
+@needs_redis
+def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_path: Path) -> None:
+    learner = "trap 'echo saved; exit 130' TERM; echo ready; while :; do sleep 0.05; done"
+    with door(tmp_path, learner) as process:
+        line(process, "ready")
+        process.send_signal(signal.SIGINT)
+        shown, told = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert shown == "saved\n"
+        assert "the learner saves a checkpoint" in told
+        assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
+    with door(tmp_path, "trap 'echo deaf' TERM; echo ready; while :; do sleep 0.05; done") as process:
+        line(process, "ready")
+        process.send_signal(signal.SIGTERM)
+        line(process, "deaf")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert [status.exit_code for status in jobs(tmp_path).list()] == [130, 137]
+
+
+@needs_redis
+def test_it_ends_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    with door(tmp_path, "trap 'exit 130' TERM; echo ready; while :; do echo more; sleep 0.05; done") as process:
+        line(process, "ready")
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) != 0
+        assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupting(jobs(tmp_path), "trial"):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@needs_redis
+def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> None:
+    with door(tmp_path, "echo ready; exec sleep 600") as process:
+        line(process, "ready")
+        (status,) = jobs(tmp_path).list()
+        running = [p.pid for p in status.processes if p.pid is not None]
+        assert len(running) == 4
+        process.kill()
+        process.wait(20)
+        until(lambda: jobs(tmp_path).list()[0].over)
+        assert jobs(tmp_path).list()[0].reason == "whoever started it is gone"
+        assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+
+
+# -- the program --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fleet_with_a_server_of_its_own_has_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(PASSWORD, "hush-hush")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    file = read_fleet_file("[ludus]\nredis_url = redis://me@redis.example\ndata_store = s3\ns3_bucket_name = games")
+    job = fleet_job(file, "trial", ["-p", "CartPole_ClippedPPO"], 3, 1)
+    assert [(role.name, role.count, role.restart) for role in job.roles] == [
+        ("learner", 1, "when-killed"), ("worker", 3, "always"),
+    ]  # fmt: skip
+    assert job.main == "learner"
+    assert PASSWORD in job.secrets
+    for role in job.roles:
+        assert role.command[-6:-2] == ("--memory", "redis://me@redis.example", "--store", "s3://games/trial") or role.command[-4:] == (
+            "--memory", "redis://me@redis.example", "--store", "s3://games/trial",
+        )  # fmt: skip
+    with pytest.raises(MissingExtra, match=r"redis-server.*apt install redis-server.*redis_url"):
+        fleet_job(FleetFile(), "trial", [], 1, 1)
+
+
+@pytest.mark.parametrize(("name", "workers", "complaint"), [("trial", 0, "-n 0"), ("a/b", 1, "a/b"), ("", 1, "name")])
+def test_a_fleet_that_cannot_be_is_refused(name: str, workers: int, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), name, [], workers, 1)
+
+
+def test_secrets_are_taken_from_where_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("from file\n")
+    environ: dict[str, str] = {}
+    use_credentials(read_fleet_file(f"[ludus]\nredis_url = redis://host\nredis_password_file = {tmp_path}/password"), environ)
+    assert environ == {PASSWORD: "from file"}
+    use_credentials(read_fleet_file("[ludus]\nredis_url = redis://:in-url@host"), environ)
+    assert environ == {PASSWORD: "in-url"}
+    use_credentials(read_fleet_file("[ludus]\nredis_url = redis://host"), environ)
+    assert environ == {PASSWORD: "in-url"}, "the user's own stays"
+    use_credentials(FleetFile(), environ)
+    assert re.fullmatch("[0-9a-f]{48}", environ[PASSWORD]), "a private server has a new one"
+
+
+def test_credentials_under_their_older_names_are_found() -> None:
+    s3 = read_fleet_file("[coach]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
+    said: list[str] = []
+    environ = {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "hush"}
+    use_credentials(s3, environ, said.append)
+    assert (environ["AWS_ACCESS_KEY_ID"], environ["AWS_SECRET_ACCESS_KEY"]) == ("id", "hush")
+    assert said == ["ACCESS_KEY_ID is taken for AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY is taken for AWS_SECRET_ACCESS_KEY"]
+    environ = {"ACCESS_KEY_ID": "older", "AWS_ACCESS_KEY_ID": "newer"}
+    use_credentials(s3, environ)
+    assert environ["AWS_ACCESS_KEY_ID"] == "newer"
+
+
+def test_what_a_process_said_last_is_said_with_it(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.log").write_text("x" * 10_000 + "\nfirst\nno such server\n\n")
+    status = JobStatus("id", "trial", "running", processes=(ProcessStatus("worker", 0, "waiting", 2),), logs=str(tmp_path))
+    (sentence,) = news(status, {})
+    assert sentence.endswith(f"its log: {tmp_path}/worker-0.log: no such server")
+
+
+def test_what_happened_to_processes_is_said_once() -> None:
+    known: dict[str, int] = {}
+
+    def at(*processes: ProcessStatus) -> list[str]:
+        return list(news(JobStatus("id", "trial", "running", processes=processes, logs="/logs"), known))
+
+    assert at(ProcessStatus("worker", 0, "running"), ProcessStatus("worker", 1, "pending")) == []
+    waits = ProcessStatus("worker", 0, "waiting", 1)
+    assert at(waits) == ["worker-0 ended with code 1 and is started again (1); its log: /logs/worker-0.log"]
+    assert at(waits) == []
+    assert at(ProcessStatus("worker", 0, "running", 1, restarts=1)) == []
+    assert at(ProcessStatus("worker", 0, "running", 137, restarts=3)) == [
+        "worker-0 ended with code 137 and is started again (3); its log: /logs/worker-0.log"
+    ]
+    assert at(ProcessStatus("worker", 2, "waiting", 0)) == []
+    assert at(ProcessStatus("worker", 1, "ended", 0), ProcessStatus("learner", 0, "ended", 130)) == []
+    assert at(ProcessStatus("other", 0, "ended", 2)) == ["other-0 ended with code 2; its log: /logs/other-0.log"]
