@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-long lint format bench gallery clean
+.PHONY: setup demo test test-long lint format bench bench-fleet gallery clean
 
 setup: $(READY)
 
@@ -38,6 +38,10 @@ test-long: setup
 
 bench: setup
 	$(BIN)/python -m bench.train
+
+# Redis Streams against its rivals, checkpoints on three stores, CartPole by a fleet whose members are killed: half an hour.
+bench-fleet: setup
+	$(BIN)/python -m bench.fleet --transport --checkpoints --learn
 
 # The quick presets, each stopped half-way, resumed, and held to its target: a quarter of an hour on two cores.
 gallery: setup

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ludus import config as configs
 from ludus.experiment import gallery
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,7 +67,7 @@ def trained(name: str, seed: int, folder: Path, episodes: int, timeout_s: float)
     """One seed of one preset: half of the budget, then the other half after a resumption."""
     target = gallery.summary(name).target
     began = time.monotonic()
-    ((_, data),) = configs.load_experiments(gallery.preset(name)).items()
+    ((_, data),) = gallery.experiments(name).items()
     duration = max(episodes, data["config"].get("evaluation_duration", 0))
     words = ["-p", name, "--seed", str(seed), "--local-dir", str(folder), "--set", f"evaluation_duration={duration}"]
     half = train([*words, "--stop", f"timesteps={target.timesteps // 2}"], timeout_s)
@@ -159,7 +158,7 @@ def main() -> int:
     quick = [name for name in QUICK if name in known]
     asked = {"quick": quick, "all": known}.get(args.presets, args.presets.split(","))
     for name in asked:
-        gallery.preset(name)  # a misspelt one is refused before hours have passed
+        gallery.summary(name)  # a misspelt one is refused before hours have passed
     began, rows = time.monotonic(), []
     for name in asked:
         print(f"{name} …", flush=True)

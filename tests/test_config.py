@@ -49,7 +49,7 @@ def test_an_unknown_key_of_an_experiment_names_the_nearest(data: dict[str, Any],
     ("data", "shown", "nearest"),
     [
         ({"gama": 0.9}, "config.gama", "gamma"),
-        ({"learning_rate_lr": 1}, "config.learning_rate_lr", None),
+        ({"zeal": 1}, "config.zeal", None),
         ({"clip_parm": 0.1}, "config.clip_parm", "clip_param"),
         ({"num_sgd_iters": 3}, "config.num_sgd_iters", "num_sgd_iter"),
         ({"model": {"fcnet_hidden": [3]}}, "config.model.fcnet_hidden", "fcnet_hiddens"),
@@ -493,3 +493,28 @@ def test_batches_of_games_need_not_be_a_multiple_of_anything() -> None:
     assert (made.train_batch_size, made.steps) == (1000, config.COLLATED_STEPS)
     longer = config.algorithm_config(PPOConfig, {"rollout_fragment_length": 300}, collated=True)
     assert longer.steps == 300
+
+
+@pytest.mark.parametrize(
+    ("assignment", "before", "after"),
+    [
+        ("heatup_steps=5", {"num_steps_sampled_before_learning_starts": 9}, {"num_steps_sampled_before_learning_starts": 5}),
+        ("config.heatup_steps=EnvironmentEpisodes(2)", {"learning_starts": 9},
+         {"num_steps_sampled_before_learning_starts": 0, "heatup_episodes": 2}),
+        ("evaluation_steps=EnvironmentEpisodes(3)", {"evaluation_num_episodes": 9},
+         {"evaluation_duration": 3, "evaluation_duration_unit": "episodes"}),
+        ("heatup_steps=forever", {}, {"heatup_steps": "forever"}),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_schedule_takes_the_place_of_what_was_there(
+    assignment: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    data = {"config": before}
+    config.override(data, assignment)
+    assert data["config"] == after
+
+
+def test_improve_steps_takes_the_place_of_every_stop() -> None:
+    data: dict[str, Any] = {"stopping_criteria": {"timesteps": 9, "episode_return_mean": 3}}
+    config.override(data, "improve_steps=TrainingSteps(4)")
+    assert data == {"stop": {"iterations": 4}}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 
 ROOT = Path(__file__).parent.parent
 

@@ -167,3 +167,13 @@ def test_tensorboard_is_written_now_and_then_and_at_the_end(tmp_path: Path) -> N
     (events,) = tmp_path.iterdir()
     assert events.stat().st_size > 50
     assert events.stat().st_mtime <= time.time() + 1
+
+
+def test_what_a_trainer_reported_after_another_took_over_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old, new = JsonLines(path, 1), JsonLines(path, 2)
+    for sink, iteration, value in ((old, 1, 1.0), (old, 2, 1.0), (new, 2, 2.0), (old, 3, 1.0), (new, 3, 2.0), (old, 4, 1.0)):
+        sink.write({"iterations": iteration, "value": value})
+    for sink in (old, new):
+        sink.close()
+    assert [(row["iterations"], row["value"]) for row in read_jsonl(path)] == [(1, 1), (2, 2), (3, 2)]

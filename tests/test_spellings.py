@@ -187,6 +187,62 @@ def test_an_old_way_to_write_dqn_is_read_as_the_present_one(old: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"heatup_steps": 500}, {"num_steps_sampled_before_learning_starts": 500}),
+        ({"heatup_steps": "EnvironmentSteps(500)"}, {"num_steps_sampled_before_learning_starts": 500}),
+        ({"heatup_steps": "EnvironmentEpisodes( 5 )"}, {"heatup_episodes": 5, "num_steps_sampled_before_learning_starts": 0}),
+        ({"steps_between_evaluation_periods": 2048}, {"evaluation_interval": 2048, "evaluation_interval_unit": "timesteps"}),
+        ({"steps_between_evaluation_periods": "TrainingSteps(3)"}, {"evaluation_interval": 3, "evaluation_interval_unit": "iterations"}),
+        ({"evaluation_steps": "EnvironmentEpisodes(5)"}, {"evaluation_duration": 5}),
+        ({"evaluation_steps": 1000}, {"evaluation_duration": 1000, "evaluation_duration_unit": "timesteps"}),
+        ({"evaluation_steps": 0}, {"evaluation_duration": 0}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("run", sorted(SCHEMAS))
+def test_a_schedule_of_coach_is_read_as_ours(run: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert read(run, old) == read(run, new)
+    assert read(run, old) != read(run, {})
+    beside = config.read_experiment({"env": "A", "run": run, **old})
+    assert beside.complaints() == []
+    assert read(run, beside.data["config"]) == read(run, new), "it may stand beside config, as Coach has it"
+
+
+@pytest.mark.parametrize(
+    ("value", "stop"),
+    [
+        (100, {"timesteps": 100}),
+        ("EnvironmentSteps(1_000)", {"timesteps": 1000}),
+        ("EnvironmentEpisodes(7)", {"episodes": 7}),
+        ("TrainingSteps(9)", {"iterations": 9}),
+    ],
+)
+def test_improve_steps_says_when_the_training_ends(value: Any, stop: dict[str, int]) -> None:
+    checked = config.experiment({"env": "A", "improve_steps": value})
+    assert checked.stop.model_dump(exclude_none=True) == stop
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"heatup_steps": "TrainingSteps(5)"}, r"heatup_steps .* is a number of steps, or EnvironmentSteps\(…\) or EnvironmentEpisodes"),
+        ({"heatup_steps": True}, r"is a number of steps"),
+        ({"heatup_steps": -1}, r"is a number of steps"),
+        ({"evaluation_steps": "5 episodes"}, r"is a number of steps"),
+        ({"improve_steps": "forever"}, r"is a number of steps"),
+        ({"improve_steps": 0}, r"is above 0"),
+        ({"config": {"improve_steps": 5}}, r"belongs beside config"),
+        ({"heatup_steps": 5, "config": {"num_steps_sampled_before_learning_starts": 6}}, r"Keep one"),
+        ({"improve_steps": 5, "stop": {"timesteps": 6}}, r"Keep one"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words: str) -> None:
+    assert re.search(words, "\n".join(complaints.of_experiment({"env": "CartPole-v1", **data})))
+
+
+@pytest.mark.parametrize(
     ("run", "data", "words"),
     [
         ("PPO", {"framework": "tf"}, r"config\.framework \('tf'\) names TensorFlow"),
@@ -196,7 +252,7 @@ def test_an_old_way_to_write_dqn_is_read_as_the_present_one(old: dict[str, Any],
         ("PPO", {"model": {"conv_filters": [[16, [8, 4], 4]]}}, r"conv_filters .* convolutions here are square"),
         ("PPO", {"evaluation_config": {"num_workers": 2}}, r"config\.evaluation_config\.num_workers \(2\) .*evaluation_num_workers"),
         ("PPO", {"evaluation_duration": "auto"}, r"is a number of episodes here"),
-        ("PPO", {"evaluation_duration_unit": "timesteps"}, r"counts episodes here"),
+        ("PPO", {"evaluation_duration_unit": "seconds"}, r"evaluation_duration_unit is 'seconds'"),
         ("PPO", {"exploration_config": {"type": "SoftQ"}}, r"names SoftQ, which is not here"),
         ("PPO", {"sample_async": True}, r"is `sampling: pipelined`"),
         ("PPO", {"num_gpus_per_worker": 1}, r"inference_device: cuda"),

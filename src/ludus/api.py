@@ -40,6 +40,7 @@ def train(
     `settings` are the keys of `config:` (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`), and those beside it that are not
     named here (`track={"csv": True}, max_failures=2, …`), by any of their names; an unknown one is an error. With
     `num_workers=N` environments are stepped by N other processes; with `address` these run on all machines of a Ray cluster.
+    `local_dir` and `project` may be on a store: `s3://bucket/prefix`.
     Raises UsageError for anything wrong with the arguments, before anything starts.
     """
     data: dict[str, Any] = {"name": name, "env": env, "run": run, "stop": dict(stop or {}), "config": settings}
@@ -51,8 +52,8 @@ def train(
     data |= {key: settings.pop(key) for key in [*settings] if key in ExperimentConfig.model_fields}
     return experiment.start(
         data,
-        local_dir=Path(local_dir),
-        project=Path(project) if project is not None else None,
+        local_dir=local_dir,
+        project=project,
         trial=trial,
         restore=restore,
         cluster=experiment.cluster_of(address),
@@ -60,12 +61,12 @@ def train(
 
 
 def resume(directory: str | Path, stop: Mapping[str, float] | None = None, *, address: str | None = None) -> Result:
-    """Continue a run that was stopped or killed, in its own directory; `stop` replaces its stop conditions."""
-    return experiment.resume(Path(directory), stop=stop, cluster=experiment.cluster_of(address))
+    """Continue a run that was stopped or killed, in its own directory or URL; `stop` replaces its stop conditions."""
+    return experiment.resume(directory, stop=stop, cluster=experiment.cluster_of(address))
 
 
 def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> TrainedAgent:
-    """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`."""
+    """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`: a path or the URL of a store."""
     _, found = checkpoint.open_checkpoint(where)
     return TrainedAgent(found.policy(model), seed, int(found.state["models"][model]["version"]))
 

@@ -79,6 +79,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if not isinstance(record, dict) or "iterations" not in record:
                 continue
             incarnation = record.get("incarnation", 1)
+            if incarnation < newest:  # of a trainer that had been cut off, and did not know yet
+                continue
             if incarnation > newest:  # what the killed process reported beyond its last checkpoint is learned again
                 rows = [row for row in rows if row["iterations"] < record["iterations"]]
                 newest = incarnation

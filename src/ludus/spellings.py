@@ -1,4 +1,5 @@
-"""Names that keys have had in RLlib, from its first releases to today: what they are called here, or why they are not here.
+"""Names that keys have had in RLlib, from its first releases to today, and those of Coach's schedules: what they are called
+here, or why they are not here.
 
 Three tables for every section of an experiment: another name of the same thing, a value that is written in another way, and
 a key without a meaning here, with the reason. A key is read once, here; `config.py` knows present names only.
@@ -285,6 +286,71 @@ def _horizon(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if value is None else {"preprocess.max_episode_steps": value}
 
 
+_COUNTED = re.compile(r"\s*(EnvironmentSteps|EnvironmentEpisodes|TrainingSteps)\s*\(\s*([0-9][0-9_]{0,18})\s*\)\s*")
+"""How Coach writes a number of something."""
+
+
+def counted(value: Any) -> tuple[str, int] | None:
+    """('timesteps' | 'episodes' | 'iterations', number) of `EnvironmentEpisodes(50)` or of a plain number, which counts steps."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return "timesteps", value
+    found = _COUNTED.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    units = {"EnvironmentSteps": "timesteps", "EnvironmentEpisodes": "episodes", "TrainingSteps": "iterations"}
+    return units[found[1]], int(found[2].replace("_", ""))
+
+
+def _count(value: Any, *allowed: str) -> tuple[str, int]:
+    names = {"timesteps": "EnvironmentSteps(…)", "episodes": "EnvironmentEpisodes(…)", "iterations": "TrainingSteps(…)"}
+    found = counted(value)
+    if found is None or found[0] not in allowed:
+        raise ValueError(f"is a number of steps, or {' or '.join(names[unit] for unit in allowed)}")
+    return found
+
+
+def _heatup(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    unit, number = _count(value, "timesteps", "episodes")
+    if unit == "episodes":
+        return {"num_steps_sampled_before_learning_starts": 0, "heatup_episodes": number}
+    return {"num_steps_sampled_before_learning_starts": number}
+
+
+def _between_evaluations(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    unit, number = _count(value, "timesteps", "episodes", "iterations")
+    return {"evaluation_interval": number, "evaluation_interval_unit": unit} if number else {"evaluation_duration": 0}
+
+
+def _evaluation_steps(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    unit, number = _count(value, "timesteps", "episodes")
+    return {"evaluation_duration": number} | ({"evaluation_duration_unit": unit} if number else {})
+
+
+def improve(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`improve_steps`: how long the training is."""
+    unit, number = _count(value, "timesteps", "episodes", "iterations")
+    if not number:
+        raise ValueError("is above 0: how long the training is")
+    return {f"stop.{unit}": number}
+
+
+def _too_deep(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise ValueError("says when the training ends: it belongs beside config, or is written  stop: {timesteps: …}")
+
+
+def _inside(translate: Translation) -> Translation:
+    """The same key one section above."""
+    return lambda value, section: {f"config.{key}": given for key, given in translate(value, section).items()}
+
+
+SCHEDULE: Mapping[str, Translation] = {
+    "heatup_steps": _heatup,
+    "steps_between_evaluation_periods": _between_evaluations,
+    "evaluation_steps": _evaluation_steps,
+}
+"""What Coach calls the parts of a schedule, beside `improve_steps`."""
+
+
 def _moved(path: str) -> Translation:
     return lambda value, _: {path: value}
 
@@ -293,9 +359,16 @@ _DISTRIBUTIONAL = "belongs to distributional Q-learning (Rainbow), which is not 
 _NOISY = "belongs to noisy networks (Rainbow), which are not here. Leave it out; exploration is epsilon-greedy."
 
 TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
-    EXPERIMENT: {"checkpoint_config": _checkpoint_config, "time_budget_s": _moved("stop.time_s")},
+    EXPERIMENT: {
+        "checkpoint_config": _checkpoint_config,
+        "time_budget_s": _moved("stop.time_s"),
+        "improve_steps": improve,
+        **{key: _inside(translate) for key, translate in SCHEDULE.items()},
+    },
     STOP: {},
     CONFIG: {
+        **SCHEDULE,
+        "improve_steps": _too_deep,
         "framework": _framework,
         "use_pytorch": _is_torch,
         "torch": _is_torch,
@@ -379,7 +452,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all("is an option of the command: --local-dir DIR.", "local_dir", "storage_path"),
         **_all("is an option of the command: --restore CHECKPOINT.", "restore"),
         **_all("is an option of the command: --resume DIR.", "resume"),
-        **_all("copies results elsewhere; give --local-dir on a disk that is shared, or copy the run yourself.", "upload_dir"),
+        **_all("copies results elsewhere; let them be there: --local-dir takes a store (s3://BUCKET/PREFIX) or a shared disk.", "upload_dir"),
         **_all("copies results elsewhere, and is not here. Leave it out.", "sync_function", "sync_config", "sync_on_checkpoint"),
         **_all(
             "chooses the best checkpoint; here it is the one with the best evaluation. Leave it out.",
@@ -512,8 +585,6 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("env_runner_restore_timeout_s", "sample_timeout_s", "validate_workers_after_construction"),
                "validate_env_runners_after_construction"),
         # -- evaluation
-        **_all("counts episodes here. Leave it out, and give evaluation_duration in episodes.", "evaluation_duration_unit",
-               same=("episodes",)),
         **_all("is so when evaluation_num_workers is above 0. Leave it out.", "evaluation_parallel_to_training",
                "enable_async_evaluation", "always_attach_evaluation_results"),
         **_all("is a function in Python; evaluate a run yourself with ludus.load(…), or ludus rollout.",

@@ -58,6 +58,14 @@ def test_short_episodes_are_not_counted_more_often_than_long_ones(mode: Autorese
     assert score.complete
 
 
+@pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_by_steps_every_row_plays_whole_episodes_until_it_has_made_its_share(mode: AutoresetMode | None) -> None:
+    score = played(rows(mode, 2, 50, 3), 21, by_steps=True)  # 7 steps for each
+    assert sorted(score.lengths) == [2, 2, 2, 2, 3, 3, 3, 50]
+    assert sum(score.lengths) >= 21
+    assert score.complete
+
+
 @pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP])
 def test_recurrent_state_begins_anew_with_every_episode(mode: AutoresetMode | None) -> None:
     """Deterministic episodes of one row are alike only if nothing of the former one is remembered."""

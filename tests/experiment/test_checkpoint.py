@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -519,3 +520,66 @@ def test_a_kept_version_does_not_change_when_training_goes_on(store: LocalStore)
     assert meta == {"model": "model", "version": "1"}
     assert (kept.observation_space, kept.action_space) == (OBSERVATION, ACTION)
     assert stored_versions(store, "model") == [1, 2]
+
+
+# -- checkpoints of trainers that were cut off --------------------------------------------------------------------------
+
+
+def claim(store: LocalStore, number: int, **said: Any) -> None:
+    store.put(f"models/model/incarnations/{number:06d}", json.dumps(said).encode() if said else b"")
+
+
+def write_as(store: LocalStore, number: int, incarnation: int | None) -> str:
+    ours = None if incarnation is None else {"model": incarnation}
+    return checkpoint.write(store, number, {"model": make_ppo()}, {"model": number}, {}, {}, incarnations=ours)
+
+
+@pytest.mark.parametrize(
+    ("claims", "written", "newest"),
+    [
+        pytest.param({1: {"from": None}}, [(1, 1), (2, 1)], "000002", id="one owner"),
+        pytest.param({1: {"from": None}, 2: {"from": "000002"}}, [(1, 1), (2, 1)], "000002", id="begun from the newest"),
+        pytest.param({1: {"from": None}, 2: {"from": "000002"}}, [(2, 1), (3, 1)], "000002", id="the old one went on"),
+        pytest.param({1: {"from": None}, 2: {"from": "000002"}}, [(2, 1), (3, 2), (9, 1)], "000003", id="far beyond the new one"),
+        pytest.param({1: {"from": None}, 2: {"from": "000002"}, 3: {"from": "000003"}}, [(2, 1), (3, 2), (8, 2), (9, 1)], "000003", id="three"),
+        pytest.param({1: {"from": None}, 2: {"from": None}}, [(1, 1), (5, 1)], None, id="begun from nothing"),
+        pytest.param({1: {}, 2: {}}, [(1, 1), (2, 1)], "000002", id="claims that say nothing"),
+        pytest.param({1: {"from": None}, 2: {"from": 7}}, [(2, 1)], "000002", id="a claim that makes no sense"),
+        pytest.param({1: {"from": None}, 2: {"from": "../x"}}, [(2, 1)], "000002", id="a claim that is no name"),
+        pytest.param({1: {"from": None}, 2: {"from": "000001"}}, [(2, None)], "000002", id="a checkpoint of an earlier version"),
+        pytest.param({}, [(2, 1)], "000002", id="no claims"),
+    ],
+)  # fmt: skip
+def test_only_what_the_run_goes_on_from_is_the_newest(
+    store: LocalStore, claims: dict[int, dict[str, Any]], written: list[tuple[int, int | None]], newest: str | None
+) -> None:
+    for number, said in claims.items():
+        claim(store, number, **said)
+    for number, incarnation in written:
+        write_as(store, number, incarnation)
+    assert checkpoint.newest_name(store) == newest
+    assert len(checkpoint.names(store)) == len(written)
+    if newest is None:
+        with pytest.raises(NotFound):
+            checkpoint.newest(store)
+        assert checkpoint.in_line(store) == []
+    else:
+        assert checkpoint.newest(store).name == checkpoint.in_line(store)[-1] == newest
+
+
+def test_a_second_one_of_the_same_iteration_comes_after_the_one_that_the_run_began_from(store: LocalStore) -> None:
+    claim(store, 1, **{"from": None})
+    write_as(store, 4, 1)
+    claim(store, 2, **{"from": "000004"})
+    assert write_as(store, 4, 1) == "000004-1"
+    assert checkpoint.newest_name(store) == "000004"
+
+
+def test_a_run_begins_from_its_own_checkpoint_although_the_weights_are_anothers(store: LocalStore) -> None:
+    for number in (3, 7):
+        checkpoint.write(store, number, {"model": make_ppo()}, {"model": number}, {}, {"progress": {"iterations": number}})
+    own = checkpoint.read(store, "000003")
+    assert checkpoint.origin(store, None) is None
+    assert checkpoint.origin(store, own) == "000003"
+    assert checkpoint.origin(store, dataclasses.replace(own, name="000099")) == "000003"
+    assert checkpoint.origin(store, dataclasses.replace(own, state={"progress": {"iterations": 2}})) is None

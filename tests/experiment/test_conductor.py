@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +16,13 @@ import pytest
 from ludus import config as configs
 from ludus.actor.evaluate import Score
 from ludus.config import StopConfig
-from ludus.errors import EnvironmentFault
+from ludus.errors import EnvironmentFault, Fenced, StoreFull, StoreUnavailable
 from ludus.experiment import checkpoint, conductor
 from ludus.experiment.conductor import Conductor, Evaluate, EvaluateElsewhere, Schedule, reached
 from ludus.metrics import Numbers
 from ludus.model.pool import LocalPool, stored_versions
 from ludus.store.local import LocalStore
+from ludus.store.store import Bytes, Guard
 from ludus.training.trainer import Progress, Trainer
 from tests.experiment.small import make_ppo, make_segments, same
 
@@ -127,10 +130,16 @@ class _Stage:
     """A conductor with everything around it."""
 
     def __init__(
-        self, root: Path, *, evaluate: Evaluate | EvaluateElsewhere | None = None, keep: int | None = None, **schedule: Any
+        self,
+        root: Path | LocalStore,
+        *,
+        evaluate: Evaluate | EvaluateElsewhere | None = None,
+        keep: int | None = None,
+        began: str | None = None,
+        **schedule: Any,
     ) -> None:
-        self.store, self.trainer, self.sink = LocalStore(root), _Trainer(), _Sink()
-        self.pool = LocalPool(self.store)
+        self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(), _Sink()
+        self.pool = LocalPool(self.store, {checkpoint.FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
         settings: dict[str, Any] = {"stop": StopConfig(), "checkpoint_freq": 0, "evaluation_interval": 0} | schedule
         self.conductor = Conductor(
@@ -144,9 +153,9 @@ class _Stage:
             evaluate,
         )
 
-    def play(self, *returns: float | None) -> None:
+    def play(self, *returns: float | None, seconds: float = 1.0) -> None:
         for gained in returns:
-            self.trainer.advance(gained)
+            self.trainer.advance(gained, seconds)
             self.pool.publish("model")
             assert self.conductor.step()
 
@@ -234,6 +243,35 @@ def test_evaluations_come_at_their_interval_and_are_reported(tmp_path: Path) -> 
     last = stage.sink.written[5]
     assert (last["evaluation/return_min"], last["evaluation/return_max"]) == (6.0, 8.0)
     assert (last["evaluation/length_mean"], last["evaluation/episodes"]) == (15.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("unit", "interval", "due"),
+    [
+        ("timesteps", 32, [1, 2, 3, 4, 5, 6]),
+        ("timesteps", 48, [2, 3, 5, 6]),  # at 64, 96, 160 and 192, each the first at or beyond 48, 96, 144 and 192
+        ("timesteps", 1000, []),
+        ("timesteps", 0, []),
+        ("episodes", 2, [3, 6]),
+        ("iterations", 4, [4]),
+    ],
+)
+def test_evaluations_may_be_counted_in_steps_or_episodes(unit: Any, interval: int, due: list[int]) -> None:
+    schedule = Schedule(StopConfig(), 0, None, interval, evaluation_unit=unit)
+    progress, found, before = Progress(), [], 0
+    for ended in (0, 1, 1, 0, 1, 1):
+        progress.iterations, progress.timesteps = progress.iterations + 1, progress.timesteps + 32
+        progress.episodes += ended
+        found += [progress.iterations] * schedule.evaluation_is_due(progress, before)
+        before = getattr(progress, unit)
+    assert found == due
+
+
+def test_an_evaluation_by_steps_comes_with_the_first_update_that_has_got_so_far(tmp_path: Path) -> None:
+    evaluate = _Evaluation({})
+    stage = _Stage(tmp_path, evaluate=evaluate, evaluation_interval=48, evaluation_unit="timesteps")
+    stage.play(None, None, None)
+    assert evaluate.asked == [2, 3]
 
 
 def test_without_an_interval_every_checkpoint_is_evaluated(tmp_path: Path) -> None:
@@ -507,3 +545,208 @@ def test_a_score_is_reported_with_its_interval(tmp_path: Path) -> None:
     lone = _Stage(tmp_path / "lone", evaluate=lambda i: Score((4.0,), (1,)), evaluation_interval=1)
     lone.play(None)
     assert "evaluation/return_low" not in lone.sink.written[-1], "one episode says nothing of the spread"
+
+
+# -- a store that is away for a while -----------------------------------------------------------------------------------
+
+
+class _Away(LocalStore):
+    """Cannot be written for so many times, if what is written matches."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.times, self.matching = 0, "checkpoints/"
+
+    def _refuse(self, key: str) -> None:
+        if self.times and key.startswith(self.matching):
+            self.times -= 1
+            raise StoreUnavailable(f"{key} cannot be reached.")
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        self._refuse(key)
+        super().put(key, data, overwrite=overwrite)
+
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        self._refuse(key)
+        super().put_bundle(key, files, guard=guard)
+
+
+def test_while_the_store_is_away_training_goes_on_and_the_checkpoint_is_made_up_for(tmp_path: Path) -> None:
+    store = _Away(tmp_path)
+    stage = _Stage(store, checkpoint_freq=1)
+    store.times = 3
+    stage.play(*[None] * 10, seconds=10.0)
+    assert stage.names == ["000008", "000009", "000010"], "tried again after 10 s, 20 s and 40 s; from then on as usual"
+    assert [numbers.get("checkpoint/failures", 0) for numbers in stage.sink.written] == [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
+    kept = [checkpoint.read(store, name).state["models"]["model"]["version"] for name in stage.names]
+    assert stored_versions(store, "model") == kept, "versions whose checkpoint was not stored do not stay"
+
+
+def test_an_evaluation_elsewhere_is_left_out_when_its_checkpoint_could_not_be_stored(tmp_path: Path) -> None:
+    store, begun = _Away(tmp_path), list[str]()
+
+    class Elsewhere:
+        busy = False
+        interrupted = staticmethod(lambda: False)
+
+        def begin(self, iteration: int, checkpoint: str) -> None:
+            begun.append(checkpoint)
+
+        def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
+            return None
+
+    stage = _Stage(store, evaluate=Elsewhere(), checkpoint_freq=2)
+    store.times = 1
+    stage.play(*[None] * 4, seconds=10.0)
+    assert begun == stage.names[:1] == ["000003"]
+    assert store.times == 0
+
+
+def test_the_best_is_marked_later_when_it_could_not_be_marked_at_once(tmp_path: Path) -> None:
+    store = _Away(tmp_path)
+    stage = _Stage(store, evaluate=_Evaluation({1: 9.0, 2: 1.0}), evaluation_interval=1, checkpoint_freq=1)
+    store.times, store.matching = 1, "checkpoints/best.json"
+    stage.play(None, seconds=10.0)
+    assert checkpoint.best_name(store) is None
+    stage.play(None, seconds=10.0)
+    assert (checkpoint.best_name(store), checkpoint.best_score(store)) == ("000001", 9.0)
+
+
+def test_the_last_checkpoint_is_tried_again_and_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conductor, "LAST_AGAIN_S", 0.01)
+    store = _Away(tmp_path)
+    stage = _Stage(store, stop=StopConfig(iterations=3))
+    store.times = 5
+    stage.play(3.0, 2.0, 1.0)
+    assert stage.names == ["000003"]
+    assert checkpoint.best_name(store) == "000003"
+    monkeypatch.setattr(conductor, "LAST_S", 0.1)
+    again = _Stage(store, stop=StopConfig(iterations=3))
+    store.times = 10**9
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        again.play(None, None, None)
+    assert store.times < 10**9 - 2, "it was tried more than once"
+
+
+def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
+    class Full(LocalStore):
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+            raise StoreFull(f"No space left to write {key}.")
+
+    stage = _Stage(Full(tmp_path), checkpoint_freq=1)
+    with pytest.raises(StoreFull):
+        stage.play(None)
+
+
+# -- a run that another trainer has taken over --------------------------------------------------------------------------
+
+
+def _take_over(store: LocalStore, began: str | None) -> LocalPool:
+    pool = LocalPool(store, {checkpoint.FROM: began})
+    pool.add("model", make_ppo().policy)
+    return pool
+
+
+def test_whoever_was_cut_off_neither_reports_nor_stores_nor_marks_nor_deletes(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=1, keep=1)
+    stage.play(1.0, 2.0)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    _take_over(LocalStore(tmp_path), "000002")
+    stage.trainer.advance(9.0)
+    attempts: list[Callable[[], object]] = [
+        stage.conductor.checkpoint,
+        stage.conductor.checkpoint_at_last,
+        lambda: stage.conductor._judge(100.0, "training", "000002"),
+        stage.conductor._tidy,
+    ]
+    for attempt in attempts:
+        with pytest.raises(Fenced):
+            attempt()
+    with pytest.raises(Fenced):
+        _until_fenced(stage)
+    stage.pool.close()
+    assert len(stage.sink.written) == 2
+    after = {path: path.read_bytes() for path in before}
+    changed = [path.name for path in before if after[path] != before[path]]
+    assert sorted(changed) == ["versions.json"], "which the new owner has written"
+    assert stage.names == ["000002"]
+    assert json.loads(LocalStore(tmp_path).get("models/model/versions.json"))["incarnation"] == 2
+
+
+def _until_fenced(stage: _Stage) -> None:
+    """The first look may be a moment old."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        stage.pool.look()
+    stage.conductor.step()
+
+
+class _TakenOver(LocalStore):
+    """Another trainer comes in the moment between the guard's last word and the checkpoint."""
+
+    def __init__(self, root: Path, began: str | None, killed: bool = False) -> None:
+        super().__init__(root)
+        self._began, self._killed, self.armed = began, killed, False
+
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def last_word() -> None:
+            assert guard is not None
+            guard()
+            if self.armed:
+                self.armed = False
+                self.successor = _take_over(LocalStore(self.root), self._began)
+
+        armed = self.armed
+        super().put_bundle(key, files, guard=last_word)
+        if armed and self._killed:
+            raise KeyboardInterrupt  # stands for kill -9: nothing after it runs
+
+
+def test_a_checkpoint_that_was_written_just_when_another_took_over_is_taken_back(tmp_path: Path) -> None:
+    store = _TakenOver(tmp_path, "000001")
+    stage = _Stage(store, checkpoint_freq=1)
+    stage.play(None)
+    store.armed = True
+    with pytest.raises(Fenced):
+        stage.play(None)
+    assert stage.names == ["000001"]
+
+
+def test_and_if_that_trainer_dies_first_its_checkpoint_is_never_taken_for_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = _TakenOver(tmp_path, "000001", killed=True)
+    stage = _Stage(store, checkpoint_freq=1)
+    stage.play(None)
+    store.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        stage.play(None)
+    assert stage.names == ["000001", "000002"]
+    assert checkpoint.newest_name(store) == "000001"
+    assert checkpoint.newest(store).name == "000001"
+    assert "000002 is passed over" in caplog.text
+    assert checkpoint.locate(tmp_path)[1] == "000001"
+    assert checkpoint.in_line(store) == ["000001"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, ["000001", "000002", "000002-1"]), (2, ["000001", "000002-1"])])
+def test_the_new_owner_goes_on_beside_it_and_deletes_it_unless_all_are_kept(
+    tmp_path: Path, keep: int | None, left: list[str]
+) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=1)
+    stage.play(None, None)
+    owner = _Stage(tmp_path, checkpoint_freq=1, keep=keep, began="000001")
+    owner.trainer.advance()
+    owner.play(None)
+    assert owner.names == left
+    assert checkpoint.newest_name(owner.store) == "000002-1"
+
+
+def test_the_best_stays_although_it_is_of_the_other_line(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, checkpoint_freq=1)
+    stage.play(1.0, 9.0)
+    owner = _Stage(tmp_path, checkpoint_freq=1, keep=1, began="000001")
+    owner.play(2.0, 3.0, 4.0)
+    assert checkpoint.best_name(owner.store) == "000002"
+    assert owner.names == ["000002", "000003"]
+    assert checkpoint.newest_name(owner.store) == "000003"

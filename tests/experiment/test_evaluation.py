@@ -68,6 +68,16 @@ def test_evaluations_do_not_disturb_an_environment_that_draws_from_everybodys_ra
     assert not small.same(weights(other), weights(never)), "the environment does draw from them"
 
 
+def test_an_evaluation_may_be_so_many_steps_whoever_plays_them(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"evaluation_duration": 3000, "evaluation_duration_unit": "timesteps", "evaluation_interval": 3}
+    inline = train(tmp_path / "inline", env=WALK, env_config={"length": 40}, **asked)
+    row = read_jsonl(inline / "metrics.jsonl")[-1]
+    steps = row["evaluation/length_mean"] * row["evaluation/episodes"]
+    assert 3000 <= steps < 3000 + 3 * 44, "three rows, each of which finishes its last episode"
+    beside = train(tmp_path / "beside", env=WALK, env_config={"length": 40}, evaluation_num_workers=2, **asked)
+    assert scores(beside) == scores(inline)
+
+
 def test_an_evaluation_may_have_another_environment(tmp_path: Path) -> None:
     changed = {"env_config": {"length": 40}}
     run = train(tmp_path / "run", env=WALK, env_config={"length": 4}, evaluation_interval=3, evaluation_config=changed)
@@ -100,7 +110,7 @@ def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool 
     policy = Policy(Walk().observation_space, Walk().action_space, NetworkConfig(fcnet_hiddens=(16,)))
     return Course(
         env=env, env_config=env_config, preprocess=PreprocessConfig(), wrappers=(), description=policy.description(),
-        episodes=episodes, explore=explore, seed=3, forgiving=False, device="cpu", luggage=Luggage(),
+        duration=episodes, by_steps=False, explore=explore, seed=3, forgiving=False, device="cpu", luggage=Luggage(),
     )  # fmt: skip
 
 
@@ -108,9 +118,8 @@ def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool 
 def stored(tmp_path: Path) -> tuple[Path, Policy]:
     """A run directory with the weights of a checkpoint, and a policy that has them."""
     policy = a_course(WALK, {}, 1).policy()
-    where = tmp_path / "checkpoints" / "000004"
-    where.mkdir(parents=True)
-    (where / "model.safetensors").write_bytes(saved.encode_weights(policy.weights()))
+    weights = saved.encode_weights(policy.weights())
+    LocalStore(tmp_path).put_bundle("checkpoints/000004", {"model.safetensors": weights})
     return tmp_path, policy
 
 

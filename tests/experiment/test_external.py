@@ -21,7 +21,7 @@ from ludus.errors import ConfigError, IncompatibleCheckpoint, Refused, Unreachab
 from ludus.experiment import checkpoint, experiment
 from ludus.game.client import Client
 from ludus.metrics import read_jsonl
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 from ludus.store.local import LocalStore
 from ludus.types import Segments
 from tests.cli.programs import program

@@ -143,6 +143,7 @@ def test_a_run_directory_looks_as_designed(trained: Path) -> None:
     }
     expected |= {f"checkpoints/{name}/{file}" for name in ("000002", "000004", "000006") for file in checkpoint}
     expected |= {f"models/model/{name}" for name in ("model.json", "versions.json", "incarnations/000001")}
+    expected |= {"models/model/incarnations/.once-000001/value"}  # of the one that was created by one process alone
     expected |= {f"models/model/{version:06d}.safetensors" for version in (3, 5, 7)}
     assert files == expected
 
@@ -162,7 +163,7 @@ def test_the_metadata_say_where_it_came_from_and_nothing_else(trained: Path) -> 
     meta = json.loads((trained / "meta.json").read_text())
     assert set(meta) == {
         *("status", "versions", "host", "platform", "cpus", "git_commit", "command", "started", "ended", "seed"),
-        *("torch_threads", "learner_threads"),
+        *("torch_threads", "learner_threads", "id"),
     }
     assert meta["status"] == "finished"
     assert meta["seed"] == 7

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-from ludus.errors import Damaged, Fenced
+from ludus.errors import Damaged, Fenced, StoreUnavailable
 from ludus.model import saved
 from ludus.model.policy import Policy
-from ludus.model.pool import RESERVED_BLOCK, LocalPool, load_version, stored_versions
+from ludus.model.pool import RESERVED_BLOCK, LocalPool, claims_after, load_version, newest_claim, stored_versions
 from ludus.store.local import LocalStore
+from ludus.store.store import Bytes
 
 
 def a_policy() -> Policy:
@@ -25,14 +28,17 @@ def opened(path: Path) -> LocalPool:
     return pool
 
 
+def publish_a_block(pool: LocalPool) -> None:
+    for _ in range(RESERVED_BLOCK):
+        pool.publish("model")
+
+
 def test_an_owner_that_was_cut_off_cannot_write_over_its_successor(tmp_path: Path) -> None:
     old, new = opened(tmp_path), opened(tmp_path)
     with pytest.raises(Fenced, match="incarnation 2, this is 1"):
         old.keep("model")
-    for _ in range(RESERVED_BLOCK - 1):
-        old.publish("model")
     with pytest.raises(Fenced):
-        old.publish("model")
+        publish_a_block(old)
     assert new.keep("model") > RESERVED_BLOCK
     assert stored_versions(LocalStore(tmp_path), "model") == [RESERVED_BLOCK + 1]
 
@@ -65,3 +71,88 @@ def test_a_checkpoint_cannot_name_a_class_of_its_own(tmp_path: Path) -> None:
         with pytest.raises(Damaged, match="does not describe a policy"):
             saved.policy_from({"class": name, "args": [], "kwargs": {}})
     assert not (tmp_path / "ran").exists()
+
+
+# -- claims -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_says_who_made_it_and_from_where(tmp_path: Path) -> None:
+    assert newest_claim(LocalStore(tmp_path), "model") is None
+    pool = LocalPool(LocalStore(tmp_path), {"from": "000012"})
+    pool.add("model", a_policy())
+    pool.confirm()
+    said = json.loads(LocalStore(tmp_path).get("models/model/incarnations/000001"))
+    assert (said["from"], said["pid"]) == ("000012", os.getpid())
+    assert set(said) == {"from", "at", "host", "pid", "confirmed"}
+    opened(tmp_path)
+    assert [claim.number for claim in claims_after(LocalStore(tmp_path), "model", 0)] == [1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff"])
+def test_claims_of_earlier_versions_count_and_say_nothing(tmp_path: Path, content: bytes) -> None:
+    store = LocalStore(tmp_path)
+    for number in (1, 2):
+        store.put(f"models/model/incarnations/{number:06d}", content)
+    pool = opened(tmp_path)
+    assert pool.incarnation("model") == 3
+    first = next(claims_after(store, "model", 0))
+    assert (first.number, first.said, first.who) == (1, {}, "another process")
+    store.put("models/model/incarnations/000004", content)  # an earlier version takes over
+    with pytest.raises(Fenced, match=r"incarnation 4, this is 3.*: another process"):
+        pool.check()
+
+
+def test_whoever_was_cut_off_stays_so_although_the_claims_are_gone(tmp_path: Path) -> None:
+    old = opened(tmp_path)
+    opened(tmp_path)
+    with pytest.raises(Fenced):
+        old.check()
+    LocalStore(tmp_path).delete("models/model/incarnations/000002")
+    with pytest.raises(Fenced):
+        old.look()
+
+
+def test_a_run_that_was_deleted_is_not_a_run_that_was_taken_over(tmp_path: Path) -> None:
+    pool = opened(tmp_path)
+    LocalStore(tmp_path).delete("models/model/incarnations/000001")
+    with pytest.raises(StoreUnavailable, match="does not have the claim"):
+        pool.confirm()
+    assert LocalStore(tmp_path).list("models/model/incarnations") == [], "and it is not written again"
+
+
+def test_of_two_that_take_over_several_models_one_has_them_all(tmp_path: Path) -> None:
+    first, second = LocalPool(LocalStore(tmp_path)), LocalPool(LocalStore(tmp_path))
+    first.add("left", a_policy())
+    second.add("left", a_policy())
+    with pytest.raises(Fenced):
+        first.add("right", a_policy())
+    second.add("right", a_policy())
+    second.confirm()
+
+
+class _Away(LocalStore):
+    away = False
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        if self.away:
+            raise StoreUnavailable(f"{key} cannot be reached.")
+        super().put(key, data, overwrite=overwrite)
+
+
+def test_versions_go_on_while_the_store_is_away_as_far_as_they_are_reserved(tmp_path: Path) -> None:
+    store = _Away(tmp_path)
+    pool = LocalPool(store)
+    pool.add("model", a_policy())
+    store.away = True
+    while pool.newest("model")[1] < RESERVED_BLOCK:
+        pool.publish("model")
+    with pytest.raises(StoreUnavailable):
+        pool.publish("model")
+    assert pool.newest("model")[1] == RESERVED_BLOCK
+    store.away = False
+    last = pool.publish("model")
+    assert last == RESERVED_BLOCK + 1
+    assert json.loads(store.get("models/model/versions.json"))["reserved"] >= last
+    store.away = True
+    pool.close()  # says so, and raises nothing
+    assert opened(tmp_path).newest("model")[1] > last

@@ -45,6 +45,14 @@ def test_a_trial_is_a_plain_name(tmp_path: Path, trial: str) -> None:
         init(project=tmp_path, trial=trial)
 
 
+@pytest.mark.parametrize("project", ["s3://bucket/project", Path("s3://bucket/project")])
+def test_the_project_of_a_script_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str | Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is not a directory"):
+        init(project=project, trial="t")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_first_call_opens_a_run_when_nobody_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sessions, "_former", None)

@@ -12,7 +12,7 @@ import sys
 
 from ludus.actor.actor import Actor
 from ludus.actor.gateway import Gateway
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 
 
 class Counting(Actor):

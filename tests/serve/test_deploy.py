@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 import ludus
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 from tests.actor.wire import Reply, Wire, raw
 from tests.tools import need
 

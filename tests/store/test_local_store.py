@@ -58,7 +58,9 @@ def test_nothing_is_left_beside_what_was_put(tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         store.put_bundle("a/bundle", {"file": b"2"})
     store.delete("a/bundle")
-    assert _everything(tmp_path) == ["a", "a/other", "a/value"]
+    assert _everything(tmp_path) == ["a", "a/.once-other", "a/.once-other/value", "a/other", "a/value"]
+    store.delete("a/other")
+    assert _everything(tmp_path) == ["a", "a/value"]
 
 
 def test_nothing_is_made_before_something_is_put(tmp_path: Path) -> None:

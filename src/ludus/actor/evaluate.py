@@ -88,10 +88,13 @@ def play(
     seed: int,
     *,
     deterministic: bool = True,
+    by_steps: bool = False,
     max_steps: int = EPISODE_STEPS,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Score:
     """So many episodes in equal shares, or as many as `episodes` says for each row. Inside `policy.acting()`.
+
+    `by_steps`: these are numbers of steps, and every row plays whole episodes until it has made at least its share.
 
     Row i starts from `seed + i` and has random numbers of its own: who plays beside it makes no difference. An episode that
     has not ended after `max_steps` is cut there and counts as it is, and its row plays no further one. What is open when
@@ -117,7 +120,7 @@ def play(
         too_long = (length >= max_steps) & ~done & (quota > 0)
         for row in np.flatnonzero((done & (quota > 0)) | too_long):
             ended[row].append((float(running[row]), int(length[row])))
-            quota[row] = 0 if too_long[row] else quota[row] - 1
+            quota[row] = 0 if too_long[row] else max(0, quota[row] - (length[row] if by_steps else 1))
         cut += int(too_long.sum())
         begun = done if environments.resets_at_once else over
         over = np.zeros(n, np.bool_) if environments.resets_at_once else done

@@ -49,7 +49,7 @@ def check_game(
     from ludus.cli.check_server import CheckServer
     from ludus.game.check import Conformance
     from ludus.game.protocol import read_token
-    from ludus.runtime.fleet import bind, check_exposure, run_loop
+    from ludus.runtime.gateways import bind, check_exposure, run_loop
     from ludus.runtime.machine import stop_on_signals
 
     seats = None if spec is None else read_spec(spec)

@@ -52,8 +52,9 @@ def export(
     for note in report.notes:
         say(f"note: {note}", to_stderr=json_)
     if told.file is not None:
-        say(f"model   {told.file}", to_stderr=json_)
-        say(f"report  {told.report_file}", to_stderr=json_)
+        files = told.to_json()
+        say(f"model   {files['file']}", to_stderr=json_)
+        say(f"report  {files['report_file']}", to_stderr=json_)
     if json_:
         print(json.dumps(told.to_json()), flush=True)
     if told.file is None:

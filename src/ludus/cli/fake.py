@@ -52,7 +52,7 @@ def actor(
     """Answer games with constants: a game team tests and loads its client without any model."""
     from ludus.actor.gateway import GatewaySettings
     from ludus.remote.fake_game import FakeActors
-    from ludus.runtime.fleet import check_exposure, run_loop
+    from ludus.runtime.gateways import check_exposure, run_loop
     from ludus.runtime.machine import stop_on_signals
 
     settings = GatewaySettings(token=read_token(token_file))
@@ -90,7 +90,7 @@ def gamecore(
 ) -> None:
     """Play endless matches against an actor, and check the actions that come back. Exit code 1 when anything went wrong."""
     from ludus.remote.fake_game import FakeGamecore
-    from ludus.runtime.fleet import run_loop
+    from ludus.runtime.gateways import run_loop
     from ludus.runtime.machine import stop_on_signals
 
     if form != "raw" and (body_size is not None or body_file is not None):
@@ -120,7 +120,7 @@ async def _answer_here(
 ) -> None:
     from ludus.actor.gateway import Gateway
     from ludus.remote.fake_game import Traffic
-    from ludus.runtime.fleet import bind
+    from ludus.runtime.gateways import bind
 
     bound = bind(host, port)
     gateway = Gateway(fakes, settings)
@@ -139,7 +139,7 @@ def _answer_in_workers(
     fakes: Callable[[], Any], directory: Path, host: str, port: int, workers: int, settings: GatewaySettings, report: Report
 ) -> None:
     from ludus.remote.fake_game import Traffic
-    from ludus.runtime.fleet import GatewayFleet, run_loop
+    from ludus.runtime.gateways import GatewayFleet, run_loop
     from ludus.runtime.processes import Supervisor
 
     with Supervisor(preload=("numpy", "ludus.actor.gateway")) as supervisor:

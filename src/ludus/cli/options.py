@@ -7,25 +7,61 @@ from typing import Annotated
 
 import typer
 
-RAY, OLDER = "Ray", "Of older trainers"
+from ludus.cli import coach
+
+RAY, FLEET, OLDER = "Ray", "Fleets", "Of older trainers"
 
 Env = Annotated[str | None, typer.Argument(help="Environment: a Gymnasium id or module:function.", show_default=False)]
 File = Annotated[
     Path | None, typer.Option("-f", "--file", "--config-file", help="A YAML file with experiments.", show_default=False)
 ]
 Preset = Annotated[
-    str | None, typer.Option("-p", "--preset", metavar="NAME|PATH", help="An experiment of the gallery.", show_default=False)
+    str | None,
+    typer.Option(
+        "-p",
+        "--preset",
+        metavar="NAME|PATH",
+        help="An experiment of the gallery, by its name or by Coach's; or a file: path.yaml, path.py, path.py:object.",
+        show_default=False,
+    ),
+]
+Level = Annotated[
+    str | None,
+    typer.Option("-lvl", "--level", help="Which environment of a preset: a level like hopper, or any ENV.", show_default=False),
+]
+CustomParameter = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-cp",
+        "--custom_parameter",
+        "--custom-parameter",
+        metavar="KEY=VALUE;…",
+        help="Keys, ours or Coach's, and values, which are read and never run; repeatable.",
+        show_default=False,
+    ),
 ]
 OneExperiment = Annotated[
     str | None, typer.Option("--experiment", metavar="NAME", help="Only this one of the file.", show_default=False)
 ]
 ExperimentName = Annotated[
-    str | None, typer.Option("--experiment-name", help="Names the directory of its runs. Default: default.", show_default=False)
+    str | None,
+    typer.Option(
+        "-e",
+        "--experiment-name",
+        "--experiment_name",
+        help="Names the directory of its runs. Default: default.",
+        show_default=False,
+    ),
 ]
 EnvOption = Annotated[str | None, typer.Option("--env", "--name-env", help="The same as ENV.", show_default=False)]
 Algorithm = Annotated[str | None, typer.Option("--run", help="Algorithm, or module:Class. Default: PPO.", show_default=False)]
 NumEnvs = Annotated[int | None, typer.Option(help="Environments stepped together.", show_default=False)]
-NumWorkers = Annotated[str | None, typer.Option(metavar="N|auto", help="Sampling processes; 0 = this one.", show_default=False)]
+NumWorkers = Annotated[
+    str | None,
+    typer.Option(
+        "-n", "--num-workers", "--num_workers", metavar="N|auto", help="Sampling processes; 0 = this one.", show_default=False
+    ),
+]
 NumCpus = Annotated[
     int | None,
     typer.Option(
@@ -61,11 +97,14 @@ Track = Annotated[
     list[str] | None,
     typer.Option(metavar="csv|wandb|mlflow", help="Where numbers go besides TensorBoard; repeatable.", show_default=False),
 ]
-LocalDir = Annotated[Path, typer.Option(help="Where runs go.")]
+LocalDir = Annotated[
+    str,
+    typer.Option("--local-dir", "-ep", "--experiment_path", metavar="DIR|URL", help="Where runs go; also s3://BUCKET/PREFIX."),
+]
 TempDir = Annotated[
     Path | None, typer.Option(help="Where sockets, and the session of a Ray, go while it runs. [TMPDIR]", show_default=False)
 ]
-Project = Annotated[Path | None, typer.Option(help="With --trial: the run is DIR/NAME.", show_default=False)]
+Project = Annotated[str | None, typer.Option(metavar="DIR|URL", help="With --trial: the run is DIR/NAME.", show_default=False)]
 Trial = Annotated[str | None, typer.Option(help="Name of the run inside --project.", show_default=False)]
 CheckpointFreq = Annotated[int | None, typer.Option(help="Checkpoint every N iterations.", show_default=False)]
 CheckpointAtEnd = Annotated[
@@ -79,7 +118,12 @@ Resume = Annotated[
     str | None,
     typer.Option(metavar="[DIR]", help="Continue that run; without DIR the newest of each experiment.", show_default=False),
 ]
-Restore = Annotated[str | None, typer.Option(help="Start a new run from this checkpoint.", show_default=False)]
+Restore = Annotated[
+    str | None,
+    typer.Option(
+        "--restore", "-crd", "--checkpoint_restore_dir", help="Start a new run from this checkpoint.", show_default=False
+    ),
+]
 LocalMode = Annotated[bool, typer.Option("--local-mode", help="Everything in this process, for debugging.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
 Json = Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")]
@@ -109,6 +153,62 @@ RayMemory = Annotated[
     typer.Option(
         "--ray-object-store-memory", min=1, help="Bytes; of a Ray that is started here.", show_default=False, rich_help_panel=RAY
     ),
+]
+
+Distributed = Annotated[
+    bool,
+    typer.Option(
+        "-dc",
+        "--distributed_coach",
+        "--distributed",
+        help="A learner and -n workers, with a memory between them, wherever -dcp says.",
+        rich_help_panel=FLEET,
+    ),
+]
+DistributedConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "-dcp",
+        "--distributed_coach_config_path",
+        "--distributed-config",
+        metavar="FILE",
+        help="Where they run, and what is between them: an INI file.",
+        show_default=False,
+        rich_help_panel=FLEET,
+    ),
+]
+
+SaveSecs = Annotated[
+    int | None,
+    typer.Option(
+        "-s",
+        "--checkpoint_save_secs",
+        min=0,
+        help="Seconds between checkpoints: checkpoint_time_s.",
+        show_default=False,
+        rich_help_panel=OLDER,
+    ),
+]
+UntilSolved = Annotated[
+    bool,
+    typer.Option(
+        "-asc",
+        "--apply_stop_condition",
+        help="Also stop at the return that the preset, or its environment, is known for.",
+        rich_help_panel=OLDER,
+    ),
+]
+UseCpu = Annotated[bool, typer.Option("-c", "--use_cpu", help="No accelerator.", rich_help_panel=OLDER)]
+EvaluationWorker = Annotated[
+    bool,
+    typer.Option(
+        "-ew", "--evaluation_worker", help="Evaluate in a process of its own: evaluation_num_workers: 1.", rich_help_panel=OLDER
+    ),
+]
+ListPresets = Annotated[bool, typer.Option("-l", "--list", help="The same as ludus presets list.", rich_help_panel=OLDER)]
+Noted = Annotated[bool, typer.Option(*coach.names(coach.NOTED), help="Have no meaning here; why is said.", rich_help_panel=OLDER)]
+NotHere = Annotated[
+    bool, typer.Option(*coach.names(coach.REFUSED), help="Are not here; what to do instead is said.", rich_help_panel=OLDER)
 ]
 
 ScoreAttr = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -19,25 +20,48 @@ def list_presets(json_: Annotated[bool, typer.Option("--json", help="As JSON.")]
 
     from ludus.experiment import gallery
 
-    found = [gallery.summary(name) for name in gallery.names()]
+    found, others, missing = [gallery.summary(name) for name in gallery.names()], gallery.synonyms(), gallery.missing()
     if json_:
-        print(json.dumps([asdict(item) | {"target": item.target.model_dump()} for item in found]))
+        rows = [asdict(item) | {"target": item.target.model_dump()} for item in found]
+        rows += [asdict(other) | {"target": other.target and other.target.model_dump()} for other in others]
+        rows += [{"name": name, "missing": why.why, "instead": why.instead} for name, why in missing.items()]
+        print(json.dumps(rows))
         return
     table = Table(box=None, pad_edge=False)
     for heading, side in (("name", "left"), ("run", "left"), ("return", "right"), ("within", "right"), ("", "left")):
         table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=heading != "")
     for item in found:
         table.add_row(item.name, item.run, f"{item.target.return_mean:g}", f"{item.target.timesteps:,}", item.description)
+    table.add_section()
+    for other in others:
+        reached = (f"{other.target.return_mean:g}", f"{other.target.timesteps:,}") if other.target else ("", "")
+        table.add_row(other.name, other.run, *reached, _told(other.preset, other.levels))
     console = Console()
     console.print(table)
     console.print(
-        "\nludus train -p NAME trains one; ludus presets show NAME > mine.yaml is a beginning for your own.", style="dim"
+        f"\nThe second part are names of Coach, of which {len(missing)} more are known and say what is nearest.\n"
+        "ludus train -p NAME trains one; ludus presets show NAME > mine.yaml is a beginning for your own.",
+        style="dim",
+        soft_wrap=True,
     )
 
 
+def _told(preset: str, levels: Sequence[str]) -> str:
+    return f"like {preset}" if not levels else f"-lvl {' | '.join(levels[:2])} … ({len(levels)})"
+
+
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="As `ludus presets list` says.")]) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="As `ludus presets list` says.")],
+    level: Annotated[
+        str | None, typer.Option("-lvl", "--level", help="Of a preset for many environments.", show_default=False)
+    ] = None,
+) -> None:
     """The YAML of a preset."""
+    from ludus.documents import dump_yaml
     from ludus.experiment import gallery
 
-    print(gallery.preset(name).read_text(encoding="utf-8"), end="")
+    if level is None and name in gallery.names():
+        print(gallery.preset(name).read_text(encoding="utf-8"), end="")
+    else:
+        print(dump_yaml(gallery.experiments(name, level)), end="")

@@ -72,15 +72,29 @@ def rollout(
         stage, episodes, max_steps=steps, workers=num_workers, watch=watch,
         files=rollouts.Files(steps_file, filmed, video_grid),
     )  # fmt: skip
-    _show(played, steps, json_)
+    result = played.to_json() | _stored(played)
+    _show(played, result, steps, json_)
     if depth and played.video:
         say("colours are depths, dark is near: this is not what the game looks like", to_stderr=json_)
     if played.video and not depth:
         from ludus.experiment import tracking
+        from ludus.experiment.workspace import fetch, upload
 
-        tracking.attach(directory, [played.video])
+        fetch(directory)
+        before = set(directory.glob("events.*"))
+        if tracking.attach(directory, [played.video]):
+            for written in set(directory.glob("events.*")) - before:
+                upload(written)
     if json_:
-        print(json.dumps(played.to_json()), flush=True)
+        print(json.dumps(result), flush=True)
+
+
+def _stored(played: Played) -> dict[str, str]:
+    """The files where they belong: of a run on a store, there."""
+    from ludus.experiment.workspace import upload
+
+    files = {"steps_file": played.steps_file, "video": played.video}
+    return {name: upload(path) for name, path in files.items() if path is not None}
 
 
 class _Watch:
@@ -102,10 +116,9 @@ class _Watch:
             say(f"{episode + 1} of {self._episodes} episodes, {self._steps:,} steps", to_stderr=True)
 
 
-def _show(played: Played, steps: int | None, to_stderr: bool) -> None:
+def _show(played: Played, r: dict[str, Any], steps: int | None, to_stderr: bool) -> None:
     from ludus.cli.display import say
 
-    r = played.to_json()
     if played.cut:
         say(f"{played.cut} episodes did not end and were cut after {max(played.lengths):,} steps", to_stderr=to_stderr)
     if played.returns:
@@ -119,17 +132,18 @@ def _show(played: Played, steps: int | None, to_stderr: bool) -> None:
             say(f"  {agent}  return mean {sum(gained) / len(gained):.2f}", to_stderr=to_stderr)
     else:
         say(f"no episode ended within {steps} steps", to_stderr=to_stderr)
-    say(f"steps  {played.steps_file}", to_stderr=to_stderr)
+    say(f"steps  {r['steps_file']}", to_stderr=to_stderr)
     if played.video:
-        say(f"video  {played.video}", to_stderr=to_stderr)
+        say(f"video  {r['video']}", to_stderr=to_stderr)
 
 
 def _check_run(run: str | None, directory: Path, name: str) -> None:
     if run is None:
         return
     from ludus.experiment.checkpoint import FOLDER
+    from ludus.experiment.workspace import store_of
 
-    made_with = json.loads((directory / FOLDER / name / "state.json").read_text())["config"]["run"]
+    made_with = json.loads(store_of(directory).get_file(f"{FOLDER}/{name}", "state.json"))["config"]["run"]
     if run != made_with:
         raise UsageError(f"The checkpoint was trained with {made_with}, not with {run}.", "Leave out --run.")
 

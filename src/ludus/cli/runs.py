@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, inspect, compare and plot runs.", no_args_is_help=True)
 
 Directories = Annotated[
-    list[Path] | None, typer.Argument(help="Runs, or directories of runs. [default: runs]", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="[PLACE]...", help="Runs, or directories or URLs with runs. [default: runs]", show_default=False),
 ]
 Metric = Annotated[str, typer.Option(help="Any name in metrics.jsonl, e.g. evaluation/return_mean.")]
 Over = Annotated[str, typer.Option(help="timesteps, iterations, episodes or time_s.")]
@@ -76,18 +77,21 @@ def compare(
 
 
 @app.command()
-def show(directory: Annotated[Path, typer.Argument(help="A run.")]) -> None:
+def show(run: Annotated[str, typer.Argument(metavar="RUN", help="A run: its directory or URL.")]) -> None:
     """One run in full: configuration, provenance, last numbers, checkpoints."""
     from ludus.experiment import checkpoint
     from ludus.experiment.run import Run, is_script
+    from ludus.experiment.workspace import directory_of, fetch
     from ludus.metrics import read_jsonl
 
-    run = Run(directory) if is_script(directory) else Run.open(directory)
-    rows = read_jsonl(run.metrics_path)
+    directory = directory_of(run)
+    fetch(directory)
+    found = Run(directory) if is_script(directory) else Run.open(directory)
+    rows = read_jsonl(found.metrics_path)
     if not is_script(directory):
         print((directory / "config.yaml").read_text(encoding="utf-8"))
-    print(json.dumps({"meta": run.meta(), "last": rows[-1] if rows else None}, indent=1))
-    print(json.dumps({"checkpoints": checkpoint.names(run.store), "best": checkpoint.best_name(run.store)}))
+    print(json.dumps({"meta": found.meta(), "last": rows[-1] if rows else None}, indent=1))
+    print(json.dumps({"checkpoints": checkpoint.names(found.store), "best": checkpoint.best_name(found.store)}))
 
 
 @app.command()
@@ -114,14 +118,14 @@ def plot(
     print(plotting.draw({group.label: group.curves for group in groups}, out, metric, over, smoothing))
 
 
-def _found(directories: list[Path] | None) -> list[Path]:
+def _found(directories: list[str] | None) -> list[Path]:
     from ludus.experiment.run import find_runs
 
-    asked = directories or [Path("runs")]
+    asked = directories or ["runs"]
     found = dict.fromkeys(run for directory in asked for run in find_runs(directory))  # one named twice is one run
     runs = [run for run in found if _readable(run)]
     if not runs:
-        raise NotFound(f"No runs in {', '.join(map(str, asked))}.", "`ludus train CartPole-v1` makes one.")
+        raise NotFound(f"No runs in {', '.join(asked)}.", "`ludus train CartPole-v1` makes one.")
     return runs
 
 
@@ -139,6 +143,7 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
     """`lowest`: less return is better."""
     from ludus.experiment.compare import settings_of
     from ludus.experiment.status import look
+    from ludus.experiment.workspace import shown
     from ludus.metrics import read_jsonl
 
     settings = settings_of(run)
@@ -146,10 +151,10 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
     means = [row["episode_return_mean"] for row in rows if row.get("episode_return_mean") is not None]
     last = rows[-1] if rows else {}
     return {
-        "run": str(run),
+        "run": shown(run),
         "env": settings["env"],
         "algorithm": settings["run"],
-        "status": look(run).state,
+        "status": look(run, fetched=True).state,
         "timesteps": last.get("timesteps"),
         "return": means[-1] if means else None,
         "best": (min if lowest else max)(means, default=None),

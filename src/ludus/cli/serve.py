@@ -106,7 +106,7 @@ _SilentS = Annotated[
 _MaxSessions = Annotated[
     int | None, typer.Option(min=1, help="Open at once in each worker. [default: as in training]", show_default=False)
 ]
-_LocalDir = Annotated[Path, typer.Option(help="Where the runs of a YAML file are.")]
+_LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Where the runs of a YAML file are.")]
 _Json = Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")]
 
 
@@ -139,7 +139,7 @@ def serve(
     tick_timeout_s: _TickTimeoutS = None,
     silent_s: _SilentS = None,
     max_sessions: _MaxSessions = None,
-    local_dir: _LocalDir = Path("runs"),
+    local_dir: _LocalDir = "runs",
     json_: _Json = False,
 ) -> None:
     """Serve trained agents. Games send start, tick, tick, …, end to POST /step, as in training. Ctrl-C stops it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +20,7 @@ _COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "rest
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The directory or URL of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="All of it as one line of JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the run has ended.")] = False,
 ) -> None:
@@ -39,7 +38,7 @@ def status(
     _show(run, seen, watch=watch)
 
 
-def _show(run: Path, seen: Look, *, watch: bool) -> None:
+def _show(run: str, seen: Look, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -67,8 +66,10 @@ def page(seen: Look) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from ludus.experiment.workspace import shown
+
     head = Table.grid(padding=(0, 2))
-    head.add_row("run", Text(str(seen.run)))
+    head.add_row("run", Text(shown(seen.run)))
     head.add_row("state", Text(seen.said, style=_COLOURS.get(seen.state, "red")))
     for name, value in _facts(seen):
         head.add_row(name, Text(value))

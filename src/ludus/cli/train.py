@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -16,22 +17,26 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from ludus.cli import coach, presets
 from ludus.cli import options as o
+from ludus.cli.source import Experiments, Source
+from ludus.cli.source import experiments_from as experiments_from
+from ludus.cli.source import source_of as source_of
 from ludus.errors import LudusError, UsageError
 
 if TYPE_CHECKING:
     from ludus.experiment.experiment import Result
     from ludus.experiment.parts import ClusterOptions
 
-Experiments = dict[str, dict[str, Any]]
 NEWEST = "newest"
 """What --resume means when no directory follows."""
 
 
 class TrainCommand(TyperCommand):
-    """`--resume` may stand alone, as it did in older trainers."""
+    """`--resume` may stand alone, as it did in older trainers; the words are kept, to be spoken of as they were written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[coach.WORDS] = [word.partition("=")[0] for word in args]
         return super().parse_args(ctx, with_newest(args))
 
 
@@ -45,9 +50,11 @@ def with_newest(words: Sequence[str]) -> list[str]:
 
 
 def train(
+    ctx: typer.Context,
     env: o.Env = None,
     file: o.File = None,
     preset: o.Preset = None,
+    level: o.Level = None,
     experiment: o.OneExperiment = None,
     env_option: o.EnvOption = None,
     run: o.Algorithm = None,
@@ -61,9 +68,10 @@ def train(
     seed: o.Seed = None,
     config: o.Config = None,
     set_: o.Set = None,
+    custom_parameter: o.CustomParameter = None,
     track: o.Track = None,
     experiment_name: o.ExperimentName = None,
-    local_dir: o.LocalDir = Path("runs"),
+    local_dir: o.LocalDir = "runs",
     temp_dir: o.TempDir = None,
     project: o.Project = None,
     trial: o.Trial = None,
@@ -77,6 +85,8 @@ def train(
     json_: o.Json = False,
     verbose: o.Verbose = 0,
     debug: o.Debug = False,
+    distributed: o.Distributed = False,
+    distributed_config: o.DistributedConfig = None,
     address: o.Address = None,
     ray_num_cpus: o.RayNumCpus = None,
     ray_num_gpus: o.RayNumGpus = None,
@@ -91,12 +101,24 @@ def train(
     eager: o.Eager = False,
     trace: o.Trace = False,
     no_ray_ui: o.NoRayUi = False,
+    save_secs: o.SaveSecs = None,
+    until_solved: o.UntilSolved = False,
+    use_cpu: o.UseCpu = False,
+    evaluation_worker: o.EvaluationWorker = False,
+    list_: o.ListPresets = False,
+    noted: o.Noted = False,
+    refused: o.NotHere = False,
 ) -> None:
     """Train an agent. Ctrl-C saves a checkpoint and stops."""
     log_at(2 if debug else verbose)
-    voice = _Voice(quiet, json_)
+    voice = Voice(quiet, json_)
     older = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}
     voice.notices(older | {"--redis-password": redis_password is not None, "--ray-num-gpus": ray_num_gpus is not None})
+    if list_:
+        presets.list_presets(json_)
+        return
+    for remark in coach.remarks(ctx.meta.get(coach.WORDS, ())) if noted or refused else ():
+        voice(remark)
     _refuse(ray_num_nodes, upload_dir, checkpoint_score_attr)
     _use_temp_dir(temp_dir)
 
@@ -104,6 +126,7 @@ def train(
 
     stops = configs.stop_values(stop or [])
     workers = workers_of(num_workers, num_cpus)
+    asked = coach.Asked(save_secs, until_solved, use_cpu, evaluation_worker)
     own = {"num_envs_per_worker": num_envs, "num_learners": num_learners, "num_gpus": num_gpus, "seed": seed}
     settings = own | {"num_workers": workers} | ({"num_workers": 0, "num_learners": 0} if local_mode else {})
     top = {
@@ -113,22 +136,62 @@ def train(
     ray = (None if local_mode else address, ray_num_cpus, ray_object_store_memory)
     changing = {
         "--set": set_, "--config": config, "--track": track, "--num-cpus": num_cpus, "--num-workers": num_workers,
-    } | {_option(key): value for key, value in (top | own).items()}  # fmt: skip
-    if resume is not None and resume != NEWEST:
+        "-lvl": level, "-cp": custom_parameter,
+    } | {_option(key): value for key, value in (top | own).items()} | asked.given()  # fmt: skip
+    if resume is not None and resume != NEWEST and not distributed:
         given = {
             "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--project": project, "--trial": trial,
         } | changing  # fmt: skip
-        _resume_one(Path(resume), given, stops, Starter(voice, ray))
+        _resume_one(resume, given, stops, Starter(voice, ray))
         return
     if resume == NEWEST and restore is not None:
         raise UsageError(f"--resume continues a run, and --restore {restore} begins a new one.", "Keep one.")
-    top["env"] = env or env_option
-    source = source_of(file, preset)
-    changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *(set_ or [])]
-    found = experiments_from(source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), changes)
+    named = environment_of(env, env_option, level if preset is None and file is None else None)
+    top["env"] = named
+    source = source_of(file, preset, level or (named if preset is not None else None))
+    changes = [*(f"track.{name}={'true' if name == 'csv' else '{}'}" for name in track or []), *asked.overrides()]
+    found = experiments_from(
+        source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), [*changes, *(set_ or [])],
+        custom=custom_parameter or (), say=Voice(quiet=True, as_json=json_) if distributed else voice,  # the learner says it
+    )  # fmt: skip
+    if until_solved:
+        changes += [coach.stop_when_solved(data) for data in found.values()]
+    if distributed:
+        fleet(ctx, found, changes, experiment_name, workers, distributed_config, quiet)
+        return
+    if distributed_config is not None:
+        voice(f"-dcp {distributed_config} changes nothing: it is for -dc.")
     changed = [name for name, value in ({"--stop": stop or None} | changing).items() if value is not None]
     starter = Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST, changed=changed)
     starter.run_all(found, source, mapping_of("--resources-per-trial", resources_per_trial))
+
+
+def environment_of(env: str | None, option: str | None, level: str | None) -> str | None:
+    """However it is named. Raises UsageError where two are."""
+    named = list(dict.fromkeys(name for name in (env, option, level) if name is not None))
+    if len(named) > 1:
+        raise UsageError(f"The environment is named twice: {' and '.join(named)}.", "Keep one.")
+    return named[0] if named else None
+
+
+def fleet(
+    ctx: typer.Context,
+    found: Experiments,
+    changes: Sequence[str],
+    name: str | None,
+    workers: int | str | None,
+    config_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Hand the experiment over to a learner and workers of their own."""
+    if len(found) > 1:
+        raise UsageError(f"There are {len(found)} experiments, and -dc trains one.", "Add --experiment.")
+    given = {
+        parameter: value
+        for parameter, value in ctx.params.items()
+        if getattr(ctx.get_parameter_source(parameter), "name", "") == "COMMANDLINE"
+    }
+    coach.hand_over(next(iter(found.values())), given, changes, name, workers, config_path, quiet)
 
 
 # -- options ------------------------------------------------------------------------------------------------------------
@@ -144,7 +207,7 @@ _NOTES = {
 }
 
 
-class _Voice:
+class Voice:
     """What is said to people, where they read it."""
 
     def __init__(self, quiet: bool, as_json: bool) -> None:
@@ -177,7 +240,7 @@ def _refuse(nodes: int | None, upload_dir: str | None, score: str | None) -> Non
     if upload_dir is not None:
         raise UsageError(
             f"--upload-dir {upload_dir}: runs are not copied while they train.",
-            "Give --local-dir a disk that all machines share, or copy the directory of the run afterwards.",
+            "Let them be where they are to be: --local-dir takes a store (s3://BUCKET/PREFIX), or a disk that all machines share.",
         )
     from ludus import spellings
 
@@ -224,89 +287,35 @@ def _option(key: str) -> str:
     return {"num_envs_per_worker": "--num-envs"}.get(key, "--" + key.replace("_", "-"))
 
 
-def source_of(file: Path | None, preset: str | None) -> Path | None:
-    """The file with the experiments."""
-    if preset is None:
-        return file
-    if file is not None:
-        raise UsageError(f"-f {file} and -p {preset} both name an experiment.", "Keep one.")
-    if preset.endswith((".yaml", ".yml")) or Path(preset).is_file():
-        return Path(preset)
-    from ludus.experiment.gallery import preset as find
-
-    return find(preset)
-
-
-def experiments_from(
-    source: Path | None,
-    one: str | None,
-    called: str | None,
-    top: Mapping[str, Any],
-    stop: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    config: Mapping[str, Any],
-    overrides: Sequence[str],
-) -> Experiments:
-    """The experiments that the options describe: the file first, then --config, then single options, then --set."""
-    from ludus import config as configs
-
-    found: Experiments = configs.load_experiments(source) if source is not None else {called or "default": {}}
-    if one is not None:
-        if one not in found:
-            from ludus.plugins import did_you_mean
-
-            raise UsageError(f"There is no experiment {one!r} in {source}.", did_you_mean(one, found))
-        found = {one: found[one]}
-    if called is not None and source is not None:
-        if len(found) > 1:
-            raise UsageError(f"--experiment-name is one name, and {source} holds {len(found)} experiments.", "Add --experiment.")
-        found = {called: next(iter(found.values()))}
-    for data in found.values():
-        given = {key: value for key, value in top.items() if value is not None}
-        configs.give_way(data, "", [*given, *(["stop"] if stop else [])])
-        data |= given | ({"stop": dict(stop)} if stop else {})
-        inner = data.get("config")
-        if inner is None or isinstance(inner, dict):
-            data["config"] = inner = dict(inner or {})
-            for more in (config, {key: value for key, value in settings.items() if value is not None}):
-                configs.give_way(inner, "config", more)
-                inner.update(more)
-        for assignment in overrides:
-            configs.override(data, assignment)
-        if "env" not in configs.read_experiment(data).data and source is None:
-            raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
-    return found
-
-
 # -- running ------------------------------------------------------------------------------------------------------------
 
 
-def _resume_one(directory: Path, given: Mapping[str, Any], stop: Mapping[str, Any], starter: Starter) -> None:
+def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], starter: Starter) -> None:
     changed = [name for name, value in given.items() if value is not None]
     if changed:
         raise UsageError(
             f"--resume continues a run as it is configured; {', '.join(changed)} cannot be changed.",
             "Use --restore to start a new run from it.",
         )
-    result = starter.shown(lambda experiment, told: experiment.resume(directory, stop=dict(stop), **told))
-    starter.conclude({directory.name: result})
+    result = starter.shown(lambda experiment, told: experiment.resume(where, stop=dict(stop), **told))
+    starter.conclude({result.run_dir.name: result})
 
 
 @dataclass
 class Starter:
     """Starts experiments, one after another, and says how they went."""
 
-    voice: _Voice
+    voice: Voice
     ray: tuple[str | None, int | None, int | None]
-    local_dir: Path = Path("runs")
-    project: Path | None = None
+    local_dir: str | Path = "runs"
+    project: str | Path | None = None
     trial: str | None = None
     restore: str | None = None
     newest: bool = False
     changed: Sequence[str] = ()
     """The options that say what is trained."""
 
-    def run_all(self, experiments: Experiments, source: Path | None, resources: Mapping[str, Any]) -> None:
+    def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
         if source is not None:
             from ludus.model.custom_class import look_in
@@ -337,7 +346,7 @@ class Starter:
                 break
         self.conclude(results, failed, several=several)
 
-    def _check(self, experiments: Experiments, source: Path | None) -> None:
+    def _check(self, experiments: Experiments, source: Source | None) -> None:
         """All of them before the first begins."""
         from ludus.errors import ConfigError
         from ludus.experiment import complaints
@@ -358,28 +367,29 @@ class Starter:
             self.voice("--resources-per-trial changes nothing: this is a single run.")
         before = self._before(name) if self.newest else None
         if before is not None:
-            return self._continue(before, {"name": name, **data})
+            return self.continue_(before, {"name": name, **data})
         rest = {"local_dir": self.local_dir, "project": self.project, "trial": self.trial, "restore": self.restore}
         return self.shown(lambda experiment, told: experiment.start({"name": name, **data}, **rest, **told))
 
-    def _continue(self, before: Path, data: Mapping[str, Any]) -> Result | None:
+    def continue_(self, before: Path, data: Mapping[str, Any]) -> Result | None:
         """The run goes on; None: it is finished. What differs from it is an error, or said."""
         from ludus.experiment import continuing, experiment
+        from ludus.experiment.workspace import shown as place_of
 
         cluster = self.cluster()
         changes = continuing.changes(before, data, cluster)
         if _is_finished(before) and ("stop" not in changes or experiment.is_over(before, changes, cluster)):
-            self.voice(f"{before} is finished")
+            self.voice(f"{place_of(before)} is finished")
             return None
         told = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
-        self.voice(f"continuing {before}" + f" with {told}" * bool(told))
+        self.voice(f"continuing {place_of(before)}" + f" with {told}" * bool(told))
         return self.shown(lambda experiment, told: experiment.resume(before, changes=changes, **told))
 
     def _sweep(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> None:
         from ludus.cli.tune import sweep
         from ludus.experiment.tuning import STATE
 
-        if self.newest and self.changed and (self.local_dir / name / STATE).exists():
+        if self.newest and self.changed and (Path(self.local_dir) / name / STATE).exists():
             raise UsageError(
                 f"--resume goes on with a sweep as it is configured; {', '.join(self.changed)} cannot be changed.",
                 "Leave it out, or give the sweep another name.",
@@ -388,15 +398,20 @@ class Starter:
 
     def _before(self, name: str) -> Path | None:
         """The newest run of an experiment, or the one that --project and --trial name."""
-        from ludus.experiment.run import CONFIG, run_directory
+        from ludus.experiment.run import CONFIG, find_runs, run_directory
+        from ludus.experiment.workspace import directory_of, shown
 
         named = self.project is not None or self.trial is not None
-        place = run_directory(name, "", "", self.local_dir, self.project, self.trial) if named else self.local_dir / name
-        runs = [path for path in ([place] if named else place.glob("*")) if (path / CONFIG).exists()]
+        place = (
+            run_directory(name, "", "", self.local_dir, self.project, self.trial)
+            if named
+            else directory_of(self.local_dir) / name
+        )
+        runs = [run for run in find_runs(place, depth=0 if named else 1) if (run / CONFIG).exists()]
         if not runs:
-            self.voice(f"there is no run in {place} to continue: a new one begins")
+            self.voice(f"there is no run in {shown(place)} to continue: a new one begins")
             return None
-        return max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
+        return runs[-1]
 
     def cluster(self) -> ClusterOptions | None:
         from ludus.experiment import experiment
@@ -428,12 +443,12 @@ class Starter:
         mean = told["episode_return_mean"]
         shown = "no episode ended" if mean is None else f"mean return {mean:.1f}"
         self.voice(f"{result.stopped_by} · {shown} · {told['timesteps']:,} steps in {result.metrics.get('time_s', 0):.1f} s")
-        self.voice(f"run         {result.run_dir}")
+        self.voice(f"run         {told['run_dir']}")
         if result.checkpoint:
-            self.voice(f"checkpoint  {result.checkpoint}")
+            self.voice(f"checkpoint  {told['checkpoint']}")
             played = result.env == EXTERNAL
             then = f"serve it    {here('ludus')} serve" if played else f"watch it    {here('ludus')} rollout"
-            self.voice(f"{then} {result.run_dir}{'' if played else ' --video'}")
+            self.voice(f"{then} {shlex.quote(told['run_dir'])}{'' if played else ' --video'}")
 
     def conclude(
         self, results: Mapping[str, Result | None], failed: Mapping[str, LudusError] | None = None, *, several: bool = False

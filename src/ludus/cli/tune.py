@@ -36,6 +36,7 @@ def tune(
     env: o.Env = None,
     file: o.File = None,
     preset: o.Preset = None,
+    level: o.Level = None,
     experiment: o.OneExperiment = None,
     env_option: o.EnvOption = None,
     run: o.Algorithm = None,
@@ -103,6 +104,7 @@ def tune(
         others: dict[str, Any] = {
             "-f": file,
             "-p": preset,
+            "-lvl": level,
             "--experiment": experiment,
             "--stop": stop,
             "--set": set_,
@@ -117,7 +119,7 @@ def tune(
         return
     if retry_failed:
         raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
-    source = source_of(file, preset)
+    source = source_of(file, preset, level)
     if source is not None:
         from ludus.model.custom_class import look_in
 
@@ -135,7 +137,7 @@ def tune(
 
 def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: Starter, resources: Mapping[str, Any]) -> None:
     """As `ludus train` hands it over, when an experiment turns out to be a sweep."""
-    shell = Shell(starter.voice.quiet, starter.voice.as_json, starter.local_dir, starter.ray)
+    shell = Shell(starter.voice.quiet, starter.voice.as_json, Path(starter.local_dir), starter.ray)
     data = {name: dict(given) for name, given in experiments.items()}
     unknown = [key for key in resources if key not in ("cpu", "gpu")]
     if unknown:
@@ -149,7 +151,7 @@ def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: Starter, resour
         from ludus.experiment.tuning import STATE
 
         for name in list(data):
-            directory = starter.local_dir / name
+            directory = Path(starter.local_dir) / name
             if (directory / STATE).exists():
                 shell.resume(directory, retry_failed=False)
                 del data[name]

@@ -9,21 +9,23 @@ checkpoints/000120/   <model>.safetensors            weights, with the statistic
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import ludus
-from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError
+from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreUnavailable, UsageError
+from ludus.experiment.workspace import directory_of, is_remote, shown, store_of
 from ludus.model import central, saved
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import PROBABILITIES, Policy, Weights
-from ludus.store.local import LocalStore
-from ludus.store.store import Store
+from ludus.model.pool import Claim, claims_after
+from ludus.store.store import Guard, Store
 from ludus.training.algorithm import Algorithm
 from ludus.tree import Array
 
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 FOLDER = "checkpoints"
 BEST = "best.json"
+FROM = "from"
+"""In the claim of an incarnation: the checkpoint that it began from, or null if there was none."""
+
+_LOOK = f"{FOLDER}/.look"
 _NAME = re.compile(r"(\d{6,})(?:-(\d+))?")  # the iteration; a second one of the same iteration has a suffix
 
 
@@ -93,8 +99,15 @@ def write(
     versions: Mapping[str, int],
     sampler: Mapping[str, Array],
     state: Mapping[str, Any],
+    *,
+    incarnations: Mapping[str, int] | None = None,
+    guard: Guard | None = None,
 ) -> str:
-    """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists."""
+    """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists.
+
+    `incarnations`: those of the models' owner, by which a checkpoint is told from one of a trainer that was cut off. `guard` has
+    the last word before the checkpoint can be seen.
+    """
     files: dict[str, bytes] = {"sampler.safetensors": saved.encode_weights(sampler)}
     models: dict[str, Any] = {}
     for name, algorithm in algorithms.items():
@@ -104,12 +117,14 @@ def write(
         )
         files[f"{name}.optimizer.safetensors"] = saved.encode_weights(arrays)
         models[name] = {"version": versions[name], "description": algorithm.policy.description(), "algorithm": plain}
+        if incarnations is not None:
+            models[name]["incarnation"] = incarnations[name]
     whole = {"format": FORMAT, "ludus": ludus.__version__, "models": models, **state}
     files["state.json"] = json.dumps(whole, indent=1).encode()
     for again in range(100):
         name = f"{number:06d}" if not again else f"{number:06d}-{again}"
         try:
-            store.put_bundle(f"{FOLDER}/{name}", files)
+            store.put_bundle(f"{FOLDER}/{name}", files, guard=guard)
         except AlreadyExists:  # a damaged one that was passed over on resume keeps its place
             continue
         return name
@@ -136,18 +151,105 @@ def read(store: Store, name: str) -> Checkpoint:
 
 def names(store: Store) -> list[str]:
     """Complete checkpoints, oldest first."""
-    found = [(match, name) for name in store.list(FOLDER) if (match := _NAME.fullmatch(name))]
-    return [name for match, name in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)))]
+    return sorted((name for name in store.list(FOLDER) if _NAME.fullmatch(name)), key=_place)
 
 
 def newest(store: Store) -> Checkpoint:
-    """The newest checkpoint that can be read; damaged ones are passed over with a warning. Raises NotFound."""
+    """The newest checkpoint that can be read and that the run goes on from; others are passed over with a warning. Raises NotFound."""
     for name in reversed(names(store)):
         try:
-            return read(store, name)
+            found = read(store, name)
         except (Damaged, NotFound) as error:
             log.warning("checkpoint %s cannot be used: %s", name, error)
+            continue
+        if not _passed_over(store, name, found.state):
+            return found
     raise NotFound("There is no complete checkpoint.", "Train again, or name another run.")
+
+
+def newest_name(store: Store) -> str | None:
+    """As `newest`, without reading it: it may be damaged."""
+    return next((name for name in reversed(names(store)) if not _passed_over(store, name, _state(store, name))), None)
+
+
+def look_anew(store: Store) -> None:
+    """For the one that takes a run over: see what was written a moment ago.
+
+    A client of a network file system may list a directory as it was up to a minute before, until it changes something there itself.
+    """
+    store.put(_LOOK, b"")
+    store.delete(_LOOK)
+
+
+# -- which ones a run goes on from ---------------------------------------------------------------------------------------
+
+
+def origin(store: Store, before: Checkpoint | None) -> str | None:
+    """The checkpoint of this store that a run goes on from with `before`, which may have been mixed with another run's."""
+    if before is None:
+        return None
+    reached = int(before.state["progress"]["iterations"])
+    found = [name for name in names(store) if _place(name)[0] <= reached]
+    return before.name if before.name in found and _place(before.name)[0] == reached else found[-1] if found else None
+
+
+def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int], Iterable[Claim]]) -> Claim | None:
+    """The claim of a later owner that began before this checkpoint: it was written by a trainer that had been cut off.
+
+    `claims(model, number)`: those of a model above a number. Checkpoints and claims of earlier versions do not say enough.
+    """
+    for model, entry in state.get("models", {}).items():
+        number = entry.get("incarnation") if isinstance(entry, Mapping) else None
+        for claim in claims(model, number) if isinstance(number, int) else ():
+            began = claim.said.get(FROM, name)
+            if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _place(name) > _place(began)):
+                return claim
+    return None
+
+
+def astray(store: Store, name: str) -> bool:
+    """Whether it was written by a trainer that had been cut off."""
+    return superseded(_state(store, name), name, functools.partial(claims_after, store)) is not None
+
+
+def in_line(store: Store) -> list[str]:
+    """All that are not astray, oldest first; those that cannot be read among them. Looks into every one."""
+    return [name for name in names(store) if not astray(store, name)]
+
+
+def after(name: str, begun_from: str | None) -> bool:
+    """Whether a checkpoint comes after the one that a run began from."""
+    return begun_from is None or _place(name) > _place(begun_from)
+
+
+def _passed_over(store: Store, name: str, state: Mapping[str, Any]) -> bool:
+    claim = superseded(state, name, functools.partial(claims_after, store))
+    if claim is not None:
+        _say_passed_over(store.url, name, claim.who, claim.said.get(FROM) or "the beginning")
+    return claim is not None
+
+
+@functools.lru_cache(maxsize=256)  # once: a service that follows a run looks every second
+def _say_passed_over(url: str, name: str, who: str, begun_from: str) -> None:
+    log.warning(
+        "checkpoint %s is passed over: it is of a trainer that had been cut off (%s took over from %s)", name, who, begun_from
+    )
+
+
+def _state(store: Store, name: str) -> dict[str, Any]:
+    """Nothing if it cannot be read: that is said by whoever reads the whole."""
+    try:
+        state = json.loads(store.get_file(f"{FOLDER}/{name}", "state.json"))
+        return state if isinstance(state, dict) and isinstance(state.get("models"), dict) else {}
+    except (NotFound, Damaged, ValueError):
+        return {}
+
+
+def _place(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(f"{name!r} is not the name of a checkpoint.")
+    return int(match[1]), int(match[2] or 0)
 
 
 def best_name(store: Store) -> str | None:
@@ -194,44 +296,50 @@ def drop(store: Store, name: str) -> dict[str, int]:
 
 def versions_of(store: Store, name: str) -> dict[str, int]:
     try:
-        models = json.loads(store.get(f"{FOLDER}/{name}/state.json"))["models"]
+        models = json.loads(store.get_file(f"{FOLDER}/{name}", "state.json"))["models"]
         return {model: int(entry["version"]) for model, entry in models.items()}
-    except (NotFound, ValueError, KeyError, TypeError, AttributeError):
+    except (NotFound, Damaged, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def locate(where: str | Path) -> tuple[Path, str]:
-    """(run directory, checkpoint name) of a run, `RUN/best`, `RUN/latest`, or a checkpoint directory. Raises NotFound."""
-    path = Path(where).expanduser()
+    """(run directory, checkpoint name) of a run, `RUN/best`, `RUN/latest`, or a checkpoint; paths and URLs alike. Raises NotFound."""
+    path = directory_of(where)
     if path.name in ("", ".."):
         path = path.resolve()
-    word = path.name if path.name in ("best", "latest") and not path.is_dir() else None
+    remote = is_remote(path)
+    word = path.name if path.name in ("best", "latest") and (remote or not path.is_dir()) else None
     run = path.parent if word else path
-    if run.parent.name == FOLDER and run.is_dir() and (_NAME.fullmatch(run.name) or (run / "state.json").exists()):
+    if run.parent.name == FOLDER and _is_checkpoint(run, remote):
         return run.parent.parent, run.name
     if run.name == FOLDER:
         run = run.parent
-    if not run.is_dir():
+    store = store_of(run)
+    found = best_name(store) if word == "best" else newest_name(store)
+    if found is not None:
+        return run, found
+    if not remote and not run.is_dir():
         raise NotFound(f"There is no run or checkpoint at {path}.", "`ludus runs list` shows what there is.")
-    store = LocalStore(run)
-    if not (run / FOLDER).is_dir() and not (run / "config.yaml").exists():
-        raise NotFound(f"{run} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is.")
+    if not {FOLDER, "config.yaml"} & set(store.list("")):
+        raise NotFound(f"{shown(run)} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is.")
     if word == "best":
-        name = best_name(store)
-        if name is None:
-            raise NotFound(f"{run} has no best checkpoint yet.", "Leave out /best for the newest one.")
-        return run, name
-    found = names(store)
-    if not found:
-        raise NotFound(f"{run} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
-    return run, found[-1]
+        raise NotFound(f"{shown(run)} has no best checkpoint yet.", "Leave out /best for the newest one.")
+    raise NotFound(f"{shown(run)} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
+
+
+def _is_checkpoint(path: Path, remote: bool) -> bool:
+    named = _NAME.fullmatch(path.name) is not None
+    return named if remote else path.is_dir() and (named or (path / "state.json").exists())
 
 
 def open_checkpoint(where: str | Path) -> tuple[Path, Checkpoint]:
     run, name = locate(where)
+    store = store_of(run)
     try:
-        return run, read(LocalStore(run), name)
+        return run, read(store, name)
+    except StoreUnavailable:
+        raise
     except StoreError as error:
-        others = [n for n in names(LocalStore(run)) if n != name]
+        others = [n for n in names(store) if n != name]
         hint = f"Others in this run: {', '.join(others[-3:])}." if others else error.hint
         raise type(error)(error.message, hint) from error

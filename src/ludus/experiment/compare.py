@@ -14,8 +14,9 @@ import numpy as np
 
 from ludus.errors import ConfigError, UsageError
 from ludus.experiment.plot import Curve
-from ludus.experiment.run import Run, is_script
+from ludus.experiment.run import Run, began, is_script
 from ludus.experiment.tracking import flat
+from ludus.experiment.workspace import is_remote, shown
 from ludus.plugins import did_you_mean
 from ludus.statistics import Difference, difference, interval
 
@@ -116,6 +117,8 @@ def _drawn_by(c: Curve, settings: Mapping[str, Any]) -> str:
 
 
 def _age(run: Path) -> float:
+    if is_remote(run):
+        return began(run)
     return max((path.stat().st_mtime for path in (run / "config.yaml", run / "meta.json") if path.exists()), default=0.0)
 
 
@@ -240,7 +243,7 @@ def compared(groups: Sequence[Group], at: str = "last", alpha: float = 0.05, low
     ]
     standings = []
     for group in groups:
-        values = {str(c.run): value_at(c, at, lower_is_better) for c in group.curves}
+        values = {shown(c.run): value_at(c, at, lower_is_better) for c in group.curves}
         missing = [Path(run) for run, value in values.items() if math.isnan(value)]
         if missing:
             notes.append(f"{group.label}: {_listed(missing)} left out, which has not come to {at}")

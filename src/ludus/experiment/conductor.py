@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludus.actor.evaluate import Score
 from ludus.config import ExperimentConfig, StopConfig
-from ludus.errors import EnvironmentFault, LudusError
+from ludus.errors import EnvironmentFault, Fenced, LudusError, StoreError, StoreUnavailable
 from ludus.experiment import checkpoint
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
@@ -27,8 +29,17 @@ SOON_S = 30.0
 CONCLUDE_S = 300.0
 """At the end of a run, the longest wait for evaluations that go on elsewhere."""
 
-_LOOK_S = 0.2
+RETRY_S = 10.0
+"""A checkpoint that could not be stored is tried again after this time of training, then after twice as much, …"""
 
+_RETRY_AT_MOST_S = 300.0
+
+LAST_S = 120.0
+LAST_AGAIN_S = 1.0
+"""The last checkpoint of a run is tried for so long; again after this time, then after twice as much, …"""
+
+_LOOK_S = 0.2
+_LOOK_AFTER_S = 2.0  # whoever writes the status looks more often
 Evaluate = Callable[[int], Score]
 """Plays the evaluation episodes of one iteration, while training waits."""
 
@@ -73,7 +84,7 @@ class Experience(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things happen, in iterations; 0 = not by count."""
+    """When things happen, in iterations unless it says otherwise; 0 = not by count."""
 
     stop: StopConfig
     checkpoint_freq: int
@@ -81,6 +92,12 @@ class Schedule:
     evaluation_interval: int
     report_every_s: float = 0.0
     checkpoint_time_s: float = 0.0
+    evaluation_unit: Literal["iterations", "timesteps", "episodes"] = "iterations"
+
+    def evaluation_is_due(self, progress: Progress, before: int) -> bool:
+        """Whether the count has come to, or beyond, a multiple of the interval since it was `before`."""
+        every, now = self.evaluation_interval, getattr(progress, self.evaluation_unit)
+        return bool(every) and now // every > before // every
 
 
 def reached(stop: StopConfig, progress: Progress) -> str | None:
@@ -125,11 +142,17 @@ class Conductor:
         self._evaluated: dict[str, float] = {}
         self._config = config
         self._seen = trainer.progress.iterations
+        self._counted: int = getattr(trainer.progress, schedule.evaluation_unit)
         self._reported_at = -math.inf
         self._checkpointed = -1
         self._checkpointed_at = trainer.progress.time_s
         self._soon_s = math.inf
         self._reported: dict[str, float] = {}
+        self._mine: set[str] = set()
+        self._failures = 0
+        self._retry_s, self._retry_at = RETRY_S, math.inf  # in the time of the training
+        self._unmarked: tuple[str, float, str] | None = None  # the best, which could not be written down
+        self._loose: set[tuple[str, int]] = set()  # versions whose checkpoint could not be stored
         self.stopped_by: str | None = None
         self.last_checkpoint: str | None = None
 
@@ -144,6 +167,8 @@ class Conductor:
     def step(self) -> bool:
         """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
         progress = self._trainer.progress
+        with contextlib.suppress(StoreUnavailable):  # that is said when there is something to store
+            self._pool.look(_LOOK_AFTER_S)
         heard = self._collect()
         if progress.iterations == self._seen:
             return self._out_of_time() or heard
@@ -151,17 +176,21 @@ class Conductor:
         self.stopped_by = self.stopped_by or reached(self._schedule.stop, progress)
         if self.stopped_by or progress.time_s - self._reported_at >= self._schedule.report_every_s:
             self._reported_at = progress.time_s
-            self._trainer.metrics |= {**self._source.metrics(), **self._always}
+            self._trainer.metrics |= {**self._source.metrics(), **self._always, **self._troubles()}
             self._reported = dict(self._trainer.metrics)
             self._report(self._reported)
         due = self._checkpoint_is_due(progress)
-        if due:
-            self.checkpoint()
-        every = self._schedule.evaluation_interval
-        if due or (every and progress.iterations % every == 0):
-            self._score(due)
+        away = False
+        if due and self.stopped_by is None:
+            away = self._try(self.checkpoint) is None
+        elif due:
+            self.checkpoint_at_last()
+        counted, self._counted = self._counted, getattr(progress, self._schedule.evaluation_unit)
+        if due or self._schedule.evaluation_is_due(progress, counted):
+            self._score(due, away or self._is_away)
         if self.stopped_by is not None:
             self._conclude()
+            self._mark_at_last()
         return True
 
     def _out_of_time(self) -> bool:
@@ -171,8 +200,9 @@ class Conductor:
             return False
         self.stopped_by = "time_s"
         if self._config.checkpoint_at_end:
-            self.checkpoint()
+            self.checkpoint_at_last()
         self._conclude()
+        self._mark_at_last()
         return True
 
     def _checkpoint_is_due(self, progress: Progress) -> bool:
@@ -180,6 +210,8 @@ class Conductor:
             return self._config.checkpoint_at_end
         freq, seconds = self._schedule.checkpoint_freq, self._schedule.checkpoint_time_s
         by_time = bool(seconds) and progress.time_s - self._checkpointed_at >= min(seconds, self._soon_s)
+        if not math.isinf(self._retry_at):  # the store is away: not more often than that
+            return progress.time_s >= self._retry_at
         return by_time or bool(freq and progress.iterations % freq == 0)
 
     def _report(self, numbers: Numbers) -> None:
@@ -196,10 +228,10 @@ class Conductor:
             if due:
                 self._surplus.discard(self.last_checkpoint)
             return self.last_checkpoint
-        versions = {name: self._pool.keep(name) for name in self._trainer.algorithms}
-        state = {"progress": progress.to_json(), "config": _plain(self._config)}
-        name = checkpoint.write(self._store, progress.iterations, self._trainer.algorithms, versions, self._source.state(), state)
+        name = self._write()
         self.last_checkpoint, self._checkpointed = name, progress.iterations
+        self._mine.add(name)
+        self._retry_s, self._retry_at = RETRY_S, math.inf
         if due:
             self._checkpointed_at = progress.time_s
             self._soon_s *= 2
@@ -207,12 +239,99 @@ class Conductor:
             self._surplus.add(name)
         if self._inline is None and self._elsewhere is None:
             self._judge(progress.episode_return_mean, "training")
-        self._tidy()
+        with self._tolerated():
+            self._mark_what_is_left()
+            self._tidy()
         log.info("checkpoint %s at %d timesteps", name, progress.timesteps)
         return name
 
+    def _write(self) -> str:
+        """Raises Fenced: then nothing of it can be seen."""
+        progress, algorithms = self._trainer.progress, self._trainer.algorithms
+        state = {"progress": progress.to_json(), "config": _plain(self._config)}
+        try:
+            versions = {name: self._keep(name) for name in algorithms}
+            name = checkpoint.write(
+                self._store, progress.iterations, algorithms, versions, self._source.state(), state,
+                incarnations={model: self._pool.incarnation(model) for model in algorithms}, guard=self._pool.confirm,
+            )  # fmt: skip
+        except StoreError as error:
+            if not isinstance(error, Fenced | StoreUnavailable):  # whoever has taken over sweeps away what is half written
+                with contextlib.suppress(StoreUnavailable):
+                    self._pool.check()
+            raise
+        self._loose -= set(versions.items())
+        try:
+            self._pool.check()
+        except StoreUnavailable:
+            pass
+        except Fenced:  # taken over in the moment between the guard and the checkpoint
+            with contextlib.suppress(StoreError):
+                checkpoint.drop(self._store, name)
+            raise
+        return name
+
+    def _keep(self, model: str) -> int:
+        self._loose.add((model, self._pool.newest(model)[1]))
+        return self._pool.keep(model)
+
+    def checkpoint_at_last(self) -> str:
+        """As `checkpoint`, for the end of a run: what is not stored now is lost. Raises StoreUnavailable after a while."""
+        wait_s, deadline = LAST_AGAIN_S, time.monotonic() + LAST_S
+        while True:
+            try:
+                name = self.checkpoint()
+                self._mark_what_is_left()
+                return name
+            except StoreUnavailable as error:
+                if time.monotonic() + wait_s > deadline:
+                    raise
+                log.warning(
+                    "the last checkpoint cannot be stored, and is tried again for %d s: %s", deadline - time.monotonic(), error
+                )
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 15 * LAST_AGAIN_S)
+
+    def _mark_at_last(self) -> None:
+        if self._unmarked is not None:
+            with self._tolerated():  # the checkpoint itself is stored
+                self.checkpoint_at_last()
+
+    # -- a store that is away
+
+    @contextlib.contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Training goes on, and what could not be stored is tried again."""
+        try:
+            yield
+        except StoreUnavailable as error:
+            self._postpone(error)
+
+    def _try(self, store: Callable[[], str]) -> str | None:
+        try:
+            return store()
+        except StoreUnavailable as error:
+            self._postpone(error)
+            return None
+
+    def _postpone(self, error: StoreUnavailable) -> None:
+        self._failures += 1
+        self._retry_at = self._trainer.progress.time_s + self._retry_s
+        log.warning("not stored, and tried again in %.0f s (failure %d): %s", self._retry_s, self._failures, error)
+        self._retry_s = min(2 * self._retry_s, _RETRY_AT_MOST_S)
+
+    @property
+    def _is_away(self) -> bool:
+        """It did not answer a moment ago: every further question may take as long as that one."""
+        return self._trainer.progress.time_s < self._retry_at < math.inf
+
+    def _troubles(self) -> dict[str, float]:
+        return {"checkpoint/failures": float(self._failures)} if self._failures else {}
+
     def _tidy(self) -> None:
-        """Drop what is too old, and what has been evaluated and found not to be the best; never the newest."""
+        """Drop what is too old, and what has been evaluated and found not to be the best; never the newest. Raises Fenced."""
+        self._pool.check()
+        self._drop_what_is_astray()
         busy = {played.checkpoint for played in (self._playing, self._next) if played is not None}
         gone = checkpoint.retain(self._store, self._schedule.keep, self.last_checkpoint, spared=busy, surplus=self._surplus)
         settled = self._surplus - busy - {self.last_checkpoint}
@@ -222,20 +341,54 @@ class Conductor:
         for versions in gone.values():
             for model, version in versions.items():
                 self._pool.forget(model, version)
+        for model, version in self._loose:
+            self._pool.forget(model, version)
+        self._loose.clear()
+
+    def _drop_what_is_astray(self) -> None:
+        """What a trainer has written that was cut off; if all are to be kept, it is only passed over."""
+        if self._schedule.keep is None or checkpoint.FROM not in self._pool.began:
+            return
+        began = self._pool.began[checkpoint.FROM]
+        strange = [n for n in checkpoint.names(self._store) if n not in self._mine and checkpoint.after(n, began)]
+        for name in strange:
+            if name != checkpoint.best_name(self._store) and checkpoint.astray(self._store, name):
+                log.warning("checkpoint %s is of a trainer that had been cut off; it is deleted", name)
+                checkpoint.drop(self._store, name)
 
     def _judge(self, score: float, by: str, name: str | None = None) -> None:
         """The best so far is kept, whether a checkpoint was due or not. `name`: the one that was judged, if not of now."""
-        if not math.isnan(score) and score >= checkpoint.best_score(self._store):
-            best = name or self.checkpoint()
+        if math.isnan(score):
+            return
+        if self._is_away:
+            if name is not None and (self._unmarked is None or score >= self._unmarked[1]):
+                self._unmarked = name, score, by
+            return
+        with self._tolerated():
+            if score >= checkpoint.best_score(self._store):
+                best = name or self.checkpoint()
+                self._unmarked = best, score, by
+                self._surplus.discard(best)
+                self._mark_what_is_left()
+
+    def _mark_what_is_left(self) -> None:
+        if self._unmarked is None:
+            return
+        best, score, by = self._unmarked
+        self._pool.check()
+        if score >= checkpoint.best_score(self._store):
             checkpoint.mark_best(self._store, best, score, by)
-            self._surplus.discard(best)
+        self._unmarked = None
 
     # -- evaluations
 
-    def _score(self, due: bool) -> None:
+    def _score(self, due: bool, away: bool) -> None:
+        """`away`: a checkpoint of now could not be stored, and is not tried once more."""
         progress = self._trainer.progress
         if self._elsewhere is not None:
-            self._have_played(_Played(self.checkpoint(due), progress.iterations, progress.timesteps))
+            name = None if away else self._try(functools.partial(self.checkpoint, due))
+            if name is not None:
+                self._have_played(_Played(name, progress.iterations, progress.timesteps))
         elif self._inline is not None:
             try:
                 score = self._inline(progress.iterations)

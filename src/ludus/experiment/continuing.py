@@ -11,9 +11,12 @@ from ludus.errors import ConfigError
 from ludus.experiment.experiment import resolve
 from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import Run
+from ludus.experiment.workspace import shown
 
-CHANGEABLE = ("stop", "checkpoint_freq", "checkpoint_time_s", "checkpoint_at_end", "keep_checkpoints_num", "max_failures")
-"""Keys that say how long a run goes on and what is kept of it, not what it learns."""
+CHANGEABLE = (
+    "stop", "checkpoint_freq", "checkpoint_time_s", "checkpoint_at_end", "keep_checkpoints_num", "max_failures", "memory",
+)  # fmt: skip
+"""Keys that say how long a run goes on, what is kept of it and who brings the experience; not what it learns."""
 
 _FOR_PEOPLE = ("name", "description", "target")
 
@@ -31,8 +34,8 @@ def changes(directory: Path, data: Mapping[str, Any], cluster: ClusterOptions | 
     ]
     if wrong:
         raise ConfigError(
-            "\n".join([f"{directory} cannot be continued with other settings:", *wrong]),
-            f"--resume {directory} continues it as it is; without --resume a new run begins, from its weights with --restore.",
+            "\n".join([f"{shown(directory)} cannot be continued with other settings:", *wrong]),
+            f"--resume {shown(directory)} continues it as it is; without --resume a new run begins, from its weights with --restore.",
         )
     return {key: now[key] for key in CHANGEABLE if now[key] != before[key]}
 

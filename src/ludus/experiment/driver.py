@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import selectors
 import threading
 import time
@@ -24,12 +25,15 @@ from typing import Any, NoReturn, Protocol
 
 from ludus import errors
 from ludus.actor.trained import TrainedAgent
-from ludus.errors import LudusError, MemoryClosed, StoreFull, Unreachable, UsageError, WorkerFailed
+from ludus.errors import Fenced, LudusError, MemoryClosed, StoreFull, StoreUnavailable, Unreachable, UsageError, WorkerFailed
 from ludus.experiment import checkpoint, status
+from ludus.experiment.carrier import Carrier
 from ludus.experiment.result import Result
 from ludus.experiment.run import CONFIG, Run
+from ludus.experiment.workspace import shown
 from ludus.metrics import Numbers, Sink
 from ludus.model import saved
+from ludus.model.pool import Claim, newest_claim
 from ludus.runtime.forkserver import anonymous_file
 from ludus.runtime.hub import shared_memory
 from ludus.runtime.luggage import Luggage
@@ -50,6 +54,7 @@ CLOSE_S = 30.0
 PRELOAD = ("numpy", "torch", "ludus.experiment.experiment")
 _POLL_S = 0.1
 _FAILURES_KEPT = 20
+_ONE_TRAINER = "One run has one trainer: stop the other, or leave this one stopped."
 _MAX_LINE_BYTES = 16_000_000
 
 Announce = Callable[[str], None]
@@ -90,7 +95,7 @@ class GiveUp:
 class Policy:
     """Decides what follows a failure. Counts failures between which there was no new checkpoint; acts on nothing."""
 
-    CURABLE = (WorkerFailed, MemoryClosed, Unreachable)
+    CURABLE = (WorkerFailed, MemoryClosed, Unreachable, StoreUnavailable)
     """Errors that come from outside the learner, and may not come again. All others of ours would."""
 
     def __init__(self, limit: int, backoff: Restart = Restart(limit=None, backoff_s=0.5, max_backoff_s=30.0)) -> None:  # noqa: B008
@@ -249,12 +254,16 @@ class Driver:
         self._sinks, self._announce = sinks, announce
         self._policy = Policy(max_failures)
         self._again = self._set_up = False
+        self._newest: str | None = None
+        self._pids: set[int] = set()
+        self._claims: dict[str, int] = {}  # model → the newest incarnation when this driver began
 
     def run(self) -> Result:
         """Raises the error that ended the run; KeyboardInterrupt when it was interrupted before there was anything to keep."""
         made = _make(self._directory / LOGS)
         run = Run(self._directory)
         restarts = int(run.meta().get("learner_restarts", 0))
+        self._claims = {name: claim.number for name, claim in _claims_of(run)}
         shared = shared_memory()  # asked before a learner can have filled it
         try:
             with _quiet(), Supervisor(log_dir=self._directory / LOGS, preload=PRELOAD) as supervisor, stop_on_signals() as stop:
@@ -316,6 +325,7 @@ class Driver:
         """Until it is over: hand on what it says."""
         asked = over = False
         while not over:
+            self._pids |= {process.pid} if process.pid is not None else set()
             over = process.state in OVER  # looked at before the pipe is read: what it said before its end is in there
             if not over:
                 mail.wait(_POLL_S)
@@ -355,8 +365,9 @@ class Driver:
 
     def _restart(self, failure: Failure, restarts: int, stop: StopSignal) -> None:
         """Wait as long as the policy says. Raises the error with which the run ends, when it says so."""
-        names = checkpoint.names(Run(self._directory).store)
-        newest = names[-1] if names else None
+        with contextlib.suppress(StoreUnavailable):  # the next learner will find out
+            self._check_owner()  # a run that another trainer has taken over is not taken back
+        newest = self._newest_checkpoint()
         decision = self._policy.decide(failure, newest, self._set_up)
         if isinstance(decision, GiveUp):
             self._give_up(decision.error)
@@ -364,28 +375,55 @@ class Driver:
         where = f"from checkpoint {newest}" if newest else "from the beginning: there is no checkpoint yet"
         sentence = f"the learner died ({failure.said}); restart {restarts} in {decision.delay_s:.1f} s, {where}"
         self._say(sentence, warn=True)
-        failures = Run(self._directory).meta().get("learner_failures", [])
         entry = {"at": status.now_text(), "why": failure.said, "checkpoint": newest}
-        self._note({"learner_restarts": restarts, "learner_failures": [*failures, entry][-_FAILURES_KEPT:]})
+        with contextlib.suppress(StoreUnavailable):  # the restart itself needs no note
+            failures = Run(self._directory).meta().get("learner_failures", [])
+            self._note({"learner_restarts": restarts, "learner_failures": [*failures, entry][-_FAILURES_KEPT:]})
         self._show(sentence, restarts)
+        self._carry()
         deadline = time.monotonic() + decision.delay_s
         while (left := deadline - time.monotonic()) > 0 and not stop():
             time.sleep(min(left, _POLL_S))
 
+    def _newest_checkpoint(self) -> str | None:
+        """As far as one can see: a store that is away for a moment has what it had."""
+        with contextlib.suppress(StoreUnavailable):
+            names = checkpoint.names(Run(self._directory).store)
+            self._newest = names[-1] if names else None
+        return self._newest
+
+    def _carry(self) -> None:
+        """To its store what a learner that died could not take there any more, its last words among it."""
+        if (self._directory / CONFIG).exists():
+            with Carrier(self._directory, guard=self._check_owner):
+                pass
+
+    def _check_owner(self) -> None:
+        """Raises Fenced when another trainer, of whatever machine, has taken the run over from the learners of this driver."""
+        for name, claim in _claims_of(Run(self._directory)):
+            mine = claim.said.get("host") == platform.node() and claim.said.get("pid") in self._pids
+            if claim.number > self._claims.get(name, 0) and not mine:
+                raise Fenced(f"Another process has taken over the model {name!r}: {claim.who}.", _ONE_TRAINER)
+
     def _break_off(self, failure: Failure) -> NoReturn:
         """Interrupted while there is no learner that could store anything."""
-        if failure.error is not None and not isinstance(failure.error, Policy.CURABLE):
+        if isinstance(failure.error, StoreUnavailable) or (failure.error and not isinstance(failure.error, Policy.CURABLE)):
             self._give_up(failure.error)  # such as a full disk: it could not store what it had learned
         if self._set_up:
             self._note({"status": "interrupted", "ended": status.now_text()})
-            self._say(f"interrupted; `ludus train --resume {self._directory}` goes on from the newest checkpoint")
+            self._carry()
+            self._say(f"interrupted; `ludus train --resume {shown(self._directory)}` goes on from the newest checkpoint")
         raise KeyboardInterrupt
 
     def _give_up(self, error: LudusError) -> NoReturn:
+        if isinstance(error, Fenced):  # what is written of the run from now on is its new owner's
+            raise error
         self._note({"status": "failed", "ended": status.now_text(), "error": str(error)})
+        self._carry()
         if isinstance(error, WorkerFailed) and not error.hint and self._set_up:
             log_file = self._directory / LOGS / f"{NAME}.log"
-            raise WorkerFailed(error.message, f"Its log: {log_file}. `ludus train --resume {self._directory}` goes on.") from None
+            again = f"`ludus train --resume {shown(self._directory)}` goes on."
+            raise WorkerFailed(error.message, f"Its log: {log_file}. {again}") from None
         raise error
 
     def _say(self, sentence: str, *, warn: bool = False) -> None:
@@ -398,7 +436,9 @@ class Driver:
         """Into the run's metadata, which is ours while there is no learner."""
         if (self._directory / CONFIG).exists():
             with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
-                Run(self._directory).write_meta(changes)
+                run = Run(self._directory)
+                run.guard = self._check_owner
+                run.write_meta(changes)
 
     def _show(self, sentence: str, restarts: int) -> None:
         if (self._directory / CONFIG).exists():
@@ -423,6 +463,13 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(others)
+
+
+def _claims_of(run: Run) -> Iterator[tuple[str, Claim]]:
+    for name in run.store.list("models"):
+        claim = newest_claim(run.store, name)
+        if claim is not None:
+            yield name, claim
 
 
 def _make(directory: Path) -> list[Path]:

@@ -15,10 +15,11 @@ import torch
 from ludus import spaces
 from ludus.actor.evaluate import Score, longest_episode, play, shares, undisturbed
 from ludus.config import AlgorithmConfig, PreprocessConfig
-from ludus.errors import ConfigError, LudusError, NotFound
+from ludus.errors import ConfigError, LudusError
 from ludus.experiment.checkpoint import FOLDER
 from ludus.experiment.parts import Resolved
 from ludus.experiment.run import Run
+from ludus.experiment.workspace import store_of
 from ludus.game.environment import Environments, make_environments
 from ludus.game.preprocess import for_evaluation
 from ludus.game.wrapping import Named, names_of
@@ -33,6 +34,8 @@ from ludus.types import DEFAULT_MODEL
 log = logging.getLogger(__name__)
 
 _ROWS = 16
+_STEPS_OF_A_ROW = 1000
+"""An evaluation by steps has a row for so many: each finishes its last episode, and few rows overshoot by little."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Course:
     preprocess: PreprocessConfig
     wrappers: Named
     description: Mapping[str, Any]
-    episodes: int
+    duration: int
+    by_steps: bool
+    """`duration` counts them; else episodes."""
     explore: bool
     seed: int
     forgiving: bool
@@ -53,7 +58,7 @@ class Course:
 
     @property
     def rows(self) -> int:
-        return min(self.episodes, _ROWS)
+        return min(max(1, self.duration // _STEPS_OF_A_ROW) if self.by_steps else self.duration, _ROWS)
 
     def environments(self, rows: int) -> Environments:
         return make_environments(
@@ -69,10 +74,10 @@ class Course:
 
     def play(self, policy: Policy, environments: Environments, seed: int, first: int, interrupted: Callable[[], bool]) -> Score:
         """The share of the rows from `first` on, as many as there are environments."""
-        quota = shares(self.episodes, self.rows)[first : first + environments.num]
+        quota = shares(self.duration, self.rows)[first : first + environments.num]
         with policy.acting():
             return play(
-                policy, environments, quota, seed + first, deterministic=not self.explore,
+                policy, environments, quota, seed + first, deterministic=not self.explore, by_steps=self.by_steps,
                 max_steps=longest_episode(self.env), interrupted=interrupted,
             )  # fmt: skip
 
@@ -132,13 +137,13 @@ class EvaluationWorkers:
                 workers=self._workers, hang_s=self._hang_s, restart=self._restart, log_dir=logs, preload=("torch", __name__),
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
-        where = str(self._directory / FOLDER / checkpoint / f"{DEFAULT_MODEL}.safetensors")
+        where = {"run": str(self._directory.absolute()), "checkpoint": checkpoint}
         edges = np.linspace(0, self._course.rows, self._workers + 1).astype(int).tolist()
         for first, end in itertools.pairwise(edges):
             number = next(self._numbers)
             self._open[number] = first
             seed = self._course.seed_of(iteration)
-            self._errands.give(number, {"weights": where, "seed": seed, "first": first, "rows": end - first})
+            self._errands.give(number, {**where, "seed": seed, "first": first, "rows": end - first})
 
     def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
@@ -180,11 +185,9 @@ class Player:
         self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one
 
     def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
-        weights = Path(errand["weights"])
-        try:
-            self._policy.load_weights(saved.decode_weights(weights.read_bytes(), str(weights))[0])
-        except OSError as error:
-            raise NotFound(f"The checkpoint is gone: {error}.") from error
+        key, name = f"{FOLDER}/{errand['checkpoint']}", f"{DEFAULT_MODEL}.safetensors"
+        weights = store_of(Path(errand["run"])).get_file(key, name)
+        self._policy.load_weights(saved.decode_weights(weights, f"{key}/{name}")[0])
         score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
         return {"returns": score.returns, "lengths": score.lengths, "cut": score.cut}
 
@@ -235,7 +238,8 @@ def _course(env: str, config: AlgorithmConfig, policy: Policy) -> Course:
         preprocess=for_evaluation(config.preprocess),
         wrappers=config.wrappers,
         description=policy.description(),
-        episodes=config.evaluation_duration,
+        duration=config.evaluation_duration,
+        by_steps=config.evaluation_duration_unit == "timesteps",
         explore=section.explore,
         seed=config.seed,
         forgiving=config.restart_failed_sub_environments,

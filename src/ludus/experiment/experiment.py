@@ -21,6 +21,7 @@ from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
 from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
 from ludus.experiment import checkpoint, complaints, external, iterations, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
+from ludus.experiment.carrier import Carrier
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Experience, reached
 from ludus.experiment.driver import Driver
@@ -38,10 +39,13 @@ from ludus.experiment.parts import (
     whole_episodes,
 )
 from ludus.experiment.result import Result as Result
-from ludus.experiment.run import CONFIG, Run, run_directory
+from ludus.experiment.run import Run, holds_run, run_directory
 from ludus.experiment.status import StatusWriter, described
+from ludus.experiment.workspace import directory_of, fetch
+from ludus.experiment.workspace import shown as place_of
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.game.wrapping import names_of
+from ludus.memory.exchange import EMBEDDED, check_url
 from ludus.memory.memory import Batches, Memory, make_memory
 from ludus.metrics import Sink, read_jsonl
 from ludus.model.central import actor_of
@@ -85,9 +89,13 @@ def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolv
     several = not called and multiagent.is_meant(experiment.env, experiment.config)
     if not called and not several:
         check_exists(experiment.env)
+    elsewhere = experiment.memory != EMBEDDED
+    keys = _with_a_worker(experiment.config, algorithm.Config) if elsewhere else experiment.config
     config = configs.algorithm_config(
-        algorithm.Config, experiment.config, collated=called or several, run=experiment.run, owners=complaints.owners
+        algorithm.Config, keys, collated=called or several, run=experiment.run, owners=complaints.owners
     )
+    if elsewhere:
+        _refuse_in_a_fleet(experiment.memory, config, called, several, cluster)
     if called:
         external.seats_of(configs.external_config(config.env_config))
     _refuse_what_needs_more(config, called, cluster)
@@ -103,6 +111,31 @@ def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolv
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
     resolved = configs.dumped(config)
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config, cluster)
+
+
+def _with_a_worker(data: Mapping[str, Any], schema: type[AlgorithmConfig]) -> Mapping[str, Any]:
+    """In a fleet num_workers is how many segments of equal size make up a batch, whoever brings them: at least one."""
+    inner = configs.read_config(data, schema).data
+    return data if inner.get("num_workers") not in (None, 0, "auto") else {**inner, "num_workers": 1}
+
+
+def _refuse_in_a_fleet(memory: str, config: AlgorithmConfig, called: bool, several: bool, cluster: ClusterOptions | None) -> None:
+    check_url(memory)
+    for wrong, why in (
+        (called, "games call the learner itself"),
+        (several, "several agents are sampled by the learner itself"),
+        (cluster is not None and cluster.asked_for, "an address of a Ray cluster is given, whose workers bring it"),
+        (
+            config.batch_mode == "complete_episodes",
+            "config.batch_mode is complete_episodes, which workers of a fleet do not make",
+        ),
+        (
+            config.sampling == "pipelined",
+            "config.sampling is pipelined; workers of a fleet sample in turn (sync) or freely (async)",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"memory is {memory}, and {why}.", "Leave one of them out.")
 
 
 def cluster_of(option: str | None, num_cpus: int | None = None, object_store_memory: int | None = None) -> ClusterOptions | None:
@@ -130,7 +163,9 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
             "Give a number: one worker for every core of the cluster is a good start.",
         )
     cores = usable_cores()
-    if multiagent.is_meant(str(data.get("env")), inner):
+    if given.get("memory", EMBEDDED) != EMBEDDED:
+        chosen, why = 1, "workers of a fleet come by themselves"
+    elif multiagent.is_meant(str(data.get("env")), inner):
         chosen, why = 0, "several agents are sampled by this process"
     elif data.get("env") == configs.EXTERNAL:
         chosen, why = max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
@@ -180,9 +215,10 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: Clus
 def start(
     data: Mapping[str, Any],
     *,
-    local_dir: Path = Path("runs"),
-    project: Path | None = None,
+    local_dir: str | Path = "runs",
+    project: str | Path | None = None,
     trial: str | None = None,
+    place: str | Path | None = None,
     restore: str | Path | None = None,
     sinks: Sequence[Sink] = (),
     announce: Announce | None = None,
@@ -191,7 +227,7 @@ def start(
 ) -> Result:
     """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0.
 
-    `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway.
+    Places may be paths or URLs of a store. `place`: the run is exactly there, whatever `local_dir` and the others say. `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway.
     """
     data = _with_workers_chosen(data, announce, cluster)
     resolved = resolve(data, cluster)
@@ -199,7 +235,7 @@ def start(
     _check_tracking(resolved, announce)
     _announce_iterations(resolved, announce)
     before = _begins_with(restore, resolved)
-    directory = run_directory(e.name, e.run, e.env, local_dir, project, trial)
+    directory = run_directory(e.name, e.run, e.env, local_dir, project, trial) if place is None else directory_of(place)
     Run.check_free(directory)
     if _has_processes(resolved) if supervised is None else supervised:
         return _driven(
@@ -230,7 +266,7 @@ def _begins_with(restore: str | Path | None, resolved: Resolved) -> Checkpoint |
 
 
 def resume(
-    directory: Path,
+    where: str | Path,
     *,
     stop: Mapping[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
@@ -239,11 +275,12 @@ def resume(
     supervised: bool | None = None,
     cluster: ClusterOptions | None = None,
 ) -> Result:
-    """Continue a run that was stopped or killed, in its own directory, from its newest whole checkpoint.
+    """Continue a run that was stopped or killed, in its own place (a path or URL), from its newest whole checkpoint.
 
     A run that was killed before its first checkpoint starts again. `changes`: keys of the experiment that are others from
     now on; `stop` is one of them. `supervised` as in `start`.
     """
+    directory = directory_of(where)
     changes = {**(changes or {}), **({"stop": dict(stop)} if stop else {})}
     resolved = _resolved_again(Run.open(directory), changes, cluster)
     _check_tracking(resolved, announce)
@@ -295,15 +332,16 @@ def _resume(
     run = Run.open(directory)
     resolved = _resolved_again(run, changes, cluster)
     before: Checkpoint | None
+    checkpoint.look_anew(run.store)
     try:
         before, own = checkpoint.newest(run.store), True
     except NotFound:
-        if checkpoint.names(run.store):
+        if checkpoint.in_line(run.store):
             raise Damaged(
-                f"{directory} has checkpoints, and none of them can be read.",
+                f"{place_of(directory)} has checkpoints, and none of them can be read.",
                 "Starting again would bury them: look at them first.",
             ) from None
-        log.warning("%s has no checkpoint yet; it starts again", directory)
+        log.warning("%s has no checkpoint yet; it starts again", place_of(directory))
         before, own = _begins_with(restore, resolved), False
     seed = resolved.config.seed
     if before is not None and own:
@@ -311,7 +349,7 @@ def _resume(
         if over and again:
             return _concluded(run, resolved, before, over)
         _check_not_over(over, before)
-        log.warning("resuming %s from checkpoint %s; environments start anew", directory, before.name)
+        log.warning("resuming %s from checkpoint %s; environments start anew", place_of(directory), before.name)
         seed = _later_seed(seed, before)
 
     return _train(Prepared(resolved, functools.partial(_taken_up, run, resolved), before, seed, counting_on=own), sinks, announce)
@@ -329,7 +367,7 @@ def _later_seed(seed: int, before: Checkpoint) -> int:
 
 
 def _taken_up(run: Run, resolved: Resolved) -> Run:
-    run.sweep()
+    fetch(run.directory, logs=True)
     run.write_config(resolved.saved())
     run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     return run
@@ -371,7 +409,7 @@ def _learn(
     again: bool,
 ) -> Result:
     """What the learner's process does: begin the run, or take it up where the last learner left it."""
-    if data is None or (again and (directory / CONFIG).exists()):
+    if data is None or (again and holds_run(directory)):
         return _resume(directory, changes, restore, sinks, announce, cluster, again)
     resolved = resolve(data, cluster)
     return _start(resolved, directory, _begins_with(restore, resolved), sinks, announce)
@@ -442,8 +480,11 @@ def training(
     resolved, before = prepared.resolved, prepared.before
     given = (resolved, prepared.open_run, before, sinks, prepared.environment_seed, prepared.counting_on, interrupted, announce)
     with (
+        contextlib.ExitStack() as last,  # what the others say while they end is carried too
         assembled(*given) as parts,
-        StatusWriter(parts.run.directory, functools.partial(_shown, parts, resolved)) as shown,
+        StatusWriter(
+            parts.run.directory, functools.partial(_shown, parts, resolved, _carrier(last, parts)), guard=parts.pool.look
+        ) as shown,
     ):
         if before is not None:
             log.info("continuing from checkpoint %s; environments start anew", before.name)
@@ -455,6 +496,11 @@ def training(
             if announce is not None:
                 announce(f"games connect to http://{ours.address[0]}:{ours.address[1]}/step")
         yield ours
+
+
+def _carrier(last: contextlib.ExitStack, parts: Parts) -> Carrier:
+    conductor = parts.conductor
+    return last.enter_context(Carrier(parts.run.directory, guard=parts.run.guard, mark=lambda: conductor.last_checkpoint))
 
 
 class Training:
@@ -481,7 +527,7 @@ class Training:
         parts, resolved = self.parts, self._resolved
         stopped_by = parts.conductor.stopped_by or otherwise
         if not parts.conductor.stopped_by:
-            parts.conductor.checkpoint()
+            parts.conductor.checkpoint_at_last()
         parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
         self._shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
         metrics, name = parts.conductor.numbers(), parts.conductor.last_checkpoint
@@ -492,12 +538,12 @@ class Training:
         return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
 
 
-def _shown(parts: Parts, resolved: Resolved) -> dict[str, Any]:
+def _shown(parts: Parts, resolved: Resolved, carrier: Carrier | None = None) -> dict[str, Any]:
     """What `status.json` says of a training. Called in a thread of its own: it looks, and touches nothing."""
     sampling = getattr(parts.sampler, "status", None)
     named = {"env": resolved.experiment.env, "algorithm": resolved.experiment.run, "checkpoint": parts.conductor.last_checkpoint}
     seen = described(parts.conductor.numbers(), sampling() if sampling is not None else None)
-    return {"state": "running", **named, **seen}
+    return {"state": "running", **named, **seen, **(carrier.stats() if carrier is not None else {})}
 
 
 class _Waiting:
@@ -586,7 +632,7 @@ def program_of(
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
-    pool = program.add("pool", make_pool, run)
+    pool = program.add("pool", make_pool, run, before if counting_on else None)
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
     sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config.explore)

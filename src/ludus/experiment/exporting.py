@@ -21,6 +21,7 @@ from ludus.config import EXTERNAL
 from ludus.errors import EnvironmentFault, LudusError, UsageError
 from ludus.experiment import checkpoint, rollout
 from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.workspace import upload
 from ludus.game.environment import made_as_trained
 from ludus.model import export, parity
 from ludus.model.export import named, regrown
@@ -44,12 +45,11 @@ class Exported:
     report_file: Path | None
     report: Report
     sha256: str
+    places: tuple[str | None, str | None] = (None, None)
+    """Where the two are, for people: of a run on a store, there."""
 
     def to_json(self) -> dict[str, Any]:
-        files = {
-            "file": str(self.file) if self.file else None,
-            "report_file": str(self.report_file) if self.report_file else None,
-        }
+        files = dict(zip(("file", "report_file"), self.places, strict=True))
         return {**files, "sha256": self.sha256, **self.report.to_json()}
 
 
@@ -79,13 +79,14 @@ def export_checkpoint(
     digest = hashlib.sha256(data).hexdigest()
     if not report.passed:
         return Exported(None, None, report, digest)
-    told = Exported(file, file.with_suffix(".report.json"), report, digest)
+    report_file = file.with_suffix(".report.json")
     store = LocalStore(file.parent)
     # The report first: a file without one must never be seen. The digest tells which file it speaks of.
     written = {"file": file.name, "sha256": digest, **report.to_json()}  # both may be moved: no paths in it
-    store.put(file.with_suffix(".report.json").name, json.dumps(written, indent=1).encode())
+    store.put(report_file.name, json.dumps(written, indent=1).encode())
     store.put(file.name, data)
-    return told
+    stored = upload(report_file)
+    return Exported(file, report_file, report, digest, (upload(file), stored))
 
 
 def _chosen(found: Checkpoint, model: str | None) -> str:

@@ -27,7 +27,7 @@ from ludus.metrics import Sink
 from ludus.model.acting import Deciding
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
-from ludus.runtime.fleet import bind, check_exposure
+from ludus.runtime.gateways import bind, check_exposure
 from ludus.runtime.gathering import Boards, FleetGathering, PublishingPool
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm
@@ -96,7 +96,7 @@ def program_of(
     algorithms = program.add("algorithms", Algorithms, resolved.algorithm, policies, dict.fromkeys(seats.models, config), before)
     run = program.add("run", _opened, open_run, policies, config)
     learning = program.add("learning", Shared, algorithms, policies, dict.fromkeys(seats.models, config), run)
-    pool = program.add("pool", make_pool, run)
+    pool = program.add("pool", make_pool, run, before if counting_on else None)
     program.add("versions", add_models, pool, policies, before)
     if config.workers:
         boards = program.add("boards", _boards, policies, config)

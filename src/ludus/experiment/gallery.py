@@ -1,14 +1,20 @@
-"""The presets: experiments that come with the package, each with the return that it is known to reach within its budget."""
+"""The presets: experiments that come with the package, each with the return that it is known to reach within its budget.
+
+They have names of their own; the names of Coach's presets stand for them, too (`familiar.py`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ludus import config as configs
 from ludus.config import TargetConfig
 from ludus.errors import UnknownName
+from ludus.experiment import familiar
+from ludus.experiment.familiar import Missing
 from ludus.plugins import did_you_mean
 
 _FOLDER = "presets"
@@ -23,23 +29,83 @@ class Preset:
     target: TargetConfig
 
 
+@dataclass(frozen=True)
+class Synonym:
+    """A name of Coach."""
+
+    name: str
+    preset: str
+    """Which of ours it is."""
+    run: str
+    levels: tuple[str, ...]
+    target: TargetConfig | None
+    """None: nobody has measured it, or it depends on the level."""
+
+
 def names() -> list[str]:
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def preset(name: str) -> Path:
     """The file of a preset. Raises UnknownName."""
-    if name not in names():
-        raise UnknownName(f"There is no preset {name!r}.", did_you_mean(name, names()))
-    return _folder() / f"{name}.yaml"
+    if name in names():
+        return _folder() / f"{name}.yaml"
+    if familiar.canonical(name) is not None:
+        raise UnknownName(f"{name} is a name of Coach, which has no file of its own.", f"ludus presets show {name} writes one.")
+    near = did_you_mean(name, [*names(), *familiar.names()])
+    raise UnknownName(f"There is no preset {name!r}.", near if near.startswith("Did") else did_you_mean(name, names()))
+
+
+def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]]:
+    """What is trained under this name, ours or Coach's, by its name; unchecked. `level`: which environment.
+
+    Raises UnknownName with the reason and the nearest, UsageError when the level is missing or is none of its levels.
+    """
+    called = None if name in names() else familiar.canonical(name)
+    if called is None:
+        found = configs.load_experiments(preset(name))
+        if level is not None:
+            for data in found.values():
+                data["env"] = level
+                data.pop("target", None)
+        return found
+    entry = familiar.found(called)
+    if not isinstance(entry, familiar.Familiar):
+        assert isinstance(entry, Missing)
+        raise familiar.refusal(called, entry)
+    needed = {each: _experiment(each) for each in (entry.preset, *entry.own.values())}
+    return {called: familiar.experiment(called, entry, level, needed)}
 
 
 def summary(name: str) -> Preset:
-    """What the file says of itself. Raises UnknownName, ConfigError."""
-    ((_, data),) = configs.load_experiments(preset(name)).items()
+    """What a preset with a target says of itself. Raises UnknownName, ConfigError."""
+    ((_, data),) = experiments(name).items()
     checked = configs.experiment({"name": name, **data})
-    assert checked.target is not None, f"the preset {name} has no target"
+    if checked.target is None:
+        raise UnknownName(f"Nobody has measured what {name} reaches.")
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
+
+
+def synonyms() -> list[Synonym]:
+    """The names of Coach under which something is trained."""
+    return [_synonym(name) for name in familiar.names()]
+
+
+def _synonym(name: str) -> Synonym:
+    entry = familiar.FAMILIAR[name]
+    data = experiments(name, next(iter(entry.levels), None))[name]
+    target = None if entry.levels or "target" not in data else TargetConfig.model_validate(data["target"])
+    return Synonym(name, entry.preset, data["run"], tuple(entry.levels), target)
+
+
+def missing() -> dict[str, Missing]:
+    """The names of Coach under which nothing can be trained."""
+    return dict(familiar.MISSING)
+
+
+def _experiment(name: str) -> dict[str, Any]:
+    ((_, data),) = configs.load_experiments(preset(name)).items()
+    return data
 
 
 def _folder() -> Path:

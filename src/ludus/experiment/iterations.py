@@ -18,8 +18,13 @@ def counted(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[st
     return [
         *(["stop.iterations"] if isinstance(stop, Mapping) and stop.get("iterations") else []),
         *(["checkpoint_freq"] if experiment.get("checkpoint_freq") else []),
-        *(["evaluation_interval"] if config.get("evaluation_interval") not in (None, 0, "checkpoint") else []),
+        *(["evaluation_interval"] if _counts_iterations(config) else []),
     ]
+
+
+def _counts_iterations(config: Mapping[str, Any]) -> bool:
+    by = config.get("evaluation_interval_unit", "iterations")
+    return config.get("evaluation_interval") not in (None, 0, "checkpoint") and by == "iterations"
 
 
 def notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:

@@ -109,6 +109,11 @@ _MOVED = {
     "checkpoint_freq": ("checkpoint_config.checkpoint_frequency",),
     "keep_checkpoints_num": ("checkpoint_config.num_to_keep",),
     "stop.time_s": ("time_budget_s",),
+    "stop.timesteps": ("improve_steps",),
+    "config.num_steps_sampled_before_learning_starts": ("heatup_steps",),
+    "config.heatup_episodes": ("heatup_steps: EnvironmentEpisodes(…)",),
+    "config.evaluation_interval": ("steps_between_evaluation_periods",),
+    "config.evaluation_duration": ("evaluation_steps",),
 }
 
 

@@ -88,6 +88,11 @@ def _refuse_what_is_not_there(config: AlgorithmConfig) -> None:
             f"config.evaluation_num_workers is {config.evaluation_num_workers}, and several agents are evaluated by this process.",
             "Leave it at 0.",
         )
+    if config.evaluation_duration_unit != "episodes":
+        raise ConfigError(
+            f"config.evaluation_duration_unit is {config.evaluation_duration_unit}, and matches of several agents are counted.",
+            "Leave it at episodes.",
+        )
     if config.batch_mode != "truncate_episodes":
         raise ConfigError(
             "config.batch_mode is complete_episodes, which environments with several agents do not have.", "Leave it out."
@@ -256,7 +261,7 @@ def program_of(
     algorithms = program.add("algorithms", Algorithms, kind, policies, of_each, before)
     run = program.add("run", _opened, open_run, policies, config)
     learning = program.add("learning", Shared, algorithms, policies, of_each, run)
-    pool = program.add("pool", make_pool, run)
+    pool = program.add("pool", make_pool, run, before if counting_on else None)
     program.add("versions", add_models, pool, policies, before)
     batches = program.add("batches", _batches, policies, copies, config)
     sampler = program.add_worker("sampler", _sampler, copies, cast, pool, batches, config, environment_seed)

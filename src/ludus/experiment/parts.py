@@ -14,7 +14,7 @@ import torch
 from ludus.buffer.episodes import WholeEpisodes
 from ludus.config import AlgorithmConfig, ExperimentConfig
 from ludus.errors import ConfigError
-from ludus.experiment import tracking
+from ludus.experiment import checkpoint, tracking
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
@@ -152,8 +152,11 @@ def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig)
     return run
 
 
-def make_pool(run: Run) -> LocalPool:
-    return LocalPool(run.store)
+def make_pool(run: Run, before: Checkpoint | None = None) -> LocalPool:
+    """`before`: the checkpoint that the run goes on from. From here on the run is written only while it is ours."""
+    pool = LocalPool(run.store, {checkpoint.FROM: checkpoint.origin(run.store, before)})
+    run.guard = pool.check
+    return pool
 
 
 def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
@@ -180,8 +183,11 @@ def make_conductor(
         0 if config.evaluation_interval == "checkpoint" else config.evaluation_interval,
         config.min_time_s_per_iteration,
         e.checkpoint_time_s,
+        config.evaluation_interval_unit,
     )
     incarnation = pool.incarnation(pool.names()[0])
+    if incarnation > 1:
+        run.sweep()  # not before it is ours: another trainer may have been writing until now
     written = [*tracking.sinks_of(run, e, incarnation), *sinks]
     restarts = run.meta().get("learner_restarts")
     always = {} if restarts is None else {"learner/restarts": float(restarts)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.actor.trained import TrainedAgent
+from ludus.experiment.workspace import shown
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,17 @@ class Result:
     """What a finished (or interrupted) training leaves in your hands."""
 
     run_dir: Path
+    """Of a run on a store: where it is worked on here; whatever takes a run takes it as well. `place` says where the run is."""
     checkpoint: Path | None
     stopped_by: str
     metrics: dict[str, float]
     agent: TrainedAgent
     env: str = ""
+
+    @property
+    def place(self) -> str:
+        """The URL of the run, or the path of its directory."""
+        return shown(self.run_dir)
 
     @property
     def episode_return_mean(self) -> float:
@@ -28,8 +35,8 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         mean = self.episode_return_mean
         return {
-            "run_dir": str(self.run_dir),
-            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "run_dir": shown(self.run_dir),
+            "checkpoint": shown(self.checkpoint) if self.checkpoint else None,
             "stopped_by": self.stopped_by,
             "timesteps": int(self.metrics.get("timesteps", 0)),
             "iterations": int(self.metrics.get("iterations", 0)),

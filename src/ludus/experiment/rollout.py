@@ -27,7 +27,7 @@ from ludus.actor.multi import Step, play_episode
 from ludus.actor.trained import TrainedAgent
 from ludus.config import EXTERNAL, PreprocessConfig
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.experiment.checkpoint import FOLDER, open_checkpoint
+from ludus.experiment.checkpoint import FOLDER, Checkpoint, open_checkpoint
 from ludus.experiment.result import Result
 from ludus.experiment.steps import FINAL, Part, StepLog
 from ludus.experiment.video import (
@@ -42,6 +42,7 @@ from ludus.experiment.video import (
     write_grid,
     write_video,
 )
+from ludus.experiment.workspace import is_remote, kept_file
 from ludus.game.agents import make_match
 from ludus.game.environment import make_one, translated
 from ludus.game.preprocess import preprocess_of
@@ -183,9 +184,8 @@ def stage_of(
         raise UsageError("Games call this agent; there is no environment to play.", f"ludus serve {where}")
     settings = made_with["config"]
     mapping = (settings.get("multiagent") or {}).get("policy_mapping")
-    folder = run / FOLDER / found.name
     models = {
-        model: (found.state["models"][model]["description"], str((folder / f"{model}.safetensors").resolve()))
+        model: (found.state["models"][model]["description"], str(_weights_file(run, found, model).resolve()))
         for model in found.weights
     }
     wrappers = settings.get("wrappers") or ()
@@ -202,6 +202,13 @@ def stage_of(
         **options,
     )
     return run, found.name, stage
+
+
+def _weights_file(run: Path, found: Checkpoint, model: str) -> Path:
+    """For processes that read files: of a checkpoint on a store, a copy."""
+    if is_remote(run):
+        return kept_file(run, saved.encode_weights(found.weights[model]))
+    return run / FOLDER / found.name / f"{model}.safetensors"
 
 
 @contextlib.contextmanager

@@ -14,24 +14,38 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import ludus
 from ludus.config import dump_yaml
-from ludus.errors import ConfigError, LudusError, NotFound, UsageError
+from ludus.errors import AlreadyExists, ConfigError, LudusError, NotFound, UsageError
+from ludus.experiment import workspace
+from ludus.experiment.workspace import directory_of, shown, store_of
 from ludus.store.local import LocalStore
+from ludus.store.redaction import without_secrets
+from ludus.store.store import Guard
+
+log = logging.getLogger(__name__)
 
 CONFIG, META, METRICS = "config.yaml", "meta.json", "metrics.jsonl"
 LOG_FILE = "logs/learner/train.log"
+_AT_ONCE = 8
 
 
 class Run:
-    """The directory and its metadata; `Run.create` makes a new one, `Run.open` takes up an old one."""
+    """The directory and its metadata; `Run.create` makes a new one, `Run.open` takes up an old one.
+
+    A run on a store has a working directory, whose copies of configuration and metadata follow what is on the store.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.store = LocalStore(directory)
+        self.store = store_of(directory)
+        self.guard: Guard | None = None
+        """Raises Fenced when the run is another process's now: then nothing more is written of it."""
         self._handler: logging.Handler | None = None
         self._level_before = logging.NOTSET
         self.status = "failed"  # until the one who trains says otherwise
@@ -40,25 +54,29 @@ class Run:
     def create(cls, directory: Path, config: Mapping[str, Any]) -> Run:
         """Raises UsageError when the directory already holds a run; StoreFull when it cannot be written."""
         cls.check_free(directory)
+        workspace.clear(directory)
         run = cls(directory)
-        run.write_config(config)
+        try:
+            run._write(CONFIG, dump_yaml(dict(config)).encode(), overwrite=not workspace.is_remote(directory))
+        except AlreadyExists as error:  # a machine that this one knows nothing of was quicker
+            raise _taken(directory) from error
         run.write_meta({"status": "running", **_provenance(), "seed": config_seed(config)})
         return run
 
     @staticmethod
     def check_free(directory: Path) -> None:
         """Raises UsageError when the directory already holds a run."""
-        if (directory / CONFIG).exists():
-            raise UsageError(
-                f"{directory} already holds a run.", f"Continue it with --resume {directory}, or choose another name."
-            )
+        if holds_run(directory):
+            raise _taken(directory)
 
     @classmethod
     def open(cls, directory: Path) -> Run:
-        """Raises NotFound when there is no run."""
+        """Raises NotFound when there is no run, StoreError when its store does not answer."""
+        workspace.fetch(directory)
         if not (directory / CONFIG).exists():
             raise NotFound(
-                f"{directory} is not the directory of a run (it has no {CONFIG}).", "`ludus runs list` shows what there is."
+                f"{shown(directory)} is not the directory of a run (it has no {CONFIG}).",
+                "`ludus runs list` shows what there is.",
             )
         return cls(directory)
 
@@ -66,6 +84,8 @@ class Run:
         """Remove what a killed process left half written. Only for the one that takes the run over."""
         for prefix in ("", "checkpoints", *(f"models/{name}" for name in self.store.list("models"))):
             self.store.sweep(prefix)
+        if workspace.is_remote(self.directory):
+            LocalStore(self.directory).sweep("")
 
     @property
     def metrics_path(self) -> Path:
@@ -86,16 +106,25 @@ class Run:
         return data if isinstance(data, dict) else {}
 
     def write_meta(self, changes: Mapping[str, Any]) -> None:
-        self.store.put(META, json.dumps(self.meta() | dict(changes), indent=1).encode())
+        """Raises Fenced, StoreError."""
+        if self.guard is not None:
+            self.guard()
+        self._write(META, json.dumps(self.meta() | dict(changes), indent=1).encode())
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        self.store.put(CONFIG, dump_yaml(dict(config)).encode())
+        self._write(CONFIG, dump_yaml(dict(config)).encode())
+
+    def _write(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        self.store.put(name, data, overwrite=overwrite)
+        if workspace.is_remote(self.directory):
+            LocalStore(self.directory).put(name, data)
 
     def close(self) -> None:
         """How it went goes into the metadata, and the log ends."""
         try:
-            with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
-                self.write_meta({"status": self.status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            self.write_meta({"status": self.status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        except LudusError as error:  # a full disk must not hide what really happened
+            log.warning("that it %s is not in the metadata of %s: %s", self.status, shown(self.directory), error)
         finally:
             self.stop_log()
 
@@ -131,17 +160,30 @@ def config_seed(config: Mapping[str, Any]) -> Any:
     return inner.get("config", {}).get("seed") if isinstance(inner, Mapping) else None
 
 
-def run_directory(name: str, algorithm: str, env: str, local_dir: Path, project: Path | None, trial: str | None) -> Path:
+def holds_run(directory: Path) -> bool:
+    """Whether there is a run: of a store, whether it has one now. Raises StoreError."""
+    workspace.fetch(directory, growing=False)
+    return (directory / CONFIG).exists()
+
+
+def _taken(directory: Path) -> UsageError:
+    where = shown(directory)
+    return UsageError(f"{where} already holds a run.", f"Continue it with --resume {where}, or choose another name.")
+
+
+def run_directory(
+    name: str, algorithm: str, env: str, local_dir: str | Path, project: str | Path | None, trial: str | None
+) -> Path:
     """`<local-dir>/<experiment>/<RUN>_<env>_<time>-<id>`, or `<project>/<trial>` when given."""
     if (project is None) != (trial is None):
         raise ConfigError("--project and --trial go together.")
     if project is not None and trial is not None:
         if not re.fullmatch(r"[\w.+-]+", trial) or trial.startswith("."):
             raise ConfigError(f"--trial {trial!r} is not a plain name.")
-        return project.expanduser() / trial
+        return directory_of(project) / trial
     safe = re.sub(r"[^\w.+-]+", "-", env)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    return local_dir.expanduser() / name / f"{re.sub(r'[^A-Za-z0-9]+', '-', algorithm)}_{safe}_{stamp}-{uuid.uuid4().hex[:5]}"
+    return directory_of(local_dir) / name / f"{re.sub(r'[^A-Za-z0-9]+', '-', algorithm)}_{safe}_{stamp}-{uuid.uuid4().hex[:5]}"
 
 
 def is_script(directory: Path) -> bool:
@@ -149,10 +191,38 @@ def is_script(directory: Path) -> bool:
     return not (directory / CONFIG).exists() and Run(directory).meta().get("kind") == "session"
 
 
-def find_runs(directory: Path, depth: int = 4) -> list[Path]:
-    """All runs at or below a directory, trials of sweeps and of scripts among them, oldest first."""
+def find_runs(where: str | Path, depth: int = 4) -> list[Path]:
+    """All runs at or below a place, trials of sweeps and of scripts among them, oldest first.
+
+    Of a store: their working directories, with what the store says of each run now.
+    """
+    directory = directory_of(where)
+    if workspace.is_remote(directory):
+        return _on_store(directory, depth)
     found = _runs_below(directory, depth)
     return sorted(found, key=lambda run: _marked(run).stat().st_mtime)
+
+
+def _on_store(directory: Path, depth: int) -> list[Path]:
+    store, found, level = store_of(directory), list[str](), [""]
+    with ThreadPoolExecutor(_AT_ONCE, "ludus-find") as pool:
+        for left in range(depth, -1, -1):
+            listed = dict(zip(level, pool.map(store.list, level), strict=True))
+            runs = [key for key, names in listed.items() if CONFIG in names or META in names]
+            found += runs
+            below = [f"{key}/{name}".lstrip("/") for key, names in listed.items() if key not in runs for name in names]
+            level = below if left else []
+        list(
+            pool.map(lambda key: workspace.fetch(directory / key, get=lambda name: store.get(f"{key}/{name}".lstrip("/"))), found)
+        )
+    return sorted((directory / key for key in found), key=began)
+
+
+def began(run: Path) -> float:
+    """When, as its metadata say: of a run on a store, files here are as old as the last look at it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return datetime.fromisoformat(json.loads((run / META).read_bytes())["started"]).timestamp()
+    return 0.0
 
 
 def _runs_below(directory: Path, depth: int) -> list[Path]:
@@ -182,7 +252,8 @@ def _provenance() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "git_commit": _git_commit(),
-        "command": sys.argv,
+        "id": uuid.uuid4().hex,  # by which a run is told from another one of that name
+        "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

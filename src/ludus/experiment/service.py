@@ -14,7 +14,7 @@ from typing import Any
 from ludus.actor.gateway import GatewaySettings, read_tokens, tls_context
 from ludus.experiment.serving import Follower, Offering, Source
 from ludus.memory.recorded import check_writable
-from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.gateways import GatewayFleet
 from ludus.runtime.processes import Supervisor
 from ludus.runtime.scratch import Scratch
 from ludus.serve.accesslog import AccessLog

@@ -21,13 +21,13 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, NotFound, 
 from ludus.experiment import checkpoint, external
 from ludus.experiment.external import GameSeats
 from ludus.experiment.run import find_runs
+from ludus.experiment.workspace import directory_of, is_remote, shown, store_of
 from ludus.model import central, pool, saved
 from ludus.model.policy import Policy
 from ludus.serve import canary, exposition, release
 from ludus.serve.canary import CanarySettings, Counts
 from ludus.serve.lineup import DEFAULT_AGENT, Agent, Lineup, as_file
 from ludus.serve.release import Backend, Part, Release
-from ludus.store.local import LocalStore
 from ludus.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,16 @@ _KEPT_S = 60.0  # how long the files of a version that is not offered any more s
 # -- runs ---------------------------------------------------------------------------------------------------------------
 
 
-def run_of(where: str, local_dir: Path) -> str:
+def run_of(where: str, local_dir: str | Path) -> str:
     """The run that a YAML file of an experiment has led to last; anything else is a run or checkpoint already."""
     if not where.endswith((".yaml", ".yml")):
         return where
     names = list(configs.load_experiments(Path(where)))
-    runs = [run for name in names for run in find_runs(local_dir / name) if checkpoint.names(LocalStore(run))]
+    top = directory_of(local_dir)
+    runs = [run for name in names for run in find_runs(top / name) if checkpoint.names(store_of(run))]
     if not runs:
-        raise NotFound(f"No run of {', '.join(names)} below {local_dir} has a checkpoint.", f"ludus train -f {where}")
-    return str(max(runs, key=lambda run: run.stat().st_mtime))
+        raise NotFound(f"No run of {', '.join(names)} below {shown(top)} has a checkpoint.", f"ludus train -f {where}")
+    return shown(runs[-1] if is_remote(top) else max(runs, key=lambda run: run.stat().st_mtime))
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,23 @@ class Source:
     @property
     def fixed(self) -> bool:
         """It names one checkpoint: nothing new will ever come of it."""
-        path = Path(self.where).expanduser()
+        path = directory_of(self.where)
         return path.is_dir() and path.resolve().parent.name == checkpoint.FOLDER
+
+    @property
+    def best(self) -> bool:
+        """It follows what is best, which may be older than what was best before."""
+        return directory_of(self.where).name == "best"
 
     def release(self, name: str | None = None) -> Release:
         """Raises NotFound, Damaged, IncompatibleCheckpoint."""
         run, newest = checkpoint.locate(self.where)
-        return _release(run, checkpoint.read(LocalStore(run), name or newest))
+        return _release(run, checkpoint.read(store_of(run), name or newest))
 
     def version(self, number: int) -> Release:
         """The release of this version, from whichever checkpoint has it, or from the versions that the run has kept."""
         run, newest = checkpoint.locate(self.where)
-        store = LocalStore(run)
+        store = store_of(run)
         for name in reversed(checkpoint.names(store)):
             versions = checkpoint.versions_of(store, name)
             if versions and number == _number(name, versions):
@@ -91,10 +97,10 @@ class Source:
             described = read.state["models"][name]["description"]
             _, weights = central.plain(described, pool.stored_weights(store, name, number))
             parts = {name: replace(part, weights=saved.encode_weights(weights), version=number)}
-            return Release(number, found.seats, parts, f"a kept version of {run}")
+            return Release(number, found.seats, parts, f"a kept version of {shown(run)}")
         numbers = {_number(name, v) for name in checkpoint.names(store) if (v := checkpoint.versions_of(store, name))}
         there = sorted(numbers | (set(next(iter(kept.values()))) if len(kept) == 1 else set()))
-        raise NotFound(f"{run} has no version {number}.", f"It has {', '.join(map(str, there))}.")
+        raise NotFound(f"{shown(run)} has no version {number}.", f"It has {', '.join(map(str, there))}.")
 
     def spec(self) -> dict[str, Any]:
         """What `GET /spec` says of it."""
@@ -121,7 +127,7 @@ def _release(run: Path, found: checkpoint.Checkpoint) -> Release:
         version = int(models[name]["version"])
         parts[name] = Part(json.dumps(description).encode(), saved.encode_weights(weights), version)
     number = _number(found.name, {name: part.version for name, part in parts.items()})
-    return Release(number, dict(seats.seats), parts, str(run / checkpoint.FOLDER / found.name))
+    return Release(number, dict(seats.seats), parts, shown(run / checkpoint.FOLDER / found.name))
 
 
 def _number(name: str, versions: Mapping[str, int]) -> int:
@@ -243,7 +249,7 @@ class Follower:
                 self._seen[name] = found
                 return
             self._again_at.pop(name, None)
-            if offered.version < serving.version and not source.where.rstrip("/").endswith("/best"):
+            if offered.version < serving.version and not source.best:
                 raise IncompatibleCheckpoint(f"Its version {offered.version} comes before {serving.version}, which is served.")
             self._write(name, offered, serving)
             self._take(name, offered, now)
@@ -441,7 +447,7 @@ def _passing(error: Exception) -> bool:
     return isinstance(error, (OSError, MemoryError)) or (isinstance(error, StoreError) and not isinstance(error, Damaged))
 
 
-def named_sources(given: Sequence[str], local_dir: Path) -> dict[str, Source]:
+def named_sources(given: Sequence[str], local_dir: str | Path) -> dict[str, Source]:
     """`RUN` or `NAME=RUN`, several only with names. Raises UsageError, NotFound."""
     found: dict[str, Source] = {}
     for item in given:

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ludus.errors import NotFound
+from ludus.errors import Fenced, NotFound, StoreUnavailable
+from ludus.experiment import workspace
 from ludus.experiment.run import CONFIG, META, METRICS
 from ludus.metrics import Numbers, read_jsonl
 from ludus.runtime.scratch import alive, start_time
+from ludus.store.store import Guard
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +94,18 @@ def _finite(value: Any) -> Any:
 class StatusWriter:
     """Writes what `look()` says, in a thread of its own: also while an update or an evaluation takes minutes.
 
-    A context manager. `look` must not wait, and may be called from that thread until the block is left.
+    A context manager. `look` must not wait, and may be called from that thread until the block is left. `guard` raises Fenced when
+    the run is another process's now; then nothing more is written.
     """
 
-    def __init__(self, directory: Path, look: Callable[[], Mapping[str, Any]], every_s: float = WRITE_EVERY_S) -> None:
-        self._directory, self._look, self._every_s = directory, look, every_s
+    def __init__(
+        self,
+        directory: Path,
+        look: Callable[[], Mapping[str, Any]],
+        every_s: float = WRITE_EVERY_S,
+        guard: Guard | None = None,
+    ) -> None:
+        self._directory, self._look, self._every_s, self._guard = directory, look, every_s, guard
         self._since, self._who = now_text(), identity()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ludus-status", daemon=True)
@@ -123,7 +132,12 @@ class StatusWriter:
         try:
             seen = {**self._who, "since": self._since, "written": time.time(), **self._look(), **more}
             self._rates.add_to(seen.get("sampling", {}).get("workers", []), time.monotonic())
+            if self._guard is not None:
+                with contextlib.suppress(StoreUnavailable):  # for the moment nobody knows
+                    self._guard()
             write(self._directory, seen)
+        except Fenced:  # the training itself says so
+            self._over.set()
         except Exception:  # a full disk, a worker that comes just now: the run itself must not suffer from being watched
             if not self._complained:
                 self._complained = True
@@ -185,14 +199,17 @@ class Look:
     def to_json(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.status.items() if key != "state"}
         restarts = self.meta.get("learner_restarts", kept.get("restarts", 0))
-        return {"run": str(self.run), "state": self.state, "said": self.said, **kept, "restarts": restarts}
+        return {"run": workspace.shown(self.run), "state": self.state, "said": self.said, **kept, "restarts": restarts}
 
 
-def look(directory: Path) -> Look:
-    """Raises NotFound when there is no run."""
+def look(where: str | Path, *, fetched: bool = False) -> Look:
+    """Raises NotFound when there is no run, StoreError when its store does not answer. `fetched`: it was asked just now."""
+    directory = workspace.directory_of(where)
+    if not fetched:
+        workspace.fetch(directory)
     meta, status, hub = (_json(directory / name) for name in (META, FILE, "hub.json"))
     if not (directory / CONFIG).exists() and not meta:
-        raise NotFound(f"{directory} is not the directory of a run.", "`ludus runs list` shows what there is.")
+        raise NotFound(f"{workspace.shown(directory)} is not the directory of a run.", "`ludus runs list` shows what there is.")
     state, said = judge(meta, status, hub, time.time(), lives)
     if not status.get("progress"):
         status |= _from_metrics(directory)

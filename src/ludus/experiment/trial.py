@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ludus import config as configs
-from ludus.errors import LudusError, NotFound, UsageError, WorkerFailed
+from ludus.errors import Fenced, LudusError, NotFound, UsageError, WorkerFailed
 from ludus.experiment import checkpoint, experiment
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.experiment import Prepared
@@ -166,7 +166,7 @@ class Attempt:
         """Note what went wrong. True: it would go wrong again."""
         final = isinstance(error, UsageError) or (isinstance(error, LudusError) and error.final)
         log.error("the trial %s ends: %s", self.directory.name, error)
-        if (self.directory / CONFIG).exists():
+        if (self.directory / CONFIG).exists() and not isinstance(error, Fenced):  # then it is another's to write
             with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
                 Run(self.directory).write_meta({"status": "failed", "ended": now_text(), "error": f"{error}"[:2000]})
         if final:

@@ -33,6 +33,7 @@ from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import CONFIG, Run
 from ludus.experiment.search import Searched, Trial
 from ludus.experiment.trial import Attempt
+from ludus.experiment.workspace import is_remote
 from ludus.game.registry import registered
 from ludus.game.wrapping import names_of
 from ludus.runtime.luggage import Luggage
@@ -108,6 +109,7 @@ class Sweep:
 
 def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
     """Check everything about a sweep that can be checked before anything starts. Raises UsageError."""
+    _refuse_store(local_dir)
     data = {**configs.read_experiment(search.without_domains(data)).data, "name": name}
     inner = data.get("config") or {}
     top = configs.experiment({key: value for key, value in data.items() if key not in ("config", "env", "run")} | {"env": "-"})
@@ -145,8 +147,17 @@ def _check(sweep: Sweep, trial: Trial) -> None:
         )
 
 
+def _refuse_store(place: Path) -> None:
+    if is_remote(place):
+        raise UsageError(
+            "A sweep is written to a directory, which Tune and all machines of its Ray share; a store cannot be one.",
+            "Give --local-dir a directory. Single runs may be on a store: ludus train --local-dir s3://…",
+        )
+
+
 def opened(directory: Path) -> Sweep:
     """The sweep in a directory. Raises NotFound, Damaged."""
+    _refuse_store(directory)
     directory = directory.expanduser()
     if not (directory / STATE).exists():
         raise NotFound(f"{directory} is not the directory of a sweep (it has no {STATE}).", "Name the one that holds its trials.")

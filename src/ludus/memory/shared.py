@@ -6,7 +6,6 @@ that gathering is the only copy.
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class _Place:
 
     def view(self, buffer: memoryview) -> Array:
         """Holds on to the buffer: a block that is still in use keeps its ring mapped after the reader has closed."""
-        return np.frombuffer(buffer, self.dtype, math.prod(self.shape), self.offset).reshape(self.shape)
+        return np.ndarray(self.shape, self.dtype, buffer, self.offset)
 
 
 class Layout:
@@ -54,15 +53,19 @@ class Layout:
             return _Place(start, array.shape, array.dtype)
 
         self._places: dict[str, Tree] = {name: map_tree(place, tree) for name, tree in arrays.items()}
+        self._viewed = [(name, tree) for name, tree in self._places.items() if name not in _EPISODES]
         self.nbytes = end
         """Of a record."""
         described = [(path, p.offset, p.shape, p.dtype.str) for path, p in leaves(self._places)]
-        self._checksum = zlib.crc32(repr((spec.model, described)).encode())
+        self.checksum = zlib.crc32(repr((spec.model, described)).encode())
+        """Two layouts with the same one are the same."""
 
     def views(self, buffer: memoryview) -> Segments:
         """Segments whose arrays are views of `buffer`: writing to them writes to it."""
-        places = {name: tree for name, tree in self._places.items() if name not in _EPISODES}
-        views = {name: map_tree(lambda p: p.view(buffer), tree) for name, tree in places.items()}
+        views: dict[str, Any] = {
+            name: tree.view(buffer) if tree.__class__ is _Place else map_tree(lambda p: p.view(buffer), tree)
+            for name, tree in self._viewed
+        }
         return Segments(spec=self.spec, model=self.spec.model, **views)
 
     def seal(self, segments: Segments, buffer: memoryview) -> None:
@@ -71,7 +74,7 @@ class Layout:
         if episodes > self._episodes or len(segments.episode_length) != episodes:
             raise UsageError(f"{episodes} episodes cannot have ended in {self._episodes} steps.", "Was a block sealed twice?")
         head = buffer[:_HEAD].cast("Q")
-        head[0], head[1], head[2], head[3] = _MAGIC, self._checksum, segments.finals, episodes
+        head[0], head[1], head[2], head[3] = _MAGIC, self.checksum, segments.finals, episodes
         if episodes:
             for name in _EPISODES:
                 self._places[name].view(buffer)[:episodes] = getattr(segments, name)
@@ -84,7 +87,7 @@ class Layout:
         """The same views of `buffer` after it was sealed once more."""
         head = buffer[:_HEAD].cast("Q")
         finals, episodes = head[2], head[3]
-        if head[0] != _MAGIC or head[1] != self._checksum:
+        if head[0] != _MAGIC or head[1] != self.checksum:
             raise Damaged("A record does not hold segments of this shape.", "Do both sides have the same spec?")
         if finals > self.spec.finals or episodes > self._episodes:
             raise Damaged(f"A record claims {finals} final observations and {episodes} episodes.")

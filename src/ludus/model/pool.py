@@ -1,23 +1,42 @@
 """The pool: where the numbered versions of models live, and how everyone who acts finds the newest.
 
 Versions count per model name and never go backwards, across restarts too: numbers are reserved durably in blocks, so that
-after a crash counting goes on above everything that may ever have been seen. Every opening has an incarnation number.
+after a crash counting goes on above everything that may ever have been seen. Every opening has an incarnation number, which is
+claimed: `models/<name>/incarnations/000003` is created by one process and by no other. Whoever made the newest claim owns the
+model; everybody else has been cut off, and finds that out by the claim that comes after his own. The numbers have no gaps.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, UsageError
+from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, StoreError, StoreUnavailable, UsageError
 from ludus.model import saved
 from ludus.model.policy import Policy, Weights
 from ludus.store.store import Store
 from ludus.tree import Array
 
+log = logging.getLogger(__name__)
+
 RESERVED_BLOCK = 1000
+"""So many numbers are reserved at first, then ever more: the longer a run lasts, the longer it can do without its store."""
+
+LOOK_S = 0.2
+"""Who owns the models is looked at so often, but no more than takes this part of the time:"""
+
+_LOOK_SHARE = 1 / 500
+_LOOK_AGAIN_S = 30.0  # when the store did not answer, for which one may have waited long
+_LOOK_TOGETHER_S = 0.5
+_LARGEST_BLOCK = 16 * RESERVED_BLOCK
+_TRIES_PER_BLOCK = 32
 
 
 class PolicySource(Protocol):
@@ -44,18 +63,70 @@ class _Entry(Generic[Model]):
     version: int
     reserved: int
     incarnation: int
+    block: int = RESERVED_BLOCK
+    try_at: int = 0
+    """The version with which it is time to reserve more."""
     kept: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the owner of an incarnation said when it began; nothing in claims of earlier versions."""
+
+    number: int
+    said: Mapping[str, Any]
+
+    @property
+    def who(self) -> str:
+        """For people."""
+        host, pid, at = (self.said.get(key) for key in ("host", "pid", "at"))
+        return f"process {pid} on {host}, since {at}" if host and pid and at else "another process"
+
+
+def claims_after(store: Store, name: str, number: int) -> Iterator[Claim]:
+    """Asks for each by its name: some file systems list a directory as it was up to a minute ago."""
+    while True:
+        number += 1
+        try:
+            data = store.get(_claim_key(name, number))
+        except NotFound:
+            return
+        yield Claim(number, _said(data))
+
+
+def newest_claim(store: Store, name: str) -> Claim | None:
+    """The owner's; None before there was one."""
+    listed = max((int(n) for n in store.list(_claims(name)) if n.isdigit()), default=0)
+    found = list(claims_after(store, name, max(0, listed - 1)))
+    return found[-1] if found else None
+
+
+def _said(data: bytes) -> Mapping[str, Any]:
+    try:
+        said = json.loads(data)
+    except ValueError:  # such as the empty ones of earlier versions
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 class Pool(Generic[Model]):
     """Numbers the versions of models, durably, and stores those that are to be kept."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, began: Mapping[str, Any] | None = None) -> None:
+        """`began`: from where; it becomes part of every claim."""
         self._store = store
+        self._began, self._since = dict(began or {}), _now()
         self._entries: dict[str, _Entry[Model]] = {}
+        self._fenced: Fenced | None = None
+        self._looking, self._looked_at, self._look_at = threading.Lock(), 0.0, 0.0
+
+    @property
+    def began(self) -> Mapping[str, Any]:
+        return self._began
 
     def add(self, name: str, model: Model, above: int = 0) -> None:
-        """Create or re-open a model; its next version is above every earlier one, and above `above`."""
+        """Create or re-open a model; its next version is above every earlier one, and above `above`. Raises Fenced."""
+        self.check()  # of two that take over several models at once, one is to have them all
         incarnation = self._claim(name)
         last = max(self._reserved(name), above)
         self._entries[name] = _Entry(model, last, last, incarnation)
@@ -69,8 +140,8 @@ class Pool(Generic[Model]):
         number = entry.version + 1 if version is None else version
         if number <= entry.version:
             raise UsageError(f"Version {number} of {name!r} does not come after {entry.version}.", "Versions only grow.")
-        if number > entry.reserved:
-            self._reserve(name, number - 1 + RESERVED_BLOCK)
+        if number > entry.reserved or number >= entry.try_at:
+            self._reserve_more(name, number)
         entry.version = number
         return number
 
@@ -105,34 +176,107 @@ class Pool(Generic[Model]):
     def close(self) -> None:
         """Give back the numbers that were reserved and not used."""
         for name, entry in self._entries.items():
-            self._reserve(name, entry.version)
+            try:
+                self._check_owner(name)
+                self._write_counter(name, entry.version)
+            except Fenced:
+                return  # they are the other's to count from
+            except StoreError as error:
+                log.warning("the next version of %r will be above %d: %s", name, entry.reserved, error)
 
-    def _reserve(self, name: str, upto: int) -> None:
-        self._check_owner(name)
-        self._write_counter(name, upto)
+    # -- who owns them
+
+    def check(self) -> None:
+        """Raises Fenced when another process has taken over; StoreUnavailable when that cannot be known."""
+        for name in self._entries:
+            self._check_owner(name)
+
+    def look(self, after_s: float = 0.0) -> None:
+        """As `check`, for those who ask all the time: the answer is a moment old, but it is none from before a long sleep.
+
+        `after_s`: leave it so long to other threads, which have more time to wait for a store that does not answer.
+        """
+        if self._fenced is not None:
+            raise self._fenced
+        now = time.monotonic()
+        if now < self._look_at + after_s:
+            return
+        if not self._looking.acquire(timeout=max(0.0, self._looked_at + _LOOK_TOGETHER_S - now)):
+            return  # another thread is about it, and it takes long
+        try:
+            began = self._looked_at = time.monotonic()
+            if began >= self._look_at + after_s:
+                self._look_at = began + _LOOK_AGAIN_S
+                self.check()
+                took = time.monotonic() - began
+                self._look_at = began + took + max(LOOK_S, took / _LOOK_SHARE)
+        finally:
+            self._looking.release()
+        if self._fenced is not None:
+            raise self._fenced
+
+    def confirm(self) -> None:
+        """As `check`, and nothing that this machine remembers is believed.
+
+        A client of a network file system may go on for a minute saying that a file is not there; what it changes itself in that
+        directory makes it ask again.
+        """
+        for name, entry in self._entries.items():
+            self._check_owner(name)
+            self._store.put(_claim_key(name, entry.incarnation), self._claim_of(confirmed=_now()))
+            self._check_owner(name)
 
     def _claim(self, name: str) -> int:
         """The next incarnation number, which nobody else can get: it is created, never replaced."""
-        number = self._newest_incarnation(name) + 1
+        last = newest_claim(self._store, name)
+        number = 1 if last is None else last.number + 1
         while True:
             try:
-                self._store.put(f"models/{name}/incarnations/{number:06d}", b"", overwrite=False)
+                self._store.put(_claim_key(name, number), self._claim_of(), overwrite=False)
             except AlreadyExists:
                 number += 1
             else:
                 return number
 
-    def _newest_incarnation(self, name: str) -> int:
-        return max((int(n) for n in self._store.list(f"models/{name}/incarnations") if n.isdigit()), default=0)
+    def _claim_of(self, **more: Any) -> bytes:
+        said = {"at": self._since, "host": platform.node(), "pid": os.getpid(), **self._began, **more}
+        return json.dumps(said).encode()
 
     def _check_owner(self, name: str) -> None:
         """Whoever opened the model last owns it; an older owner that was thought dead must not write any more."""
-        newest, mine = self._newest_incarnation(name), self._entries[name].incarnation
-        if newest != mine:
-            raise Fenced(
-                f"Another process has taken over the model {name!r} (incarnation {newest}, this is {mine}).",
+        mine = self._entries[name].incarnation
+        later = list(claims_after(self._store, name, mine))
+        if later:
+            newest = later[-1]
+            self._fenced = Fenced(
+                f"Another process has taken over the model {name!r} (incarnation {newest.number}, this is {mine}): {newest.who}.",
                 "One run has one trainer: stop the other, or leave this one stopped.",
             )
+            raise self._fenced
+        try:
+            self._store.get(_claim_key(name, mine))
+        except NotFound as error:
+            raise StoreUnavailable(
+                f"{self._store.url} does not have the claim of this process any more.",
+                "Is its file system still mounted, and has nobody deleted the run?",
+            ) from error
+
+    # -- counting
+
+    def _reserve_more(self, name: str, number: int) -> None:
+        """Half a block ahead of need. While the store is away, what was reserved is used up."""
+        entry = self._entries[name]
+        block = min(2 * entry.block, _LARGEST_BLOCK)
+        try:
+            self._check_owner(name)
+            self._write_counter(name, number - 1 + block)
+        except StoreUnavailable as error:
+            if number > entry.reserved:
+                raise
+            entry.try_at = number + max(1, entry.block // _TRIES_PER_BLOCK)
+            log.warning("versions of %r are reserved up to %d, and more cannot be for now: %s", name, entry.reserved, error)
+            return
+        entry.block = block
 
     def _reserved(self, name: str) -> int:
         """The highest version that may ever have been published."""
@@ -148,6 +292,7 @@ class Pool(Generic[Model]):
         entry = self._entries[name]
         self._store.put(_counter_key(name), json.dumps({"reserved": upto, "incarnation": entry.incarnation}).encode())
         entry.reserved = upto
+        entry.try_at = upto - (upto - entry.version) // 2
 
 
 class LocalPool(Pool[Policy]):
@@ -190,3 +335,15 @@ def _version_key(name: str, version: int) -> str:
 
 def _counter_key(name: str) -> str:
     return f"models/{name}/versions.json"
+
+
+def _claims(name: str) -> str:
+    return f"models/{name}/incarnations"
+
+
+def _claim_key(name: str, number: int) -> str:
+    return f"{_claims(name)}/{number:06d}"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

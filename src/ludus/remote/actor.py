@@ -9,7 +9,7 @@ from typing import Any
 from ludus.actor.gateway import GatewaySettings
 from ludus.errors import UsageError
 from ludus.remote.session import Ticket, adopt, current
-from ludus.runtime.fleet import GatewayFleet
+from ludus.runtime.gateways import GatewayFleet
 
 READY_S = 60.0
 

@@ -28,7 +28,7 @@ from ludus.actor.actor import Actor
 from ludus.errors import LudusError, Refused, UsageError
 from ludus.game.bodies import ONLY_SEAT, Format, decode, encode, outside, random_observation, seats_from
 from ludus.game.client import AsyncClient
-from ludus.runtime.fleet import run_loop
+from ludus.runtime.gateways import run_loop
 from ludus.spaces import Fit
 
 _REST_S = 0.2

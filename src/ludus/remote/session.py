@@ -37,6 +37,7 @@ from ludus.runtime.meeting import meeting_place
 from ludus.runtime.mirror import Mirrors
 from ludus.runtime.processes import Process, Supervisor
 from ludus.store.local import LocalStore
+from ludus.store.redaction import without_secrets
 from ludus.tree import Array
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Session:
         self.lock = threading.RLock()
         self.ended = False
         """Iterations over buffers come to their end. A plain flag: a signal handler may set it, locks it may not touch."""
-        self.preload = ["numpy", "torch", "ludus.remote.model", "ludus.remote.buffer", "ludus.runtime.fleet"]
+        self.preload = ["numpy", "torch", "ludus.remote.model", "ludus.remote.buffer", "ludus.runtime.gateways"]
         """What worker processes find imported."""
         self._client: Client | None = None
         self._supervisor: Supervisor | None = None
@@ -341,6 +342,10 @@ def _directory(project: str | Path | None, trial: str | None, default: str) -> P
     name = default if trial is None else trial
     if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
         raise UsageError(f"trial={name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
+    if re.match(r"\w{2,}:/", str(project)):
+        raise UsageError(
+            f"project={str(project)!r} is not a directory.", "The trial of a script needs one; a training may be on a store."
+        )
     return (Path("runs" if project is None else project).expanduser() / name).resolve()
 
 
@@ -368,7 +373,7 @@ def _write_meta(directory: Path) -> None:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "command": sys.argv,
+        "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     with contextlib.suppress(AlreadyExists):

@@ -30,7 +30,7 @@ from ludus.model.board import BoardReader
 from ludus.model.inference import Engine, Inputs, Versions, rows_of, stacked
 from ludus.model.saved import model_from
 from ludus.remote.session import Session, Ticket, adopt
-from ludus.runtime.fleet import bind
+from ludus.runtime.gateways import bind
 from ludus.runtime.guard import Guard, read_token
 from ludus.runtime.processes import ALWAYS, Context
 from ludus.runtime.wire import Connection, Header, Peer, Reply, error_fields, listen, listen_beyond, tcp_address

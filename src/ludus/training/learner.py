@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -30,6 +31,13 @@ class LearnerConfig(AlgorithmConfig):
     lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     adam_epsilon: float = Field(1e-5, gt=0, description="Epsilon of Adam.")
     grad_clip: float | None = Field(0.5, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
+    num_steps_sampled_before_learning_starts: int = Field(
+        0,
+        ge=0,
+        description="Heat-up: batches that begin before so many steps are not learned from; running statistics of observations and "
+        "rewards take them in. They are timesteps like others.",
+    )
+    heatup_episodes: int = Field(0, ge=0, description="Heat-up by episodes: the same, until so many have ended.")
 
 
 class ActorCriticConfig(LearnerConfig):
@@ -61,6 +69,18 @@ class Learner:
             precision=config.mixed_precision,
         )
         self.generator = torch.Generator().manual_seed(seed)
+        self._heatup = (config.num_steps_sampled_before_learning_starts, config.heatup_episodes)
+        self._ended = 0  # episodes before this block; counted while somebody asks
+
+    def heating(self, segments: Segments, timestep: int) -> bool:
+        """Whether a block is of the heat-up: it is not learned from. Once for every block, in their order."""
+        steps, episodes = self._heatup
+        if timestep == 0:  # of this run; the state may come from another one
+            self._ended = 0
+        before = self._ended
+        if before < episodes:  # the ends that all learners of a group see
+            self._ended += int(np.count_nonzero(segments.terminated | segments.truncated))
+        return timestep < steps or before < episodes
 
     def step(self, loss: Loss[D], batch: D) -> dict[str, Tensor]:
         """One update from a minibatch; returns the means of the loss's numbers. Raises TrainingDiverged, with the batch told.
@@ -102,11 +122,13 @@ class Learner:
         self.optimizer.close()
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        return self.optimizer.state() | {"generator": self.generator.get_state().numpy()}, {}
+        plain = {"episodes_before_learning": self._ended} if self._ended else {}
+        return self.optimizer.state() | {"generator": self.generator.get_state().numpy()}, plain
 
     def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         self.optimizer.load_state(arrays)
         self.generator.set_state(torch.from_numpy(arrays["generator"].copy()))
+        self._ended = int(plain.get("episodes_before_learning", 0))
 
 
 class ActorCritic(Learner):
@@ -115,6 +137,14 @@ class ActorCritic(Learner):
     def __init__(self, policy: Policy, config: ActorCriticConfig, seed: int) -> None:
         super().__init__(policy, config, seed)
         self.reward_scale = RewardScale(config.gamma) if config.normalize_reward else None
+
+    def heated(self, segments: Segments, timestep: int) -> bool:
+        """True: a block of the heat-up, of which the statistics have been taken."""
+        if not self.heating(segments, timestep):
+            return False
+        self.rewards(segments)
+        self.observe(segments)
+        return True
 
     def rewards(self, segments: Segments) -> Floats:
         """As they are learned from; call once per fresh block."""

@@ -63,7 +63,12 @@ class DQNConfig(LearnerConfig):
         "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), and of the "
         "last two what is not given counts as 1.",
     )
-    num_steps_sampled_before_learning_starts: int = Field(1000, ge=0, description="Steps that are there before the first update.")
+    num_steps_sampled_before_learning_starts: int = Field(
+        1000, ge=0, description="Heat-up: steps that are stored before the first update; epsilon says how they are chosen."
+    )
+    heatup_episodes: int = Field(
+        0, ge=0, description="Heat-up by episodes: also that so many have ended; their steps are stored, too."
+    )
     replay_buffer_config: ReplayBufferConfig = Field(
         default_factory=ReplayBufferConfig, description="What is kept, and how it is drawn."
     )
@@ -221,7 +226,8 @@ class DQN(Learner):
         self._followed_at = min(self._followed_at, timestep)
         self.replay.add(segments)
         self.observe(segments)
-        due, numbers = self._due(sampled), list[dict[str, Tensor]]()
+        by_episodes = self.config.heatup_episodes and self.heating(segments, timestep)
+        due, numbers = 0 if by_episodes else self._due(sampled), list[dict[str, Tensor]]()
         beta = value_at(self.config.replay_buffer_config.beta, timestep)
         for k in range(due):
             numbers.append(self._update(beta, diagnose=k == due - 1))

@@ -79,7 +79,7 @@ class IMPALA(ActorCritic):
 
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
-        if not segments.valid.any():
+        if not segments.valid.any() or self.heated(segments, timestep):
             return {"epochs": 0.0}
         fresh = segments if self.reward_scale is None else replace(segments, reward=self.rewards(segments), cache={})
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)

@@ -76,7 +76,7 @@ class PPO(ActorCritic):
     def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
         self.optimizer.lr = value_at(self.config.lr, timestep)
         entropy_coeff = value_at(self.config.entropy_coeff, timestep)
-        if not segments.valid.any():
+        if not segments.valid.any() or self.heated(segments, timestep):
             return {"epochs": 0.0}
         batch, metrics = self.prepare(segments)
         length = 1 if batch.valid is None else batch.valid.shape[0]

@@ -1,0 +1,482 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ludus
+from ludus.errors import Fenced, NotFound, StoreUnavailable, UsageError
+from ludus.experiment import carrier as carriers
+from ludus.experiment import checkpoint, experiment, status, tuning, workspace
+from ludus.experiment.carrier import Carrier
+from ludus.experiment.driver import Policy
+from ludus.experiment.run import Run, find_runs
+from ludus.experiment.serving import Source, named_sources
+from ludus.experiment.workspace import directory_of, fetch, is_remote, shown, store_of
+from ludus.metrics import Numbers, read_jsonl
+from ludus.store.local import LocalStore
+from ludus.store.store import STORES
+from tests.experiment import small
+from tests.experiment.boxes import AWAY, BOXES
+
+PLACE = "box://shelf/project/run"
+
+
+@pytest.fixture
+def boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the boxes really are; nothing is in the cache."""
+    monkeypatch.setitem(STORES, "box", "tests.experiment.boxes:Box")
+    monkeypatch.setenv(BOXES, str(tmp_path / "boxes"))
+    monkeypatch.setenv(workspace.CACHE_DIR, str(tmp_path / "cache"))
+    (tmp_path / "boxes").mkdir()
+    return tmp_path / "boxes"
+
+
+def train(place: str = PLACE, iterations: int = 3, **changes: Any) -> ludus.Result:
+    return experiment.start(small.data(iterations, **changes), place=place)
+
+
+def another_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that has never heard of any run."""
+    monkeypatch.setenv(workspace.CACHE_DIR, str(tmp_path / f"cache-{len(list(tmp_path.iterdir()))}"))
+
+
+# -- places -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_is_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert directory_of("runs/a") == directory_of(Path("runs/a")) == Path("runs/a")
+    assert directory_of("~/a") == tmp_path / "a"
+    assert directory_of(f"file://{tmp_path}/a") == tmp_path / "a"
+    assert not is_remote("runs/a")
+    assert not is_remote(f"nfs://{tmp_path}")
+    assert isinstance(store_of(tmp_path), LocalStore)
+    assert shown(Path("runs/a")) == "runs/a"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"LUDUS_CACHE_DIR": "{}/own", "XDG_CACHE_HOME": "{}/xdg"}, "own"),
+        ({"XDG_CACHE_HOME": "{}/xdg"}, "xdg/ludus"),
+        ({}, "home/.cache/ludus"),
+    ],
+)
+def test_a_run_on_a_store_is_worked_on_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in ("LUDUS_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    directory = directory_of("s3://bucket/prefix/run/")
+    assert directory.is_relative_to(tmp_path / expected)
+    assert directory.is_dir()
+    assert (tmp_path / expected).stat().st_mode & 0o077 == 0, "what is trained is nobody else's business"
+    assert shown(directory) == "s3://bucket/prefix/run"
+
+
+def test_what_is_below_a_place_belongs_below_its_address(boxes: Path) -> None:
+    top = directory_of("box://shelf/project?endpoint=http://here:1")
+    below = top / "run" / "checkpoints" / "000120"
+    assert shown(below) == "box://shelf/project/run/checkpoints/000120?endpoint=http://here:1"
+    assert is_remote(below)
+    assert store_of(below).url == shown(below)
+    assert directory_of(shown(below)) == below
+    assert not is_remote(boxes)
+
+
+def test_an_address_that_was_made_a_path_is_known_all_the_same(boxes: Path) -> None:
+    assert directory_of(Path("box://shelf/project/run")) == directory_of(PLACE)
+    assert shown(directory_of(Path("box://shelf/run?endpoint=http://here:1"))) == "box://shelf/run?endpoint=http://here:1"
+    assert is_remote(Path(PLACE))
+    assert not is_remote(Path("c:/runs"))
+
+
+def test_buckets_of_one_name_at_two_servers_are_two(boxes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    found = {directory_of("s3://bucket/run"), directory_of("s3://bucket/run?endpoint=http://here:1")}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://there:2")
+    found.add(directory_of("s3://bucket/run"))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("address", ["s3://me:hidden@bucket/run", "s3://bucket/run?endpoint=http://me:hidden@host"])
+def test_a_secret_in_an_address_is_refused_and_not_repeated(boxes: Path, address: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        directory_of(address)
+    assert "hidden" not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["s3://", "s3:///run", "s3://bucket/../other", "s3://bucket/a//b", "s3://bucket/run#part"])
+def test_what_cannot_be_an_address_is_refused(boxes: Path, address: str) -> None:
+    with pytest.raises(UsageError):
+        directory_of(address)
+
+
+def test_an_unknown_kind_of_store_is_named(boxes: Path) -> None:
+    with pytest.raises(UsageError, match="gopher"):
+        train("gopher://bucket/run")
+
+
+# -- a run --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_everything_on_its_store(boxes: Path) -> None:
+    result = train(top={"checkpoint_freq": 1})
+    there = boxes / "shelf/project/run"
+    found = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
+    expected = {"config.yaml", "meta.json", "metrics.jsonl", "status.json", "logs/learner/train.log", "checkpoints/best.json"}
+    assert expected <= found
+    assert any(name.startswith("events.") for name in found)
+    assert not any(".place" in name or "aside" in name for name in found)
+    assert [row["iterations"] for row in read_jsonl(there / "metrics.jsonl")] == [1, 2, 3]
+    assert json.loads((there / "meta.json").read_bytes())["status"] == "finished"
+    assert json.loads((there / "status.json").read_bytes())["state"] == "finished"
+    assert "finished" in (there / "logs/learner/train.log").read_text(), "also what was said last"
+    assert result.place == result.to_json()["run_dir"] == PLACE
+    assert result.to_json()["checkpoint"] == f"{PLACE}/checkpoints/000003"
+    assert not (result.run_dir / "checkpoints").exists(), "checkpoints are on the store alone"
+
+
+def test_a_machine_that_knows_nothing_of_a_run_takes_it_up(boxes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = train()
+    another_machine(monkeypatch, tmp_path)
+    second = ludus.resume(PLACE, stop={"iterations": 5})
+    assert second.run_dir != first.run_dir
+    there = boxes / "shelf/project/run"
+    rows = read_jsonl(there / "metrics.jsonl")
+    assert [row["iterations"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["incarnation"] for row in rows] == [1, 1, 1, 2, 2]
+    assert (there / "logs/learner/train.log").read_text().count("finished") == 2, "the log goes on"
+    assert checkpoint.newest(store_of(second.run_dir)).state["progress"]["iterations"] == 5
+
+
+def test_the_same_run_here_and_on_a_store_learns_the_same(boxes: Path, tmp_path: Path) -> None:
+    there, here = train(), small.train(tmp_path / "project" / "run")
+    one, other = checkpoint.newest(store_of(there.run_dir)), checkpoint.newest(store_of(here.run_dir))
+    assert small.same(one.weights["model"], other.weights["model"])
+
+
+def test_a_run_is_found_by_all_of_its_addresses(boxes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = train(top={"checkpoint_freq": 1})
+    another_machine(monkeypatch, tmp_path)
+    expected = {name: checkpoint.read(store_of(trained.run_dir), name) for name in ("000001", "000003")}
+    best = checkpoint.best_name(store_of(trained.run_dir))
+    for where, name in (
+        (PLACE, "000003"),
+        (f"{PLACE}/latest", "000003"),
+        (f"{PLACE}/best", best),
+        (f"{PLACE}/checkpoints", "000003"),
+        (f"{PLACE}/checkpoints/000001", "000001"),
+        (trained.checkpoint, "000003"),
+    ):
+        assert where is not None
+        assert checkpoint.locate(where)[1] == name
+    agent = ludus.load(f"{PLACE}/checkpoints/000001")
+    assert small.same(agent.policy.weights(), expected["000001"].policy("model").weights())
+    assert len(ludus.rollout(PLACE, episodes=2).returns) == 2
+    assert not list(boxes.rglob("*.weights")), "a copy for processes that play stays here"
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("box://shelf/nothing", "box://shelf/nothing is not the directory of a run"),
+        ("box://shelf/nothing/best", "box://shelf/nothing is not the directory of a run"),
+        (f"{PLACE}/checkpoints/000009", "000009"),
+    ],
+)
+def test_what_is_not_there_is_said_with_its_address(boxes: Path, where: str, said: str) -> None:
+    LocalStore(boxes / "shelf/project/run").put("config.yaml", b"default: {}")
+    with pytest.raises(NotFound, match=said):
+        ludus.load(where)
+    with pytest.raises(NotFound):
+        ludus.resume(where)
+
+
+def test_a_place_that_holds_a_run_is_not_begun_anew(boxes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(iterations=1)
+    another_machine(monkeypatch, tmp_path)
+    with pytest.raises(UsageError, match=f"{PLACE} already holds a run. Continue it with --resume {PLACE}"):
+        train()
+
+
+def test_of_two_that_begin_a_run_in_one_place_one_does(boxes: Path) -> None:
+    LocalStore(boxes / "shelf/project/run").put("config.yaml", b"default: {}")
+    directory = directory_of(PLACE)
+    quicker = store_of(directory).get
+    with pytest.raises(UsageError, match="already holds a run"):
+        Run.create(directory, {"default": {"env": "CartPole-v1"}})
+    assert quicker("config.yaml") == b"default: {}"
+
+
+def test_runs_of_a_store_are_found_oldest_first(boxes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, started in (("b", "2026-01-01"), ("a", "2026-01-03"), ("deep/c", "2026-01-02")):
+        store = LocalStore(boxes / "shelf/project" / name)
+        store.put("config.yaml", b"default: {env: CartPole-v1}")
+        store.put("meta.json", json.dumps({"started": started, "status": "finished", "ended": started}).encode())
+    LocalStore(boxes / "shelf").put("elsewhere/config.yaml", b"default: {env: CartPole-v1}")
+    found = find_runs("box://shelf/project")
+    assert [shown(run) for run in found] == [f"box://shelf/project/{name}" for name in ("b", "deep/c", "a")]
+    assert [status.look(run).state for run in found] == ["finished"] * 3
+    assert find_runs("box://shelf/none") == []
+
+
+def test_a_sweep_on_a_store_is_refused_with_the_reason(boxes: Path) -> None:
+    with pytest.raises(UsageError, match="a store cannot be one"):
+        ludus.tune(config={"env": "CartPole-v1"}, num_samples=2, local_dir="box://shelf/sweeps")
+    with pytest.raises(UsageError, match="a store cannot be one"):
+        tuning.opened(directory_of("box://shelf/sweeps/default"))
+
+
+# -- what is in the cache -----------------------------------------------------------------------------------------------
+
+
+def put(boxes: Path, **files: bytes) -> LocalStore:
+    store = LocalStore(boxes / "shelf/project/run")
+    for name, data in files.items():
+        store.put(name.replace("_", "."), data)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kept"),
+    [
+        (b"", b"1\n2\n", b"1\n2\n"),
+        (b"1\n", b"1\n2\n", b"1\n2\n"),
+        (b"1\n2\n3\n", b"1\n2\n", b"1\n2\n3\n"),
+        (b"1\n2\n3\n4\n", b"1\n2\n9\n", b"1\n2\n9\n"),
+    ],
+    ids=["absent", "shorter", "longer", "of another history"],
+)
+def test_the_store_is_right_but_for_lines_that_could_not_be_carried(boxes: Path, here: bytes, there: bytes, kept: bytes) -> None:
+    put(boxes, config_yaml=b"new", meta_json=b'{"id": "a"}', metrics_jsonl=there)
+    directory = directory_of(PLACE)
+    LocalStore(directory).put("config.yaml", b"old")
+    LocalStore(directory).put("meta.json", b'{"id": "a", "status": "old"}')
+    if here:
+        LocalStore(directory).put("metrics.jsonl", here)
+    fetch(directory)
+    assert (directory / "config.yaml").read_bytes() == b"new"
+    assert (directory / "meta.json").read_bytes() == b'{"id": "a"}'
+    assert (directory / "metrics.jsonl").read_bytes() == kept
+
+
+def test_what_is_left_of_another_run_of_that_name_is_forgotten(boxes: Path) -> None:
+    train(iterations=2)
+    shutil.rmtree(boxes / "shelf/project/run")
+    (boxes / "shelf/project/run").mkdir()
+    with pytest.raises(NotFound):
+        Run.open(directory_of(PLACE))
+    again = train(iterations=1)
+    rows = read_jsonl(boxes / "shelf/project/run/metrics.jsonl")
+    assert [row["iterations"] for row in rows] == [1]
+    put(boxes, meta_json=b'{"id": "of a third one"}')
+    fetch(again.run_dir)
+    assert not list(again.run_dir.glob("events.*"))
+
+
+def test_what_another_process_is_writing_here_is_left_to_it(boxes: Path) -> None:
+    put(boxes, config_yaml=b"new", metrics_jsonl=b"of long ago\n", status_json=b"{}")
+    directory = directory_of(PLACE)
+    LocalStore(directory).put("metrics.jsonl", b"1\n2\n")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        try:
+            LocalStore(directory).put(workspace.WORKER, json.dumps(status.identity(other.pid)).encode())
+            fetch(directory)
+            assert (directory / "config.yaml").read_bytes() == b"new"
+            assert (directory / "metrics.jsonl").read_bytes() == b"1\n2\n"
+        finally:
+            other.communicate(b"\n")
+    fetch(directory)
+    assert (directory / "metrics.jsonl").read_bytes() == b"of long ago\n"
+
+
+def test_weights_for_other_processes_are_files_that_last_as_long_as_they_are_of_use(boxes: Path) -> None:
+    directory = directory_of(PLACE)
+    one = workspace.kept_file(directory, b"weights")
+    assert workspace.kept_file(directory, b"weights") == one
+    os.utime(one, (0, 0))
+    other = workspace.kept_file(directory, b"other weights")
+    assert other.read_bytes() == b"other weights"
+    assert not one.exists()
+
+
+# -- the carrier --------------------------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """The directory of a run, and the place where it belongs."""
+
+    def __init__(self, boxes: Path) -> None:
+        self.here, self.there, self._away = directory_of(PLACE), boxes / "shelf/project/run", boxes / AWAY
+
+    def write(self, text: str, name: str = "metrics.jsonl") -> None:
+        with (self.here / name).open("a") as file:
+            file.write(text)
+
+    def away(self, away: bool) -> None:
+        self._away.touch() if away else self._away.unlink()
+
+
+@pytest.fixture
+def elsewhere(boxes: Path) -> Elsewhere:
+    return Elsewhere(boxes)
+
+
+def arrives(carrier: Carrier, holds: Callable[[], bool]) -> bool:
+    """Waits for the carrier's own thread."""
+    for _ in range(1000):
+        if holds():
+            return True
+        carrier.hurry()
+        threading.Event().wait(0.01)
+    return False
+
+
+def test_what_changes_is_carried_and_what_does_not_is_not(elsewhere: Elsewhere) -> None:
+    elsewhere.write("1\n")
+    carrier = Carrier(elsewhere.here)
+    assert carrier.carry()
+    assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
+    carrier.carry()
+    assert carrier.uploads == 1
+    elsewhere.write("2\n3")
+    assert carrier.waiting() == ["metrics.jsonl"]
+    carrier.carry()
+    assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n2\n", "whole lines: another process may go on with them"
+    elsewhere.write("{}", "notes.txt")
+    elsewhere.write("{}", ".hidden")
+    carrier.carry()
+    assert sorted(path.name for path in elsewhere.there.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_thread_carries_and_the_last_word_is_carried_too(elsewhere: Elsewhere) -> None:
+    name: list[str | None] = [None]
+    with Carrier(elsewhere.here, mark=lambda: name[0], every_s=0.01) as carrier:
+        elsewhere.write("1\n")
+        assert arrives(carrier, (elsewhere.there / "metrics.jsonl").exists)
+        elsewhere.write("2\n")
+    assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n2\n"
+    assert not carrier.waiting()
+
+
+def test_a_store_that_is_away_is_tried_again_and_stops_nobody(elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere.away(True)
+    with caplog.at_level(logging.INFO), Carrier(elsewhere.here, every_s=0.01) as carrier:
+        elsewhere.write("1\n")
+        assert arrives(carrier, lambda: carrier.failures >= 2)
+        assert "cannot be reached" in carrier.last_error
+        assert carrier.stats() == {"store": {"uploads": 0, "failures": carrier.failures, "last_error": carrier.last_error}}
+        elsewhere.away(False)
+        assert arrives(carrier, lambda: carrier.uploads == 1)
+    assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
+    assert caplog.text.count("cannot be stored for now") == 1, "once for each time that it was away"
+
+
+def test_what_could_not_be_carried_to_the_end_is_said_with_where_it_is(
+    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere.away(True)
+    with Carrier(elsewhere.here):
+        elsewhere.write("1\n")
+    assert f"not stored: metrics.jsonl; they are in {elsewhere.here}" in caplog.text
+
+
+def test_nothing_is_carried_to_a_run_that_is_another_trainers_now(elsewhere: Elsewhere) -> None:
+    def fenced() -> None:
+        raise Fenced("Another process has taken over.")
+
+    elsewhere.write("1\n")
+    with Carrier(elsewhere.here, guard=fenced) as carrier:
+        pass
+    assert carrier.fenced
+    assert not elsewhere.there.exists()
+
+
+def test_a_long_file_is_carried_less_often(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carriers, "BYTES_PER_S", 10)
+    elsewhere.write("1234567890\n" * 100)
+    elsewhere.write("{}", "status.json")
+    with Carrier(elsewhere.here, every_s=0.01) as carrier:
+        assert arrives(carrier, lambda: carrier.uploads == 2)
+        carrier.carry()
+        elsewhere.write("more\n")
+        for turn in range(3):
+            (elsewhere.here / "status.json").write_text(json.dumps(turn))
+            before = carrier.uploads
+            for _ in range(1000):
+                if carrier.uploads > before:
+                    break
+                threading.Event().wait(0.01)
+        assert "more" not in (elsewhere.there / "metrics.jsonl").read_text()
+    assert "more" in (elsewhere.there / "metrics.jsonl").read_text(), "at the end it is"
+
+
+def test_the_directory_of_a_local_run_is_not_carried_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("1\n")
+    before = threading.active_count()
+    with Carrier(tmp_path) as carrier:
+        assert threading.active_count() == before
+    assert (carrier.uploads, carrier.failures, carrier.stats(), carrier.waiting()) == (0, 0, {}, [])
+
+
+class _Cuts:
+    """A sink that cuts the store off at one iteration, and has it back at another."""
+
+    def __init__(self, elsewhere: Elsewhere, off: int, on: int) -> None:
+        self._elsewhere, self._at = elsewhere, {off: True, on: False}
+
+    def write(self, numbers: Numbers) -> None:
+        if "evaluation/episodes" not in numbers and numbers["iterations"] in self._at:
+            self._elsewhere.away(self._at[int(numbers["iterations"])])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_training_goes_on_while_its_store_is_away(elsewhere: Elsewhere) -> None:
+    result = experiment.start(small.data(6), place=PLACE, sinks=[_Cuts(elsewhere, 2, 5)])
+    assert result.stopped_by == "iterations"
+    assert [row["iterations"] for row in read_jsonl(elsewhere.there / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+# -- serving, and the process that looks after a learner ------------------------------------------------------------------
+
+
+def test_what_is_served_follows_a_run_on_a_store(boxes: Path) -> None:
+    train(iterations=1)
+    source, best = Source(PLACE), Source(f"{PLACE}/best")
+    assert (source.newest(), source.fixed, source.best, best.best) == ("000001", False, False, True)
+    assert Source(f"{PLACE}/checkpoints/000001").fixed
+    first = source.release()
+    ludus.resume(PLACE, stop={"iterations": 2})
+    assert source.newest() == "000002"
+    assert source.release().version > first.version
+    assert source.version(first.version).parts["model"].weights == first.parts["model"].weights
+    assert first.origin == f"{PLACE}/checkpoints/000001"
+    named = named_sources([f"easy={PLACE}?endpoint=http://x:1", "box://shelf/run?endpoint=http://x:1"], "runs")
+    assert {name: found.where for name, found in named.items()} == {
+        "easy": f"{PLACE}?endpoint=http://x:1",
+        "default": "box://shelf/run?endpoint=http://x:1",
+    }
+
+
+def test_a_learner_that_lost_its_store_is_started_again() -> None:
+    from ludus.experiment.driver import Again, Failure
+
+    decided = Policy(3).decide(Failure("it was away", StoreUnavailable("It was away.")), "000001", True)
+    assert isinstance(decided, Again)
