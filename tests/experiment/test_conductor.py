@@ -750,3 +750,25 @@ def test_the_best_stays_although_it_is_of_the_other_line(tmp_path: Path) -> None
     assert checkpoint.best_name(owner.store) == "000002"
     assert owner.names == ["000002", "000003"]
     assert checkpoint.newest_name(owner.store) == "000003"
+
+
+def test_a_checkpoint_that_another_trainer_swept_away_half_written_is_written_again(tmp_path: Path) -> None:
+    """Two were started at once: the one that lost believed for a moment that the run was its own."""
+
+    class Swept(LocalStore):
+        times = 1
+
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+            def last_word() -> None:
+                assert guard is not None
+                guard()
+                if self.times:
+                    self.times -= 1
+                    assert LocalStore(self.root).sweep("checkpoints") == 1
+
+            super().put_bundle(key, files, guard=last_word)
+
+    stage = _Stage(Swept(tmp_path), checkpoint_freq=1)
+    stage.play(None)
+    assert stage.names == ["000001"]
+    assert checkpoint.newest(stage.store).state["progress"]["iterations"] == 1

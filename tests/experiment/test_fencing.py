@@ -211,3 +211,24 @@ def test_with_workers_too_when_all_processes_of_a_trainer_were_stopped(tmp_path:
     begin = new_run(["--project", str(run.parent), "--trial", run.name, "--set", "num_workers=1"])
     said = fence_one_off(LocalStore(run), begin, str(run), tmp_path)
     assert "Another process has taken over" in said
+
+
+@pytest.mark.long
+def test_of_several_that_take_a_run_up_at_once_one_brings_it_to_its_end(tmp_path: Path) -> None:
+    run, store = tmp_path / "project" / "trial", LocalStore(tmp_path / "project" / "trial")
+    first = [*new_run(["--project", str(run.parent), "--trial", run.name]), "--stop", "iterations=2"]
+    with trainer(first, tmp_path / "first.log") as begun:
+        assert begun.wait(_WAIT_S) == 0, (tmp_path / "first.log").read_text()
+    with contextlib.ExitStack() as stack:
+        logs = [tmp_path / f"{number}.log" for number in range(3)]
+        words = ["--resume", str(run), "--stop", "iterations=40"]
+        racing = [stack.enter_context(trainer(words, log)) for log in logs]
+        codes = [process.wait(_WAIT_S) for process in racing]
+    said = "\n".join(log.read_text() for log in logs)
+    assert sorted(codes)[0] == 0, said
+    assert codes.count(0) == 1, said
+    assert said.count("Another process has taken over") + said.count("already reached its stop") >= 2, said
+    assert checkpoint.newest(store).state["progress"]["iterations"] == 40
+    assert json.loads(store.get("meta.json"))["status"] == "finished"
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["iterations"] for row in rows] == list(range(1, 41))

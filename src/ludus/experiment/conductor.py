@@ -7,13 +7,13 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludus.actor.evaluate import Score
 from ludus.config import ExperimentConfig, StopConfig
-from ludus.errors import EnvironmentFault, Fenced, LudusError, StoreError, StoreUnavailable
+from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StoreError, StoreUnavailable
 from ludus.experiment import checkpoint
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
@@ -247,19 +247,12 @@ class Conductor:
 
     def _write(self) -> str:
         """Raises Fenced: then nothing of it can be seen."""
-        progress, algorithms = self._trainer.progress, self._trainer.algorithms
-        state = {"progress": progress.to_json(), "config": _plain(self._config)}
+        versions = {name: self._keep(name) for name in self._trainer.algorithms}
         try:
-            versions = {name: self._keep(name) for name in algorithms}
-            name = checkpoint.write(
-                self._store, progress.iterations, algorithms, versions, self._source.state(), state,
-                incarnations={model: self._pool.incarnation(model) for model in algorithms}, guard=self._pool.confirm,
-            )  # fmt: skip
-        except StoreError as error:
-            if not isinstance(error, Fenced | StoreUnavailable):  # whoever has taken over sweeps away what is half written
-                with contextlib.suppress(StoreUnavailable):
-                    self._pool.check()
-            raise
+            name = self._put(versions)
+        except NotFound:  # what was half written was swept away: by the one that has taken over, or by one that thought it had
+            self._pool.check()
+            name = self._put(versions)
         self._loose -= set(versions.items())
         try:
             self._pool.check()
@@ -270,6 +263,14 @@ class Conductor:
                 checkpoint.drop(self._store, name)
             raise
         return name
+
+    def _put(self, versions: Mapping[str, int]) -> str:
+        progress, algorithms = self._trainer.progress, self._trainer.algorithms
+        state = {"progress": progress.to_json(), "config": _plain(self._config)}
+        return checkpoint.write(
+            self._store, progress.iterations, algorithms, versions, self._source.state(), state,
+            incarnations={model: self._pool.incarnation(model) for model in algorithms}, guard=self._pool.confirm,
+        )  # fmt: skip
 
     def _keep(self, model: str) -> int:
         self._loose.add((model, self._pool.newest(model)[1]))

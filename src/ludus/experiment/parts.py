@@ -187,7 +187,8 @@ def make_conductor(
     )
     incarnation = pool.incarnation(pool.names()[0])
     if incarnation > 1:
-        run.sweep()  # not before it is ours: another trainer may have been writing until now
+        pool.confirm()  # not before it is ours: another trainer may have been writing until now
+        run.sweep()
     written = [*tracking.sinks_of(run, e, incarnation), *sinks]
     restarts = run.meta().get("learner_restarts")
     always = {} if restarts is None else {"learner/restarts": float(restarts)}
