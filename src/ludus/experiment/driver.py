@@ -123,7 +123,7 @@ class Policy:
         if isinstance(error, self.CURABLE):
             return not error.final
         # A port that the last learner's processes have not given back yet; what was wrong with the config was wrong before.
-        return set_up and type(error) is UsageError
+        return set_up and type(error) is UsageError and not error.final
 
     def _final(self, failure: Failure) -> LudusError:
         if failure.error is not None:

@@ -237,7 +237,9 @@ class ExchangeReader:
         return Received(segments, header.worker, header.seq, header.version, header.life)
 
     def _enter(self, who: tuple[str, str], seq: int) -> _Account:
-        account = self._accounts.pop(who, None) or _Account(high=seq - 1)
+        account = self._accounts.pop(who, None) or _Account(
+            high=-1
+        )  # a life begins at 0: what is missing was learned by one that died
         if seq in account.missing:
             account.missing.remove(seq)
             self.lost -= not account.resumed

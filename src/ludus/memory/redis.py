@@ -351,13 +351,15 @@ class _Exists(Exception):
 
 
 def _refused(shown: str, refusal: str) -> UsageError:
-    if refusal.startswith("NOPERM"):
-        return UsageError(
-            f"{shown} does not allow it: {refusal}.", "Give the user ~ludus:* +@read +@write +@scripting +@connection."
-        )
-    return UsageError(
+    error = UsageError(
         f"{shown} refuses the user or the password.", f"Name the user in the URL; the password is taken from {PASSWORD}."
     )
+    if refusal.startswith("NOPERM"):
+        error = UsageError(
+            f"{shown} does not allow it: {refusal}.", "Give the user ~ludus:* +@read +@write +@scripting +@connection."
+        )
+    error.final = True
+    return error
 
 
 # -- one connection -----------------------------------------------------------------------------------------------------

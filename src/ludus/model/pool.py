@@ -96,7 +96,7 @@ def claims_after(store: Store, name: str, number: int) -> Iterator[Claim]:
 
 def newest_claim(store: Store, name: str) -> Claim | None:
     """The owner's; None before there was one."""
-    listed = max((int(n) for n in store.list(_claims(name)) if n.isdigit()), default=0)
+    listed = max((int(n) for n in store.list(_claims(name)) if n.isdecimal()), default=0)
     found = list(claims_after(store, name, max(0, listed - 1)))
     return found[-1] if found else None
 
@@ -188,7 +188,7 @@ class Pool(Generic[Model]):
 
     def check(self) -> None:
         """Raises Fenced when another process has taken over; StoreUnavailable when that cannot be known."""
-        for name in self._entries:
+        for name in list(self._entries):  # another thread may be adding one
             self._check_owner(name)
 
     def look(self, after_s: float = 0.0) -> None:
@@ -221,7 +221,7 @@ class Pool(Generic[Model]):
         A client of a network file system may go on for a minute saying that a file is not there; what it changes itself in that
         directory makes it ask again.
         """
-        for name, entry in self._entries.items():
+        for name, entry in list(self._entries.items()):
             self._check_owner(name)
             self._store.put(_claim_key(name, entry.incarnation), self._claim_of(confirmed=_now()))
             self._check_owner(name)

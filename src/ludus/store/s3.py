@@ -314,9 +314,8 @@ class S3Store:
         return self._writer(path) is not None
 
     def _download(self, path: str) -> bytes:
-        for pause in _pauses(
-            self._patience, min(self._patience.retries, 3)
-        ):  # the client retries too, while nothing has come yet
+        # The client itself tries again while nothing has come, and takes up again what breaks off; not for ever, nor with a new tag.
+        for pause in _pauses(self._patience, min(self._patience.retries, 3)):
             try:
                 with self._translated(path, "read"):
                     return self._download_once(path)
