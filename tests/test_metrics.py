@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import struct
@@ -11,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ludus.errors import StoreUnavailable
 from ludus.metrics import Csv, JsonLines, Sink, TensorBoard, read_jsonl
+from tests.mounts import sshfs_mounts
 
 # -- metrics.csv --------------------------------------------------------------------------------------------------------
 
@@ -177,3 +180,26 @@ def test_what_a_trainer_reported_after_another_took_over_is_not_read(tmp_path: P
     for sink in (old, new):
         sink.close()
     assert [(row["iterations"], row["value"]) for row in read_jsonl(path)] == [(1, 1), (2, 2), (3, 2)]
+
+
+def test_lines_wait_for_a_file_that_cannot_be_reached_and_are_written_when_it_is_back(tmp_path: Path) -> None:
+    with sshfs_mounts(1, "reconnect") as (mount,):
+        sink = JsonLines(mount.path / "metrics.jsonl")
+        sink.write({"iterations": 1})
+        away, number, deadline = 0, 1, time.monotonic() + 30.0
+        while not read_jsonl(mount.path.parent / "share" / "metrics.jsonl"):  # the mount is behind
+            assert time.monotonic() < deadline
+        mount.cut()
+        while number < 4 or (not away and time.monotonic() < deadline):
+            number += 1
+            try:
+                sink.write({"iterations": number})
+            except StoreUnavailable:
+                away += 1
+        while time.monotonic() < deadline:
+            with contextlib.suppress(StoreUnavailable):
+                sink.close()
+                break
+        assert away, "or the test shows nothing"
+        rows = read_jsonl(mount.path.parent / "share" / "metrics.jsonl")
+    assert [row["iterations"] for row in rows] == list(range(1, number + 1))

@@ -27,6 +27,13 @@ A message names the offending thing, its value and the remedy. All of them survi
 
 from __future__ import annotations
 
+import errno
+
+_AWAY = {
+    errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EPIPE, errno.EAGAIN, errno.ENXIO, errno.ENODEV,
+}  # fmt: skip
+
 
 class LudusError(Exception):
     """Base of the tree; `hint` says what to do about it, in one sentence."""
@@ -138,3 +145,8 @@ class DeadlineMissed(Unreachable):
 
 class IncompatibleCheckpoint(LudusError):
     exit_code = 2
+
+
+def is_away(error: OSError) -> bool:
+    """Whether a mount says this whose server cannot be reached. EIO may be a broken disk too; then it is said again and again."""
+    return error.errno in _AWAY

@@ -9,13 +9,16 @@ import math
 import os
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ludus.errors import StoreFull
+from ludus.errors import StoreFull, StoreUnavailable, is_away
 
 Numbers = Mapping[str, float]
+_WAITING = 10_000
+"""So many reports wait for a file that cannot be reached; then the oldest are lost."""
 
 
 class Sink(Protocol):
@@ -31,28 +34,49 @@ class JsonLines:
     def __init__(self, path: Path, incarnation: int = 1) -> None:
         torn = _torn(path)
         with _written(path):
-            self._file: IO[str] = path.open("a", encoding="utf-8")
+            self._file: IO[str] | None = path.open("a", encoding="utf-8")
         self._path, self._incarnation = path, incarnation
-        if torn:
-            self._file.write("\n")
+        self._waiting: deque[str] = deque(["\n"] if torn else [], maxlen=_WAITING)
 
     def write(self, numbers: Numbers) -> None:
+        """Raises StoreUnavailable when the file cannot be reached: the line is written later, with the next."""
         plain = {name: _plain(value) for name, value in numbers.items()}
-        with _written(self._path):
-            self._file.write(json.dumps(plain | {"incarnation": self._incarnation}) + "\n")
-            self._file.flush()
+        self._waiting.append(json.dumps(plain | {"incarnation": self._incarnation}) + "\n")
+        self._flush()
 
     def close(self) -> None:
+        if self._waiting:
+            self._flush()
         with _written(self._path):
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
+
+    def _flush(self) -> None:
+        try:
+            with _written(self._path):
+                if self._file is None:  # what was open when a mount was cut off stays closed for ever
+                    torn = _torn(self._path)
+                    self._file = self._path.open("a", encoding="utf-8")
+                    self._file.write("\n" if torn else "")
+                self._file.write("".join(self._waiting))
+                self._file.flush()
+        except StoreUnavailable:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
+            raise
+        self._waiting.clear()
 
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """A full disk, once, as the error that says so."""
+    """A full disk, once, as the error that says so; or one that is away."""
     try:
         yield
     except OSError as error:
+        if is_away(error):
+            raise StoreUnavailable(f"Cannot write {path}: {error.strerror}.", "Is its file system still mounted?") from error
         raise StoreFull(
             f"Cannot write {path}: {error.strerror}.", "Free some room; everything written before is intact."
         ) from error

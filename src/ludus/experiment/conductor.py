@@ -150,6 +150,7 @@ class Conductor:
         self._reported: dict[str, float] = {}
         self._mine: set[str] = set()
         self._failures = 0
+        self._unreported = False
         self._retry_s, self._retry_at = RETRY_S, math.inf  # in the time of the training
         self._unmarked: tuple[str, float, str] | None = None  # the best, which could not be written down
         self._loose: set[tuple[str, int]] = set()  # versions whose checkpoint could not be stored
@@ -216,7 +217,14 @@ class Conductor:
 
     def _report(self, numbers: Numbers) -> None:
         for sink in self._sinks:
-            sink.write(numbers)
+            try:
+                sink.write(numbers)
+            except StoreUnavailable as error:  # a directory that is shared: what is learned does not depend on it
+                if not self._unreported:
+                    log.warning("not reported for now: %s", error)
+                self._unreported = True
+            else:
+                self._unreported = False
 
     def checkpoint(self, due: bool = True) -> str:
         """Store everything as it is now (once per iteration), and drop what is too old.

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable
+from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_away
 from ludus.store.store import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 
 _ASIDE = ".aside-"  # unfinished files and bundles; never listed, never read
@@ -25,12 +25,6 @@ _ONCE = ".once-"  # beside a value that may not be replaced: the directory that 
 _VALUE = "value"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_AWAY = {
-    errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
-    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EPIPE, errno.EAGAIN, errno.ENXIO, errno.ENODEV,
-}  # fmt: skip
-"""What a mount says whose server cannot be reached. EIO may be a broken disk too; then it is said again and again."""
-
 _NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 _NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
 _LOOKS = 3
@@ -335,6 +329,6 @@ def _as_ours(error: OSError, path: Path) -> StoreError:
         return StoreFull(f"No space left to write {path}.", "Free some room; everything written before is intact.")
     if error.errno in _REFUSED:
         return StoreFull(f"Not allowed to write {path} ({error.strerror}).", "Choose another --local-dir.")
-    if error.errno in _AWAY:
+    if is_away(error):
         return StoreUnavailable(f"{path} cannot be reached: {error.strerror}.", "Is its file system still mounted?")
     return StoreError(f"{path}: {error.strerror or error}.")
