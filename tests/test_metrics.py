@@ -183,7 +183,7 @@ def test_what_a_trainer_reported_after_another_took_over_is_not_read(tmp_path: P
 
 
 def test_lines_wait_for_a_file_that_cannot_be_reached_and_are_written_when_it_is_back(tmp_path: Path) -> None:
-    with sshfs_mounts(1, "reconnect") as (mount,):
+    with sshfs_mounts(1, "reconnect", "sshfs_sync") as (mount,):  # else it says that it wrote what it did not
         sink = JsonLines(mount.path / "metrics.jsonl")
         sink.write({"iterations": 1})
         away, number, deadline = 0, 1, time.monotonic() + 30.0

@@ -107,6 +107,21 @@ def test_a_delete_that_is_killed_half_way_leaves_no_half_bundle(tmp_path: Path) 
     assert _everything(tmp_path) == ["checkpoints"]
 
 
+def test_a_value_whose_writing_was_swept_away_by_another_is_written_all_the_same(tmp_path: Path) -> None:
+    store, replace, swept = LocalStore(tmp_path), os.replace, list[int]()
+
+    def sweep_first(source: Path, target: Path) -> None:
+        if not swept:
+            swept.append(LocalStore(tmp_path).sweep("a"))
+        replace(source, target)
+
+    with mock.patch("os.replace", side_effect=sweep_first):
+        store.put("a/value", b"1")
+    assert swept == [1]
+    assert store.get("a/value") == b"1"
+    assert _everything(tmp_path) == ["a", "a/value"]
+
+
 def test_a_symbolic_link_in_the_store_is_no_way_to_delete_what_it_points_to(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -163,9 +163,11 @@ def _replace(target: Path, data: Bytes) -> None:
             try:
                 os.replace(aside, target)
                 break
-            except FileNotFoundError:  # the target, which another writer has hidden: see `_hides`
-                if not tries_left or not aside.exists():
+            except FileNotFoundError:
+                if not tries_left:
                     raise
+                if not aside.exists():  # swept away by one that takes the run over; else the target is hidden: see `_hides`
+                    _write(aside, data)
             time.sleep(_PAUSE_S)
     finally:
         aside.unlink(missing_ok=True)
