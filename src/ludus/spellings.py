@@ -313,7 +313,7 @@ def _heatup(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     unit, number = _count(value, "timesteps", "episodes")
     if unit == "episodes":
         return {"num_steps_sampled_before_learning_starts": 0, "heatup_episodes": number}
-    return {"num_steps_sampled_before_learning_starts": number}
+    return {"num_steps_sampled_before_learning_starts": number, "heatup_episodes": 0}
 
 
 def _between_evaluations(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:

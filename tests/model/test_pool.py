@@ -83,7 +83,7 @@ def test_a_claim_says_who_made_it_and_from_where(tmp_path: Path) -> None:
     pool.confirm()
     said = json.loads(LocalStore(tmp_path).get("models/model/incarnations/000001"))
     assert (said["from"], said["pid"]) == ("000012", os.getpid())
-    assert set(said) == {"from", "at", "host", "pid", "confirmed"}
+    assert set(said) == {"from", "at", "host", "pid", "token", "confirmed"}
     opened(tmp_path)
     assert [claim.number for claim in claims_after(LocalStore(tmp_path), "model", 0)] == [1, 2]
 

@@ -6,14 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import typer
 
 from ludus.cli import options as o
 from ludus.errors import NotFound, UsageError
-
-PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 - the name of the variable
+from ludus.memory.exchange import PASSWORD, split_password
 
 app = typer.Typer(
     help="Train with workers that come and go, on machines that share nothing but a memory (Redis) and a store (S3, NFS).",
@@ -192,13 +190,8 @@ def _without_password(memory: str, file: Path | None, say: Callable[[str], None]
             os.environ[PASSWORD] = file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise UsageError(f"--memory-password-file {file} cannot be read: {error.strerror}.") from error
-    parts = urlsplit(memory)
-    if {"password", "username"} & dict(parse_qsl(parts.query)).keys():
-        raise UsageError("The URL of the memory has a password in its query.", f"Put it into {PASSWORD}.")
-    if not parts.scheme or parts.password is None:
-        return memory
-    os.environ[PASSWORD] = unquote(parts.password)
-    say(f"a password on the command line is seen by everyone on this machine; {PASSWORD} or --memory-password-file is not")
-    user, _, place = parts.netloc.rpartition("@")
-    name = user.partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{name}@{place}" if name else place))
+    memory, password = split_password(memory)
+    if password is not None:
+        os.environ[PASSWORD] = password
+        say(f"a password on the command line is seen by everyone on this machine; {PASSWORD} or --memory-password-file is not")
+    return memory

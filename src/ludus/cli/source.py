@@ -40,7 +40,7 @@ def source_of(file: Path | None, preset: str | None, level: str | None = None) -
         raise UsageError(f"-f {file}: here it is a YAML file; networks are always PyTorch's.", "Leave it out.")
     if preset is not None and file is not None:
         raise UsageError(f"-f {file} and -p {preset} both name an experiment.", "Keep one.")
-    if preset is not None and preset_file.is_python(preset):
+    if preset is not None and preset_file.split(preset) is not None:
         path, found = preset_file.load(preset)
         return _levelled(Source(found, str(path), path.parent), level)
     if preset is not None and (preset.endswith((".yaml", ".yml")) or Path(preset).is_file()):

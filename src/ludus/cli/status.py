@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ludus.experiment.status import Look
 
-_WATCH_S = 1.0
+_WATCH_S, _WATCH_FAR_S = 1.0, 5.0  # a run on a store has carried its status there no more often than that
 _LIVING = ("running", "starting", "restarting")
 _COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "restarting": "yellow", "interrupted": "yellow"}
 
@@ -22,7 +22,9 @@ _COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "rest
 def status(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The directory or URL of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="All of it as one line of JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until the run has ended.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every second (on a store: every 5 s), until the run has ended.")
+    ] = False,
 ) -> None:
     """What a run is doing: its state, its workers, and what limits its speed."""
     from ludus.experiment.status import look
@@ -31,8 +33,7 @@ def status(
     if as_json:
         print(json.dumps(seen.to_json()), flush=True)
         while watch and seen.state in _LIVING:
-            time.sleep(_WATCH_S)
-            seen = look(run)
+            seen = _look_again(run)
             print(json.dumps(seen.to_json()), flush=True)
         return
     _show(run, seen, watch=watch)
@@ -42,22 +43,26 @@ def _show(run: str, seen: Look, *, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from ludus.experiment.status import look
-
     console = Console()
     if not watch or not console.is_terminal:
         console = Console(width=10_000, soft_wrap=True) if not console.is_terminal else console
         console.print(page(seen))
         while watch and seen.state in _LIVING:
-            time.sleep(_WATCH_S)
-            seen = look(run)
+            seen = _look_again(run)
             console.print(page(seen))
         return
     with Live(page(seen), console=console, auto_refresh=False) as live:
         while seen.state in _LIVING:
-            time.sleep(_WATCH_S)
-            seen = look(run)
+            seen = _look_again(run)
             live.update(page(seen), refresh=True)
+
+
+def _look_again(run: str) -> Look:
+    from ludus.experiment.status import look
+    from ludus.experiment.workspace import directory_of, is_remote
+
+    time.sleep(_WATCH_FAR_S if is_remote(directory_of(run)) else _WATCH_S)
+    return look(run)
 
 
 def page(seen: Look) -> RenderableType:

@@ -38,7 +38,7 @@ OVER: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SHORT = 4
+_SHORT = 8
 """A secret that is shorter than this is not looked for in command lines: it would be found everywhere."""
 
 
@@ -60,7 +60,8 @@ class Job:
     """Roles start in their order. When `main` has ended, or when the job is cancelled, the others end, the last one first.
 
     `secrets`: names of variables of the environment of whoever submits it, that are handed on and never written. `grace_s`: how
-    long a process may take to end when it is asked to; a checkpoint on a slow store is written in it.
+    long a process may take to end when it is asked to; a checkpoint on a slow store is written in it. `place`: what it works on,
+    so that others can see that somebody does.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Job:
     main: str
     secrets: tuple[str, ...] = ()
     grace_s: float = 30.0
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,10 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """`exit_code`: of the main role, when the job is over. `reason`: in a sentence, why it did not succeed. `logs`: where they are kept."""
+    """`exit_code`: of the main role, when the job is over. `reason`: in a sentence, why it did not succeed. `logs`: where they are kept.
+
+    `place`: the job's.
+    """
 
     id: str
     name: str
@@ -99,6 +104,7 @@ class JobStatus:
     reason: str = ""
     logs: str = ""
     submitted_at: float = 0.0
+    place: str = ""
 
     @property
     def over(self) -> bool:
@@ -242,10 +248,13 @@ def _check_secrets(job: Job, environ: Mapping[str, str]) -> None:
             raise UsageError(f"The job {job.name} needs the secret {name}, which is not in the environment.", f"export {name}=…")
         seen = _seen(environ[name])
         for role in job.roles:
+            hint = f"Leave it out there; or, if it is there by chance, choose another value or name than that of {name}."
             if any(seen(word) for word in role.command):
-                raise UsageError(f"The value of {name} is in the command of the role {role.name!r}, which everybody can see.")
+                raise UsageError(f"The value of {name} is in the command of the role {role.name!r}, which everybody can see.", hint)
             if any(seen(value) for value in role.environment.values()):
-                raise UsageError(f"The value of {name} is in the environment of the role {role.name!r}, which is written down.")
+                raise UsageError(
+                    f"The value of {name} is in the environment of the role {role.name!r}, which is written down.", hint
+                )
 
 
 def _seen(secret: str) -> Callable[[str], bool]:

@@ -16,10 +16,11 @@ import configparser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from ludus.cluster.cluster import ORCHESTRATORS, PLANNED
 from ludus.errors import ConfigError, UsageError
+from ludus.memory.exchange import PASSWORD, split_password
 from ludus.plugins import did_you_mean
 from ludus.store.address import Address, check_endpoint
 
@@ -29,7 +30,7 @@ STORES = ("local", "nfs", "s3", "redis")
 AMAZON = "amazonaws.com"
 
 KEYS: Mapping[str, str] = {
-    "image": "of containers; for local processes it has no meaning",
+    "image": "an image of containers; none are started, so it has no meaning",
     "orchestrator": "local",
     "memory_backend": "redis (or redispubsub: the same)",
     "redis_url": "redis://[USER@]HOST[:PORT][/DB]; without it a private server is started",
@@ -37,11 +38,11 @@ KEYS: Mapping[str, str] = {
     "data_store": "local, nfs or s3",
     "local_path": "where runs go with data_store = local; default: runs",
     "nfs_path": "where the file system that all machines share is mounted",
-    "s3_bucket_name": "with data_store = s3",
-    "s3_prefix": "runs go to BUCKET/PREFIX/NAME; default: BUCKET/NAME",
-    "s3_end_point": "of a server that is not Amazon's: HOST:PORT (TLS) or http://HOST:PORT",
-    "s3_region": "else AWS_REGION",
-    "s3_creds_file": "as ~/.aws/credentials; else the usual places",
+    "s3_bucket_name": "the name of your bucket, with data_store = s3",
+    "s3_prefix": "what runs have before their name: BUCKET/PREFIX/NAME; default: BUCKET/NAME",
+    "s3_end_point": "the address of a server that is not Amazon's: HOST:PORT (TLS) or http://HOST:PORT",
+    "s3_region": "the region of the bucket; else AWS_REGION",
+    "s3_creds_file": "a file like ~/.aws/credentials; else the usual places",
 }
 
 _MAX_BYTES = 100_000
@@ -95,6 +96,11 @@ def read_fleet_file(text: str, beside: Path = Path()) -> FleetFile:
     found = _orchestrator(found, values, notices.append)
     found = _memory(found, values, beside, notices.append)
     found = _store(found, values, beside, notices.append)
+    if found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
+        raise ConfigError(
+            f"With orchestrator = {found.orchestrator} roles may run on other machines, and could not reach the memory or the store.",
+            "Add redis_url, and data_store = nfs or s3.",
+        )
     unused = sorted(values.keys() - _used(found))
     if unused:
         notices.append(f"{', '.join(unused)}: without meaning with data_store = {found.data_store}")
@@ -107,7 +113,7 @@ def _values(text: str) -> dict[str, str]:
         parser.read_string(text)
     except configparser.Error as error:
         said = str(error).replace("<string>", "the file").splitlines()[0]
-        raise ConfigError(f"{said}.", "It is a section [ludus] or [coach] with lines `key = value`.") from error
+        raise ConfigError(f"{said.rstrip('.')}.", "It is a section [ludus] or [coach] with lines `key = value`.") from error
     ours = [name for name in parser.sections() if name.lower() in SECTIONS]
     others = [name for name in parser.sections() if name not in ours]
     if others:
@@ -138,8 +144,8 @@ def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[
         raise ConfigError(f"orchestrator = {name} is unknown.", did_you_mean(name, ORCHESTRATORS))
     if not name:
         notice("orchestrator: none is named, so all roles are processes of this machine (local)")
-    if "image" in values and (name or "local") == "local":
-        notice(f"image = {values['image']}: without meaning, since local processes need no container")
+    if "image" in values:
+        notice(f"image = {values['image']}: without meaning, since no containers are started from here")
     return replace(found, orchestrator=name or "local")
 
 
@@ -162,16 +168,16 @@ def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: C
     except ValueError:
         # Not shown: it may have a password in it.
         raise ConfigError("redis_url is not of the form redis://[USER@]HOST[:PORT][/DB].") from None
-    password = None if url.password is None else unquote(url.password)
+    try:
+        plain, password = split_password(values["redis_url"])
+    except UsageError as error:
+        raise ConfigError(f"redis_url: {error.message}", error.hint) from None
     if password is not None:
-        notice("redis_url: its password is in the file; redis_password_file or LUDUS_MEMORY_PASSWORD keeps it apart")
-        user = url.netloc.rpartition("@")[0].partition(":")[0]
-        host = url.netloc.rpartition("@")[2]
-        url = url._replace(netloc=f"{user}@{host}" if user else host)
+        notice(f"redis_url: its password is in the file; redis_password_file or {PASSWORD} keeps it apart")
     file = _file("redis_password_file", values, beside)
     if password is not None and file is not None:
         raise ConfigError("redis_url has a password, and redis_password_file names another.", "Keep one.")
-    return replace(found, redis_url=urlunsplit(url), redis_password=password, redis_password_file=file)
+    return replace(found, redis_url=plain, redis_password=password, redis_password_file=file)
 
 
 def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:

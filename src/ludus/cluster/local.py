@@ -102,7 +102,7 @@ class LocalOrchestrator:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         for _ in range(_ATTEMPTS):
             place = JobDirectory(self.directory / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
-            status = JobStatus(place.id, job.name, "pending", None, tuple(_members(job)), "", str(place.logs), now)
+            status = JobStatus(place.id, job.name, "pending", None, tuple(_members(job)), "", str(place.logs), now, job.place)
             with contextlib.suppress(FileExistsError):
                 place.create(files, status)
                 return place

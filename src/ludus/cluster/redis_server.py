@@ -6,6 +6,7 @@ Files are in the scratch directory of the job, and go with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.errors import MissingExtra, UsageError
+from ludus.memory.exchange import PASSWORD
 
 PROGRAM = "redis-server"
-PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 # the name of the variable
 SCRATCH = "LUDUS_JOB_SCRATCH"
 HOST = "127.0.0.1"
 
@@ -25,6 +26,8 @@ _PORTS = range(20_000, 32_000)
 """Below those that Linux gives to outgoing connections, so that nobody gets ours by chance while the server is down."""
 
 _MEMORY_SHARE = 0.25
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Of a container, as it sees them itself: cgroups of version 2 and 1."""
 _ATTEMPTS = 100
 
 
@@ -80,6 +83,15 @@ maxmemory-policy noeviction
 """
 
 
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Of this machine, or of the container that this is."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+            found.append(int((groups / name).read_text()))
+    return min(found)
+
+
 def main(words: Sequence[str]) -> None:
     """Becomes the server."""
     port, password, scratch = int(words[0]), os.environ.pop(PASSWORD, ""), os.environ.get(SCRATCH, "")
@@ -87,7 +99,7 @@ def main(words: Sequence[str]) -> None:
         sys.exit(f"{PASSWORD} and {SCRATCH} have to be set.")
     directory = Path(scratch) / "redis"
     directory.mkdir(mode=0o700, exist_ok=True)
-    max_bytes = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _MEMORY_SHARE)
+    max_bytes = int(memory_bytes() * _MEMORY_SHARE)
     path = directory / "redis.conf"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(configuration(port, password, directory, max_bytes))

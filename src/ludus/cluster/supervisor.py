@@ -114,10 +114,12 @@ class Member:
         if self.process is not None and self.state == "running":
             _kill_group(self.process.pid)
 
-    def ended(self) -> bool:
-        """Whether it has just ended; then what it left in its session is gone as well, and its pipe is empty."""
-        if self.process is None or self.state != "running" or not _exited(self.process):
-            return False
+    def exited(self) -> bool:
+        return self.process is not None and self.state == "running" and _exited(self.process)
+
+    def bury(self) -> None:
+        """One that has exited: what it left in its session is gone with it, and its pipe is empty and closed."""
+        assert self.process is not None
         _kill_group(self.process.pid)  # before its number is free for somebody else
         self.returned = self.process.wait()
         for _ in range(_LAST_READS):  # what it left behind in another session may write for ever
@@ -126,7 +128,6 @@ class Member:
         if self.process.stdout is not None:
             self.process.stdout.close()
         self.state = "ended"
-        return True
 
     def status(self, machine: str) -> ProcessStatus:
         running = self.process.pid if self.process and self.state == "running" else None
@@ -169,7 +170,7 @@ class Supervisor:
         for member in self.members:
             if self._stages is None:
                 self._start(member)
-        self._publish()
+        self.publish()
         while self._stages is None or self._stages:
             for key, _ in self._selector.select(self._until_next()):
                 key.data()
@@ -177,7 +178,7 @@ class Supervisor:
             now = time.monotonic()
             self._restart(now)
             self._end_stages(now)
-            self._publish()
+            self.publish()
         left = pids.end_descendants()
         if left:
             self._say(f"could not be killed: {left}")
@@ -208,11 +209,13 @@ class Supervisor:
 
     def _collect(self) -> None:
         for member in self.members:
+            if not member.exited():  # asked once: between two answers it may end
+                continue
             pipe = member.process.stdout if member.process else None
-            if pipe is not None and not pipe.closed and member.state == "running" and member.process and _exited(member.process):
+            if pipe is not None and not pipe.closed:
                 self._selector.unregister(pipe)
-            if member.ended():
-                self._after(member)
+            member.bury()
+            self._after(member)
         _reap_orphans({member.process.pid for member in self.members if member.process is not None and member.state == "running"})
 
     def _after(self, member: Member) -> None:
@@ -293,7 +296,7 @@ class Supervisor:
         else:
             self._state = "succeeded" if code == 0 else "failed"
         self.directory.clear()
-        self._publish()
+        self.publish()
         for member in self.members:
             if member.log.lost:
                 self._say(f"{member.log.lost} bytes of {member.name} could not be written")
@@ -304,7 +307,8 @@ class Supervisor:
 
     # -- saying
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """How it fares, and who looks after it: from the first time on it can be cancelled."""
         over = self._state != "running"
         code = exit_code(self._main.returned) if over and self._main.returned is not None else 1 if over else None
         status = replace(
@@ -399,6 +403,7 @@ def keep(directory: JobDirectory, lifeline: int | None, started: int) -> None:
             pids.adopt_orphans()
             supervisor = Supervisor(directory, keeper, lifeline)
             pids.end_with(keeper.pid, signal.SIGTERM)
+            supervisor.publish()
             os.write(started, b"1")
             os.close(started)
             supervisor.run()

@@ -119,7 +119,7 @@ def _value(text: str, path: str) -> Any:
         raise ConfigError(
             f"{_OPTION} {path}={_short(text)}: values are read, not run.",
             "They are numbers, words, [lists], {mappings}, EnvironmentSteps(n), EnvironmentEpisodes(n), TrainingSteps(n), "
-            "LinearSchedule(from, to, steps) or ConstantSchedule(x).",
+            "LinearSchedule(from, to, steps) or ConstantSchedule(x); any other text stands in quotes: 'my.game:make'.",
         )
     return parse_yaml(text, f"{_OPTION} {path}")
 

@@ -46,6 +46,7 @@ class Carrier:
         self._store = store_of(directory) if is_remote(directory) else None
         self._carried: dict[str, tuple[int, int]] = {}  # file → its size and time when it was carried
         self._due: dict[str, float] = {}
+        self._too_long: set[str] = set()
         self._over, self._wanted, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ludus-carrier", daemon=True)
         self._complained = False
@@ -109,18 +110,29 @@ class Carrier:
             return True
         with self._lock:
             now = time.monotonic()
-            due = [(name, seen) for name, seen in self._changed() if all_of_it or now >= self._due.get(name, 0.0)]
+            changed = [(name, seen) for name, seen in self._changed() if self._fits(name, seen)]
+            due = [(name, seen) for name, seen in changed if all_of_it or now >= self._due.get(name, 0.0)]
             if due and not self._may():
                 return False
             failed = 0
             for name, seen in due:
                 failed += not self._one(self._store, name, seen)
+                if not self._may():  # that may have taken its time, and the next one may be another's now
+                    return False
                 if failed > 1:  # it is not that file: the next one would fail as well, and take its time
                     break
             if due and not failed and self._complained:
                 self._complained = False
                 log.info("%s has everything again", shown(self._directory))
         return not failed
+
+    def _fits(self, name: str, seen: tuple[int, int]) -> bool:
+        fits = seen[0] <= MOST_BYTES
+        if not fits and name not in self._too_long:
+            self._too_long.add(name)
+            where = self._directory / name
+            log.warning("%s is longer than %d MB: what is added to it from now on stays here", where, MOST_BYTES >> 20)
+        return fits
 
     def _may(self) -> bool:
         try:
@@ -161,7 +173,7 @@ class Carrier:
             with contextlib.suppress(OSError):  # rotated away meanwhile
                 known = path.stat()
                 seen = known.st_size, known.st_mtime_ns
-                if known.st_size <= MOST_BYTES and self._carried.get(name) != seen:
+                if self._carried.get(name) != seen:
                     yield name, seen
 
 

@@ -41,6 +41,10 @@ _LOOK = f"{FOLDER}/.look"
 _NAME = re.compile(r"(\d{6,})(?:-(\d+))?")  # the iteration; a second one of the same iteration has a suffix
 
 
+class Overtaken(StoreUnavailable):
+    """Another trainer has stored more of the run between our look at it and our claim. Begun once more, it goes on from there."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that was read and found whole."""
@@ -168,8 +172,15 @@ def newest(store: Store) -> Checkpoint:
 
 
 def newest_name(store: Store) -> str | None:
-    """As `newest`, without reading it: it may be damaged."""
-    return next((name for name in reversed(names(store)) if not _passed_over(store, name, _state(store, name))), None)
+    """As `newest`, without reading all of it: it may be damaged. One whose state cannot be read only if there is no other."""
+    unreadable = None
+    for name in reversed(names(store)):
+        state = _state(store, name)
+        if not state:
+            unreadable = unreadable or name
+        elif not _passed_over(store, name, state):
+            return name
+    return unreadable
 
 
 def look_anew(store: Store) -> None:
@@ -193,6 +204,24 @@ def origin(store: Store, before: Checkpoint | None) -> str | None:
     return before.name if before.name in found and _place(before.name)[0] == reached else found[-1] if found else None
 
 
+def check_newest(store: Store, begun_from: str | None) -> None:
+    """Raises Overtaken when there is a whole checkpoint, not of a trainer that had been cut off, after the one a run begins from."""
+    look_anew(store)
+    for name in reversed(names(store)):
+        if not after(name, begun_from):
+            return
+        try:
+            state = read(store, name).state
+        except (Damaged, NotFound):
+            continue  # was passed over before, too
+        if not _passed_over(store, name, state):
+            raise Overtaken(
+                f"Another trainer has stored checkpoint {name} of {store.url} while this one was about to go on from "
+                f"{begun_from or 'the beginning'}.",
+                "Resume the run once more: it goes on from there.",
+            )
+
+
 def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int], Iterable[Claim]]) -> Claim | None:
     """The claim of a later owner that began before this checkpoint: it was written by a trainer that had been cut off.
 
@@ -210,6 +239,17 @@ def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int],
 def astray(store: Store, name: str) -> bool:
     """Whether it was written by a trainer that had been cut off."""
     return superseded(_state(store, name), name, functools.partial(claims_after, store)) is not None
+
+
+def is_damaged(store: Store, name: str) -> bool:
+    """Whether it cannot be said whose it is. Not when it is not there, which may be so for a moment."""
+    try:
+        json.loads(store.get_file(f"{FOLDER}/{name}", "state.json"))
+    except (Damaged, ValueError):
+        return True
+    except NotFound:
+        return False
+    return False
 
 
 def in_line(store: Store) -> list[str]:
@@ -252,6 +292,25 @@ def _place(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best so far; `by`: what it was judged by."""
+
+    checkpoint: str
+    score: float
+    by: str
+
+
+def best(store: Store) -> Best | None:
+    try:
+        said = json.loads(store.get(f"{FOLDER}/{BEST}"))
+        return Best(str(said["checkpoint"]), float(said["score"]), str(said.get("by", "")))
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{FOLDER}/{BEST} is damaged: {error}.") from error
+
+
 def best_name(store: Store) -> str | None:
     try:
         return str(json.loads(store.get(f"{FOLDER}/{BEST}"))["checkpoint"])
@@ -261,8 +320,10 @@ def best_name(store: Store) -> str | None:
         raise Damaged(f"{FOLDER}/{BEST} is damaged: {error}.") from error
 
 
-def mark_best(store: Store, name: str, score: float, by: str) -> None:
-    store.put(f"{FOLDER}/{BEST}", json.dumps({"checkpoint": name, "score": score, "by": by}).encode())
+def mark_best(store: Store, name: str, score: float, by: str, incarnation: int | None = None) -> None:
+    """`incarnation`: of the trainer that says so."""
+    said = {"checkpoint": name, "score": score, "by": by} | ({} if incarnation is None else {"incarnation": incarnation})
+    store.put(f"{FOLDER}/{BEST}", json.dumps(said).encode())
 
 
 def best_score(store: Store) -> float:

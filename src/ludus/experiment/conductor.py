@@ -15,6 +15,7 @@ from ludus.actor.evaluate import Score
 from ludus.config import ExperimentConfig, StopConfig
 from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StoreError, StoreUnavailable
 from ludus.experiment import checkpoint
+from ludus.experiment.checkpoint import Best
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
 from ludus.store.store import Store
@@ -152,7 +153,10 @@ class Conductor:
         self._failures = 0
         self._unreported = False
         self._retry_s, self._retry_at = RETRY_S, math.inf  # in the time of the training
-        self._unmarked: tuple[str, float, str] | None = None  # the best, which could not be written down
+        self._best: Best | None = None  # as it is written down: a trainer that was cut off may write another one later
+        with contextlib.suppress(StoreError):  # a damaged one is replaced
+            self._best = checkpoint.best(store)
+        self._unmarked: Best | None = None  # one that could not be written down yet
         self._loose: set[tuple[str, int]] = set()  # versions whose checkpoint could not be stored
         self.stopped_by: str | None = None
         self.last_checkpoint: str | None = None
@@ -340,11 +344,12 @@ class Conductor:
     def _tidy(self) -> None:
         """Drop what is too old, and what has been evaluated and found not to be the best; never the newest. Raises Fenced."""
         self._pool.check()
+        self._mark_again()
         self._drop_what_is_astray()
-        busy = {played.checkpoint for played in (self._playing, self._next) if played is not None}
-        gone = checkpoint.retain(self._store, self._schedule.keep, self.last_checkpoint, spared=busy, surplus=self._surplus)
-        settled = self._surplus - busy - {self.last_checkpoint}
-        for name in settled - {checkpoint.best_name(self._store)} if settled else ():
+        spared = {played.checkpoint for played in (self._playing, self._next) if played is not None}
+        spared |= {best.checkpoint for best in (self._best, self._unmarked) if best is not None}
+        gone = checkpoint.retain(self._store, self._schedule.keep, self.last_checkpoint, spared=spared, surplus=self._surplus)
+        for name in self._surplus - spared - {self.last_checkpoint}:
             gone[name] = checkpoint.drop(self._store, name)
             self._surplus.discard(name)
         for versions in gone.values():
@@ -354,6 +359,11 @@ class Conductor:
             self._pool.forget(model, version)
         self._loose.clear()
 
+    def _tidy_if_possible(self) -> None:
+        if not self._is_away:  # else with the next checkpoint
+            with self._tolerated():
+                self._tidy()
+
     def _drop_what_is_astray(self) -> None:
         """What a trainer has written that was cut off; if all are to be kept, it is only passed over."""
         if self._schedule.keep is None or checkpoint.FROM not in self._pool.began:
@@ -361,8 +371,11 @@ class Conductor:
         began = self._pool.began[checkpoint.FROM]
         strange = [n for n in checkpoint.names(self._store) if n not in self._mine and checkpoint.after(n, began)]
         for name in strange:
-            if name != checkpoint.best_name(self._store) and checkpoint.astray(self._store, name):
-                log.warning("checkpoint %s is of a trainer that had been cut off; it is deleted", name)
+            if self._best is not None and name == self._best.checkpoint:
+                continue
+            # one of which the new owner has swept something away, before the rest of it was written, cannot say whose it is
+            if checkpoint.astray(self._store, name) or checkpoint.is_damaged(self._store, name):
+                log.warning("checkpoint %s is damaged, or of a trainer that had been cut off; it is deleted", name)
                 checkpoint.drop(self._store, name)
 
     def _judge(self, score: float, by: str, name: str | None = None) -> None:
@@ -370,24 +383,35 @@ class Conductor:
         if math.isnan(score):
             return
         if self._is_away:
-            if name is not None and (self._unmarked is None or score >= self._unmarked[1]):
-                self._unmarked = name, score, by
+            if name is not None and self._is_best(score):
+                self._unmarked = Best(name, score, by)
             return
         with self._tolerated():
-            if score >= checkpoint.best_score(self._store):
+            if self._is_best(score):
                 best = name or self.checkpoint()
-                self._unmarked = best, score, by
+                self._unmarked = Best(best, score, by)
                 self._surplus.discard(best)
                 self._mark_what_is_left()
+
+    def _is_best(self, score: float) -> bool:
+        return all(score >= best.score for best in (self._best, self._unmarked) if best is not None)
 
     def _mark_what_is_left(self) -> None:
         if self._unmarked is None:
             return
-        best, score, by = self._unmarked
         self._pool.check()
-        if score >= checkpoint.best_score(self._store):
-            checkpoint.mark_best(self._store, best, score, by)
-        self._unmarked = None
+        self._mark(self._unmarked)
+        self._best, self._unmarked = self._unmarked, None
+
+    def _mark_again(self) -> None:
+        """A trainer that was cut off between its look at the claims and its mark has replaced ours."""
+        if self._best is not None and checkpoint.best_name(self._store) != self._best.checkpoint:
+            log.warning("the mark of the best checkpoint, %s, was replaced; it is made again", self._best.checkpoint)
+            self._mark(self._best)
+
+    def _mark(self, best: Best) -> None:
+        incarnation = self._pool.incarnation(self._pool.names()[0])
+        checkpoint.mark_best(self._store, best.checkpoint, best.score, best.by, incarnation)
 
     # -- evaluations
 
@@ -420,7 +444,7 @@ class Conductor:
             )
             self._passed_over += 1
         self._next = played
-        self._tidy()
+        self._tidy_if_possible()
 
     def _collect(self, timeout_s: float = 0.0) -> bool:
         """Take in an evaluation that has ended elsewhere, and begin with the next. Whether there was one."""
@@ -434,7 +458,7 @@ class Conductor:
             self._tell(finished[1], played.iterations, played.timesteps, played.checkpoint)
         if waiting is not None:
             self._have_played(waiting)
-        self._tidy()
+        self._tidy_if_possible()
         return True
 
     def _conclude(self) -> None:

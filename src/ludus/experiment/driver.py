@@ -63,8 +63,8 @@ Announce = Callable[[str], None]
 class Learn(Protocol):
     """What the learner's process does: the whole training, from wherever the run stands."""
 
-    def __call__(self, *, sinks: Sequence[Sink], announce: Announce | None, again: bool) -> Result:
-        """`again`: another learner of this driver was here before."""
+    def __call__(self, *, sinks: Sequence[Sink], announce: Announce | None, again: bool, set_up: bool) -> Result:
+        """`again`: another learner of this driver was here before. `set_up`: the run was there once."""
         ...
 
 
@@ -158,7 +158,7 @@ class Post:
         """As a sink: the driver closes its own."""
 
 
-def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, announces: bool) -> None:
+def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, set_up: bool, announces: bool) -> None:
     """The life of a learner: train, then say how it ended. Signals end it as they would end a training in the foreground."""
     pipe, file = context.fds
     post = Post(pipe)
@@ -167,7 +167,7 @@ def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, anno
     luggage.unpack()
     context.ready()
     try:
-        result = learn(sinks=[post], announce=post.announce if announces else None, again=again)
+        result = learn(sinks=[post], announce=post.announce if announces else None, again=again, set_up=set_up)
     except LudusError as error:
         log.exception("the learner ends")
         post.send(error=_packed(error))
@@ -262,6 +262,7 @@ class Driver:
         """Raises the error that ended the run; KeyboardInterrupt when it was interrupted before there was anything to keep."""
         made = _make(self._directory / LOGS)
         run = Run(self._directory)
+        self._set_up = (self._directory / CONFIG).exists()
         restarts = int(run.meta().get("learner_restarts", 0))
         self._claims = {name: claim.number for name, claim in _claims_of(run)}
         shared = shared_memory()  # asked before a learner can have filled it
@@ -299,6 +300,7 @@ class Driver:
                     self._learn,
                     self._luggage,
                     self._again,
+                    self._set_up,
                     self._announce is not None,
                     fds=(mail.write_end, file),
                 )
@@ -340,6 +342,7 @@ class Driver:
 
     def _hear(self, message: Mapping[str, Any], end: _End, restarts: int) -> None:
         if "numbers" in message:
+            self._set_up = True  # also if its directory is gone by the time that the learner dies
             numbers = message["numbers"] | ({"learner/restarts": float(restarts)} if restarts else {})
             for sink in self._sinks:
                 sink.write(numbers)
@@ -389,7 +392,7 @@ class Driver:
         """As far as one can see: a store that is away for a moment has what it had."""
         with contextlib.suppress(StoreUnavailable):
             names = checkpoint.names(Run(self._directory).store)
-            self._newest = names[-1] if names else None
+            self._newest = names[-1] if names else self._newest
         return self._newest
 
     def _carry(self) -> None:

@@ -18,11 +18,20 @@ from ludus import config as configs
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
-from ludus.errors import ConfigError, Damaged, EnvironmentFault, IncompatibleCheckpoint, LudusError, NotFound, UsageError
+from ludus.errors import (
+    ConfigError,
+    Damaged,
+    EnvironmentFault,
+    IncompatibleCheckpoint,
+    LudusError,
+    NotFound,
+    StoreUnavailable,
+    UsageError,
+)
 from ludus.experiment import checkpoint, complaints, external, iterations, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
 from ludus.experiment.carrier import Carrier
-from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.checkpoint import Checkpoint, Overtaken
 from ludus.experiment.conductor import Conductor, Experience, reached
 from ludus.experiment.driver import Driver
 from ludus.experiment.evaluation import make_evaluation
@@ -69,6 +78,7 @@ Announce = Callable[[str], None]
 """Takes a sentence that whoever started the run wants to read."""
 
 _SAY_EVERY_S = 10.0
+_OVERTAKEN_AT_MOST = 3
 
 
 def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> Resolved:
@@ -329,6 +339,26 @@ def _resume(
     again: bool = False,
 ) -> Result:
     """`restore`: what a run without a checkpoint of its own begins with. `again`: a learner was here before, and may have come to the end."""
+    for left in range(_OVERTAKEN_AT_MOST, -1, -1):
+        try:
+            return _resume_once(directory, changes, restore, sinks, announce, cluster, again)
+        except Overtaken as error:
+            if not left:
+                raise
+            log.warning("%s", error)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _resume_once(
+    directory: Path,
+    changes: Mapping[str, Any] | None,
+    restore: str | Path | None,
+    sinks: Sequence[Sink],
+    announce: Announce | None,
+    cluster: ClusterOptions | None,
+    again: bool,
+) -> Result:
+    """Raises Overtaken."""
     run = Run.open(directory)
     resolved = _resolved_again(run, changes, cluster)
     before: Checkpoint | None
@@ -368,8 +398,7 @@ def _later_seed(seed: int, before: Checkpoint) -> int:
 
 def _taken_up(run: Run, resolved: Resolved) -> Run:
     fetch(run.directory, logs=True)
-    run.write_config(resolved.saved())
-    run.write_meta({"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    run.take_up(resolved.saved(), {"status": "running", "resumed": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     return run
 
 
@@ -407,9 +436,16 @@ def _learn(
     sinks: Sequence[Sink],
     announce: Announce | None,
     again: bool,
+    set_up: bool,
 ) -> Result:
     """What the learner's process does: begin the run, or take it up where the last learner left it."""
-    if data is None or (again and holds_run(directory)):
+    there = again and holds_run(directory)
+    if again and set_up and not there:  # to begin anew, below a mount point, would be another run of that name
+        raise StoreUnavailable(
+            f"{place_of(directory)} does not hold the run any more.",
+            "Is its file system still mounted, and has nobody deleted the run?",
+        )
+    if data is None or there:
         return _resume(directory, changes, restore, sinks, announce, cluster, again)
     resolved = resolve(data, cluster)
     return _start(resolved, directory, _begins_with(restore, resolved), sinks, announce)

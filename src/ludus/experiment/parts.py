@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -154,7 +155,8 @@ def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig)
 
 def make_pool(run: Run, before: Checkpoint | None = None) -> LocalPool:
     """`before`: the checkpoint that the run goes on from. From here on the run is written only while it is ours."""
-    pool = LocalPool(run.store, {checkpoint.FROM: checkpoint.origin(run.store, before)})
+    began = checkpoint.origin(run.store, before)
+    pool = LocalPool(run.store, {checkpoint.FROM: began}, functools.partial(checkpoint.check_newest, run.store, began))
     run.guard = pool.check
     return pool
 
@@ -189,6 +191,7 @@ def make_conductor(
     if incarnation > 1:
         pool.confirm()  # not before it is ours: another trainer may have been writing until now
         run.sweep()
+    run.taken_up()
     written = [*tracking.sinks_of(run, e, incarnation), *sinks]
     restarts = run.meta().get("learner_restarts")
     always = {} if restarts is None else {"learner/restarts": float(restarts)}

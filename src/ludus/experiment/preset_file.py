@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ludus.errors import ConfigError, NotFound, UnknownName, UsageError
+from ludus.errors import ConfigError, UnknownName, UsageError
 from ludus.plugins import did_you_mean
 
 DEFAULT = "preset"
@@ -20,23 +21,28 @@ _COACH = "graph_manager"
 _MODULE = "ludus_preset_file"
 
 
-def is_python(preset: str) -> bool:
-    return preset.endswith(".py") or ".py:" in preset
+_FORM = re.compile(r"(.+\.py)(:[^/:]*)?", re.DOTALL)
+
+
+def split(preset: str) -> tuple[Path, str] | None:
+    """The file, and what follows it (":object" or nothing); None: it is no Python file."""
+    found = _FORM.fullmatch(preset)
+    return None if found is None else (Path(found[1]), found[2] or "")
 
 
 def load(preset: str) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The file, and its experiments by name, unchecked. Raises UsageError of some kind, NotFound."""
-    where, _, attribute = preset.partition(".py")
-    path, attribute = Path(f"{where}.py"), attribute.removeprefix(":")
-    if preset.endswith(":") or (attribute and not attribute.isidentifier()):
+    """The file, and its experiments by name, unchecked. Raises UsageError of some kind."""
+    found = split(preset)
+    if found is None or (found[1] and not found[1][1:].isidentifier()):
         raise UsageError(f"-p {preset} is not of the form path.py:object.", f"Without :object it is {DEFAULT!r}.")
+    path, rest = found
     module = _run(path)
-    return path, _experiments(_made(module, path, attribute or DEFAULT), path)
+    return path, _experiments(_made(module, path, rest[1:] or DEFAULT), path)
 
 
 def _run(path: Path) -> ModuleType:
     if not path.is_file():
-        raise NotFound(f"There is no file {path}.")
+        raise ConfigError(f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     assert spec is not None
     assert spec.loader is not None

@@ -46,6 +46,7 @@ class Run:
         self.store = store_of(directory)
         self.guard: Guard | None = None
         """Raises Fenced when the run is another process's now: then nothing more is written of it."""
+        self._postponed: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         self._handler: logging.Handler | None = None
         self._level_before = logging.NOTSET
         self.status = "failed"  # until the one who trains says otherwise
@@ -82,7 +83,7 @@ class Run:
 
     def sweep(self) -> None:
         """Remove what a killed process left half written. Only for the one that takes the run over."""
-        for prefix in ("", "checkpoints", *(f"models/{name}" for name in self.store.list("models"))):
+        for prefix in ("", "checkpoints", "fleet/weights", *(f"models/{name}" for name in self.store.list("models"))):
             self.store.sweep(prefix)
         if workspace.is_remote(self.directory):
             LocalStore(self.directory).sweep("")
@@ -107,12 +108,28 @@ class Run:
 
     def write_meta(self, changes: Mapping[str, Any]) -> None:
         """Raises Fenced, StoreError."""
+        if self._postponed is not None:
+            self._postponed[1].update(changes)
+            return
         if self.guard is not None:
             self.guard()
         self._write(META, json.dumps(self.meta() | dict(changes), indent=1).encode())
 
     def write_config(self, config: Mapping[str, Any]) -> None:
+        if self.guard is not None:
+            self.guard()
         self._write(CONFIG, dump_yaml(dict(config)).encode())
+
+    def take_up(self, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """To be written when the run is ours (`taken_up`): until then it may be another's, and nothing is written of it."""
+        self._postponed = config, dict(meta)
+
+    def taken_up(self) -> None:
+        """It is ours. Nothing to do for a run that was created. Raises Fenced, StoreError."""
+        if self._postponed is not None:
+            (config, meta), self._postponed = self._postponed, None
+            self.write_config(config)
+            self.write_meta(meta)
 
     def _write(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         self.store.put(name, data, overwrite=overwrite)
@@ -120,7 +137,7 @@ class Run:
             LocalStore(self.directory).put(name, data)
 
     def close(self) -> None:
-        """How it went goes into the metadata, and the log ends."""
+        """How it went goes into the metadata, unless it never became ours, and the log ends."""
         try:
             self.write_meta({"status": self.status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         except LudusError as error:  # a full disk must not hide what really happened

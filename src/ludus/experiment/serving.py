@@ -167,6 +167,8 @@ class Offering:
     """Versions that sessions may ask for, besides."""
     follow: bool = False
     follow_s: float = 1.0
+    follow_far_s: float = 5.0
+    """Of runs on a store: every look at one is several requests, which are paid for."""
     canary_percent: float = 0.0
     """Of the new sessions that try a new version first; 0: all sessions get it at once."""
     canary: CanarySettings = field(default_factory=CanarySettings)
@@ -238,6 +240,8 @@ class Follower:
         source, found = self._sources[name], ""
         if now < self._again_at.get(name, 0.0):
             return
+        if is_remote(directory_of(source.where)):
+            self._again_at[name] = now + self._offering.follow_far_s
         try:
             found = source.newest()
             if found == self._seen[name]:

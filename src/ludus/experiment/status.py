@@ -206,12 +206,14 @@ def look(where: str | Path, *, fetched: bool = False) -> Look:
     """Raises NotFound when there is no run, StoreError when its store does not answer. `fetched`: it was asked just now."""
     directory = workspace.directory_of(where)
     if not fetched:
-        workspace.fetch(directory)
+        workspace.fetch(directory, metrics=False)  # they may be long, and a status has what is needed of them
     meta, status, hub = (_json(directory / name) for name in (META, FILE, "hub.json"))
     if not (directory / CONFIG).exists() and not meta:
         raise NotFound(f"{workspace.shown(directory)} is not the directory of a run.", "`ludus runs list` shows what there is.")
     state, said = judge(meta, status, hub, time.time(), lives)
     if not status.get("progress"):
+        if not fetched:
+            workspace.fetch(directory)
         status |= _from_metrics(directory)
     return Look(directory, state, said, status, meta)
 

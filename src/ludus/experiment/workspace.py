@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from ludus.errors import NotFound, StoreError, StoreFull, UsageError
+from ludus.store.address import Address
 from ludus.store.local import LocalStore
 from ludus.store.redaction import redacted
 from ludus.store.store import STORES, Store, check_key, open_store
@@ -76,6 +77,8 @@ def directory_of(where: str | Path) -> Path:
             LocalStore(top).put(PLACE, place.encode())
     except OSError as error:
         raise StoreFull(f"Cannot write {directory}: {error.strerror}.", f"Set {CACHE_DIR} to another directory.") from error
+    if _read_place(top / PLACE) != place:
+        raise UsageError(f"{top / PLACE} does not belong to this user.", f"Set {CACHE_DIR} to a directory that is your own.")
     return directory
 
 
@@ -119,8 +122,10 @@ def _plain(text: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str, str, str]:
-    """(scheme, bucket, key, query) of an address."""
+    """(scheme, bucket, key, query) of an address. Raises UsageError."""
     parts = urlsplit(url)
+    if parts.scheme == "s3":
+        Address.parse(url)  # which knows more of what a secret may look like
     key = parts.path.strip("/")
     secrets = [parts.netloc, *(value for _, value in parse_qsl(parts.query))]
     if any("@" in part for part in secrets):
@@ -146,9 +151,11 @@ def _usual_end_point(scheme: str) -> str:
 
 
 def _place(directory: Path) -> str | None:
-    """The URL that a directory belongs to, found by walking up."""
-    directory = directory.expanduser().absolute()
+    """The URL that a directory belongs to, found by walking up: not out of the cache, where others may have put such a file."""
+    directory, root = directory.expanduser().absolute(), cache_root() / "runs"
     for top in (directory, *directory.parents):
+        if not (top.is_relative_to(root) or top.is_relative_to(root.resolve())):
+            return None
         place = _read_place(top / PLACE)
         if place is not None:
             scheme, bucket, key, query = _split(place)
@@ -159,8 +166,11 @@ def _place(directory: Path) -> str | None:
 
 
 def _read_place(path: Path) -> str | None:
+    """Nothing if it is not this user's own."""
     try:
-        return path.read_text(encoding="utf-8").strip() or None
+        with path.open(encoding="utf-8") as file:
+            mine = os.fstat(file.fileno()).st_uid == os.geteuid()
+            return file.read().strip() or None if mine else None
     except (OSError, ValueError):
         return None
 
@@ -168,25 +178,33 @@ def _read_place(path: Path) -> str | None:
 # -- from the store -----------------------------------------------------------------------------------------------------
 
 
-def fetch(directory: Path, *, growing: bool = True, logs: bool = False, get: Callable[[str], bytes] | None = None) -> None:
+def fetch(
+    directory: Path,
+    *,
+    growing: bool = True,
+    metrics: bool = True,
+    logs: bool = False,
+    get: Callable[[str], bytes] | None = None,
+) -> None:
     """Make the working directory what the store says of the run. Nothing happens to a local run.
 
-    `growing`: with its metrics and status; `logs`: with what else whoever takes the run up adds lines to. If there are more lines
-    here, and the same before them, they stay: whoever wrote them could not carry them any more. While another process of this
-    machine trains in the directory, what grows is left to it. `get`: how to read a file of the run, for who has opened a store
-    already. Raises StoreError.
+    `growing`: with its status and, unless it is without `metrics`, these; `logs`: with what else whoever takes the run up adds lines
+    to. If there are more lines here, and the same before them, they stay, as does all of a file that the store does not have:
+    whoever wrote them could not carry them any more. While another process of this machine trains in the directory, what grows is
+    left to it. `get`: how to read a file of the run, for who has opened a store already. Raises StoreError.
     """
     if not is_remote(directory):
         return
     get, local = get or store_of(directory).get, LocalStore(directory)
     before, busy = _identity(directory), _is_worked_on(directory)
     for name in _WHOLE:
-        _take(get, local, name)
+        if not _take(get, local, name):
+            local.delete(name)
     if before != _identity(directory) and before and not busy:
         clear(directory)  # of another run, which had this name before
     if not growing or busy:
         return
-    for name in (*_GROWING, *(_LOGS if logs else ())):
+    for name in (*(_GROWING if metrics else ()), *(_LOGS if logs else ())):
         _take(get, local, name, keep=_goes_on)
     _take(get, local, "status.json")
 
@@ -217,18 +235,19 @@ def _take(
     local: LocalStore,
     name: str,
     keep: Callable[[bytes, bytes], bool] = lambda ours, theirs: False,
-) -> None:
+) -> bool:
+    """Whether the store has it; if not, it stays as it is here."""
     try:
         theirs = get(name)
     except NotFound:
-        local.delete(name)
-        return
+        return False
     try:
         ours = local.get(name)
     except NotFound:
         ours = None
     if ours is None or (ours != theirs and not keep(ours, theirs)):
         local.put(name, theirs)
+    return True
 
 
 def _goes_on(ours: bytes, theirs: bytes) -> bool:

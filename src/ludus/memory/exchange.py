@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from ludus import plugins
 from ludus.errors import UnknownName, UsageError
@@ -17,6 +18,8 @@ EMBEDDED = "embedded"
 """No server: the memory of this process, or of the processes of this machine."""
 
 EXCHANGES: Mapping[str, str] = {"redis": "ludus.memory.redis:RedisExchange", "rediss": "ludus.memory.redis:RedisExchange"}
+
+PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 # the name of the variable
 
 MAX_MESSAGE = 256 << 20
 """Half of what Redis takes at most."""
@@ -89,6 +92,18 @@ def check_url(url: str) -> None:
     if not (rest if separator else ":" in url):
         ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in EXCHANGES)
         raise UsageError(f"{url!r} is not a memory that several machines can reach.", f"Use {ways}, or module:Class.")
+
+
+def split_password(url: str) -> tuple[str, str | None]:
+    """The URL without its password, and the password. Raises UsageError, which does not show it, where it is in the query."""
+    parts = urlsplit(url)
+    if {"password", "username"} & dict(parse_qsl(parts.query, keep_blank_values=True)).keys():
+        raise UsageError("The URL of the memory has a user or a password in its query.", f"Write USER@HOST; put the password into {PASSWORD}.")
+    if not parts.scheme or parts.password is None:
+        return url, None
+    user, _, place = parts.netloc.rpartition("@")
+    name = user.partition(":")[0]
+    return urlunsplit(parts._replace(netloc=f"{name}@{place}" if name else place)), unquote(parts.password)
 
 
 def open_exchange(url: str, channel: str, room: int) -> Exchange:

@@ -22,11 +22,9 @@ import numpy as np
 
 from ludus import plugins
 from ludus.errors import ExchangeUnavailable, UsageError
-from ludus.memory.exchange import MAX_MESSAGE, Buffer, Delivery
+from ludus.memory.exchange import MAX_MESSAGE, PASSWORD, Buffer, Delivery
 
 log = logging.getLogger(__name__)
-
-PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105  (the name of a variable)
 
 _GROUP, _FIELD = b"learners", b"m"
 _PATIENCE_S = 1.0  # for an answer, beyond the time that the caller gave: also `timeout_s=0` is one round trip

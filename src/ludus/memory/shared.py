@@ -31,9 +31,14 @@ class _Place:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def view(self, buffer: memoryview) -> Array:
-        """Holds on to the buffer: a block that is still in use keeps its ring mapped after the reader has closed."""
-        return np.ndarray(self.shape, self.dtype, buffer, self.offset)
+    def view(self, whole: Array) -> Array:
+        return np.ndarray(self.shape, self.dtype, whole, self.offset)
+
+
+def _bytes_of(buffer: memoryview) -> Array:
+    """Holds on to the buffer, which `np.ndarray(…, buffer)` itself would not: a block that is still in use keeps its ring mapped after the
+    reader has closed."""
+    return np.frombuffer(buffer, np.uint8)
 
 
 class Layout:
@@ -62,8 +67,9 @@ class Layout:
 
     def views(self, buffer: memoryview) -> Segments:
         """Segments whose arrays are views of `buffer`: writing to them writes to it."""
+        whole = _bytes_of(buffer)
         views: dict[str, Any] = {
-            name: tree.view(buffer) if tree.__class__ is _Place else map_tree(lambda p: p.view(buffer), tree)
+            name: tree.view(whole) if tree.__class__ is _Place else map_tree(lambda p: p.view(whole), tree)
             for name, tree in self._viewed
         }
         return Segments(spec=self.spec, model=self.spec.model, **views)
@@ -77,7 +83,7 @@ class Layout:
         head[0], head[1], head[2], head[3] = _MAGIC, self.checksum, segments.finals, episodes
         if episodes:
             for name in _EPISODES:
-                self._places[name].view(buffer)[:episodes] = getattr(segments, name)
+                self._places[name].view(_bytes_of(buffer))[:episodes] = getattr(segments, name)
 
     def load(self, buffer: memoryview) -> Segments:
         """What was sealed: views of `buffer`, but for the few numbers of the episodes. Raises Damaged."""
@@ -93,7 +99,7 @@ class Layout:
             raise Damaged(f"A record claims {finals} final observations and {episodes} episodes.")
         segments.finals = finals
         for name in _EPISODES:  # a copy: they are kept for the metrics long after the block is released
-            setattr(segments, name, self._places[name].view(buffer)[:episodes].copy() if episodes else _NONE[name])
+            setattr(segments, name, self._places[name].view(_bytes_of(buffer))[:episodes].copy() if episodes else _NONE[name])
         return segments
 
 

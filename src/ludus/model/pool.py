@@ -14,9 +14,10 @@ import os
 import platform
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, StoreError, StoreUnavailable, UsageError
 from ludus.model import saved
@@ -37,6 +38,7 @@ _LOOK_AGAIN_S = 30.0  # when the store did not answer, for which one may have wa
 _LOOK_TOGETHER_S = 0.5
 _LARGEST_BLOCK = 16 * RESERVED_BLOCK
 _TRIES_PER_BLOCK = 32
+_WHOSE = "token"  # in a claim: tells it from that of another process, when a run was deleted and begun anew under its name
 
 
 class PolicySource(Protocol):
@@ -112,10 +114,14 @@ def _said(data: bytes) -> Mapping[str, Any]:
 class Pool(Generic[Model]):
     """Numbers the versions of models, durably, and stores those that are to be kept."""
 
-    def __init__(self, store: Store, began: Mapping[str, Any] | None = None) -> None:
-        """`began`: from where; it becomes part of every claim."""
-        self._store = store
-        self._began, self._since = dict(began or {}), _now()
+    def __init__(self, store: Store, began: Mapping[str, Any] | None = None, verify: Callable[[], None] | None = None) -> None:
+        """`began`: from where; it becomes part of every claim.
+
+        `verify` raises when that is not so any more. It is asked once the first claim is made, from when on nobody else writes; until
+        it has agreed the claim says nothing of `began`: whoever is late must not disown what others have made meanwhile.
+        """
+        self._store, self._verify = store, verify
+        self._began, self._since, self._token = dict(began or {}), _now(), uuid.uuid4().hex
         self._entries: dict[str, _Entry[Model]] = {}
         self._fenced: Fenced | None = None
         self._looking, self._looked_at, self._look_at = threading.Lock(), 0.0, 0.0
@@ -125,9 +131,15 @@ class Pool(Generic[Model]):
         return self._began
 
     def add(self, name: str, model: Model, above: int = 0) -> None:
-        """Create or re-open a model; its next version is above every earlier one, and above `above`. Raises Fenced."""
+        """Create or re-open a model; its next version is above every earlier one, and above `above`. Raises Fenced, and what `verify` does."""
         self.check()  # of two that take over several models at once, one is to have them all
         incarnation = self._claim(name)
+        if self._verify is not None:
+            if incarnation > 1:  # else nobody was here before
+                self._verify()
+            self._verify = None
+            self._check_claim(name, incarnation)
+            self._store.put(_claim_key(name, incarnation), self._claim_of())
         last = max(self._reserved(name), above)
         self._entries[name] = _Entry(model, last, last, incarnation)
         self._store.put(f"models/{name}/model.json", json.dumps(model.description(), indent=1).encode())
@@ -234,32 +246,50 @@ class Pool(Generic[Model]):
             try:
                 self._store.put(_claim_key(name, number), self._claim_of(), overwrite=False)
             except AlreadyExists:
+                if self._is_mine(name, number):  # the answer to the first attempt was lost
+                    return number
                 number += 1
             else:
                 return number
 
+    def _is_mine(self, name: str, number: int) -> bool:
+        """Raises StoreUnavailable when there is no such claim: the numbers must not have gaps."""
+        try:
+            said = _said(self._store.get(_claim_key(name, number)))
+        except NotFound as error:
+            raise StoreUnavailable(
+                f"{self._store.url} says that incarnation {number} of {name!r} exists, and does not have it.", "Try again."
+            ) from error
+        return said.get(_WHOSE) == self._token
+
     def _claim_of(self, **more: Any) -> bytes:
-        said = {"at": self._since, "host": platform.node(), "pid": os.getpid(), **self._began, **more}
-        return json.dumps(said).encode()
+        said = {"at": self._since, "host": platform.node(), "pid": os.getpid(), _WHOSE: self._token}
+        return json.dumps(said | (self._began if self._verify is None else {}) | more).encode()
 
     def _check_owner(self, name: str) -> None:
         """Whoever opened the model last owns it; an older owner that was thought dead must not write any more."""
-        mine = self._entries[name].incarnation
+        self._check_claim(name, self._entries[name].incarnation)
+
+    def _check_claim(self, name: str, mine: int) -> None:
         later = list(claims_after(self._store, name, mine))
         if later:
             newest = later[-1]
-            self._fenced = Fenced(
-                f"Another process has taken over the model {name!r} (incarnation {newest.number}, this is {mine}): {newest.who}.",
-                "One run has one trainer: stop the other, or leave this one stopped.",
+            self._fence(
+                f"Another process has taken over the model {name!r} (incarnation {newest.number}, this is {mine}): {newest.who}."
             )
-            raise self._fenced
         try:
-            self._store.get(_claim_key(name, mine))
+            own = Claim(mine, _said(self._store.get(_claim_key(name, mine))))
         except NotFound as error:
             raise StoreUnavailable(
                 f"{self._store.url} does not have the claim of this process any more.",
                 "Is its file system still mounted, and has nobody deleted the run?",
             ) from error
+        if own.said.get(_WHOSE, self._token) != self._token:
+            self._fence(f"Another process has begun the model {name!r} anew (incarnation {mine}): {own.who}.")
+
+    def _fence(self, why: str) -> NoReturn:
+        self._fenced = Fenced(why, "One run has one trainer: stop the other, or leave this one stopped.")
+        raise self._fenced
 
     # -- counting
 

@@ -29,7 +29,7 @@ class Address:
             raise UsageError(f"{_shown(url)!r} is not the address of a store on S3.", _FORM)
         place, _, query = rest.partition("?")
         bucket, _, prefix = place.partition("/")
-        if "@" in bucket or (":" in bucket and "@" in prefix):  # a secret may have a slash in it
+        if "@" in bucket or (":" in bucket and "@" in rest):  # a secret may have a slash in it
             raise UsageError(
                 f"{_shown(url)!r} has credentials in it, where other users of the machine and logs would show them.",
                 "Put them into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or into a file named by LUDUS_S3_CREDENTIALS_FILE.",
@@ -82,6 +82,12 @@ def _options(url: str, query: str) -> dict[str, str]:
         raise UsageError(f"{_shown(url)!r} has the unknown option {unknown[0]!r}.", "There are endpoint and region.")
     if "endpoint" in options:
         options["endpoint"] = check_endpoint(options["endpoint"])
+    if urlsplit(options.get("endpoint", "")).path or "/" in options.get("region", ""):
+        raise UsageError(
+            f"{_shown(url)!r} has a path in its options, behind the end point or the region.",
+            "Options come last: s3://bucket/run/best?endpoint=http://host:port. "
+            "An end point that has a path of its own goes into AWS_ENDPOINT_URL_S3.",
+        )
     return {name: value for name, value in options.items() if value}
 
 

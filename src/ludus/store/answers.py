@@ -20,7 +20,9 @@ _KIND = re.compile(r"kind: (Timeout|Connect)\b")
 _WHY = {"Timeout": "it did not answer in time", "Connect": "nothing can be reached there"}
 _QUOTA = re.compile(r"quota|insufficient|storagefull", re.IGNORECASE)
 _REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect")
-_UNKNOWN = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId")
+_EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+_UNKNOWN = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidClientTokenId", *_EXPIRED)
+_CURABLE = ("RequestTimeTooSkewed", *_EXPIRED)  # somebody renews a token or sets a clock, and it goes on
 _PASSING = (408, 409, 412, 425, 429)  # of those below 500
 
 
@@ -60,6 +62,8 @@ def _answered(status: int, code: str, verb: Verb, doing: str, what: str, server:
         return NotFound(f"There is no {what}.")
     if status == 507 or _QUOTA.search(code):
         return StoreFull(f"No space left to {doing} ({said}).", "Free some room or raise the quota; what was written is intact.")
+    if code in _CURABLE:
+        return StoreUnavailable(f"Not allowed to {doing} for now ({said}).", _remedy(code))
     if status in (401, 403):
         return StoreFull(f"Not allowed to {doing} ({said}).", _remedy(code))
     if 300 <= status < 400 or code in _REGION:

@@ -7,6 +7,7 @@ folder of its parts. So it appears at once, two writers never mix, and what a ki
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -50,7 +51,7 @@ AT_ONCE = 4
 
 _FOLDER = re.compile(r"\.parts-[0-9a-f]{32}")
 _WRITER = "ludus-writer"  # a name of the attempt, kept with an object that must be created by one alone
-_RENEW = timedelta(minutes=5)  # credentials in a file are read again: others may have renewed them
+_PAGE = 1000  # objects of a listing come by so many
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 _writing: list[str] = []  # what this process writes at the moment: not for a sweep
@@ -187,8 +188,7 @@ class S3Store:
     def list(self, prefix: str) -> list[str]:
         folder = self._address.path(prefix) if prefix else self._address.prefix
         files, folders = self._entries(folder)
-        below = _side_by_side(lambda name: self._has_something(f"{folder}/{name}" if folder else name), folders)
-        return sorted({*files, *(name for name, shown in zip(folders, below, strict=True) if shown)})
+        return sorted({*files, *self._with_something(folder, folders)})
 
     def delete(self, key: str) -> None:
         target = self._address.path(key)
@@ -250,8 +250,21 @@ class S3Store:
         files, folders = ([name for name in kind if name and (hidden or not name.startswith("."))] for kind in names)
         return files, folders
 
-    def _has_something(self, folder: str) -> bool:
-        return any(self._entries(folder))
+    def _with_something(self, folder: str, names: Names) -> set[str]:
+        """Those of the folders below `folder` that have something to show."""
+        found: set[str] = set()
+        if len(names) > AT_ONCE:  # one listing of all that is below; a question for each, only if there is too much of that
+            start = len(folder) + 1 if folder else 0
+            with self._translated(folder, "list"):
+                pages = obstore.list(self._client, folder or None, chunk_size=_PAGE)
+                for page in itertools.islice(pages, 1 + len(names) // AT_ONCE):
+                    split = (entry["path"][start:].partition("/") for entry in page)
+                    found |= {name for name, _, rest in split if rest and not rest.startswith(".")}
+                if next(pages, None) is None:
+                    return found.intersection(names)
+        left = [name for name in names if name not in found]
+        below = _side_by_side(lambda name: any(self._entries(f"{folder}/{name}" if folder else name)), left)
+        return found.intersection(names).union(name for name, shown in zip(left, below, strict=True) if shown)
 
     def _remove_below(self, folder: str) -> int:
         """How many objects that were. Manifests go first: what is half deleted is not there any more."""
@@ -351,8 +364,8 @@ class S3Store:
             with self._translated(wanted, "create"):
                 obstore.put(self._client, path, b"", mode="create", use_multipart=False)
 
-        create()
-        try:
+        try:  # Nobody else knows the name: also if the first one is refused (its answer was lost, and it was tried again) they are heeded.
+            create()
             create()
         except AlreadyExists:
             with _lock:
@@ -406,7 +419,7 @@ class S3Store:
 
     def _provide(self) -> obstore.store.S3Credential:
         found = self._renewed()
-        expires = datetime.now(UTC) + _RENEW if found.file else None
+        expires = datetime.now(UTC) if found.file else None  # read again for the next request: others may have renewed them
         return {"access_key_id": found.key_id, "secret_access_key": found.secret, "token": found.token, "expires_at": expires}
 
     def _renewed(self) -> credentials.Credentials:
