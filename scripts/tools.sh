@@ -16,6 +16,7 @@ packages() {
         ip) echo iproute2 ;;
         unshare | nsenter) echo util-linux ;;
         redis-server) echo redis-server ;;
+        redis-cli) echo redis-tools ;;
         fusermount3) echo fuse3 ;;
         sshfs) echo sshfs openssh-client openssh-sftp-server ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.tools import need
+
 _START_S = 30.0
-MISSING = "redis-server is not installed: scripts/tools.sh installs it"
 
 
 def redis_binary() -> str | None:
@@ -29,10 +30,8 @@ def redis_binary() -> str | None:
 
 
 def require_redis() -> str:
-    found = redis_binary()
-    if found is None:
-        pytest.skip(MISSING)
-    return found
+    """It is installed first where that is possible; else the test is skipped, with the reason."""
+    return redis_binary() or need("redis-server")
 
 
 class RedisServer:

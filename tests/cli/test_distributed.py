@@ -22,10 +22,16 @@ from ludus.cluster.local import LocalOrchestrator
 from ludus.cluster.redis_server import PASSWORD
 from ludus.errors import MissingExtra, UsageError
 from ludus.testing.orchestrator_contract import ended, until
+from tests.tools import need
 
-needs_redis = pytest.mark.skipif(
-    shutil.which("redis-server") is None or shutil.which("redis-cli") is None, reason="there is no redis-server here"
-)
+needs_redis = pytest.mark.usefixtures("redis_installed")
+
+
+@pytest.fixture
+def redis_installed() -> None:
+    need("redis-server")
+    need("redis-cli")
+
 
 STAND_IN = """
 role=$2

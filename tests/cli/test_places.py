@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from ludus.experiment import status
 from ludus.experiment.workspace import CACHE_DIR
 from ludus.store.store import STORES
 from tests.cli.calling import Call
@@ -88,6 +90,25 @@ def test_a_store_that_cannot_be_reached_is_named(boxes: Path, call: Call, words:
     assert "box://shelf" in said.err
     assert "cannot be reached" in said.err
     assert "Traceback" not in said.err
+
+
+def test_a_run_on_a_store_is_watched_less_often_than_one_that_is_here(
+    boxes: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    for where, place in ((boxes / "shelf/run", "box://shelf/run"), (tmp_path / "here", str(tmp_path / "here"))):
+        where.mkdir(parents=True)
+        (where / "config.yaml").write_text("default: {env: CartPole-v1}")
+        (where / "status.json").write_text(json.dumps({**status.identity(), "written": time.time()}))
+
+        def ends(pause_s: float, where: Path = where) -> None:
+            waited.append(pause_s)
+            (where / "meta.json").write_text('{"status": "finished"}')
+
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", ends)
+            assert call("status", place, "--json", "--watch").out.count('"state": "running"') == 1
+    assert waited == [5.0, 1.0]
 
 
 def test_a_sweep_on_a_store_is_refused(boxes: Path, call: Call) -> None:

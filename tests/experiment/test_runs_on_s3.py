@@ -10,12 +10,14 @@ import pytest
 import ludus
 from ludus.errors import StoreError
 from ludus.experiment import checkpoint, experiment, status, workspace
-from ludus.experiment.run import find_runs
+from ludus.experiment.run import Run, find_runs
 from ludus.experiment.serving import Source
 from ludus.experiment.workspace import directory_of, shown, store_of
 from ludus.metrics import read_jsonl
+from ludus.store.address import Address
+from ludus.store.s3 import S3Store
 from tests.experiment import small
-from tests.s3 import READER_ID, READER_SECRET, SECRET, Fault, Proxy, Server
+from tests.s3 import BUCKET, READER_ID, READER_SECRET, SECRET, Fault, Proxy, Server
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,28 @@ def test_a_server_that_takes_nothing_but_checkpoints_does_not_stop_a_training(
     assert checkpoint.newest(straight).state["progress"]["iterations"] == 2
     assert json.loads(straight.get("meta.json"))["status"] == "finished"
     assert straight.get("metrics.jsonl").count(b"\n") >= 2, "one that is refused does not keep the others back"
+
+
+def test_a_look_at_a_run_leaves_its_metrics_where_they_are(s3_server: Server, s3_proxy: Proxy, cache: Path) -> None:
+    place = s3_server.url(endpoint=s3_proxy.endpoint)
+    store = S3Store(place)
+    for name, data in (("config.yaml", b"a: {env: b}"), ("meta.json", b'{"id": "a"}'), ("metrics.jsonl", b'{"iterations": 7}\n')):
+        store.put(name, data)
+    store.put("status.json", b'{"progress": {"iterations": 8}}')
+    assert status.look(place).status["progress"] == {"iterations": 8}
+    assert s3_proxy.count("GET", "metrics.jsonl") == 0
+    store.put("status.json", b"{}")
+    assert status.look(place).status["progress"] == {"iterations": 7}
+
+
+def test_unfinished_uploads_of_a_run_are_aborted_when_it_is_taken_up(s3_server: Server, cache: Path) -> None:
+    place = s3_server.url()
+    prefix = Address.parse(place).prefix
+    S3Store(place).put("models/model/model.json", b"{}")
+    for key in ("fleet/weights/00000001.safetensors", "models/model/7.safetensors", "metrics.jsonl"):
+        assert s3_server.ask("POST", f"{BUCKET}/{prefix}/{key}", "uploads=")[0] == 200
+    Run(directory_of(place)).sweep()
+    assert b"<Upload>" not in s3_server.ask("GET", BUCKET, f"prefix={prefix}%2F&uploads=")[1]
 
 
 def test_wrong_credentials_end_a_training_before_it_begins(s3_url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from ludus.experiment import checkpoint, experiment, status, tuning, workspace
 from ludus.experiment.carrier import Carrier
 from ludus.experiment.driver import Policy
 from ludus.experiment.run import Run, find_runs
-from ludus.experiment.serving import Source, named_sources
+from ludus.experiment.serving import Follower, Offering, Source, named_sources
 from ludus.experiment.workspace import directory_of, fetch, is_remote, shown, store_of
 from ludus.metrics import Numbers, read_jsonl
 from ludus.store.local import LocalStore
@@ -113,11 +114,47 @@ def test_buckets_of_one_name_at_two_servers_are_two(boxes: Path, monkeypatch: py
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("address", ["s3://me:hidden@bucket/run", "s3://bucket/run?endpoint=http://me:hidden@host"])
-def test_a_secret_in_an_address_is_refused_and_not_repeated(boxes: Path, address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["s3://me:hidden@bucket/run", "s3://me:hidden/or@bucket/run", "s3://bucket/run?endpoint=http://me:hidden@host"]
+)
+def test_a_secret_in_an_address_is_refused_and_neither_repeated_nor_kept(boxes: Path, tmp_path: Path, address: str) -> None:
     with pytest.raises(UsageError) as refused:
         directory_of(address)
     assert "hidden" not in str(refused.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_stands_behind_the_options_of_an_address_is_refused(boxes: Path) -> None:
+    for address in ("s3://bucket/run?endpoint=http://here:1/best", Path("s3://bucket/run?endpoint=http://here:1") / "best"):
+        with pytest.raises(UsageError, match="Options come last"):
+            directory_of(address)
+
+
+def test_only_the_cache_says_where_a_directory_belongs(boxes: Path, tmp_path: Path) -> None:
+    (tmp_path / ".place").write_text("box://shelf/of-another-user")
+    run = tmp_path / "project" / "run"
+    run.mkdir(parents=True)
+    assert not is_remote(run)
+    assert isinstance(store_of(run), LocalStore)
+    assert store_of(run).url == shown(run) == str(run)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".place").write_text("box://shelf/of-another-user")
+    assert not is_remote(tmp_path / "cache" / "runs" / "box")
+
+
+def test_a_cache_may_be_elsewhere_than_it_seems(boxes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv(workspace.CACHE_DIR, str(tmp_path / "link"))
+    assert shown(directory_of(PLACE)) == shown(directory_of(PLACE).resolve()) == PLACE
+
+
+def test_a_cache_of_another_user_is_not_believed(boxes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, user = directory_of(PLACE), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert not is_remote(directory)
+    with pytest.raises(UsageError, match=f"does not belong to this user.*{workspace.CACHE_DIR}"):
+        directory_of(PLACE)
 
 
 @pytest.mark.parametrize("address", ["s3://", "s3:///run", "s3://bucket/../other", "s3://bucket/a//b", "s3://bucket/run#part"])
@@ -275,6 +312,35 @@ def test_the_store_is_right_but_for_lines_that_could_not_be_carried(boxes: Path,
     assert (directory / "metrics.jsonl").read_bytes() == kept
 
 
+def test_what_could_never_be_carried_is_kept_when_the_run_is_looked_at(boxes: Path) -> None:
+    put(boxes, config_yaml=b"new", meta_json=b'{"id": "a"}')
+    local = LocalStore(directory_of(PLACE))
+    names = ("metrics.jsonl", "metrics.csv", "logs/learner/train.log", "status.json")
+    for name in names:
+        local.put(name, b"{}\n")
+    fetch(directory_of(PLACE), logs=True)
+    assert [local.get(name) for name in names] == [b"{}\n"] * len(names)
+
+
+def test_a_store_that_has_no_run_for_a_while_does_not_cost_what_only_is_here(boxes: Path) -> None:
+    there, away = boxes / "shelf/project", boxes / "shelf/aside"
+    put(boxes, config_yaml=b"new", meta_json=b'{"id": "a"}', metrics_jsonl=b"1\n")
+    directory = directory_of(PLACE)
+    fetch(directory)
+    LocalStore(directory).put("metrics.jsonl", b"1\n2\n")
+    there.rename(away)
+    fetch(directory)
+    assert not (directory / "config.yaml").exists()
+    away.rename(there)
+    fetch(directory)
+    assert (directory / "metrics.jsonl").read_bytes() == b"1\n2\n"
+    there.rename(away)
+    fetch(directory)
+    put(boxes, config_yaml=b"new", meta_json=b'{"id": "another"}')
+    fetch(directory)
+    assert not (directory / "metrics.jsonl").exists(), "that was of the one before"
+
+
 def test_what_is_left_of_another_run_of_that_name_is_forgotten(boxes: Path) -> None:
     train(iterations=2)
     shutil.rmtree(boxes / "shelf/project/run")
@@ -407,6 +473,47 @@ def test_nothing_is_carried_to_a_run_that_is_another_trainers_now(elsewhere: Els
     assert not elsewhere.there.exists()
 
 
+def test_a_run_that_is_taken_over_while_a_file_is_carried_gets_no_other(elsewhere: Elsewhere) -> None:
+    """The first upload is under way when another trainer claims the run."""
+
+    elsewhere.write("1\n")
+    elsewhere.write("{}", "status.json")
+    carrier = Carrier(elsewhere.here, guard=lambda: _fence_if((elsewhere.there / "metrics.jsonl").exists()))
+    assert not carrier.carry()
+    assert carrier.fenced
+    assert [path.name for path in elsewhere.there.iterdir()] == ["metrics.jsonl"]
+
+
+def test_who_is_cut_off_during_the_last_file_knows_at_once(elsewhere: Elsewhere) -> None:
+    elsewhere.write("1\n")
+    carrier = Carrier(elsewhere.here, guard=lambda: _fence_if((elsewhere.there / "metrics.jsonl").exists()))
+    carrier.carry()
+    assert carrier.fenced
+
+
+def _fence_if(taken: bool) -> None:
+    if taken:
+        raise Fenced("Another process has taken over.")
+
+
+def test_a_file_that_is_too_long_is_named_and_keeps_no_other_back(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(carriers, "MOST_BYTES", 10)
+    with Carrier(elsewhere.here) as carrier:
+        elsewhere.write("1\n")
+        carrier.carry()
+        elsewhere.write("1234567890\n")
+        elsewhere.write("{}", "status.json")
+        carrier.carry()
+        carrier.carry()
+        assert carrier.waiting() == ["metrics.jsonl"]
+        assert (elsewhere.there / "status.json").exists()
+    assert (elsewhere.there / "metrics.jsonl").read_text() == "1\n"
+    assert caplog.text.count("metrics.jsonl is longer than") == 1
+    assert f"not stored: metrics.jsonl; they are in {elsewhere.here}" in caplog.text
+
+
 def test_a_long_file_is_carried_less_often(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carriers, "BYTES_PER_S", 10)
     elsewhere.write("1234567890\n" * 100)
@@ -473,6 +580,23 @@ def test_what_is_served_follows_a_run_on_a_store(boxes: Path) -> None:
         "easy": f"{PLACE}?endpoint=http://x:1",
         "default": "box://shelf/run?endpoint=http://x:1",
     }
+
+
+def test_a_run_on_a_store_is_looked_at_less_often_than_one_that_is_here(boxes: Path, tmp_path: Path) -> None:
+    def looked_at(place: str, far_s: float) -> str:
+        experiment.start(small.data(1), place=place)
+        service = Path(tempfile.mkdtemp(dir=tmp_path))
+        made = Follower({"default": Source(place)}, service, Offering(follow=True, follow_s=0.0, follow_far_s=far_s))
+        made.open()
+        first = made.serving()["default"].version
+        made.poll()
+        ludus.resume(place, stop={"iterations": 2})
+        made.poll()
+        return "new" if made.serving()["default"].version > first else "old"
+
+    assert looked_at("box://shelf/a", 3600.0) == "old"
+    assert looked_at("box://shelf/b", 0.0) == "new"
+    assert looked_at(str(tmp_path / "here"), 3600.0) == "new"
 
 
 def test_a_learner_that_lost_its_store_is_started_again() -> None:

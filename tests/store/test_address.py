@@ -17,10 +17,7 @@ from ludus.store.address import Address, check_endpoint
         ("s3://my.bucket-1/a b%20", Address("my.bucket-1", "a b%20")),
         ("s3://bucket/a?endpoint=http://127.0.0.1:8333", Address("bucket", "a", "http://127.0.0.1:8333")),
         ("s3://bucket/a?endpoint=http%3A%2F%2Fhost%3A1/", Address("bucket", "a", "http://host:1")),
-        (
-            "s3://bucket?region=eu-west-1&endpoint=https://[::1]:9000/s3",
-            Address("bucket", "", "https://[::1]:9000/s3", "eu-west-1"),
-        ),
+        ("s3://bucket?region=eu-west-1&endpoint=https://[::1]:9000", Address("bucket", "", "https://[::1]:9000", "eu-west-1")),
     ],
 )
 def test_an_address_is_taken_apart_and_put_together(url: str, address: Address) -> None:
@@ -53,6 +50,8 @@ def test_further_down_the_server_stays_the_same() -> None:
         ("s3://bucket/a?endpoint=localhost:8333", "not the end point"),
         ("s3://bucket/a?endpoint=http://host:port", "not the end point"),
         ("s3://bucket/a?endpoint=ftp://host", "not the end point"),
+        ("s3://bucket/a?endpoint=http://host:1/best", r"path in its options.*Options come last"),
+        ("s3://bucket/a?region=eu-west-1/best", r"path in its options.*Options come last"),
     ],
 )
 def test_what_is_not_an_address_is_said(url: str, said: str) -> None:
@@ -65,6 +64,7 @@ def test_what_is_not_an_address_is_said(url: str, said: str) -> None:
     [
         "s3://KEY:hunter2secret@bucket/a",
         "s3://KEY:hunter2/secret@bucket/a",
+        "s3://KEY:hunter2?secret@bucket/a",
         "s3://bucket/a?endpoint=http://KEY:hunter2secret@host:1",
         "s3://bucket/a?secret=hunter2secret",
         "https://KEY:hunter2secret@host/a",
@@ -78,3 +78,4 @@ def test_a_secret_in_an_address_is_refused_and_not_repeated(url: str) -> None:
 
 def test_an_end_point_has_no_slash_at_its_end() -> None:
     assert check_endpoint("https://host/") == "https://host"
+    assert check_endpoint("https://host/s3/") == "https://host/s3", "which the environment may name"

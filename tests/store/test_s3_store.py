@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 from unittest import mock
@@ -266,7 +265,10 @@ def test_where_nobody_listens_it_is_unavailable(s3_server: Server) -> None:
         (501, "NotImplemented", StoreError, r"answered 501"),
         (301, "PermanentRedirect", UsageError, r"another region.*AWS_REGION"),
         (400, "AuthorizationHeaderMalformed", UsageError, r"another region.*AWS_REGION"),
-        (403, "RequestTimeTooSkewed", StoreFull, r"Set the clock"),
+        (403, "RequestTimeTooSkewed", StoreUnavailable, r"Set the clock"),
+        (403, "ExpiredToken", StoreUnavailable, r"Not allowed to write .*for now.*expired"),
+        (400, "ExpiredToken", StoreUnavailable, r"Not allowed to write .*for now.*expired"),
+        (403, "InvalidToken", StoreUnavailable, r"wrong or have expired"),
         (403, "QuotaExceeded", StoreFull, r"No space left to write .*value.*Free some room"),
         (400, "XMinioAdminBucketQuotaExceeded", StoreFull, r"No space left"),
         (507, "", StoreFull, r"No space left"),
@@ -298,6 +300,18 @@ def test_a_server_that_takes_no_notice_of_conditions_is_refused(s3_server: Serve
     with pytest.raises(NotFound):
         store.get("claim")
     store.put("claim", b"1", overwrite=False)  # it does heed them after all
+
+
+@pytest.mark.parametrize("fault", [Fault(lose_answer=True), Fault(cut_answer=10)], ids=["lost", "cut"])
+def test_a_trial_of_conditions_whose_answer_is_lost_is_not_taken_for_the_claim(
+    s3_server: Server, s3_proxy: Proxy, fault: Fault
+) -> None:
+    store = S3Store(s3_server.url(endpoint=s3_proxy.endpoint))
+    s3_proxy.on("PUT", fault, within=".probe-")
+    store.put("claim", b"mine", overwrite=False)
+    assert store.get("claim") == b"mine"
+    assert s3_proxy.count("PUT", ".probe-") >= 2
+    assert _objects(s3_server, store) == 1
 
 
 # -- who may ------------------------------------------------------------------------------------------------------------
@@ -356,7 +370,6 @@ def test_credentials_in_a_file_are_used_and_renewed(s3_url: str, tmp_path: Path,
     file.write_text(f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = wrong\n")
     monkeypatch.setenv("LUDUS_S3_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of somebody else")
-    monkeypatch.setattr("ludus.store.s3._RENEW", timedelta(0))
     store = S3Store(s3_url)
     with pytest.raises(StoreFull):
         store.put("value", b"1")
@@ -563,6 +576,19 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 # -- many ---------------------------------------------------------------------------------------------------------------
+
+
+def test_many_bundles_are_listed_with_few_requests(s3_server: Server, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, names = S3Store(s3_server.url(endpoint=s3_proxy.endpoint)), [f"{i:06d}" for i in range(12)]
+    for name in names:
+        store.put_bundle(f"checkpoints/{name}", {"file": b"1"})
+    store.put("checkpoints/best.json", b"{}")
+    TestS3Store().abandon(store, "checkpoints/000012", {"file": b"1"})
+    before = s3_proxy.count("GET", "list-type=2")
+    assert store.list("checkpoints") == [*names, "best.json"]
+    assert s3_proxy.count("GET", "list-type=2") - before == 2
+    monkeypatch.setattr("ludus.store.s3._PAGE", 2)  # as if there were so much below that it is not worth while
+    assert store.list("checkpoints") == [*names, "best.json"]
 
 
 @pytest.mark.long

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ludus import spellings
 from ludus.errors import UsageError
 
 WORDS = "ludus.words"
@@ -136,6 +138,7 @@ def learner_words(given: Mapping[str, Any], overrides: Sequence[str]) -> list[st
             raise UsageError(f"--{name.replace('_', '-')} {value} cannot stand beside -dc: {_NOT_WITH_A_FLEET[name]}.")
         if name not in _DESCRIBING and name not in _SAYING and name not in _HANDLED:
             raise UsageError(f"--{name.replace('_', '-').rstrip('-')} cannot stand beside -dc.", "Leave it out.")
+    _check_overrides(given)
     at_end = given.get("checkpoint_at_end")
     more = [*overrides, *([] if at_end is None else [f"checkpoint_at_end={str(at_end).lower()}"])]
     words: list[str] = [word for assignment in more for word in ("--set", assignment)]
@@ -145,15 +148,40 @@ def learner_words(given: Mapping[str, Any], overrides: Sequence[str]) -> list[st
             words += [*([option] if option else []), _absolute(name, str(one))]
     for name, option in _SAYING.items():
         words += [option] * int(given.get(name) or 0)
+    if any(_PASSWORD.search(word) for word in words):
+        raise UsageError(
+            "There is a password in a URL among the words of this command, and a fleet's are written down.",
+            "Give it in the environment, or in a file.",
+        )
     return words
+
+
+_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_OVERRIDDEN = {"memory": "the file that -dcp names says which (redis_url)", "num_workers": "-n says how many workers there are"}
+
+
+def _check_overrides(given: Mapping[str, Any]) -> None:
+    """--set and -cp are stronger than what the fleet itself says."""
+    for option, path in _overridden(given):
+        key = path.removeprefix("config.")
+        present = spellings.present(spellings.EXPERIMENT if key == "memory" else spellings.CONFIG, key)
+        if present in _OVERRIDDEN:  # its value is not shown: it may be a URL with a password
+            raise UsageError(f"{option} {path} cannot stand beside -dc: {_OVERRIDDEN[present]}.", "Leave it out.")
+
+
+def _overridden(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from ludus.experiment.assignments import assignments
+
+    yield from (("--set", assignment.partition("=")[0].strip()) for assignment in given.get("set_") or ())
+    yield from (("-cp", each.path) for text in given.get("custom_parameter") or () for each in assignments(text))
 
 
 def _absolute(name: str, word: str) -> str:
     """Files are found from wherever a process begins."""
-    path = Path(word.partition(".py")[0] + ".py" if ".py:" in word else word)
-    if name not in ("file", "preset") or not path.is_file():
-        return word
-    return str(path.resolve()) + word.removeprefix(str(path))
+    from ludus.experiment import preset_file
+
+    path, rest = (preset_file.split(word) if name == "preset" else None) or (Path(word), "")
+    return f"{path.resolve()}{rest}" if name in ("file", "preset") and path.is_file() else word
 
 
 def workers_of_fleet(workers: int | str | None) -> int:
@@ -172,12 +200,16 @@ def hand_over(
     workers: int | str | None,
     config_path: Path | None,
     quiet: bool,
+    models: Path | None = None,
 ) -> None:
-    """Train it as a fleet. Raises what `run_distributed` raises, typer.Exit at its end among them."""
+    """Train it as a fleet. `models`: where models of the user's own are. Raises what `run_distributed` raises, typer.Exit at its end among them."""
     from ludus.cli.distributed import run_distributed
     from ludus.cli.train import is_sweep
 
     words = learner_words(given, overrides)
     if is_sweep(data):
         raise UsageError("This experiment is a sweep, and -dc trains one run.", "Give every key one value.")
-    run_distributed(arguments=words, name=name, workers=workers_of_fleet(workers), config_path=config_path, quiet=quiet)
+    number, as_json = workers_of_fleet(workers), bool(given.get("json_"))
+    run_distributed(
+        arguments=words, name=name, workers=number, config_path=config_path, quiet=quiet, as_json=as_json, models=models
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -125,6 +126,8 @@ def learner(
             from ludus.runtime.orders import END
 
             workspace.store_of(directory).put(END, b"")
+            if json_:
+                print(json.dumps(_stored_result(directory)), flush=True)
     else:
         result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
     starter.conclude({name: result})
@@ -181,6 +184,20 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     finally:
         exchange.close()
     print(f"removed {left} segments and the notices of {store}")
+
+
+def _stored_result(directory: Path) -> dict[str, Any]:
+    """Of a run that is finished, as it was said when it ended."""
+    from ludus.experiment import checkpoint, status, workspace
+    from ludus.experiment.result import Result
+    from ludus.metrics import read_jsonl
+
+    rows = read_jsonl(directory / "metrics.jsonl")
+    metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
+    name = checkpoint.newest_name(workspace.store_of(directory))
+    why = status.look(directory, fetched=True).status.get("stopped_by", "finished")
+    nobody = cast(Any, None)  # it is not played
+    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, nobody).to_json()
 
 
 def _without_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:

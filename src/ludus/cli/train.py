@@ -157,7 +157,7 @@ def train(
     if until_solved:
         changes += [coach.stop_when_solved(data) for data in found.values()]
     if distributed:
-        fleet(ctx, found, changes, experiment_name, workers, distributed_config, quiet)
+        fleet(ctx, found, source, changes, experiment_name, workers, distributed_config, quiet)
         return
     if distributed_config is not None:
         voice(f"-dcp {distributed_config} changes nothing: it is for -dc.")
@@ -177,6 +177,7 @@ def environment_of(env: str | None, option: str | None, level: str | None) -> st
 def fleet(
     ctx: typer.Context,
     found: Experiments,
+    source: Source | None,
     changes: Sequence[str],
     name: str | None,
     workers: int | str | None,
@@ -191,7 +192,8 @@ def fleet(
         for parameter, value in ctx.params.items()
         if getattr(ctx.get_parameter_source(parameter), "name", "") == "COMMANDLINE"
     }
-    coach.hand_over(next(iter(found.values())), given, changes, name, workers, config_path, quiet)
+    models = source.parent if source is not None else None
+    coach.hand_over(next(iter(found.values())), given, changes, name, workers, config_path, quiet, models)
 
 
 # -- options ------------------------------------------------------------------------------------------------------------

@@ -250,7 +250,9 @@ def _check_secrets(job: Job, environ: Mapping[str, str]) -> None:
         for role in job.roles:
             hint = f"Leave it out there; or, if it is there by chance, choose another value or name than that of {name}."
             if any(seen(word) for word in role.command):
-                raise UsageError(f"The value of {name} is in the command of the role {role.name!r}, which everybody can see.", hint)
+                raise UsageError(
+                    f"The value of {name} is in the command of the role {role.name!r}, which everybody can see.", hint
+                )
             if any(seen(value) for value in role.environment.values()):
                 raise UsageError(
                     f"The value of {name} is in the environment of the role {role.name!r}, which is written down.", hint

@@ -12,6 +12,7 @@ from ludus.experiment.experiment import resolve
 from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import Run
 from ludus.experiment.workspace import shown
+from ludus.memory.exchange import EMBEDDED
 
 CHANGEABLE = (
     "stop", "checkpoint_freq", "checkpoint_time_s", "checkpoint_at_end", "keep_checkpoints_num", "max_failures", "memory",
@@ -33,10 +34,13 @@ def changes(directory: Path, data: Mapping[str, Any], cluster: ClusterOptions | 
         for path, theirs, ours in _differing(key, before.get(key), now[key])
     ]
     if wrong:
-        raise ConfigError(
-            "\n".join([f"{shown(directory)} cannot be continued with other settings:", *wrong]),
-            f"--resume {shown(directory)} continues it as it is; without --resume a new run begins, from its weights with --restore.",
+        hint = (
+            f"--resume {shown(directory)} continues it as it is; without --resume a new run begins, from its weights with --restore."
+            if now["memory"] == EMBEDDED
+            else "The same settings, with the same -n, continue it; another place (-e, or --store) begins a new run. "
+            "More workers may come at any time: ludus fleet worker --memory URL --store PLACE."
         )
+        raise ConfigError("\n".join([f"{shown(directory)} cannot be continued with other settings:", *wrong]), hint)
     return {key: now[key] for key in CHANGEABLE if now[key] != before[key]}
 
 

@@ -43,6 +43,7 @@ CARRIED = ("metrics.jsonl", "status.json", "metrics.csv", "logs/*", "plots/*", "
 
 _GROWING, _LOGS = ("metrics.jsonl",), ("metrics.csv", "logs/learner/train.log")
 _WHOLE = ("config.yaml", "meta.json")
+_LAST = ".last"  # which run this was, while the store has none
 _KEEP_WEIGHTS_S = 7 * 86_400.0
 _LOCAL = ("file", "nfs")
 _URL = re.compile(r"([A-Za-z][\w.+-]*)://(.*)", re.DOTALL)
@@ -196,11 +197,14 @@ def fetch(
     if not is_remote(directory):
         return
     get, local = get or store_of(directory).get, LocalStore(directory)
-    before, busy = _identity(directory), _is_worked_on(directory)
+    before, busy = _identity(directory) or _remembered(directory), _is_worked_on(directory)
     for name in _WHOLE:
         if not _take(get, local, name):
             local.delete(name)
-    if before != _identity(directory) and before and not busy:
+    now = _identity(directory)
+    if before and not now:  # deleted; or a server that says so for a while: whose the rest is, is known when there is a run again
+        local.put(_LAST, before.encode())
+    if before and now and before != now and not busy:
         clear(directory)  # of another run, which had this name before
     if not growing or busy:
         return
@@ -259,6 +263,13 @@ def _identity(directory: Path) -> str:
     try:
         return str(json.loads((directory / "meta.json").read_bytes())["id"])
     except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _remembered(directory: Path) -> str:
+    try:
+        return (directory / _LAST).read_text()
+    except (OSError, ValueError):
         return ""
 
 

@@ -98,7 +98,9 @@ def split_password(url: str) -> tuple[str, str | None]:
     """The URL without its password, and the password. Raises UsageError, which does not show it, where it is in the query."""
     parts = urlsplit(url)
     if {"password", "username"} & dict(parse_qsl(parts.query, keep_blank_values=True)).keys():
-        raise UsageError("The URL of the memory has a user or a password in its query.", f"Write USER@HOST; put the password into {PASSWORD}.")
+        raise UsageError(
+            "The URL of the memory has a user or a password in its query.", f"Write USER@HOST; put the password into {PASSWORD}."
+        )
     if not parts.scheme or parts.password is None:
         return url, None
     user, _, place = parts.netloc.rpartition("@")

@@ -364,8 +364,8 @@ class S3Store:
             with self._translated(wanted, "create"):
                 obstore.put(self._client, path, b"", mode="create", use_multipart=False)
 
-        try:  # Nobody else knows the name: also if the first one is refused (its answer was lost, and it was tried again) they are heeded.
-            create()
+        try:
+            create()  # if this one is refused already (its answer was lost, and it was tried again), that shows the same
             create()
         except AlreadyExists:
             with _lock:
