@@ -498,7 +498,8 @@ def test_batches_of_games_need_not_be_a_multiple_of_anything() -> None:
 @pytest.mark.parametrize(
     ("assignment", "before", "after"),
     [
-        ("heatup_steps=5", {"num_steps_sampled_before_learning_starts": 9}, {"num_steps_sampled_before_learning_starts": 5}),
+        ("heatup_steps=5", {"num_steps_sampled_before_learning_starts": 9, "heatup_episodes": 7},
+         {"num_steps_sampled_before_learning_starts": 5, "heatup_episodes": 0}),
         ("config.heatup_steps=EnvironmentEpisodes(2)", {"learning_starts": 9},
          {"num_steps_sampled_before_learning_starts": 0, "heatup_episodes": 2}),
         ("evaluation_steps=EnvironmentEpisodes(3)", {"evaluation_num_episodes": 9},

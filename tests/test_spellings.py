@@ -189,8 +189,8 @@ def test_an_old_way_to_write_dqn_is_read_as_the_present_one(old: dict[str, Any],
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({"heatup_steps": 500}, {"num_steps_sampled_before_learning_starts": 500}),
-        ({"heatup_steps": "EnvironmentSteps(500)"}, {"num_steps_sampled_before_learning_starts": 500}),
+        ({"heatup_steps": 500}, {"num_steps_sampled_before_learning_starts": 500, "heatup_episodes": 0}),
+        ({"heatup_steps": "EnvironmentSteps(500)"}, {"num_steps_sampled_before_learning_starts": 500, "heatup_episodes": 0}),
         ({"heatup_steps": "EnvironmentEpisodes( 5 )"}, {"heatup_episodes": 5, "num_steps_sampled_before_learning_starts": 0}),
         ({"steps_between_evaluation_periods": 2048}, {"evaluation_interval": 2048, "evaluation_interval_unit": "timesteps"}),
         ({"steps_between_evaluation_periods": "TrainingSteps(3)"}, {"evaluation_interval": 3, "evaluation_interval_unit": "iterations"}),

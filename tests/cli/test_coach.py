@@ -13,6 +13,7 @@ import yaml
 from ludus.cli import coach, fleet, options, train
 from ludus.cli.main import app
 from ludus.cli.source import experiments_from, source_of
+from ludus.cluster.cluster import Job, JobStatus
 from ludus.errors import UsageError
 from ludus.experiment import experiment
 from tests.cli.calling import Call
@@ -99,6 +100,8 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
         (["-p", "CartPole_A3C"], "CartPole_A3C is not here"),
         (["-p", "Mujoco_ClippedPPO"], "which? -lvl hopper"),
         (["-p", "CartPole_DQN", "-cp", "gama=1"], "Did you mean 'gamma'"),
+        (["-p", "nofile.py"], "There is no file nofile.py"),
+        (["CartPole-v1", "-cp", "env_params.level=my.game:make"], "in quotes: 'my.game:make'"),
         (["CartPole-v1", "-lvl", "Acrobot-v1"], "named twice: CartPole-v1 and Acrobot-v1"),
         (["tests.environments:make_count", "-asc"], "nobody has said which return is enough"),
     ],
@@ -197,6 +200,8 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("a: {env: CartPole-v1}\n")
     Path("mine.py").write_text("preset = {}\n")
+    Path("old.py.d").mkdir()
+    Path("old.py.d/mine.py").write_text("preset = {}\n")
     typed = ["-dc", "-e", "NAME", "-n", "3", "-dcp", "x.ini", "--seed", "4", "--stop", "timesteps=5", "--stop", "time_s=6"]
     typed += [
         "-cp",
@@ -218,6 +223,7 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
         (["CartPole-v1", "--run", "IMPALA"], {"env": "CartPole-v1", "run": "IMPALA"}),
         (["-f", "mine.yaml", "--experiment", "a"], {"file": tmp_path / "mine.yaml", "experiment": "a"}),
         (["-p", "mine.py:preset"], {"preset": f"{tmp_path / 'mine.py'}:preset"}),
+        (["-p", "old.py.d/mine.py:preset"], {"preset": f"{tmp_path / 'old.py.d' / 'mine.py'}:preset"}),
     ):
         words = words_of(*source, *typed)
         found = parsed(learner_command(), *words, "--memory", "redis://h", "--store", "s3://b/p")
@@ -234,12 +240,44 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
         (["--local-dir", "x"], "--local-dir x cannot stand beside -dc: the file that -dcp names"),
         (["--address", "local"], "its workers need no Ray"),
         (["--num-samples", "2"], "it trains one run"),
+        (["--set", "memory=redis://:hush@host"], "--set memory cannot stand beside -dc"),
+        (["-cp", "lr=1; memory='redis://:hush@host'"], "-cp memory cannot stand beside -dc"),
+        (["--set", "track.mlflow.tracking_uri=http://me:hush@host"], "a password in a URL"),
+        (["-cp", "num_workers=2"], "-cp num_workers cannot stand beside -dc: -n says"),
+        (["--set", "config.num_rollout_workers=2"], "cannot stand beside -dc: -n says"),
     ],
 )
 def test_what_a_fleet_cannot_have_is_refused(call: Call, words: list[str], message: str) -> None:
     said = call("train", "-p", "CartPole_ClippedPPO", "-dc", "-n", "2", *words)
     assert said.code == 2
     assert message in said.err
+    assert "hush" not in said.out + said.err
+
+
+class Nowhere:
+    """An orchestrator of one's own, that takes no jobs."""
+
+    def list(self) -> list[JobStatus]:
+        return []
+
+    def submit(self, job: Job) -> str:
+        raise UsageError("; ".join(f"{role.name} looks in {role.environment['LUDUS_MODEL_PATH']}" for role in job.roles))
+
+
+def test_all_roles_look_for_models_beside_the_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LUDUS_MODEL_PATH", raising=False)
+    (tmp_path / "mine.yaml").write_text("a: {env: CartPole-v1}\n")
+    lines = (
+        "[ludus]",
+        f"orchestrator = {__name__}:Nowhere",
+        "redis_url = redis://h",
+        "data_store = nfs",
+        f"nfs_path = {tmp_path}",
+    )
+    (tmp_path / "fleet.ini").write_text("\n".join(lines))
+    said = call("train", "-f", tmp_path / "mine.yaml", "-dc", "-dcp", tmp_path / "fleet.ini")
+    assert said.code == 2
+    assert f"learner looks in {tmp_path}; worker looks in {tmp_path}" in said.err
 
 
 def test_a_fleet_has_a_worker() -> None:

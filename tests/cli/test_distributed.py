@@ -15,13 +15,30 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli.distributed import fleet_job, interrupting, news, use_credentials
-from ludus.cluster.cluster import JobStatus, ProcessStatus
+from ludus.cli import fleet
+from ludus.cli.distributed import (
+    GRACE_S,
+    LIVES,
+    LUDUS,
+    MODELS,
+    Patience,
+    check_place,
+    fleet_job,
+    interrupting,
+    news,
+    use_credentials,
+)
+from ludus.cluster.cluster import JobStatus, ProcessStatus, checked
 from ludus.cluster.fleet_file import FleetFile, read_fleet_file
 from ludus.cluster.local import LocalOrchestrator
-from ludus.cluster.redis_server import PASSWORD
-from ludus.errors import MissingExtra, UsageError
+from ludus.cluster.supervisor import STEADY_S
+from ludus.errors import ConfigError, MissingExtra, UsageError
+from ludus.experiment import continuing
+from ludus.experiment.run import Run
+from ludus.memory.exchange import PASSWORD
+from ludus.model import custom_class
 from ludus.testing.orchestrator_contract import ended, until
+from tests.cli.calling import Call
 from tests.tools import need
 
 needs_redis = pytest.mark.usefixtures("redis_installed")
@@ -37,7 +54,7 @@ STAND_IN = """
 role=$2
 ask() { REDISCLI_AUTH="$LUDUS_MEMORY_PASSWORD" redis-cli -p "$port" "$@"; }
 port=$(echo "$*" | sed -n 's,.*redis://127.0.0.1:\\([0-9]*\\)/0.*,\\1,p')
-[ $role = worker ] && exec sleep 600
+[ $role = worker ] && { WORKER; }
 echo "port $port"
 until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 """
@@ -45,15 +62,19 @@ until ask ping 2>/dev/null | grep -q PONG; do sleep 0.05; done
 
 
 @contextmanager
-def door(tmp_path: Path, learner: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+def door(
+    tmp_path: Path, learner: str, *words: str, worker: str = "exec sleep 600", lives: int = LIVES, as_json: bool = False
+) -> Iterator[subprocess.Popen[str]]:
     script = f"""
 import sys
 from pathlib import Path
 import typer
 from ludus.cli import distributed
-distributed.LUDUS = ("sh", "-c", {STAND_IN + learner!r}, "ludus")
+distributed.LUDUS = ("sh", "-c", {STAND_IN.replace("WORKER", worker) + learner!r}, "ludus")
+distributed.LIVES = {lives}
+config_path = Path({str(tmp_path / "dist.ini")!r})
 try:
-    distributed.run_distributed(arguments={list(words)!r}, name="trial", workers=2, config_path=Path({str(tmp_path / "dist.ini")!r}))
+    distributed.run_distributed(arguments={list(words)!r}, name="trial", workers=2, config_path=config_path, as_json={as_json})
 except typer.Exit as ended:
     sys.exit(ended.exit_code)
 """
@@ -146,14 +167,16 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
         assert process.returncode == 130
         assert shown == "saved\n"
         assert "the learner saves a checkpoint" in told
+        assert "before it had saved" not in told
         assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
     with door(tmp_path, "trap 'echo deaf' TERM; echo ready; while :; do sleep 0.05; done") as process:
         line(process, "ready")
         process.send_signal(signal.SIGTERM)
         line(process, "deaf")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        _, told = process.communicate(timeout=20)
         assert process.returncode == 130
+        assert "the learner was ended before it had saved (code 137); there is no checkpoint" in told
         assert [status.exit_code for status in jobs(tmp_path).list()] == [130, 137]
 
 
@@ -189,6 +212,40 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> No
         until(lambda: jobs(tmp_path).list()[0].over)
         assert jobs(tmp_path).list()[0].reason == "whoever started it is gone"
         assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+
+
+@needs_redis
+def test_the_same_command_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
+    with door(tmp_path, "echo ready; exec sleep 600") as first:
+        line(first, "ready")
+        (status,) = jobs(tmp_path).list()
+        with door(tmp_path, "echo never") as second:
+            shown, told = second.communicate(timeout=60)
+            assert f"The job {status.id} trains {tmp_path}/runs/trial already." in told
+            assert second.returncode != 0
+            assert shown == ""
+            assert [found.state for found in jobs(tmp_path).list()] == ["running"]
+
+
+@needs_redis
+def test_a_job_whose_workers_all_refuse_their_work_is_ended(tmp_path: Path) -> None:
+    with door(tmp_path, "exec sleep 600", worker="echo there is no such model; exit 2", lives=2) as process:
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "failed: each worker ended with code 2 2 times in a row" in told
+    assert told.count("there is no such model") >= 1
+    assert [status.state for status in jobs(tmp_path).list()] == ["cancelled"]
+
+
+@needs_redis
+def test_with_json_the_result_is_all_that_goes_to_stdout(tmp_path: Path) -> None:
+    result = '{"run_dir": "there", "iterations": 3}'
+    with door(tmp_path, f"echo starting; echo '{{\"a\": 1}}'; echo '{result}'; echo bye", as_json=True) as process:
+        shown, told = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert shown == f"{result}\n"
+    for said in ("starting", '{"a": 1}', "bye"):
+        assert said in told.splitlines()
 
 
 # -- the program --------------------------------------------------------------------------------------------------------
@@ -268,3 +325,93 @@ def test_what_happened_to_processes_is_said_once() -> None:
     assert at(ProcessStatus("worker", 2, "waiting", 0)) == []
     assert at(ProcessStatus("worker", 1, "ended", 0), ProcessStatus("learner", 0, "ended", 130)) == []
     assert at(ProcessStatus("other", 0, "ended", 2)) == ["other-0 ended with code 2; its log: /logs/other-0.log"]
+    assert at(ProcessStatus("learner", 0, "ended", 0), ProcessStatus("worker", 0, "ended", 143, restarts=3)) == [], "it is over"
+
+
+def test_a_learner_has_time_to_save_and_its_place_is_known() -> None:
+    job = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "trial", [], 1, 1)
+    assert job.grace_s == GRACE_S > 60
+    assert job.place == job.roles[0].command[job.roles[0].command.index("--store") + 1]
+
+
+def test_models_beside_the_file_are_found_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODELS, "/elsewhere")
+    job = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "trial", [], 1, 1, tmp_path)
+    assert MODELS == custom_class.VARIABLE
+    assert [role.environment[MODELS] for role in job.roles] == [f"{tmp_path}{os.pathsep}/elsewhere"] * 2
+
+
+def test_a_file_that_is_called_like_one_of_pythons_does_not_break_a_role(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('this is not the one')\n")
+    said = subprocess.run(
+        [*LUDUS, "fleet", "worker", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert said.returncode == 0, said.stderr
+
+
+def test_a_word_that_is_a_secret_by_chance_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-longer-test")
+    monkeypatch.delenv(PASSWORD, raising=False)
+    local = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "a-longer-test", [], 1, 1)
+    assert local.secrets == ()
+    assert checked(local, os.environ) == local
+    remote = read_fleet_file("[ludus]\nredis_url = redis://host\ndata_store = s3\ns3_bucket_name = games")
+    with pytest.raises(UsageError, match=r"AWS_ACCESS_KEY_ID is in the command.*choose another"):
+        checked(fleet_job(remote, "a-longer-test", [], 1, 1), os.environ)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    job = fleet_job(remote, "test", [], 1, 1)
+    assert set(job.secrets) >= {"AWS_SECRET_ACCESS_KEY"}
+    assert checked(job, os.environ) == job
+
+
+@needs_redis
+def test_a_fleet_does_not_hide_the_runs_of_an_experiment(tmp_path: Path) -> None:
+    place = tmp_path / "runs" / "trial"
+    check_place(str(place))
+    Run.create(place / "PPO_one", {"trial": {"env": "CartPole-v1"}})
+    check_place(str(place / "PPO_one"))
+    with door(tmp_path, "exit 0") as process:
+        _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"{place} holds 1 run that no fleet began, and a fleet's run would take their place. Choose another -e." in told
+    assert jobs(tmp_path).list() == []
+
+
+def test_patience_ends_when_all_workers_fail_in_a_row_or_the_memory_does() -> None:
+    def after(patience: Patience, now: float, **ends: tuple[int, int]) -> str:
+        processes = tuple(
+            ProcessStatus(name.partition("_")[0], int(name.partition("_")[2]), "running", code, restarts)
+            for name, (restarts, code) in ends.items()
+        )
+        return patience.lost(JobStatus("id", "trial", "running", processes=processes, logs="/logs"), now)
+
+    patience = Patience()
+    assert after(patience, 0, worker_0=(LIVES, 2), worker_1=(LIVES - 1, 2)) == ""
+    assert "each worker ended with code 2" in after(patience, 1, worker_0=(LIVES, 2), worker_1=(LIVES, 2))
+    assert after(patience, 2 + STEADY_S, worker_0=(LIVES, 2), worker_1=(LIVES + 1, 2)) == "", "one has been working for long"
+    assert after(Patience(), 0, worker_0=(99, 1)) == "", "it may be the network"
+    assert after(Patience(), 0, worker_0=(99, 0)) == "", "it finds the run finished"
+    memory = Patience()
+    assert after(memory, 0, worker_0=(0, 0), memory_0=(LIVES - 1, 1)) == ""
+    assert "memory-0 ended with code 1" in after(memory, 0, worker_0=(0, 0), memory_0=(LIVES, 1))
+
+
+# -- a run that is there ------------------------------------------------------------------------------------------------
+
+
+def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp_path: Path) -> None:
+    config = {"env": "CartPole-v1", "run": "PPO", "memory": "redis://h", "config": {"num_workers": 2}}
+    Run.create(tmp_path / "run", {"exp": config})
+    with pytest.raises(
+        ConfigError, match=r"(?s)num_workers is 2 in the run, and is to be 3.*same -n.*ludus fleet worker"
+    ) as caught:
+        continuing.changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
+    assert "--resume" not in str(caught.value)
+
+
+def test_a_finished_run_says_its_result_again(call: Call, tmp_path: Path) -> None:
+    small = ["--num-envs", "2", "--set", "train_batch_size=32", "--set", "minibatch_size=16", "--set", "evaluation_duration=0"]
+    trained = call("train", "CartPole-v1", *small, "--stop", "iterations=1", "--json", "--local-dir", tmp_path).json
+    assert fleet.stored_result(Path(trained["run_dir"])) == trained

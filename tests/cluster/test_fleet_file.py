@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cluster.fleet_file import KEYS, load_fleet_file, read_fleet_file
+from ludus.cluster.redis_server import memory_bytes
 from ludus.errors import ConfigError
 
 S3 = "[coach]\ndata_store = s3\ns3_bucket_name = games\n"
@@ -90,6 +91,12 @@ def test_files_are_found_beside_the_file_that_names_them(tmp_path: Path) -> None
         ("[coach]\nredis_url = redis://user:hush@host:no", "redis://"),
         ("[coach]\nredis_password_file = x", "redis_url"),
         ("[coach]\nredis_url = redis://:hush@host\nredis_password_file = /dev/null", "redis_password_file"),
+        ("[coach]\nredis_url = redis://host/0?password=hush", "redis_url: .*in its query.*LUDUS_MEMORY_PASSWORD"),
+        ("[coach]\nredis_url = redis://host/0?db=1&username=me&password=hush", "in its query"),
+        ("[coach]\norchestrator = mine:Class\nredis_url = redis://host", "mine:Class.*data_store = nfs or s3"),
+        (S3 + "orchestrator = mine:Class", "mine:Class.*Add redis_url"),
+        ("image = x", r"no section headers\. It is a section"),
+        ("[coach]\ndata_store = s3\ns3_bucket_name = <bucket>", "It is the name of your bucket"),
         ("[coach]\nimage =\n  two\n  lines\n  of it", "one line"),
     ],
 )
@@ -106,6 +113,21 @@ def test_a_password_in_the_url_goes_elsewhere() -> None:
     assert "hu" + "/sh" not in repr(found) + str(found.notices)
     assert len(found.notices) == 1
     assert read_fleet_file("[ludus]\nredis_url = redis://:hush@redis.example").redis_url == "redis://redis.example"
+
+
+def test_an_orchestrator_of_ones_own_gets_what_all_machines_reach() -> None:
+    found = read_fleet_file(S3 + "orchestrator = mine:Class\nredis_url = redis://host\nimage = me/coach")
+    assert (found.orchestrator, found.redis_url) == ("mine:Class", "redis://host")
+    assert found.notices == ("image = me/coach: without meaning, since no containers are started from here",)
+
+
+def test_a_private_server_keeps_to_the_memory_of_its_container(tmp_path: Path) -> None:
+    machine = memory_bytes(tmp_path)
+    assert machine > 1 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_bytes(tmp_path) == machine
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert memory_bytes(tmp_path) == 1 << 20
 
 
 def test_keys_of_another_store_are_said_to_mean_nothing() -> None:

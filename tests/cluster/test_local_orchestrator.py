@@ -68,6 +68,21 @@ class TestLocalOrchestrator(OrchestratorContract):
         assert pid is None or until_gone(pid)
         assert is_still(beat)
 
+    def test_a_process_may_end_while_its_supervisor_looks_at_it(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
+        lives = tmp_path / "lives"
+        # What it leaves behind holds its pipe open, so that only its end is seen, and not that of the pipe.
+        short = Role("short", ("sh", "-c", f"echo . >> {lives}; sleep 600 & exit 3"), restart="always")
+        asked = job(main(f"until [ $(wc -l < {lives}) -ge 2 ]; do sleep 0.05; done; exit 4"), short)
+        make_private(orchestrator.directory)
+        lives.touch()
+        place = JobDirectory(orchestrator.directory / "late")
+        place.create(orchestrator.render(asked), JobStatus("late", "late", "pending"))
+        words = [sys.executable, "-c", LATE, str(place.path)]
+        with open(tmp_path / "said", "wb") as said:  # not a pipe, which the supervisor would hold open
+            subprocess.run(words, timeout=60, check=True, stdout=said, stderr=said, start_new_session=True)
+        status = ended(orchestrator, "late")
+        assert (status.state, status.exit_code) == ("failed", 4), status.reason
+
     # -- whoever submits it
 
     @pytest.mark.parametrize("attached", [False, True])
@@ -245,6 +260,17 @@ def test_an_orchestrator_is_found_by_name() -> None:
 
 
 # -- for these tests ----------------------------------------------------------------------------------------------------
+
+
+LATE = """
+import itertools, sys
+from ludus.cluster import supervisor
+real, turns = supervisor._exited, {}
+def exited(process):  # the kernel says no, and a moment later yes
+    return next(turns.setdefault(process.pid, itertools.cycle([False, True]))) and real(process)
+supervisor._exited = exited
+sys.exit(supervisor.main(sys.argv[1:]))
+"""
 
 
 def record_of(orchestrator: LocalOrchestrator, job_id: str) -> Record:

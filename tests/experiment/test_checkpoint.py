@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -350,9 +351,31 @@ def test_a_run_without_checkpoint_or_best_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["state.json", "model.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_refused_with_the_others_of_its_run(run: Path, file: str) -> None:
     (run / "checkpoints" / "000003" / file).unlink()
-    for where in (run, run / "checkpoints" / "000003"):
-        with pytest.raises(Damaged, match=r"000003.*Others in this run: 000001, 000002"):
-            checkpoint.open_checkpoint(where)
+    with pytest.raises(Damaged, match=r"000003.*Others in this run: 000001, 000002"):
+        checkpoint.open_checkpoint(run / "checkpoints" / "000003")
+
+
+def test_the_newest_is_refused_when_its_weights_are_damaged(run: Path) -> None:
+    (run / "checkpoints" / "000003" / "model.safetensors").unlink()
+    with pytest.raises(Damaged, match=r"000003.*Others in this run: 000001, 000002"):
+        checkpoint.open_checkpoint(run)
+
+
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+def test_one_that_cannot_say_whose_it_is_is_not_the_newest_unless_there_is_no_other(
+    run: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that was cut off may have finished one of which the new owner had swept everything else away."""
+    store = LocalStore(run)
+    (run / "checkpoints" / "000003" / file).unlink()
+    assert checkpoint.newest_name(store) == checkpoint.newest(store).name == "000002"
+    assert checkpoint.open_checkpoint(run)[1].name == "000002"
+    assert "000003" in caplog.text
+    for name in ("000001", "000002"):
+        store.delete(f"checkpoints/{name}")
+    assert checkpoint.newest_name(store) == "000003"
+    with pytest.raises(Damaged, match="000003"):
+        checkpoint.open_checkpoint(run)
 
 
 def test_a_checkpoint_that_was_copied_elsewhere_still_opens(run: Path, tmp_path: Path) -> None:
@@ -583,3 +606,26 @@ def test_a_run_begins_from_its_own_checkpoint_although_the_weights_are_anothers(
     assert checkpoint.origin(store, own) == "000003"
     assert checkpoint.origin(store, dataclasses.replace(own, name="000099")) == "000003"
     assert checkpoint.origin(store, dataclasses.replace(own, state={"progress": {"iterations": 2}})) is None
+
+
+@pytest.mark.parametrize(
+    ("begun_from", "written", "overtaken"),
+    [
+        pytest.param("000002", [(1, 1), (2, 1)], False, id="nothing is newer"),
+        pytest.param("000002", [(2, 1), (4, 2)], True, id="another went on"),
+        pytest.param("000002", [(4, 2)], True, id="and what it was begun from was dropped"),
+        pytest.param(None, [(4, 2)], True, id="begun from nothing"),
+        pytest.param("000002", [(2, 1), (4, 1)], False, id="newer, of one that was cut off"),
+    ],
+)
+def test_a_run_is_overtaken_when_there_is_more_than_it_begins_from(
+    store: LocalStore, begun_from: str | None, written: list[tuple[int, int]], overtaken: bool
+) -> None:
+    claim(store, 1, **{"from": None})
+    claim(store, 2, **{"from": "000002"})
+    claim(store, 3, host="here")
+    for number, incarnation in written:
+        write_as(store, number, incarnation)
+    store.put_bundle("checkpoints/000009", {"state.json": b"damaged"})
+    with pytest.raises(checkpoint.Overtaken, match="000004") if overtaken else contextlib.nullcontext():
+        checkpoint.check_newest(store, begun_from)

@@ -602,6 +602,38 @@ def test_an_evaluation_elsewhere_is_left_out_when_its_checkpoint_could_not_be_st
     assert store.times == 0
 
 
+class _Unreadable(LocalStore):
+    away = False
+
+    def get(self, key: str) -> bytes:
+        if self.away:
+            raise StoreUnavailable(f"{key} cannot be reached.")
+        return super().get(key)
+
+
+def test_an_evaluation_elsewhere_that_ends_while_the_store_is_away_does_not_end_the_training(tmp_path: Path) -> None:
+    players, store = _Elsewhere(), _Unreadable(tmp_path)
+    stage = _Stage(store, evaluate=players, evaluation_interval=2)
+    stage.play(None, None, seconds=10.0)
+    store.away = True
+    players.end(7.0)
+    stage.play(None, seconds=10.0)
+    assert evaluations(stage) == {64: 7.0}
+    store.away = False
+    stage.play(*[None] * 5, seconds=10.0)
+    assert (checkpoint.best_name(store), checkpoint.best_score(store)) == ("000002", 7.0)
+
+
+def test_nor_does_one_that_has_to_wait_for_its_turn(tmp_path: Path) -> None:
+    players, store = _Elsewhere(), _Unreadable(tmp_path)
+    stage = _Stage(store, evaluate=players, evaluation_interval=1)
+    stage.play(None, None, seconds=10.0)
+    name = stage.conductor.checkpoint()
+    store.away = True
+    stage.conductor._have_played(conductor._Played(name, 2, 64))
+    assert stage.conductor._troubles() == {"checkpoint/failures": 1.0}
+
+
 def test_the_best_is_marked_later_when_it_could_not_be_marked_at_once(tmp_path: Path) -> None:
     store = _Away(tmp_path)
     stage = _Stage(store, evaluate=_Evaluation({1: 9.0, 2: 1.0}), evaluation_interval=1, checkpoint_freq=1)
@@ -750,6 +782,41 @@ def test_the_best_stays_although_it_is_of_the_other_line(tmp_path: Path) -> None
     assert checkpoint.best_name(owner.store) == "000002"
     assert owner.names == ["000002", "000003"]
     assert checkpoint.newest_name(owner.store) == "000003"
+
+
+class _Late(LocalStore):
+    """Its trainer is stopped between its look at the claims and its mark of the best."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        if key == "checkpoints/best.json" and self.meanwhile is not None:
+            act, self.meanwhile = self.meanwhile, None
+            act()
+        super().put(key, data, overwrite=overwrite)
+
+
+def test_the_best_of_the_owner_stays_although_one_that_was_cut_off_has_marked_another(tmp_path: Path) -> None:
+    store = _Late(tmp_path)
+    stage = _Stage(store, checkpoint_freq=1, keep=1)
+    stage.play(5.0)
+    owners = list[_Stage]()
+
+    def take_over() -> None:
+        owner = _Stage(tmp_path, checkpoint_freq=1, keep=1, began="000001")
+        owner.trainer.progress.iterations = 9
+        owner.play(50.0)
+        owners.append(owner)
+
+    store.meanwhile = take_over
+    with pytest.raises(Fenced):
+        stage.play(6.0)
+    assert checkpoint.best_name(store) == "000002", "the mark of the one that was cut off"
+    (owner,) = owners
+    owner.play(7.0, 8.0)
+    assert (checkpoint.best_name(store), checkpoint.best_score(store)) == ("000010", 50.0)
+    assert owner.names == ["000010", "000012"]
+    assert json.loads(store.get("checkpoints/best.json"))["incarnation"] == 2
 
 
 def test_a_checkpoint_that_another_trainer_swept_away_half_written_is_written_again(tmp_path: Path) -> None:

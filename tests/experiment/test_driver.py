@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,6 +260,38 @@ def test_a_killed_learner_leaves_nothing_in_shared_memory(tmp_path: Path, monkey
     assert all(killing.used.values()), "there was something to leave"
     assert left == [[]]
     assert os.listdir(shared) == []
+
+
+class Unmounting(Kept):
+    """Kills the first learner at some numbers, and takes the run away, as if its file system were not mounted any more."""
+
+    def __init__(self, run: Path, away: Path) -> None:
+        super().__init__()
+        self.run, self.away, self.done, self.below = run, away, False, list[str]()
+
+    def write(self, numbers: Numbers) -> None:
+        super().write(numbers)
+        if numbers.get("iterations") == 2 and not self.done:
+            self.done = True
+            os.kill(int(json.loads((self.run / "status.json").read_text())["pid"]), signal.SIGKILL)
+            self.run.rename(self.away)
+
+    def hear(self, sentence: str) -> None:
+        if "does not hold the run any more" in sentence and not self.below:
+            self.below = [path.name for path in self.run.rglob("*")] + ["."]
+            shutil.rmtree(self.run, ignore_errors=True)
+            self.away.rename(self.run)
+
+
+def test_a_run_whose_file_system_is_away_is_not_begun_anew_below_its_mount_point(tmp_path: Path) -> None:
+    run, data = tmp_path / "run", small.data(5, top={"checkpoint_freq": 1}, evaluation_duration=0)
+    mount = Unmounting(run, tmp_path / "away")
+    result = experiment.start(data, project=tmp_path, trial="run", sinks=[mount], announce=mount.hear, supervised=True)
+    assert mount.below, "the next learner has said so"
+    assert not {"config.yaml", "meta.json", "checkpoints", "models"} & set(mount.below)
+    assert result.metrics["iterations"] == 5
+    assert [row["iterations"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert Run.open(run).meta()["status"] == "finished"
 
 
 def test_a_learner_that_died_after_its_last_checkpoint_had_finished(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from ludus.experiment.experiment import assembled
 from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import LOG_FILE, Run
 from ludus.metrics import Numbers, read_jsonl
-from ludus.model.pool import stored_versions
+from ludus.model.pool import claims_after, stored_versions
 from ludus.store.local import LocalStore
+from ludus.store.store import Bytes
 from ludus.training.algorithms.ppo import PPO
 from ludus.training.schedule import value_at
 from ludus.tree import Array
@@ -387,6 +388,79 @@ def test_the_best_checkpoint_stays_the_best_across_a_resume(run: Path) -> None:
     experiment.resume(run, stop={"iterations": 6})
     assert checkpoint.best_name(store) == "000002"
     assert checkpoint.locate(run / "best") == (run, "000002")
+
+
+# -- another trainer, between the look at a run and the claim -----------------------------------------------------------
+
+
+class Meanwhile(LocalStore):
+    """Whoever claims a run here is stopped for a while just before it."""
+
+    act: Callable[[], None] | None = None
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        if not overwrite and "/incarnations/" in key and Meanwhile.act is not None:
+            act, Meanwhile.act = Meanwhile.act, None
+            act()
+        super().put(key, data, overwrite=overwrite)
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Meanwhile]]:
+    monkeypatch.setattr("ludus.experiment.run.store_of", Meanwhile)
+    yield Meanwhile
+    Meanwhile.act = None
+
+
+def test_whoever_is_late_goes_on_from_what_another_has_stored_meanwhile(run: Path, meanwhile: type[Meanwhile]) -> None:
+    store = LocalStore(run)
+    began = checkpoint.newest(store).state["progress"]["iterations"]
+    meanwhile.act = lambda: _finish(run, began + 6)  # by its end it has dropped what the late one began from
+    result = experiment.resume(run, stop={"iterations": began + 8})
+    assert result.metrics["iterations"] == began + 8
+    assert [row["iterations"] for row in numbers(run)] == list(range(1, began + 9)), "nothing is learned twice"
+    newest = checkpoint.newest(store)
+    assert newest.state["progress"]["iterations"] == began + 8
+    claims = [claim.said.get("from", "nothing") for claim in claims_after(store, "model", 0)]
+    assert claims[-3:] == [f"{began:06d}", "nothing", f"{began + 6:06d}"]
+
+
+def test_whoever_is_late_disowns_and_changes_nothing_of_a_run_that_is_over(run: Path, meanwhile: type[Meanwhile]) -> None:
+    store, before = LocalStore(run), dict[str, bytes]()
+    began = checkpoint.newest(store).state["progress"]["iterations"]
+
+    def finish() -> None:
+        _finish(run, began + 6)
+        before.update({name: store.get(name) for name in ("config.yaml", "meta.json", "checkpoints/best.json")})
+        before.update(dict.fromkeys(checkpoint.names(store), b""))
+
+    meanwhile.act = finish
+    with pytest.raises(UsageError, match="already reached its stop"):
+        experiment.resume(run, stop={"iterations": began + 1})
+    assert checkpoint.newest_name(store) == f"{began + 6:06d}"
+    assert dict.fromkeys(checkpoint.in_line(store), b"").items() <= before.items()
+    assert len(checkpoint.in_line(store)) == len(before) - 3
+    assert all(store.get(name) == data for name, data in before.items() if data)
+    assert json.loads(before["meta.json"])["status"] == "finished"
+
+
+def _finish(run: Path, iterations: int) -> None:
+    assert experiment.resume(run, stop={"iterations": iterations}).stopped_by == "iterations"
+
+
+def test_before_its_claim_a_resumed_run_writes_neither_config_nor_metadata(run: Path, meanwhile: type[Meanwhile]) -> None:
+    before = {name: (run / name).read_bytes() for name in ("config.yaml", "meta.json")}
+
+    def break_off() -> None:
+        raise KeyboardInterrupt
+
+    meanwhile.act = break_off
+    with pytest.raises(KeyboardInterrupt):
+        experiment.resume(run, stop={"iterations": 9})
+    assert {name: (run / name).read_bytes() for name in before} == before
+    experiment.resume(run, stop={"iterations": 9})
+    assert Run.open(run).config()["stop"]["iterations"] == 9
+    assert {"resumed", "torch_threads"} <= Run.open(run).meta().keys()
 
 
 # -- starting from another run ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.errors import LudusError, UsageError
+from ludus.errors import UsageError
 from ludus.experiment import preset_file
 
 
@@ -63,6 +63,14 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, suffix: st
         preset_file.load(f"{path}{suffix}")
 
 
+def test_a_directory_may_be_called_like_a_file(tmp_path: Path) -> None:
+    (tmp_path / "agents.py.d" / "old.py").mkdir(parents=True)
+    path = written(tmp_path / "agents.py.d" / "old.py", "preset = {'env': 'A'}\nother = {'env': 'B'}")
+    assert preset_file.load(str(path)) == (path, {"mine": {"env": "A"}})
+    assert preset_file.load(f"{path}:other") == (path, {"mine": {"env": "B"}})
+    assert preset_file.split(str(tmp_path / "agents.py.d" / "x.yaml")) is None
+
+
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(LudusError, match=r"There is no file .*none\.py"):
+    with pytest.raises(UsageError, match=r"There is no file .*none\.py"):
         preset_file.load(str(tmp_path / "none.py"))

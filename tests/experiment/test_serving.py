@@ -354,7 +354,9 @@ def test_no_damage_of_a_checkpoint_reaches_a_game(run: Path, tmp_path: Path) -> 
                 shutil.rmtree(target)
                 made = follower(run, tmp_path / "service")
             else:
-                assert made.refused["default"] == before + 1, f"{name} damaged: {damage}"
+                assert serves(made) == 1
+                passed_over = name in ("manifest.json", "state.json")  # its state cannot be read: it is not even a candidate
+                assert made.refused["default"] - before in ((0, 1) if passed_over else (1,)), f"{name} damaged: {damage}"
                 shutil.rmtree(target)
     assert taken < 4
     checkpointed(run, number + 1, policy(2), version=2)

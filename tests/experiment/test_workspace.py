@@ -209,18 +209,18 @@ def test_the_same_run_here_and_on_a_store_learns_the_same(boxes: Path, tmp_path:
 
 def test_a_run_is_found_by_all_of_its_addresses(boxes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = train(top={"checkpoint_freq": 1})
-    another_machine(monkeypatch, tmp_path)
     expected = {name: checkpoint.read(store_of(trained.run_dir), name) for name in ("000001", "000003")}
     best = checkpoint.best_name(store_of(trained.run_dir))
+    assert trained.checkpoint is not None
+    assert checkpoint.locate(trained.checkpoint) == (trained.run_dir, "000003")
+    another_machine(monkeypatch, tmp_path)
     for where, name in (
         (PLACE, "000003"),
         (f"{PLACE}/latest", "000003"),
         (f"{PLACE}/best", best),
         (f"{PLACE}/checkpoints", "000003"),
         (f"{PLACE}/checkpoints/000001", "000001"),
-        (trained.checkpoint, "000003"),
     ):
-        assert where is not None
         assert checkpoint.locate(where)[1] == name
     agent = ludus.load(f"{PLACE}/checkpoints/000001")
     assert small.same(agent.policy.weights(), expected["000001"].policy("model").weights())
@@ -323,21 +323,21 @@ def test_what_could_never_be_carried_is_kept_when_the_run_is_looked_at(boxes: Pa
 
 
 def test_a_store_that_has_no_run_for_a_while_does_not_cost_what_only_is_here(boxes: Path) -> None:
-    there, away = boxes / "shelf/project", boxes / "shelf/aside"
-    put(boxes, config_yaml=b"new", meta_json=b'{"id": "a"}', metrics_jsonl=b"1\n")
+    def there(run: str | None) -> None:
+        store = put(boxes, config_yaml=b"new", meta_json=json.dumps({"id": run}).encode())
+        for name in ("config.yaml", "meta.json") if run is None else ():
+            store.delete(name)
+        fetch(directory)
+
     directory = directory_of(PLACE)
-    fetch(directory)
-    LocalStore(directory).put("metrics.jsonl", b"1\n2\n")
-    there.rename(away)
-    fetch(directory)
+    there("a")
+    LocalStore(directory).put("metrics.jsonl", b"1\n")
+    there(None)
     assert not (directory / "config.yaml").exists()
-    away.rename(there)
-    fetch(directory)
-    assert (directory / "metrics.jsonl").read_bytes() == b"1\n2\n"
-    there.rename(away)
-    fetch(directory)
-    put(boxes, config_yaml=b"new", meta_json=b'{"id": "another"}')
-    fetch(directory)
+    there("a")
+    assert (directory / "metrics.jsonl").read_bytes() == b"1\n"
+    there(None)
+    there("another")
     assert not (directory / "metrics.jsonl").exists(), "that was of the one before"
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from ludus.errors import ExchangeUnavailable, UnknownName, UsageError
-from ludus.memory.exchange import Exchange, open_exchange
+from ludus.memory.exchange import PASSWORD, Exchange, open_exchange
 from ludus.memory.exchanged import ExchangeReader, ExchangeWriter
-from ludus.memory.redis import PASSWORD, RedisExchange
+from ludus.memory.redis import RedisExchange
 from ludus.memory.shared import Layout
 from ludus.testing.exchange_contract import Call, ExchangeContract, MakeExchange, contents, pulled
 from ludus.testing.memory_contract import ROWS, SPEC, sign, signature

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-from ludus.errors import Damaged, Fenced, StoreUnavailable
+from ludus.errors import AlreadyExists, Damaged, Fenced, StoreUnavailable
 from ludus.model import saved
 from ludus.model.policy import Policy
 from ludus.model.pool import RESERVED_BLOCK, LocalPool, claims_after, load_version, newest_claim, stored_versions
@@ -156,3 +158,78 @@ def test_versions_go_on_while_the_store_is_away_as_far_as_they_are_reserved(tmp_
     store.away = True
     pool.close()  # says so, and raises nothing
     assert opened(tmp_path).newest("model")[1] > last
+
+
+# -- claims that are late, lost, or another's ---------------------------------------------------------------------------
+
+
+def claimed(path: Path, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(LocalStore(path).get(f"models/model/incarnations/{number:06d}"))
+    return found
+
+
+def test_a_claim_says_from_where_only_after_that_was_found_to_be_still_so(tmp_path: Path) -> None:
+    opened(tmp_path)
+    said = list[dict[str, Any]]()
+    pool = LocalPool(LocalStore(tmp_path), {"from": "000001"}, verify=lambda: said.append(claimed(tmp_path, 2)))
+    pool.add("model", a_policy())
+    assert len(said) == 1
+    assert "from" not in said[0]
+    assert claimed(tmp_path, 2)["from"] == "000001"
+    pool.add("other", a_policy())
+    assert len(said) == 1, "nobody else has written since the first claim"
+
+
+def test_and_never_if_it_is_not(tmp_path: Path) -> None:
+    opened(tmp_path)
+
+    def refuse() -> None:
+        raise StoreUnavailable("There is a newer one.")
+
+    pool = LocalPool(LocalStore(tmp_path), {"from": "000001"}, verify=refuse)
+    with pytest.raises(StoreUnavailable, match="newer"):
+        pool.add("model", a_policy())
+    assert "from" not in claimed(tmp_path, 2)
+    assert opened(tmp_path).incarnation("model") == 3
+
+
+def test_of_a_run_that_was_deleted_and_begun_anew_the_new_owner_is_the_only_one(tmp_path: Path) -> None:
+    old = opened(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    new = opened(tmp_path / "run")
+    before = claimed(tmp_path / "run", 1)
+    for attempt in (old.check, old.confirm, old.look, lambda: old.keep("model")):
+        with pytest.raises(Fenced, match="anew"):
+            attempt()
+    assert claimed(tmp_path / "run", 1) == before
+    new.confirm()
+    assert new.keep("model") == 1
+
+
+class _Answers(LocalStore):
+    """Says once that a claim exists already: because the answer to the first attempt was lost, or for no reason."""
+
+    applies, times = True, 1
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        lies = not overwrite and self.times > 0
+        if not lies or self.applies:
+            super().put(key, data, overwrite=overwrite)
+        if lies:
+            self.times -= 1
+            raise AlreadyExists(f"{key} exists already.")
+
+
+def test_a_claim_whose_answer_was_lost_is_our_own(tmp_path: Path) -> None:
+    pool = LocalPool(_Answers(tmp_path))
+    pool.add("model", a_policy())
+    assert pool.incarnation("model") == 1
+    pool.check()
+
+
+def test_a_claim_that_exists_and_is_not_there_leaves_no_gap(tmp_path: Path) -> None:
+    store = _Answers(tmp_path)
+    store.applies = False
+    with pytest.raises(StoreUnavailable, match="incarnation 1"):
+        LocalPool(store).add("model", a_policy())
+    assert store.list("models/model/incarnations") == []

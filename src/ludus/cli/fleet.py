@@ -127,7 +127,7 @@ def learner(
 
             workspace.store_of(directory).put(END, b"")
             if json_:
-                print(json.dumps(_stored_result(directory)), flush=True)
+                print(json.dumps(stored_result(directory)), flush=True)
     else:
         result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
     starter.conclude({name: result})
@@ -186,7 +186,7 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     print(f"removed {left} segments and the notices of {store}")
 
 
-def _stored_result(directory: Path) -> dict[str, Any]:
+def stored_result(directory: Path) -> dict[str, Any]:
     """Of a run that is finished, as it was said when it ended."""
     from ludus.experiment import checkpoint, status, workspace
     from ludus.experiment.result import Result

@@ -179,6 +179,8 @@ def newest_name(store: Store) -> str | None:
         if not state:
             unreadable = unreadable or name
         elif not _passed_over(store, name, state):
+            if unreadable is not None:
+                _say_unreadable(store.url, unreadable, name)
             return name
     return unreadable
 
@@ -241,17 +243,6 @@ def astray(store: Store, name: str) -> bool:
     return superseded(_state(store, name), name, functools.partial(claims_after, store)) is not None
 
 
-def is_damaged(store: Store, name: str) -> bool:
-    """Whether it cannot be said whose it is. Not when it is not there, which may be so for a moment."""
-    try:
-        json.loads(store.get_file(f"{FOLDER}/{name}", "state.json"))
-    except (Damaged, ValueError):
-        return True
-    except NotFound:
-        return False
-    return False
-
-
 def in_line(store: Store) -> list[str]:
     """All that are not astray, oldest first; those that cannot be read among them. Looks into every one."""
     return [name for name in names(store) if not astray(store, name)]
@@ -274,6 +265,11 @@ def _say_passed_over(url: str, name: str, who: str, begun_from: str) -> None:
     log.warning(
         "checkpoint %s is passed over: it is of a trainer that had been cut off (%s took over from %s)", name, who, begun_from
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _say_unreadable(url: str, name: str, instead: str) -> None:
+    log.warning("checkpoint %s of %s cannot be used: its state cannot be read; the newest is %s", name, url, instead)
 
 
 def _state(store: Store, name: str) -> dict[str, Any]:

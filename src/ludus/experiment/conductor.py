@@ -373,9 +373,8 @@ class Conductor:
         for name in strange:
             if self._best is not None and name == self._best.checkpoint:
                 continue
-            # one of which the new owner has swept something away, before the rest of it was written, cannot say whose it is
-            if checkpoint.astray(self._store, name) or checkpoint.is_damaged(self._store, name):
-                log.warning("checkpoint %s is damaged, or of a trainer that had been cut off; it is deleted", name)
+            if checkpoint.astray(self._store, name):
+                log.warning("checkpoint %s is of a trainer that had been cut off; it is deleted", name)
                 checkpoint.drop(self._store, name)
 
     def _judge(self, score: float, by: str, name: str | None = None) -> None:

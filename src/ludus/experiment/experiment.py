@@ -345,7 +345,7 @@ def _resume(
         except Overtaken as error:
             if not left:
                 raise
-            log.warning("%s", error)
+            log.warning("%s It is taken up from there.", error.message)
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -93,4 +93,4 @@ def _options(url: str, query: str) -> dict[str, str]:
 
 def _shown(url: str) -> str:
     """Without what stands before an @, which may be a secret, and without options, which may be anything."""
-    return re.sub(r"://.*@", "://***@", url.partition("?")[0])
+    return re.sub(r"://.*@", "://***@", url).partition("?")[0]

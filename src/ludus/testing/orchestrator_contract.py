@@ -204,6 +204,13 @@ class OrchestratorContract:
         assert (status.state, status.exit_code, status.of("deaf")[0].exit_code) == ("failed", 3, 137)
         assert is_still(beat)
 
+    def test_a_job_can_be_cancelled_as_soon_as_it_is_submitted(self, orchestrator: Orchestrator) -> None:
+        job_id = orchestrator.submit(job(main("exec sleep 600"), Role("worker", ("sleep", "600"), 20)))
+        orchestrator.cancel(job_id)
+        status = ended(orchestrator, job_id)
+        assert status.state == "cancelled"
+        assert {process.state for process in status.processes} == {"ended"}
+
     def test_cancelling_what_is_over_changes_nothing(self, orchestrator: Orchestrator) -> None:
         job_id = orchestrator.submit(job(main("exit 3")))
         before = ended(orchestrator, job_id)
@@ -241,6 +248,11 @@ class OrchestratorContract:
         over = [ended(orchestrator, job_id) for job_id in ids]
         assert self.again(orchestrator).list() == over
         assert [status.name for status in over] == ["one", "two", "one"]
+
+    def test_what_a_job_works_on_can_be_seen_by_others(self, orchestrator: Orchestrator) -> None:
+        job_id = orchestrator.submit(dataclasses.replace(job(main("true")), place="s3://games/run"))
+        assert [status.place for status in self.again(orchestrator).list()] == ["s3://games/run"]
+        assert ended(orchestrator, job_id).place == "s3://games/run"
 
     def test_a_job_that_does_not_exist_is_unknown(self, orchestrator: Orchestrator) -> None:
         asked: list[Callable[[str], object]] = [orchestrator.status, orchestrator.logs, orchestrator.cancel]
