@@ -17,7 +17,7 @@ import pytest
 from ludus.actor.sampler import segment_spec
 from ludus.buffer.inspection import Inspector
 from ludus.config import AlgorithmConfig
-from ludus.errors import EnvironmentFault, Fenced, IncompatibleCheckpoint, UsageError
+from ludus.errors import EnvironmentFault, Fenced, IncompatibleCheckpoint, StoreUnavailable, UsageError
 from ludus.experiment.parts import make_policy
 from ludus.experiment.sampled import Shape, look_at
 from ludus.memory.exchange import open_exchange
@@ -29,6 +29,7 @@ from ludus.runtime.fleet_learner import Ages, Fleet, channel_of
 from ludus.runtime.fleet_worker import FleetWorker, WorkerOptions
 from ludus.runtime.orders import BULLETIN, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
 from ludus.store.local import LocalStore
+from ludus.store.store import Bytes
 from ludus.training.algorithms.ppo import PPO
 from ludus.tree import Array
 from tests.redis_server import RedisServer
@@ -52,7 +53,8 @@ class Rig:
     """What a learner's process has, without the learning."""
 
     def __init__(self, url: str, directory: Path, *, in_turn: bool = True, blocks: int = 2, **more: Any) -> None:
-        self.url, self.store = url, LocalStore(directory)
+        self.url = url
+        self.store = LocalStore(directory)
         config = AlgorithmConfig(num_envs_per_worker=2)
         self.shape: Shape = look_at(ENV, config)
         self.policy: Policy = make_policy(self.shape.observation_space, self.shape.action_space, PPO.Config())
@@ -542,6 +544,35 @@ def test_weights_that_are_asked_for_again_and_again_stay_in_the_store(rig: Rig) 
             press.publish(Bulletin(1, 1, share + 2, rig.orders.fingerprint), saved.encode_weights(rig.weights()))
             until(lambda: press._next is None)
         assert rig.store.list(WEIGHTS) == ["00000001.safetensors"]
+
+
+class _Away(LocalStore):
+    """A directory on a server that does not answer for a while."""
+
+    away = False
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        if self.away:
+            raise StoreUnavailable("The store is away.")
+        super().put(key, data, overwrite=overwrite)
+
+
+def test_while_the_store_is_away_nobody_waits_for_it_and_afterwards_the_newest_weights_get_out(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.runtime.fleet_learner._AGAIN_S", 0.05)
+    rig = Rig(server.url, tmp_path / "run", in_turn=False, blocks=1)
+    rig.store = store = _Away(tmp_path / "run")
+    with rig.fleet(max_age=None) as fleet, rig.worker("one"):
+        rig.update(fleet)
+        until(lambda: fleet._press is not None and fleet._press.published == 2)
+        store.away = True
+        for _ in range(3):
+            rig.update(fleet)  # with segments of the version that the worker has
+        until(lambda: fleet.metrics()["fleet/publish_failures"] > 0)
+        store.away = False
+        until(lambda: bool((rig.taken(fleet) == rig.version).all()))
+        assert fleet.metrics()["fleet/published"] == 3, "those in between were not worth the way"
 
 
 def test_the_channel_of_a_run_stays_the_same(rig: Rig) -> None:
