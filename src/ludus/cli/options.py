@@ -49,7 +49,7 @@ ExperimentName = Annotated[
         "-e",
         "--experiment-name",
         "--experiment_name",
-        help="Names the directory of its runs. Default: default.",
+        help="Names the directory of its runs. Default: default; with -dc: fleet-TIME.",
         show_default=False,
     ),
 ]

@@ -393,6 +393,7 @@ class _Link:
         self._socket: Any = None
         self._answers: _Answers | None = None
         self._pause, self._not_before = _DOWN_S[0], 0.0
+        self._why = "it did not answer a moment ago"
 
     @property
     def connected(self) -> bool:
@@ -438,7 +439,7 @@ class _Link:
 
     def _open(self) -> None:
         if time.monotonic() < self._not_before:
-            raise _Lost("it did not answer a moment ago")
+            raise _Lost(self._why)
         try:
             self._connection.connect()
         except (self._errors.RedisError, OSError) as error:
@@ -460,7 +461,8 @@ class _Link:
             )
         if isinstance(error, self._errors.ResponseError) and not str(error).startswith(_LATER):
             return UsageError(f"{self.shown} refuses: {error}.")
-        return _Lost(_reason(cause))
+        self._why = _reason(cause)
+        return _Lost(self._why)
 
     def _send(self, request: Sequence[Buffer], end: float) -> None:
         sent, limit = 0, end + _TRANSFER_S

@@ -47,7 +47,7 @@ _KEPT_WEIGHTS = 4
 _SLOW = 3.0  # times what a batch usually takes, without a segment: then workers are asked for more than their share
 _SOON_S, _FIRST_S = 0.5, 2.0
 _LAST_WORD_S = 10.0
-_SAY_EVERY_S = 30.0
+_SAY_EVERY_S, _SAY_FIRST_S = 30.0, 10.0
 _ORDERS_S = 10.0
 _HOME_S = 3.0
 _REMEMBERED = 4096  # workers that left, whose counts come back with them
@@ -195,7 +195,7 @@ class Fleet:
         self._looked_at = -_LOOK_S
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self._times: deque[float] = deque(maxlen=16)
-        self._said_at = clock()
+        self._said_at = clock() - _SAY_EVERY_S + _SAY_FIRST_S
         version, weights = latest()
         self._age = Ages(version, resumed)
         self._exchange = open_exchange(memory, orders.channel, orders.room)
