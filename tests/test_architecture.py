@@ -15,13 +15,14 @@ ROOT = Path(ludus.__file__).parent
 LAYERS = [
     {"cli", "api"},
     {"experiment", "remote"},
-    {"runtime", "cluster"},
+    {"cluster"},
+    {"runtime"},
     {"serve"},
     {"actor"},
     {"training", "league"},
     {"model", "buffer"},
     {"game", "games", "memory", "store"},
-    {"types", "tree", "spaces", "errors", "config", "plugins", "metrics", "documents", "spellings", "statistics"},
+    {"types", "tree", "spaces", "errors", "config", "plugins", "metrics", "documents", "spellings", "statistics", "logfile"},
 ]
 """From top to bottom; a module may import from its own room and from below. `testing` is outside: it tests them all."""
 

@@ -23,8 +23,12 @@ from typing import Any, Literal, Protocol, get_args
 from ludus import plugins
 from ludus.errors import LudusError, UnknownName, UsageError
 
-ORCHESTRATORS: Mapping[str, str] = {"local": "ludus.cluster.local:LocalOrchestrator"}
-PLANNED = ("slurm", "ssh", "kubernetes")
+ORCHESTRATORS: Mapping[str, str] = {
+    "local": "ludus.cluster.local:LocalOrchestrator",
+    "ssh": "ludus.cluster.ssh:SshOrchestrator",
+    "slurm": "ludus.cluster.slurm:SlurmOrchestrator",
+}
+PLANNED = ("kubernetes",)
 """Names that mean something, and that have no backend here."""
 
 Restart = Literal["never", "when-killed", "on-failure", "always"]
@@ -53,6 +57,11 @@ class Role:
     environment: Mapping[str, str] = field(default_factory=dict)
     cpus: float = 1
     gpus: float = 0
+    at: tuple[int, ...] = ()
+    """The node of each of its processes, by number; fewer than processes: over again from the first. Empty: node 0."""
+
+    def node(self, index: int) -> int:
+        return self.at[index % len(self.at)] if self.at else 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,8 @@ class Job:
 
     `secrets`: names of variables of the environment of whoever submits it, that are handed on and never written. `grace_s`: how
     long a process may take to end when it is asked to; a checkpoint on a slow store is written in it. `place`: what it works on,
-    so that others can see that somebody does.
+    so that others can see that somebody does. `nodes`: machines that it needs, numbered from 0; main is on node 0. `ray`: how many
+    of them are to be in the job's Ray before work begins; its processes are told (`runtime/surroundings.py`).
     """
 
     name: str
@@ -70,6 +80,9 @@ class Job:
     secrets: tuple[str, ...] = ()
     grace_s: float = 30.0
     place: str = ""
+    nodes: int = 1
+    ray: int = 0
+    wait_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,13 @@ def checked(job: Job, environ: Mapping[str, str] | None = None) -> Job:
     main = next(role for role in job.roles if role.name == job.main)
     if main.count != 1:
         raise UsageError(f"The main role {job.main!r} has {main.count} processes; the exit code of a job is that of one.")
+    if job.nodes < 1 or not 0 <= job.ray <= job.nodes or not 0 < job.wait_s < math.inf:
+        raise UsageError(f"The job {job.name} has {job.nodes} nodes, {job.ray} of them in its Ray within {job.wait_s:g} s.")
+    if main.node(0) != 0:
+        raise UsageError(f"The main role {job.main!r} is at node {main.node(0)}.", "It is at node 0, by which a job is known.")
+    for role in job.roles:
+        if astray := [node for node in role.at if not 0 <= node < job.nodes]:
+            raise UsageError(f"The role {role.name!r} is at node {astray[0]}, and the job {job.name} has {job.nodes}.")
     if not 0 <= job.grace_s < math.inf:
         raise UsageError(f"The job {job.name} has grace_s={job.grace_s}.", "It is a number of seconds.")
     for name in job.secrets:

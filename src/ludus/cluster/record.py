@@ -165,7 +165,7 @@ def write_job(job: Job) -> str:
 
 def read_job(text: str) -> Job:
     data = json.loads(text)
-    roles = tuple(Role(**{**role, "command": tuple(role["command"])}) for role in data["roles"])
+    roles = tuple(Role(**{**role, "command": tuple(role["command"]), "at": tuple(role.get("at", ()))}) for role in data["roles"])
     return Job(**{**data, "roles": roles, "secrets": tuple(data["secrets"])})
 
 

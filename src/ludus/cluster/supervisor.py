@@ -26,7 +26,7 @@ from types import FrameType
 
 from ludus.cluster import pids
 from ludus.cluster.cluster import JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
-from ludus.cluster.logfile import LogWriter
+from ludus.logfile import LogWriter
 from ludus.cluster.record import JobDirectory, Record, Watcher, host, machine
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0

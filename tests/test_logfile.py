@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster.logfile import LogReader, LogWriter, before
+from ludus.logfile import LogReader, LogWriter, before
 
 
 def everything(reader: LogReader) -> list[str]:
