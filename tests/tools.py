@@ -20,6 +20,7 @@ _INSTALLABLE = frozenset(
     {
         *("g++", "mcs", "mono", "godot3-server", "godot4"),
         *("promtool", "nginx", "haproxy", "ip", "unshare", "nsenter", "redis-server", "redis-cli", "fusermount3", "sshfs"),
+        *("sbatch", "srun", "slurmctld", "slurmd", "munged", "sshd", "ssh", "ssh-keygen", "Xvfb", "glxinfo", "eglinfo"),
     }
 )
 
@@ -37,7 +38,7 @@ def need(program: str) -> str:
 
 def _find(program: str) -> str | None:
     if program != "godot4":
-        return shutil.which(program)
+        return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     unpacked = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ludus" / "godot4" / "run"
     return shutil.which(program) or (str(unpacked) if unpacked.exists() else None)
 
