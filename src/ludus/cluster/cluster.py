@@ -59,6 +59,8 @@ class Role:
     gpus: float = 0
     at: tuple[int, ...] = ()
     """The node of each of its processes, by number; fewer than processes: over again from the first. Empty: node 0."""
+    log: str = ""
+    """A path for what it writes, with {index} in it where there are several. Empty: in the job's directory."""
 
     def node(self, index: int) -> int:
         return self.at[index % len(self.at)] if self.at else 0
@@ -246,6 +248,8 @@ def _check_role(role: Role, secrets: tuple[str, ...]) -> None:
         )
     if role.cpus < 0 or role.gpus < 0:
         raise UsageError(f"The role {role.name!r} asks for {role.cpus} cores and {role.gpus} accelerators.")
+    if role.count > 1 and role.log and "{index}" not in role.log:
+        raise UsageError(f"The {role.count} processes of the role {role.name!r} cannot share the log {role.log}.", "Add {index}.")
     for name, value in role.environment.items():
         _check_variable(name)
         if "\0" in value:

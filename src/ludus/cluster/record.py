@@ -1,6 +1,7 @@
 """The directory of a job of this machine: what was asked for, how it fares, and what its processes wrote.
 
     job.json  status.json  logs/ROLE-N.log  logs/supervisor.log  scratch/ (while it runs)
+    run.json (what its main role has begun)  token, secrets (until it is over)  cancel (somebody has asked for its end)
 
 Only its owner may look into it. `status.json` is replaced as a whole; nobody locks anything.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
@@ -21,7 +23,8 @@ from ludus.cluster import pids
 from ludus.cluster.cluster import OVER, Job, JobStatus, ProcessStatus, Role
 from ludus.errors import Damaged, UsageError
 
-JOB, STATUS, LOGS, SCRATCH = "job.json", "status.json", "logs", "scratch"
+JOB, STATUS, LOGS, SCRATCH, RUN = "job.json", "status.json", "logs", "scratch", "run.json"
+TOKEN, SECRETS, CANCEL = "token", "secrets", "cancel"
 PRIVATE = 0o700
 
 
@@ -93,8 +96,36 @@ class JobDirectory:
         if record.status.state not in OVER:
             self.write(replace(record, status=failed(record.status, reason)))
 
+    def token(self) -> Path:
+        """A file with a secret that the processes of this job have in common; made when it is asked for first."""
+        path = self.path / TOKEN
+        if not path.exists():
+            self._write(TOKEN, secrets.token_hex(32))
+        return path
+
+    def write_secrets(self, values: Mapping[str, str]) -> None:
+        """Variables for its processes, where they cannot be inherited. Gone when the job is over."""
+        self._write(SECRETS, json.dumps(dict(values)))
+
+    def read_secrets(self) -> dict[str, str]:
+        try:
+            found = json.loads((self.path / SECRETS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        return {str(name): str(value) for name, value in found.items()}
+
+    def mark_cancelled(self) -> None:
+        """So that whoever looks after it can tell our asking from that of a queue, which may start it again."""
+        self._write(CANCEL, "")
+
+    def is_marked(self) -> bool:
+        return (self.path / CANCEL).exists()
+
     def clear(self) -> None:
+        """It is over: what only its processes needed goes."""
         shutil.rmtree(self.scratch, ignore_errors=True)
+        for name in (TOKEN, SECRETS):
+            (self.path / name).unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> None:
         aside = self.path / f".{name}.{os.getpid()}"

@@ -1,15 +1,19 @@
-"""The processes of one job on this machine, started, watched, restarted and ended: `python -m ludus.cluster.supervisor DIRECTORY`.
+"""The processes of one job, started, watched, restarted and ended: `python -m ludus.cluster.supervisor DIRECTORY`.
 
 Two processes look after a job. The *supervisor* starts the roles, each in a session of its own, writes down what they say and how
 they fare, and ends them. The *keeper*, its parent, does nothing but wait for it: should the supervisor be killed, the kernel kills
 its children, their orphans fall to the keeper, which ends them and says in the status what happened. If it is the keeper that is
 killed, the supervisor is told by the kernel and ends the job. So nothing of a job outlives it, and both use the standard library only.
 
+They leave the family of whoever started them; with `--stay` they do not, and end with the exit code of the job: so a queue runs them.
+`--reach module:Class` says how processes are started on the other machines of a job (`reach.py`).
+
 One thread: a parent's death signal is bound to the thread that forked, and nothing here can deadlock.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import selectors
@@ -24,10 +28,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from ludus import plugins
 from ludus.cluster import pids
-from ludus.cluster.cluster import JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
-from ludus.logfile import LogWriter
-from ludus.cluster.record import JobDirectory, Record, Watcher, host, machine
+from ludus.cluster.cluster import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
+from ludus.cluster.reach import MakeReach
+from ludus.cluster.record import PRIVATE, JobDirectory, Record, Watcher, host, machine
+from ludus.cluster.record import RUN as RUN_FILE
+from ludus.logfile import LogWriter, before
+from ludus.runtime.surroundings import NODE, RUN, Surroundings, free_block
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
 """A process that lived for STEADY_S was healthy: the next back-off begins anew."""
@@ -42,6 +50,12 @@ _AGAIN_S = 5.0
 _ASKS = {signal.SIGTERM: False, signal.SIGINT: False, signal.SIGHUP: False, signal.SIGQUIT: True}
 """Signals that end the job, and whether at once."""
 
+_LATER = signal.SIGUSR1
+"""Ends the job too, but only for now: a queue will start it again."""
+
+INTERRUPTED = 75
+"""How a supervisor ends whose job is not over, but will go on."""
+
 
 def backoff_s(short_lives: int) -> float:
     """Seconds until the next life, after so many short ones in a row (at least one)."""
@@ -49,10 +63,11 @@ def backoff_s(short_lives: int) -> float:
 
 
 class Member:
-    """One place of a role, and the process that fills it at the moment."""
+    """One place of a role, and the process that fills it at the moment. `words`: what is started here for it, `host`: where it then is."""
 
-    def __init__(self, role: Role, index: int, log: LogWriter) -> None:
+    def __init__(self, role: Role, index: int, log: LogWriter, words: tuple[str, ...] = (), host: str = "") -> None:
         self.role, self.index, self.log = role, index, log
+        self.words, self.host = words or role.command, host
         self.name = f"{role.name}-{index}"
         self.state: ProcessState = "pending"
         self.process: subprocess.Popen[bytes] | None = None
@@ -66,27 +81,31 @@ class Member:
         self.began = now
         try:
             self.process = subprocess.Popen(  # noqa: S603 # a job runs what it is told to
-                self.role.command,
+                self.words,
                 env={
                     **environment,
                     **self.role.environment,
                     "LUDUS_JOB_ROLE": self.role.name,
                     "LUDUS_JOB_INDEX": str(self.index),
                 },
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.elsewhere else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
             )
         except (OSError, subprocess.SubprocessError) as error:
-            self.log.line(f"{self.role.command[0]} cannot be started: {error}")
+            self.log.line(f"{self.words[0]} cannot be started: {error}")
             self.returned = 126 if isinstance(error, PermissionError) else 127
             self.state = "ended"
             return
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self.state = "running"
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.words != self.role.command
 
     def copy(self) -> bool:
         """From its pipe into its log, as much as there is; False when there will never be more."""
@@ -112,7 +131,12 @@ class Member:
 
     def kill(self) -> None:
         if self.process is not None and self.state == "running":
+            self._hang_up()  # what runs elsewhere is told by the end of its input
             _kill_group(self.process.pid)
+
+    def _hang_up(self) -> None:
+        if self.process is not None and self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.close()
 
     def exited(self) -> bool:
         return self.process is not None and self.state == "running" and _exited(self.process)
@@ -120,6 +144,7 @@ class Member:
     def bury(self) -> None:
         """One that has exited: what it left in its session is gone with it, and its pipe is empty and closed."""
         assert self.process is not None
+        self._hang_up()
         _kill_group(self.process.pid)  # before its number is free for somebody else
         self.returned = self.process.wait()
         for _ in range(_LAST_READS):  # what it left behind in another session may write for ever
@@ -132,32 +157,34 @@ class Member:
     def status(self, machine: str) -> ProcessStatus:
         running = self.process.pid if self.process and self.state == "running" else None
         code = None if self.returned is None else exit_code(self.returned)
-        return ProcessStatus(self.role.name, self.index, self.state, code, self.restarts, running, machine)
+        return ProcessStatus(self.role.name, self.index, self.state, code, self.restarts, running, self.host or machine)
 
 
 class Supervisor:
     """Runs one job to its end. `lifeline`: a pipe; when nobody holds its other end any more, the job is cancelled."""
 
-    def __init__(self, directory: JobDirectory, keeper: Watcher, lifeline: int | None = None) -> None:
+    def __init__(
+        self, directory: JobDirectory, keeper: Watcher, lifeline: int | None = None, reach: MakeReach | None = None
+    ) -> None:
         self.directory, self._keeper = directory, keeper
         self.job = directory.job()
+        directory.scratch.mkdir(mode=PRIVATE, exist_ok=True)  # in its first life it was there
         self._log = LogWriter(directory.log("supervisor"), 1_000_000)
-        self.members = [
-            Member(role, index, LogWriter(directory.log(f"{role.name}-{index}")))
-            for role in self.job.roles
-            for index in range(role.count)
-        ]
+        self._reach = None if reach is None else reach(directory, self.job)
+        self._surroundings = self._here() if self._reach is None else self._reach.surroundings()
+        self._environment = self._environment_of(os.environ)
+        self.members = [self._member(role, index) for role in self.job.roles for index in range(role.count)]
         self._main = next(member for member in self.members if member.role.name == self.job.main)
-        self._environment = {"PYTHONUNBUFFERED": "1"} | dict(os.environ) | {
-            "LUDUS_JOB_ID": directory.id, "LUDUS_JOB_DIR": str(directory.path), "LUDUS_JOB_SCRATCH": str(directory.scratch),
-        }  # fmt: skip
         self._state: JobState = "running"
         self._reason = ""
-        self._cancelled = False
+        self._cancelled = self._later = False
         self._stages: list[list[Member]] | None = None
         """Who is still to be ended; the first are being ended until `_deadline`."""
         self._deadline = 0.0
         self._record = directory.read()
+        earlier = self._record.status.of(self.job.main)
+        if earlier and earlier[0].state != "pending":  # a queue has started it again
+            self._main.restarts = earlier[0].restarts + 1
         self._this, self._machine = Watcher.this(), machine()
         self._selector = selectors.DefaultSelector()
         self._signals = _signals()
@@ -184,10 +211,36 @@ class Supervisor:
             self._say(f"could not be killed: {left}")
         self._finish()
 
+    # -- where it is
+
+    def _here(self) -> Surroundings:
+        """All nodes are this machine."""
+        port = free_block(self.directory.id, 2) if self.job.ray else 0
+        token = self.directory.token() if self.job.ray else None
+        return Surroundings(("127.0.0.1",) * self.job.nodes, 0, port, token, self.job.ray, self.job.wait_s)
+
+    def _environment_of(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What all processes are told, but for which node they are on. A job may be submitted by a process of another one."""
+        kept = {name: value for name, value in environ.items() if not name.startswith("LUDUS_JOB_")}
+        return {"PYTHONUNBUFFERED": "1"} | kept | self.directory.read_secrets() | self._surroundings.environment() | {
+            "LUDUS_JOB_ID": self.directory.id, "LUDUS_JOB_DIR": str(self.directory.path), "LUDUS_JOB_SCRATCH": str(self.directory.scratch),
+            RUN: str(self.directory.path / RUN_FILE),
+        }  # fmt: skip
+
+    def _member(self, role: Role, index: int) -> Member:
+        node, log = role.node(index), self.directory.log(f"{role.name}-{index}")
+        if role.log:
+            log = _linked(log, Path(role.log.replace("{index}", str(index))))
+        words = host = None
+        if self._reach is not None:
+            words, host = self._reach.words(node, role.command), self._reach.names()[node]
+        return Member(role, index, LogWriter(log), words or role.command, host or "")
+
     # -- starting
 
     def _start(self, member: Member) -> None:
-        member.start(self._environment, time.monotonic())
+        node = str(member.role.node(member.index))
+        member.start({**self._environment, NODE: node}, time.monotonic())
         if member.process is not None and member.process.stdout is not None and member.state == "running":
             self._selector.register(member.process.stdout, selectors.EVENT_READ, lambda: self._copy(member))
             self._say(f"{member.name} started as {member.process.pid}")
@@ -236,7 +289,10 @@ class Supervisor:
 
     def _heed(self) -> None:
         for number in self._signals.recv(256):
-            if number in _ASKS:
+            if number == _LATER and self._reach is not None and self._stages is None:
+                self._later = True
+                self._end("its time was nearly up")
+            elif number in _ASKS:
                 orphaned = os.getppid() != self._keeper.pid
                 self._cancel("its keeper was killed" if orphaned else "", at_once=_ASKS[signal.Signals(number)])
 
@@ -250,6 +306,9 @@ class Supervisor:
     def _cancel(self, reason: str, *, at_once: bool = False) -> None:
         if self._stages is None:
             self._cancelled = True
+            if self._reach is not None and not self.directory.is_marked():
+                self._later = True
+                reason = "its queue ended it"
             self._end(reason or "it was cancelled")
         if at_once:
             self._say("everything is killed")
@@ -291,11 +350,16 @@ class Supervisor:
 
     def _finish(self) -> None:
         code = self._main.returned
-        if self._cancelled:
+        if self._later and code != 0:
+            self._state = "pending"
+            if not self._cancelled:
+                self._queue_again()
+        elif self._cancelled:
             self._state = "cancelled"
         else:
             self._state = "succeeded" if code == 0 else "failed"
-        self.directory.clear()
+        if self._state != "pending":
+            self.directory.clear()
         self.publish()
         for member in self.members:
             if member.log.lost:
@@ -305,17 +369,34 @@ class Supervisor:
         self._selector.close()
         self._signals.close()
 
+    def _queue_again(self) -> None:
+        """Said before it is done: a queue may end us for it."""
+        assert self._reach is not None
+        self.publish()
+        self._say("the job is queued again")
+        if why := self._reach.requeue():
+            self._say(f"it could not be queued again: {why}")
+            self._state, self._reason = "failed", f"{self._reason}, and it could not be queued again: {why}"
+
+    @property
+    def interrupted(self) -> bool:
+        return self._state == "pending"
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self._main.returned is None else exit_code(self._main.returned)
+
     # -- saying
 
     def publish(self) -> None:
         """How it fares, and who looks after it: from the first time on it can be cancelled."""
-        over = self._state != "running"
+        over = self._state in OVER
         code = exit_code(self._main.returned) if over and self._main.returned is not None else 1 if over else None
         status = replace(
             self._record.status,
             state=self._state,
             exit_code=code,
-            reason=self._reason if over else "",
+            reason=self._reason if self._state != "running" else "",
             processes=tuple(member.status(host()) for member in self.members),
         )
         record = Record(status, self._machine, self._this, self._keeper)
@@ -346,7 +427,7 @@ def _signals() -> socket.socket:
     for end in (here, there):
         end.setblocking(False)
     signal.set_wakeup_fd(there.detach(), warn_on_full_buffer=False)
-    for number in (*_ASKS, signal.SIGCHLD):
+    for number in (*_ASKS, _LATER, signal.SIGCHLD):
         signal.signal(number, _heard)
     return here
 
@@ -392,8 +473,18 @@ def _spoken(returned: int) -> str:
 # -- the processes ------------------------------------------------------------------------------------------------------
 
 
-def keep(directory: JobDirectory, lifeline: int | None, started: int) -> None:
-    """Become the keeper of a job; returns when nothing of it is left. `started`: a pipe that hears of it when all is set up."""
+def _linked(inside: Path, log: Path) -> Path:
+    """A log elsewhere, which can be found in the job's directory too, with the one before it."""
+    log = log.absolute()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for here, there in ((inside, log), (before(inside), before(log))):
+        here.unlink(missing_ok=True)
+        here.symlink_to(there)
+    return log
+
+
+def keep(directory: JobDirectory, lifeline: int | None, started: int | None, reach: MakeReach | None = None) -> int:
+    """Become the keeper of a job; returns when nothing of it is left, with its exit code. `started`: a pipe that hears of it when all is set up."""
     pids.adopt_orphans()
     keeper = Watcher.this()
     child = os.fork()
@@ -401,26 +492,31 @@ def keep(directory: JobDirectory, lifeline: int | None, started: int) -> None:
         code = 1
         try:
             pids.adopt_orphans()
-            supervisor = Supervisor(directory, keeper, lifeline)
+            supervisor = Supervisor(directory, keeper, lifeline, reach)
             pids.end_with(keeper.pid, signal.SIGTERM)
             supervisor.publish()
-            os.write(started, b"1")
-            os.close(started)
+            if started is not None:
+                os.write(started, b"1")
+                os.close(started)
             supervisor.run()
-            code = 0
+            code = INTERRUPTED if supervisor.interrupted else supervisor.exit_code if started is None else 0
         except BaseException:  # its keeper does what is left to do
             traceback.print_exc()
         finally:
             os._exit(code)
-    os.close(started)
+    if started is not None:
+        os.close(started)
     if lifeline is not None:
         os.close(lifeline)
     with _forwarding(child):
         _, ended = os.waitpid(child, 0)
     pids.end_descendants()
     returned = os.waitstatus_to_exitcode(ended)
+    if returned == INTERRUPTED and not directory.read().status.over:
+        return 0
     directory.clear()
     directory.conclude(f"its supervisor ended with {_spoken(returned)}; its processes were ended")
+    return exit_code(returned)
 
 
 @contextlib.contextmanager
@@ -429,24 +525,32 @@ def _forwarding(child: int) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
-    for number in _ASKS:
+    for number in (*_ASKS, _LATER):
         signal.signal(number, forward)
     yield
 
 
 def main(words: list[str]) -> int:
     """Leave the family of whoever submits it, keep the job, and let the caller go as soon as it is set up. 0: it is."""
-    directory = JobDirectory(Path(words[0]))
-    lifeline = int(words[1]) if len(words) > 1 else None
+    parser = argparse.ArgumentParser(prog="ludus.cluster.supervisor")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("lifeline", type=int, nargs="?")
+    parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--reach", metavar="MODULE:CLASS")
+    asked = parser.parse_args(words)
+    directory, lifeline = JobDirectory(asked.directory), asked.lifeline
+    reach = None if asked.reach is None else plugins.resolve("reach", asked.reach, {})
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
+    if asked.stay:
+        return keep(directory, lifeline, None, reach)
     heard, started = os.pipe()
     if os.fork() > 0:
         os.close(started)
         return 0 if os.read(heard, 1) else 1
     os.close(heard)
     try:
-        keep(directory, lifeline, started)
+        keep(directory, lifeline, started, reach)
     except BaseException:  # this process is nobody's child: what it says here is all that will be known
         traceback.print_exc()
         os._exit(1)
