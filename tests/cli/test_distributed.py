@@ -414,4 +414,4 @@ def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp
 def test_a_finished_run_says_its_result_again(call: Call, tmp_path: Path) -> None:
     small = ["--num-envs", "2", "--set", "train_batch_size=32", "--set", "minibatch_size=16", "--set", "evaluation_duration=0"]
     trained = call("train", "CartPole-v1", *small, "--stop", "iterations=1", "--json", "--local-dir", tmp_path).json
-    assert fleet.stored_result(Path(trained["run_dir"])) == trained
+    assert fleet.stored_result(Path(trained["run_dir"])).to_json() == trained

@@ -15,10 +15,10 @@ import pytest
 from ludus.cluster import local, pids
 from ludus.cluster.cluster import Job, JobStatus, Orchestrator, ProcessStatus, Role, open_orchestrator
 from ludus.cluster.local import LocalOrchestrator
-from ludus.logfile import MAX_BYTES
 from ludus.cluster.record import JobDirectory, Record, Watcher, is_here, machine, make_private, read_job, state_home, write_job
 from ludus.cluster.supervisor import FIRST_BACKOFF_S, MAX_BACKOFF_S, backoff_s
 from ludus.errors import UnknownName, UsageError
+from ludus.logfile import MAX_BYTES
 from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main, until
 
 

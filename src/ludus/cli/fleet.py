@@ -6,13 +6,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ludus.cli import options as o
 from ludus.errors import NotFound, UsageError
 from ludus.memory.exchange import PASSWORD, split_password
+
+if TYPE_CHECKING:
+    from ludus.experiment.result import Result
 
 app = typer.Typer(
     help="Train with workers that come and go, on machines that share nothing but a memory (Redis) and a store (S3, NFS).",
@@ -127,7 +130,7 @@ def learner(
 
             workspace.store_of(directory).put(END, b"")
             if json_:
-                print(json.dumps(stored_result(directory)), flush=True)
+                print(json.dumps(stored_result(directory).to_json()), flush=True)
     else:
         result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
     starter.conclude({name: result})
@@ -186,8 +189,8 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     print(f"removed {left} segments and the notices of {store}")
 
 
-def stored_result(directory: Path) -> dict[str, Any]:
-    """Of a run that is finished, as it was said when it ended."""
+def stored_result(directory: Path) -> Result:
+    """Of a run that is finished, as it was said when it ended; without an agent."""
     from ludus.experiment import checkpoint, status, workspace
     from ludus.experiment.result import Result
     from ludus.metrics import read_jsonl
@@ -197,7 +200,7 @@ def stored_result(directory: Path) -> dict[str, Any]:
     name = checkpoint.newest_name(workspace.store_of(directory))
     why = status.look(directory, fetched=True).status.get("stopped_by", "finished")
     nobody = cast(Any, None)  # it is not played
-    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, nobody).to_json()
+    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, nobody)
 
 
 def _without_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:

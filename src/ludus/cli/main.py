@@ -12,7 +12,25 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus.cli import check_game, config, demo, export, fake, fleet, new, presets, rollout, runs, serve, status, train, tune
+from ludus.cli import (
+    check_game,
+    config,
+    demo,
+    export,
+    fake,
+    fleet,
+    jobs,
+    new,
+    presets,
+    rollout,
+    runs,
+    serve,
+    status,
+    submit,
+    tensorboard,
+    train,
+    tune,
+)
 from ludus.errors import LudusError
 
 app = typer.Typer(
@@ -31,8 +49,11 @@ app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)
 app.add_typer(fleet.app, name="fleet")
+app.command("submit", context_settings=submit.SETTINGS)(submit.submit)
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(runs.app, name="runs")
 app.command("status")(status.status)
+app.command("tensorboard")(tensorboard.tensorboard)
 app.command("demo")(demo.demo)
 app.add_typer(fake.app, name="fake")
 app.command("check-game")(check_game.check_game)

@@ -26,6 +26,7 @@ from ludus.errors import LudusError, UsageError
 
 if TYPE_CHECKING:
     from ludus.experiment.experiment import Result
+    from ludus.experiment.note import Note
     from ludus.experiment.parts import ClusterOptions
 
 NEWEST = "newest"
@@ -121,6 +122,7 @@ def train(
         voice(remark)
     _refuse(ray_num_nodes, upload_dir, checkpoint_score_attr)
     _use_temp_dir(temp_dir)
+    note = note_of_job(voice)
 
     from ludus import config as configs
 
@@ -142,7 +144,7 @@ def train(
         given = {
             "ENV": env or env_option, "-f": file, "-p": preset, "--restore": restore, "--project": project, "--trial": trial,
         } | changing  # fmt: skip
-        _resume_one(resume, given, stops, Starter(voice, ray))
+        _resume_one(resume, given, stops, Starter(voice, ray, note=note))
         return
     if resume == NEWEST and restore is not None:
         raise UsageError(f"--resume continues a run, and --restore {restore} begins a new one.", "Keep one.")
@@ -162,7 +164,7 @@ def train(
     if distributed_config is not None:
         voice(f"-dcp {distributed_config} changes nothing: it is for -dc.")
     changed = [name for name, value in ({"--stop": stop or None} | changing).items() if value is not None]
-    starter = Starter(voice, ray, local_dir, project, trial, restore, newest=resume == NEWEST, changed=changed)
+    starter = Starter(voice, ray, local_dir, project, trial, restore, resume == NEWEST, changed, note)
     starter.run_all(found, source, mapping_of("--resources-per-trial", resources_per_trial))
 
 
@@ -299,8 +301,18 @@ def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], s
             f"--resume continues a run as it is configured; {', '.join(changed)} cannot be changed.",
             "Use --restore to start a new run from it.",
         )
-    result = starter.shown(lambda experiment, told: experiment.resume(where, stop=dict(stop), **told))
+    result = starter.resume(where, {"stop": dict(stop)} if stop else {})
     starter.conclude({result.run_dir.name: result})
+
+
+def note_of_job(voice: Callable[[str], None]) -> Note | None:
+    """Which runs this command has begun, if it is the main one of a job and has lived before."""
+    from ludus.experiment.note import Note
+
+    note = Note.take(os.environ)
+    if note is not None and note.trouble:
+        voice(f"what {note.path} says is ignored: {note.trouble}")
+    return note
 
 
 @dataclass
@@ -316,6 +328,7 @@ class Starter:
     newest: bool = False
     changed: Sequence[str] = ()
     """The options that say what is trained."""
+    note: Note | None = None
 
     def run_all(self, experiments: Experiments, source: Source | None, resources: Mapping[str, Any]) -> None:
         """One that fails is reported, and the others are run all the same; an interruption ends them all."""
@@ -367,11 +380,22 @@ class Starter:
             return None
         if resources:
             self.voice("--resources-per-trial changes nothing: this is a single run.")
+        whole = {"name": name, **data}
+        begun, place = self._noted(name, whole)
+        if begun is not None:
+            return self._go_on(begun, whole)
         before = self._before(name) if self.newest else None
         if before is not None:
-            return self.continue_(before, {"name": name, **data})
-        rest = {"local_dir": self.local_dir, "project": self.project, "trial": self.trial, "restore": self.restore}
-        return self.shown(lambda experiment, told: experiment.start({"name": name, **data}, **rest, **told))
+            self.noting(name)(before)
+            return self.continue_(before, whole)
+        rest = {
+            "local_dir": self.local_dir,
+            "project": self.project,
+            "trial": self.trial,
+            "restore": self.restore,
+            "place": place,
+        }
+        return self.shown(lambda experiment, told: experiment.start(whole, **rest, noted=self.noting(name), **told))
 
     def continue_(self, before: Path, data: Mapping[str, Any]) -> Result | None:
         """The run goes on; None: it is finished. What differs from it is an error, or said."""
@@ -386,6 +410,73 @@ class Starter:
         told = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
         self.voice(f"continuing {place_of(before)}" + f" with {told}" * bool(told))
         return self.shown(lambda experiment, told: experiment.resume(before, changes=changes, **told))
+
+    # -- the lives of a job
+
+    def noting(self, name: str) -> Callable[[Path], None]:
+        """Says to the job, if this is one, where the run or the sweep of an experiment is."""
+
+        def note(directory: Path) -> None:
+            from ludus.experiment.workspace import is_remote, shown
+
+            if self.note is not None:
+                place = shown(directory) if is_remote(directory) else str(directory.expanduser().absolute())
+                if trouble := self.note.write(name, place):
+                    self.voice(f"if this job is started again, it begins anew: {self.note.path} cannot be written: {trouble}")
+
+        return note
+
+    def resume(self, where: str, changes: Mapping[str, Any]) -> Result:
+        """As --resume asks. In a job that has begun so before, the run may have come to its end since."""
+        from ludus.experiment import experiment
+        from ludus.experiment.workspace import directory_of, is_remote, shown
+
+        again = False
+        if self.note is not None:
+            directory = directory_of(where)
+            again = self.note.names(shown(directory) if is_remote(directory) else str(directory.absolute()))
+            if not again and not experiment.is_over(directory, changes, self.cluster()):
+                self.noting(directory.name)(directory)
+        return self.shown(lambda experiment, told: experiment.resume(where, changes=changes, again=again, **told))
+
+    def _noted(self, name: str, data: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
+        """(the run that an earlier life of this job has begun, or where it was about to begin it). Raises StoreError."""
+        from ludus.config import read_experiment
+        from ludus.experiment.run import Run, holds_run
+        from ludus.experiment.workspace import directory_of, shown
+
+        place = self.note.place(name) if self.note is not None else None
+        if self.note is None or place is None:
+            return None, None
+        directory = directory_of(place)
+        if not holds_run(directory):
+            self.voice(f"{shown(directory)}, which {self.note.path} names, holds no run: it begins anew")
+            return None, directory
+        ours, theirs = (read_experiment(each).data for each in (data, Run.open(directory).config()))
+        if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
+            self.voice(f"what {self.note.path} says is ignored: {shown(directory)} is another experiment's")
+            return None, None
+        return directory, None
+
+    def _go_on(self, begun: Path, data: Mapping[str, Any]) -> Result:
+        """With what an earlier life of this job has begun. Nothing that was changed since then is a reason to fail."""
+        from ludus.cli.fleet import stored_result
+        from ludus.errors import ConfigError
+        from ludus.experiment import continuing, experiment
+        from ludus.experiment.workspace import shown as place_of
+
+        cluster, changes = self.cluster(), dict[str, Any]()
+        if self.newest:
+            try:
+                changes = continuing.changes(begun, data, cluster)
+            except ConfigError as error:
+                self.voice(f"it goes on as it began: {error.message}")
+        if _is_finished(begun) and ("stop" not in changes or experiment.is_over(begun, changes, cluster)):
+            self.voice(f"{place_of(begun)} is finished")
+            return stored_result(begun)
+        self.voice(f"this job has begun before: it goes on with {place_of(begun)}")
+        more = {"changes": changes, "restore": self.restore, "again": True}
+        return self.shown(lambda experiment, told: experiment.resume(begun, **more, **told))
 
     def _sweep(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> None:
         from ludus.cli.tune import sweep

@@ -18,6 +18,7 @@ from ludus.errors import UsageError
 
 if TYPE_CHECKING:
     from ludus.cli.train import Starter
+    from ludus.experiment.note import Note
     from ludus.experiment.outcome import SweepResult
     from ludus.runtime.trials import Event
 
@@ -90,10 +91,11 @@ def tune(
 ) -> None:
     """Sweep over seeds and hyper-parameters. Ctrl-C stores what all trials have, and stops; --resume goes on."""
     from ludus import config as configs
-    from ludus.cli.train import experiments_from, log_at, mapping_of, source_of
+    from ludus.cli.train import experiments_from, log_at, mapping_of, note_of_job, source_of
 
     log_at(2 if debug else 0)
     shell = Shell(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
+    shell.note = note_of_job(shell.say)
     top = {
         "env": env or env_option, "run": run, "num_samples": num_samples, "max_failures": max_failures,
         "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num,
@@ -137,7 +139,7 @@ def tune(
 
 def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: Starter, resources: Mapping[str, Any]) -> None:
     """As `ludus train` hands it over, when an experiment turns out to be a sweep."""
-    shell = Shell(starter.voice.quiet, starter.voice.as_json, Path(starter.local_dir), starter.ray)
+    shell = Shell(starter.voice.quiet, starter.voice.as_json, Path(starter.local_dir), starter.ray, note=starter.note)
     data = {name: dict(given) for name, given in experiments.items()}
     unknown = [key for key in resources if key not in ("cpu", "gpu")]
     if unknown:
@@ -172,13 +174,40 @@ class Shell:
     local_dir: Path
     ray: tuple[str | None, int | None, int | None]
     max_concurrent: int | None = None
+    note: Note | None = None
 
     def run(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
-        from ludus.experiment.tuning import run_sweep
+        """Those that an earlier life of this job has begun go on first."""
+        from ludus.experiment.tuning import resume_sweeps, run_sweep
 
+        begun = self._begun(experiments)
+        new = {name: data for name, data in experiments.items() if name not in begun}
+        results: list[SweepResult] = []
         with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
-            results = run_sweep(experiments, self._options(board))
+            options = self._options(board)
+            if begun:
+                self.say(f"this job has begun before: it goes on with {', '.join(map(str, begun.values()))}")
+                results = resume_sweeps(list(begun.values()), options)
+            if new and not any(result.interrupted for result in results):
+                results += run_sweep(new, options)
         self._conclude(results)
+
+    def _begun(self, experiments: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+        from ludus.experiment.tuning import STATE
+
+        found = dict[str, Path]()
+        for name in experiments:
+            place = self.note.place(name) if self.note is not None else None
+            if self.note is not None and place is not None:
+                if (Path(place) / STATE).exists():
+                    found[name] = Path(place)
+                else:
+                    self.say(f"{place}, which {self.note.path} names, holds no sweep: it begins anew")
+        return found
+
+    def _noted(self, name: str, directory: Path) -> None:
+        if self.note is not None and (trouble := self.note.write(name, str(directory.absolute()))):
+            self.say(f"if this job is started again, it begins anew: {self.note.path} cannot be written: {trouble}")
 
     def resume(self, directory: Path, retry_failed: bool) -> None:
         from ludus.experiment.tuning import resume_sweep
@@ -195,9 +224,9 @@ class Shell:
         address, cpus, memory = self.ray
         named = cluster_of(address)
         cluster = cluster_of(named.address if named is not None else LOCAL, cpus, memory)
-        return SweepOptions(self.local_dir, cluster, self.max_concurrent, retry_failed, self._say, board.hear)
+        return SweepOptions(self.local_dir, cluster, self.max_concurrent, retry_failed, self.say, board.hear, self._noted)
 
-    def _say(self, sentence: str) -> None:
+    def say(self, sentence: str) -> None:
         if not self.quiet:
             say(sentence, to_stderr=self.as_json)
 
@@ -209,7 +238,7 @@ class Shell:
             shown = [_as_json(result) for result in results]
             print(json.dumps(shown[0] if len(shown) == 1 else shown, default=str), flush=True)
         if any(result.interrupted for result in results):
-            self._say(f"go on      ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
+            self.say(f"go on      ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
             raise typer.Exit(130)
         failed = [row for result in results for row in result.failed]
         for row in failed:

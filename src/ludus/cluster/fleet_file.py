@@ -135,6 +135,12 @@ def _values(text: str) -> dict[str, str]:
 
 def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[[str], None]) -> FleetFile:
     name = values.get("orchestrator", "")
+    if name in ("ssh", "slurm"):
+        raise ConfigError(
+            f"orchestrator = {name} needs more than this file can say: which machines, which account, how long.",
+            f"Submit the roles: `ludus submit --on {name} … -- fleet learner …` and `ludus submit --on {name} --nodes N … -- fleet worker …`, "
+            "with the same --memory and --store.",
+        )
     if name in PLANNED:
         raise ConfigError(
             f"orchestrator = {name} is not available in this version.",

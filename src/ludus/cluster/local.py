@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ludus.cluster import pids, record
 from ludus.cluster.cluster import Job, JobStatus, ProcessStatus, checked
-from ludus.logfile import LogReader
 from ludus.cluster.record import JobDirectory
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.logfile import LogReader
 from ludus.plugins import did_you_mean
 
 KEPT = 50

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import selectors
@@ -47,6 +48,9 @@ NAME = "learner"
 LOGS = "logs/learner"
 GRACE_S = 600.0
 """A learner that is asked to stop ends its update and writes a checkpoint first; a second Ctrl-C does not wait for that."""
+
+START_S = 5.0
+"""One that has learned nothing yet has nothing to write: it joins a cluster, or waits for its workers."""
 
 CLOSE_S = 30.0
 """After its last word a learner has this long to leave."""
@@ -234,6 +238,8 @@ class _End:
     ended: dict[str, Any] | None = None
     error: LudusError | None = None
     at: float | None = None
+    reported: bool = False
+    """It has learned something."""
 
 
 class Driver:
@@ -325,7 +331,7 @@ class Driver:
 
     def _listen(self, process: Process, mail: _Mail, end: _End, stop: StopSignal, restarts: int) -> None:
         """Until it is over: hand on what it says."""
-        asked = over = False
+        asked_at, over = math.inf, False
         while not over:
             self._pids |= {process.pid} if process.pid is not None else set()
             over = process.state in OVER  # looked at before the pipe is read: what it said before its end is in there
@@ -333,15 +339,19 @@ class Driver:
                 mail.wait(_POLL_S)
             for message in mail.take():
                 self._hear(message, end, restarts)
-            if stop() and not asked:
-                asked = True
+            if stop() and math.isinf(asked_at):
+                asked_at = time.monotonic()
                 process.ask_to_stop(GRACE_S)
+            if time.monotonic() > asked_at + START_S and not end.reported and end.at is None and not over:
+                log.info("the learner has not begun %.0f s after it was asked to stop; it is killed", START_S)
+                process.kill()
             if end.at is not None and time.monotonic() > end.at + CLOSE_S and not over:
                 log.warning("the learner has not left %.0f s after its last word; it is killed", CLOSE_S)
                 process.kill()
 
     def _hear(self, message: Mapping[str, Any], end: _End, restarts: int) -> None:
         if "numbers" in message:
+            end.reported = True
             self._set_up = True  # also if its directory is gone by the time that the learner dies
             numbers = message["numbers"] | ({"learner/restarts": float(restarts)} if restarts else {})
             for sink in self._sinks:

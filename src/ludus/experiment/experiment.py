@@ -77,6 +77,9 @@ DEFAULT_TIMESTEPS = 1_000_000
 Announce = Callable[[str], None]
 """Takes a sentence that whoever started the run wants to read."""
 
+Noted = Callable[[Path], None]
+"""Takes the directory of a run that is about to begin."""
+
 _SAY_EVERY_S = 10.0
 _OVERTAKEN_AT_MOST = 3
 
@@ -234,10 +237,12 @@ def start(
     announce: Announce | None = None,
     supervised: bool | None = None,
     cluster: ClusterOptions | None = None,
+    noted: Noted | None = None,
 ) -> Result:
     """Train a new run; with `restore`, from the weights and the optimizer of a checkpoint, counting from 0.
 
-    Places may be paths or URLs of a store. `place`: the run is exactly there, whatever `local_dir` and the others say. `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway.
+    Places may be paths or URLs of a store. `place`: the run is exactly there, whatever `local_dir` and the others say. `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway. `noted`: is told where the
+    run will be, before it is there.
     """
     data = _with_workers_chosen(data, announce, cluster)
     resolved = resolve(data, cluster)
@@ -247,6 +252,8 @@ def start(
     before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial) if place is None else directory_of(place)
     Run.check_free(directory)
+    if noted is not None:
+        noted(directory)
     if _has_processes(resolved) if supervised is None else supervised:
         return _driven(
             resolved, directory, functools.partial(_learn, directory, dict(data), restore, None, cluster), sinks, announce
@@ -284,19 +291,37 @@ def resume(
     announce: Announce | None = None,
     supervised: bool | None = None,
     cluster: ClusterOptions | None = None,
+    restore: str | Path | None = None,
+    again: bool = False,
 ) -> Result:
     """Continue a run that was stopped or killed, in its own place (a path or URL), from its newest whole checkpoint.
 
-    A run that was killed before its first checkpoint starts again. `changes`: keys of the experiment that are others from
-    now on; `stop` is one of them. `supervised` as in `start`.
+    A run that was killed before its first checkpoint starts again, from the weights of `restore` if it was to begin with them.
+    `changes`: keys of the experiment that are others from now on; `stop` is one of them. `supervised` as in `start`. `again`: who
+    trained it before may have come to the end; then nothing is left to do, and that is no error.
     """
     directory = directory_of(where)
     changes = {**(changes or {}), **({"stop": dict(stop)} if stop else {})}
-    resolved = _resolved_again(Run.open(directory), changes, cluster)
+    run = Run.open(directory)
+    resolved = _resolved_again(run, changes, cluster)
     _check_tracking(resolved, announce)
+    if again and (ended := _ended(run, resolved)) is not None:
+        return ended
     if _has_processes(resolved) if supervised is None else supervised:
-        return _driven(resolved, directory, functools.partial(_learn, directory, None, None, changes, cluster), sinks, announce)
-    return _resume(directory, changes, None, sinks, announce, cluster)
+        return _driven(
+            resolved, directory, functools.partial(_learn, directory, None, restore, changes, cluster), sinks, announce
+        )
+    return _resume(directory, changes, restore, sinks, announce, cluster)
+
+
+def _ended(run: Run, resolved: Resolved) -> Result | None:
+    """What a run has come to whose newest checkpoint is its last."""
+    try:
+        before = checkpoint.newest(run.store)
+    except NotFound:
+        return None
+    over = _over(before, resolved)
+    return None if over is None else _concluded(run, resolved, before, over)
 
 
 def _check_tracking(resolved: Resolved, announce: Announce | None) -> None:

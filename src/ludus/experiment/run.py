@@ -61,7 +61,7 @@ class Run:
             run._write(CONFIG, dump_yaml(dict(config)).encode(), overwrite=not workspace.is_remote(directory))
         except AlreadyExists as error:  # a machine that this one knows nothing of was quicker
             raise _taken(directory) from error
-        run.write_meta({"status": "running", **_provenance(), "seed": config_seed(config)})
+        run.write_meta({"status": "running", **_birth(config)})
         return run
 
     @staticmethod
@@ -122,7 +122,8 @@ class Run:
 
     def take_up(self, config: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """To be written when the run is ours (`taken_up`): until then it may be another's, and nothing is written of it."""
-        self._postponed = config, dict(meta)
+        born = {} if self.meta().get("id") else _birth(config)  # killed between its configuration and its metadata
+        self._postponed = config, born | dict(meta)
 
     def taken_up(self) -> None:
         """It is ours. Nothing to do for a run that was created. Raises Fenced, StoreError."""
@@ -252,6 +253,10 @@ def _runs_below(directory: Path, depth: int) -> list[Path]:
 
 def _marked(run: Path) -> Path:
     return run / (CONFIG if (run / CONFIG).exists() else META)
+
+
+def _birth(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_provenance(), "seed": config_seed(config)}
 
 
 def _provenance() -> dict[str, Any]:

@@ -63,6 +63,8 @@ class SweepOptions:
     retry_failed: bool = False
     announce: Announce | None = None
     hear: Hear | None = None
+    noted: Callable[[str, Path], None] | None = None
+    """Is told the name of a new sweep and its directory, before it is there."""
 
     def say(self, sentence: str) -> None:
         if self.announce is not None:
@@ -338,7 +340,12 @@ def run_sweep(experiments: Mapping[str, Mapping[str, Any]], options: SweepOption
 
 def resume_sweep(directory: Path, options: SweepOptions) -> SweepResult:
     """Go on with a sweep that was interrupted or killed: ended trials stay as they are, the others go on from their checkpoints."""
-    return _run([opened(directory)], options, resumed=True)[0]
+    return resume_sweeps([directory], options)[0]
+
+
+def resume_sweeps(directories: Sequence[Path], options: SweepOptions) -> list[SweepResult]:
+    """One after the other, as `run_sweep` does."""
+    return _run([opened(directory) for directory in directories], options, resumed=True)
 
 
 def _check_free(directory: Path) -> None:
@@ -359,6 +366,8 @@ def _run(sweeps: Sequence[Sweep], options: SweepOptions, resumed: bool = False) 
             return _one_by_one(sweeps, options, stack)
         for sweep in sweeps:
             _check_free(sweep.directory)
+            if options.noted is not None:
+                options.noted(sweep.name, sweep.directory)
             sweep.save()
         try:
             return _one_by_one(sweeps, options, stack)

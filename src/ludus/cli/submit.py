@@ -1,0 +1,226 @@
+"""`ludus submit`: any `ludus` command as a job, on this machine, on a list of machines, or in a queue."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli import jobs
+from ludus.errors import LudusError, UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from ludus.cluster.cluster import Job, Orchestrator
+    from ludus.cluster.target import Target
+
+SETTINGS = {"allow_interspersed_args": False}
+"""From the first word of the command on, options are its own, also where `--` was forgotten."""
+
+_SLURM, _SSH, _ALL, _SAID = "Slurm", "SSH", "The job", "What is said"
+
+Say = Callable[[str], None]
+
+
+def _of(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 - the name of Typer
+    return typer.Option(*names, metavar=metavar, help=help, show_default=False, rich_help_panel=panel)
+
+
+def submit(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND [OPTION]...", help="As after `ludus`: train CartPole-v1 …", show_default=False),
+    ] = None,
+    on: Annotated[str | None, _of(_ALL, "--on", metavar="local|ssh|slurm|module:Class", help="Where. Default: local.")] = None,
+    file: Annotated[
+        Path | None, _of(_ALL, "-f", "--file", help="cluster.yaml: all of this as a file; options come before it.")
+    ] = None,
+    name: Annotated[str | None, _of(_ALL, "--name", help="Its id begins so.")] = None,
+    nodes: Annotated[int | None, _of(_ALL, "--nodes", "-N", help="Machines. train and tune use them all.")] = None,
+    min_nodes: Annotated[int | None, _of(_ALL, "--min-nodes", help="Begin with so many. Default: all.")] = None,
+    wait_s: Annotated[float | None, _of(_ALL, "--wait-s", help="Seconds in which they must have come. Default: 300.")] = None,
+    cpus: Annotated[int | None, _of(_ALL, "--cpus", help="Cores of each that may be used.")] = None,
+    gpus: Annotated[int | None, _of(_ALL, "--gpus", help="Accelerators of each.")] = None,
+    env: Annotated[list[str] | None, _of(_ALL, "--env", metavar="NAME=VALUE", help="For its processes; repeatable.")] = None,
+    secret: Annotated[
+        list[str] | None,
+        _of(_ALL, "--secret", metavar="NAME", help="A variable of this environment, handed on and never written; repeatable."),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        _of(_ALL, "--setup", metavar="LINE", help="A line of shell before it: module load …, a virtual environment; repeatable."),
+    ] = None,
+    python: Annotated[str | None, _of(_ALL, "--python", help="The interpreter there.")] = None,
+    workdir: Annotated[str | None, _of(_ALL, "--workdir", metavar="DIR", help="Where it starts, there.")] = None,
+    grace_s: Annotated[float | None, _of(_ALL, "--grace-s", help="Seconds to end in when asked to. Default: 60.")] = None,
+    iplist: Annotated[Path | None, _of(_SSH, "--iplist", metavar="FILE", help="Lines of `ip user port slots`, or YAML.")] = None,
+    identity: Annotated[Path | None, _of(_SSH, "--identity", metavar="FILE", help="The private key.")] = None,
+    known_hosts: Annotated[Path | None, _of(_SSH, "--known-hosts", metavar="FILE", help="The keys of the machines.")] = None,
+    copy: Annotated[
+        list[Path] | None, _of(_SSH, "--copy", metavar="PATH", help="Sent into the workdir first; repeatable.")
+    ] = None,
+    time: Annotated[
+        str | None, _of(_SLURM, "--time", "-t", metavar="[D-]HH:MM:SS", help="Limit; then it goes on in a new turn.")
+    ] = None,
+    memory: Annotated[str | None, _of(_SLURM, "--memory", metavar="SIZE", help="Of each node: 32G.")] = None,
+    account: Annotated[str | None, _of(_SLURM, "--account", "-A", help="Who pays.")] = None,
+    partition: Annotated[str | None, _of(_SLURM, "--partition", "-p", help="Which queue.")] = None,
+    qos: Annotated[str | None, _of(_SLURM, "--qos", help="Quality of service.")] = None,
+    constraint: Annotated[str | None, _of(_SLURM, "--constraint", "-C", help="Features of the nodes.")] = None,
+    extra: Annotated[
+        list[str] | None,
+        _of(_SLURM, "--extra", metavar="OPTION", help="Any other one of sbatch: --extra=--mail-type=END; repeatable."),
+    ] = None,
+    requeue: Annotated[
+        bool | None, _of(_SLURM, "--requeue/--no-requeue", help="Queue it again when its time is up. Default: yes.")
+    ] = None,
+    signal_s: Annotated[
+        int | None, _of(_SLURM, "--signal-s", help="Seconds before its limit in which it saves. Default: 120.")
+    ] = None,
+    interactive: Annotated[
+        bool, _of(_SLURM, "--interactive", help="Here, in the allocation of salloc; without one, one is asked for.")
+    ] = False,
+    redis_password: Annotated[str | None, _of(_SLURM, "--redis-password", help="Has no meaning any more.")] = None,
+    dry_run: Annotated[bool, _of(_SAID, "--dry-run", help="Print what would be written and run, and touch nothing.")] = False,
+    wait: Annotated[
+        bool, _of(_SAID, "--wait", help="Show what it says until it is over; exit with its exit code. Ctrl-C leaves it running.")
+    ] = False,
+    as_json: Annotated[bool, _of(_SAID, "--json", help="The last line of output is one JSON object.")] = False,
+    quiet: Annotated[bool, _of(_SAID, "--quiet", "-q", help="The id, and no more.")] = False,
+) -> None:
+    """Run a command as a job, and print its id: `ludus jobs` shows, waits for and ends it.
+
+    ludus submit -- train CartPole-v1    ludus submit --on slurm --nodes 3 --time 02:00:00 -- train …    ludus submit -f cluster.yaml -- tune …
+    """
+    from ludus.cluster.target import Target, launched, load_target, opened
+
+    say: Say = _unsaid if quiet else jobs.say
+    if redis_password is not None:
+        say("--redis-password is ignored: Ray has no such password any more; every job has a token of its own")
+    begun = load_target(file) if file is not None else Target()
+    target = begun.merged(
+        on=on, name=name, nodes=nodes, min_nodes=min_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
+        environment=_environment(begun, env), secrets=_more(begun.secrets, secret), setup=_more(begun.setup, setup),
+        python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=identity, known_hosts=known_hosts,
+        copy=_more(begun.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
+        extra=_more(begun.extra, extra), requeue=requeue, signal_s=signal_s,
+    )  # fmt: skip
+    launch = launched(target, words or [], os.environ)
+    check_command(command_of(launch.job))
+    for notice in launch.notices:
+        say(notice)
+    orchestrator = opened(target)
+    if dry_run:
+        print(_rendered(target, orchestrator.render(launch.job), as_json))
+    elif interactive:
+        raise typer.Exit(run_interactively(target, orchestrator, launch.job))
+    else:
+        _submit(target.on, orchestrator, launch.job, say, wait=wait, as_json=as_json)
+
+
+def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bool, as_json: bool) -> None:
+    job_id = orchestrator.submit(job)
+    jobs.remember(on)
+    if not wait:
+        if as_json:
+            print(json.dumps(jobs.Found(on, orchestrator, orchestrator.status(job_id)).to_json()))
+        else:
+            print(job_id, flush=True)
+        say(f"submitted to {on}; `ludus jobs logs -f {job_id}` shows what it says, `ludus jobs cancel {job_id}` ends it")
+        return
+    say(f"{job_id} is submitted to {on}; Ctrl-C leaves it running")
+    with jobs.detached_by_interrupt(job_id):
+        ended = follow(jobs.Found(on, orchestrator, orchestrator.status(job_id)), job.main, as_json=as_json)
+    if as_json:
+        print(json.dumps(ended.to_json()))
+    raise typer.Exit(jobs.conclude(ended, last_lines=False))
+
+
+def follow(found: jobs.Found, main: str, *, as_json: bool) -> jobs.Found:
+    """Show what main says until the job is over. A connection that breaks on the way costs the view, not the wait."""
+    try:
+        for line in found.orchestrator.logs(found.id, role=main, follow=True):
+            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+    except UsageError:
+        raise
+    except LudusError as error:
+        jobs.say(f"what {found.id} says cannot be shown any longer: {error}")
+    ended = jobs.await_end(found, math.inf)
+    assert ended is not None
+    return jobs.Found(found.on, found.orchestrator, ended)
+
+
+def run_interactively(target: Target, orchestrator: Orchestrator, job: Job) -> int:
+    """In the foreground, in an allocation of nodes. Raises UsageError where there is no such thing."""
+    interactively: Callable[[Job], int] | None = getattr(orchestrator, "interactive", None)
+    if interactively is None:
+        raise UsageError(f"--interactive is for an allocation of Slurm, and not for {target.on}.", "Use --wait.")
+    return interactively(job)
+
+
+# -- the command --------------------------------------------------------------------------------------------------------
+
+
+def command_of(job: Job) -> list[str]:
+    """The words after `ludus`."""
+    main = next(role for role in job.roles if role.name == job.main)
+    return list(main.command[main.command.index("ludus.cli.main") + 1 :])
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Read it as it will be read there: a word that is wrong is said now, not when a queue has come to it. Raises UnknownName."""
+    import click
+    from typer.main import get_command
+
+    from ludus.cli.main import app
+    from ludus.plugins import did_you_mean
+
+    command: Any = get_command(app)
+    context: Any = click.Context(command, info_name="ludus")
+    rest = list(words)
+    while isinstance(command, click.Group):
+        known = command.list_commands(context)
+        if not rest or rest[0] not in known:
+            said = " ".join(["ludus", *words[: len(words) - len(rest)]])
+            raise UnknownName(
+                f"`{said}` has no command {rest[0]!r}." if rest else f"`{said}` needs a command.",
+                did_you_mean(rest[0] if rest else "", known),
+            )
+        name = rest.pop(0)
+        command = command.get_command(context, name)
+        context = click.Context(command, info_name=name, parent=context)
+    command.make_context(context.info_name, rest, parent=context.parent)
+
+
+def _environment(target: Target, given: Sequence[str] | None) -> dict[str, str] | None:
+    if not given:
+        return None
+    found = dict(target.environment)
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(
+                f"--env {name} has no value.", f"--env {name}=…; or --secret {name}, which hands on the one that is set here."
+            )
+        found[name] = value
+    return found
+
+
+def _more(known: Sequence[Any], given: Sequence[Any] | None) -> list[str] | None:
+    """What an option adds to what the file has; None: nothing."""
+    return [*map(str, known), *map(str, given)] if given else None
+
+
+def _rendered(target: Target, files: dict[str, str], as_json: bool) -> str:
+    if as_json:
+        return json.dumps({"on": target.on, "files": files})
+    return "\n".join(f"==> {name} <==\n{text.rstrip(chr(10))}\n" for name, text in files.items()).rstrip("\n")
+
+
+def _unsaid(sentence: str) -> None:
+    """Nobody wants to hear it."""
