@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster import local, pids
+from ludus import pids
+from ludus.cluster import shelf
 from ludus.cluster.cluster import Job, JobStatus, Orchestrator, ProcessStatus, Role, open_orchestrator
 from ludus.cluster.local import LocalOrchestrator
 from ludus.cluster.record import JobDirectory, Record, Watcher, is_here, machine, make_private, read_job, state_home, write_job
@@ -182,7 +183,7 @@ sys.stdin.read()
     def test_old_jobs_are_forgotten_and_running_ones_are_not(
         self, orchestrator: LocalOrchestrator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(local, "KEPT", 1)
+        monkeypatch.setattr(shelf, "KEPT", 1)
         running = orchestrator.submit(job(main("sleep 600")))
         over = [orchestrator.submit(job(main("true"))) for _ in range(2)]
         for job_id in over:

@@ -153,7 +153,7 @@ def test_what_the_queue_ends_is_not_cancelled(queue: Queue) -> None:
 
 
 def test_a_process_elsewhere_hears_of_its_end_by_its_input(queue: Queue) -> None:
-    far = sh("far", "echo begun > begun; trap '' TERM; cat; echo ended > ended", at=(1,))
+    far = sh("far", "trap '' TERM; echo begun > begun; cat; echo ended > ended", at=(1,))
     place = queue.prepare(
         Job("trial", (far, sh("main", "until [ -s begun ]; do sleep 0.05; done")), "main", nodes=2, grace_s=0.2)
     )

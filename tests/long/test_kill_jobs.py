@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster import pids
+from ludus import pids
 from ludus.cluster.local import LocalOrchestrator
 from ludus.cluster.record import JobDirectory
 from ludus.testing.orchestrator_contract import ended, until

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ludus.cluster.cluster import Job, Restart, Role
 from ludus.errors import UsageError
 from ludus.memory.exchange import PASSWORD
+from ludus.runtime.surroundings import LEARNERS
 
-MAIN, RAY, WORKER = "main", "ray", "worker"
+MAIN, RAY, WORKER, LEARNER = "main", "ray", "worker", "learner"
 SECRETS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -49,6 +50,7 @@ def launch(
     nodes: int = 1,
     cpus: Sequence[int | None] = (None,),
     gpus: Sequence[int] = (0,),
+    learner_nodes: int = 1,
     min_nodes: int | None = None,
     wait_s: float = 300.0,
     grace_s: float = 60.0,
@@ -56,7 +58,10 @@ def launch(
     environment: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
 ) -> Launch:
-    """`words`: as after `ludus`. `cpus`, `gpus`: of each node; fewer than nodes: the last one's of all others. Raises UsageError."""
+    """`words`: as after `ludus`. `cpus`, `gpus`: of each node; fewer than nodes: the last one's of all others.
+
+    `learner_nodes`: so many of the first nodes have a learner; that of the first is the training itself. Raises UsageError.
+    """
     words, notices = _cleaned(list(words))
     way = way_of(words)
     if way == "one" and nodes > 1:
@@ -80,9 +85,19 @@ def launch(
         gpus=_of(gpus, 0),
     )
     others: tuple[Role, ...] = ()
+    if learner_nodes > 1 and (words[0] != "train" or learner_nodes > nodes):
+        raise UsageError(
+            f"`ludus {words[0]}` shall learn on {learner_nodes} of {nodes} nodes.",
+            "Only train has learners on several nodes, and not more than there are.",
+        )
     if ray:
         others = tuple(_ray_roles(interpreter, nodes, cpus, gpus, dict(environment or {})))
-    elif way == "each" and nodes > 1:
+    if learner_nodes > 1:
+        main = replace(main, environment={**main.environment, LEARNERS: str(learner_nodes - 1)})
+        at = tuple(range(1, learner_nodes))
+        words_there = (interpreter, "-P", "-m", "ludus.runtime.far_rank")
+        others += (Role(LEARNER, words_there, len(at), "always", dict(environment or {}), main.cpus, main.gpus, at),)
+    if way == "each" and nodes > 1:
         at = tuple(range(1, nodes))
         others = (Role(WORKER, main.command, len(at), "on-failure", main.environment, main.cpus, main.gpus, at),)
     kept = tuple(dict.fromkeys([*secrets, *(known for known in SECRETS if environ.get(known))]))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from types import FrameType
 
-from ludus.cluster import pids
+from ludus import pids
 
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SAFETY_S = 5.0

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ludus.cluster import pids
+from ludus import pids
 from ludus.cluster.cluster import OVER, Job, JobStatus, ProcessStatus, Role
 from ludus.errors import Damaged, UsageError
 

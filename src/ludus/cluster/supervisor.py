@@ -28,14 +28,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from ludus import plugins
-from ludus.cluster import pids
+from ludus import pids, plugins
 from ludus.cluster.cluster import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
 from ludus.cluster.reach import MakeReach
 from ludus.cluster.record import PRIVATE, JobDirectory, Record, Watcher, host, machine
 from ludus.cluster.record import RUN as RUN_FILE
 from ludus.logfile import LogWriter, before
-from ludus.runtime.surroundings import NODE, RUN, Surroundings, free_block
+from ludus.runtime.surroundings import NODE, PORTS, RUN, Surroundings, free_block
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
 """A process that lived for STEADY_S was healthy: the next back-off begins anew."""
@@ -215,8 +214,9 @@ class Supervisor:
 
     def _here(self) -> Surroundings:
         """All nodes are this machine."""
-        port = free_block(self.directory.id, 2) if self.job.ray else 0
-        token = self.directory.token() if self.job.ray else None
+        several = self.job.nodes > 1
+        port = free_block(self.directory.id, PORTS) if several else 0
+        token = self.directory.token() if several else None
         return Surroundings(("127.0.0.1",) * self.job.nodes, 0, port, token, self.job.ray, self.job.wait_s)
 
     def _environment_of(self, environ: Mapping[str, str]) -> dict[str, str]:

@@ -74,6 +74,7 @@ class Target(Strict):
     workdir: str | None = None
     wait_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     min_nodes: Positive | None = None
+    learner_nodes: Positive = Field(1, description="so many of the first nodes compute gradients")
     grace_s: Annotated[float, Field(ge=0, le=3_600)] = 60.0
 
     time: str | None = None
@@ -189,7 +190,7 @@ def launched(target: Target, words: Sequence[str], environ: Mapping[str, str]) -
         cpus = [group.cpus or target.cpus for group in target.groups for _ in range(group.nodes)]
         gpus = [target.gpus if group.gpus is None else group.gpus for group in target.groups for _ in range(group.nodes)]
     made = launch(
-        words, environ=environ, name=target.name, nodes=nodes, cpus=cpus, gpus=gpus, min_nodes=target.min_nodes,
+        words, environ=environ, name=target.name, nodes=nodes, cpus=cpus, gpus=gpus, min_nodes=target.min_nodes, learner_nodes=target.learner_nodes,
         wait_s=target.wait_s, grace_s=target.grace_s, python=target.python, environment=target.environment,
         secrets=target.secrets,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def _places(data: bytes) -> tuple[dict[str, str], str]:
         return {}, ""
     try:
         found = json.loads(data) if len(data) <= _MOST_BYTES else None
-    except ValueError:  # also what is not UTF-8
+    except (ValueError, RecursionError):  # also what is not UTF-8
         found = None
     if isinstance(found, dict) and all(isinstance(place, str) and place for place in found.values()):
         return found, ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +16,7 @@ import torch
 
 from ludus.buffer.episodes import WholeEpisodes
 from ludus.config import AlgorithmConfig, ExperimentConfig
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, UsageError
 from ludus.experiment import checkpoint, tracking
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
@@ -26,7 +28,9 @@ from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
 from ludus.runtime.learners import share_learning
+from ludus.runtime.link import Entrance
 from ludus.runtime.machine import usable_cores
+from ludus.runtime.surroundings import Surroundings
 from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Trainer
 from ludus.training.twin import Twinned
@@ -142,8 +146,26 @@ def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Ru
     """The algorithm on as many learners as the config says; `policy` is the one that acts, wherever it is learned."""
     logs = run.directory / "logs" / "learner"
     made_with = config.model_copy(update=threads_of(policy, config))
-    shared = share_learning(algorithm, made_with, config.learners, logs if model == DEFAULT_MODEL else logs / model)
+    job = Surroundings.of(os.environ)
+    if job is not None and job.learners:
+        shared = _shared_with_nodes(algorithm, made_with, logs, job, model)
+    else:
+        shared = share_learning(algorithm, made_with, config.learners, logs if model == DEFAULT_MODEL else logs / model)
     return shared if algorithm.policy is policy else Twinned(shared, policy)
+
+
+def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, logs: Path, job: Surroundings, model: str) -> Algorithm:
+    """The learners that the config says are here; those of other nodes are as many more, and come to us."""
+    if model != DEFAULT_MODEL:
+        raise UsageError(
+            f"The model {model} shall be learned by {job.learners} learners of other machines too, which is for runs with one model.",
+            "List one machine for learners.",
+        )
+    host, port = job.learners_entrance
+    with contextlib.closing(Entrance(host, job.token(), port)) as entrance:
+        log.info("waiting for %d learners of other machines at %s", job.learners, entrance.address)
+        size = config.learners + job.learners
+        return share_learning(algorithm, config, size, logs, away=job.learners, entrance=entrance, start_s=job.wait_s)
 
 
 def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:

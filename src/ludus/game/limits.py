@@ -149,8 +149,8 @@ def _cgroups(proc: Path) -> Iterator[Path]:
         if version is None or version not in paths or (version and version not in kind[-1].split(",")):
             continue
         root, point = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
-        path = PurePosixPath(paths[version])
-        below = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()  # else: seen from within a namespace
+        own = PurePosixPath(paths[version])
+        below = own.relative_to(root) if own.is_relative_to(root) else PurePosixPath()  # else: seen from within a namespace
         yield from (point.joinpath(*below.parts[:depth]) for depth in range(len(below.parts), -1, -1))
 
 

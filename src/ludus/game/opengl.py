@@ -178,7 +178,7 @@ def _glx(library: Any) -> tuple[str, str]:
         raise _Failed("the X server does not answer")
     choose, create = library.glXChooseVisual, library.glXCreateContext
     choose.restype, choose.argtypes = c_void_p, [c_void_p, c_int, c_void_p]
-    visual = choose(display, 0, (c_int * 4)(4, 5, 12, 0))  # GLX_RGBA, GLX_DOUBLEBUFFER, GLX_DEPTH_SIZE: at least none given
+    visual = choose(display, 0, (c_int * 5)(4, 5, 12, 1, 0))  # GLX_RGBA, GLX_DOUBLEBUFFER, GLX_DEPTH_SIZE: 1
     visual = visual or choose(display, 0, (c_int * 2)(4, 0))
     if not visual:
         raise _Failed("the X server has no GLX")

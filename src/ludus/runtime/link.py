@@ -116,13 +116,13 @@ def _hurry(connection: socket.socket, deadline: float) -> None:
 
 
 class Entrance:
-    """Where ranks of other nodes come in. Listens on the given address of this node, on any free port."""
+    """Where ranks of other nodes come in. Listens on the given address of this node, on any free port unless one is given."""
 
-    def __init__(self, host: str, token: bytes) -> None:
+    def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         if len(token) < 16:
             raise UsageError(f"A token of {len(token)} bytes is too short.", "Use 16 random ones or more.")
         self.host, self._token = host, token
-        self._listening = socket.create_server((host, 0))
+        self._listening = socket.create_server((host, port))
         self.address = f"{TCP}{host}:{self._listening.getsockname()[1]}"
 
     def admit(self, within_s: float) -> Link | None:

@@ -16,20 +16,27 @@ from ludus.errors import UsageError
 NODES, NODE, PORT, TOKEN, RAY, WAIT = (
     "LUDUS_JOB_NODES", "LUDUS_JOB_NODE", "LUDUS_JOB_PORT", "LUDUS_JOB_TOKEN_FILE", "LUDUS_JOB_RAY", "LUDUS_JOB_WAIT_S",
 )  # fmt: skip
+LEARNERS = "LUDUS_JOB_LEARNERS"
+"""How many learners on other nodes come to the one that the main role is, or starts. For the main role alone."""
+
 RUN = "LUDUS_JOB_RUN"
 """A file: which run the main role has begun, so that its next life, on whichever machine, goes on with it."""
 
 FIRST_PORT, LAST_PORT = 10_000, 32_000
 """Below what Linux gives to outgoing connections by default (32768 on), above what services have."""
 
+PORTS = 3
+"""That a job needs on its first node: of Ray's head, of the door, of the first learner."""
+
 WAIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`nodes`: their addresses, as the others reach them. `node`: which of them this is. `port`: the head's; the next one is the door's.
+    """`nodes`: their addresses, as the others reach them. `node`: which of them this is. `port`: the head's; the next ones are the door's and the first learner's.
 
     `token_file`: 0600, the secret of this job. `ray`: how many nodes its Ray shall have before work begins; 0: it has none.
+    `learners`: how many learners of other nodes there are.
     """
 
     nodes: tuple[str, ...] = ("127.0.0.1",)
@@ -38,6 +45,7 @@ class Surroundings:
     token_file: Path | None = None
     ray: int = 0
     wait_s: float = WAIT_S
+    learners: int = 0
 
     @property
     def head(self) -> str:
@@ -49,12 +57,31 @@ class Surroundings:
         """Where the first node tells the others that the job is over."""
         return self.nodes[0], self.port + 1
 
+    @property
+    def learners_entrance(self) -> tuple[str, int]:
+        """Where the first learner waits for the others."""
+        return self.nodes[0], self.port + 2
+
+    def token(self) -> bytes:
+        """Raises UsageError where there is none, or others can read it."""
+        if self.token_file is None:
+            raise UsageError(f"This job has no token: {TOKEN} is not set.")
+        try:
+            mode, token = self.token_file.stat().st_mode, self.token_file.read_text().strip()
+        except OSError as error:
+            raise UsageError(f"The token of the job in {self.token_file} cannot be read: {error.strerror}.") from error
+        if mode & 0o077:
+            raise UsageError(f"Others can read the token in {self.token_file}.", f"chmod 600 {self.token_file}")
+        return token.encode()
+
     def environment(self) -> dict[str, str]:
         said = {NODES: ",".join(self.nodes), NODE: str(self.node), PORT: str(self.port)}
         if self.token_file is not None:
             said[TOKEN] = str(self.token_file)
         if self.ray:
             said |= {RAY: str(self.ray), WAIT: f"{self.wait_s:g}"}
+        if self.learners:
+            said |= {LEARNERS: str(self.learners), WAIT: f"{self.wait_s:g}"}
         return said
 
     @staticmethod
@@ -66,12 +93,13 @@ class Surroundings:
             nodes = tuple(environ[NODES].split(","))
             node, port = int(environ.get(NODE, "0")), int(environ.get(PORT, "0"))
             ray, wait_s = int(environ.get(RAY, "0")), float(environ.get(WAIT, str(WAIT_S)))
+            learners = int(environ.get(LEARNERS, "0"))
         except ValueError as error:
             raise UsageError(f"The variables {NODES}, {NODE}, {PORT}, {RAY}, {WAIT} are not those of a job: {error}.") from error
-        if not 0 <= node < len(nodes) or not all(nodes) or not 0 <= port < 1 << 16 or not 0 <= ray <= len(nodes):
+        if not 0 <= node < len(nodes) or not all(nodes) or not 0 <= port < 1 << 16 or not 0 <= ray <= len(nodes) or learners < 0:
             raise UsageError(f"{NODES}={environ[NODES]}, {NODE}={node}, {PORT}={port}, {RAY}={ray} are not those of a job.")
         token = environ.get(TOKEN)
-        return Surroundings(nodes, node, port, Path(token) if token else None, ray, wait_s)
+        return Surroundings(nodes, node, port, Path(token) if token else None, ray, wait_s, learners)
 
 
 def candidates(job: str, size: int, salt: str = "") -> list[int]:

@@ -1,0 +1,126 @@
+"""`ludus actor`: a machine that plays for a learner elsewhere, started by hand; as many of them as there are, at any time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from ludus.cli import roles as r
+from ludus.errors import UsageError
+
+app = typer.Typer(help="A machine that samples for the learner of a run, started there.", no_args_is_help=True)
+
+GAMECORE = "GAMECORE_SERVER_ADDR"
+NUMBERS = ("ACTOR_NUM", "CPU_NUM")
+NO_POOL = ("NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL")
+_PORT = 36010
+_MOST = 4096
+
+_Num = Annotated[
+    int | None,
+    typer.Option("--num", min=1, max=_MOST, help="Workers on this machine, one per core is usual. [ACTOR_NUM, CPU_NUM]"),
+]
+_Gamecore = Annotated[
+    str | None,
+    typer.Option("--gamecore", metavar="HOST:PORT", help=f"The server that starts games for them. [{GAMECORE}]"),
+]
+_NoPool = Annotated[
+    bool,
+    typer.Option(
+        "--no-model-pool", help="The learner is on this machine: its weights are used where they are. [NO_MODEL_POOL=1]"
+    ),
+]
+
+
+@app.command()
+def start(
+    iplist: r.IpList,
+    num: _Num = None,
+    gamecore: _Gamecore = None,
+    no_model_pool: _NoPool = False,
+    node: r.Node = None,
+    port: r.Port = _PORT,
+    token_file: r.TokenFile = None,
+    log_dir: r.LogDir = None,
+) -> None:
+    """Offer this machine to the learner of the list. It goes on by itself, waits for a learner, and joins the next one."""
+    from ludus.cluster import roles
+    from ludus.cluster.iplist import load_iplist
+    from ludus.cluster.local import LocalOrchestrator
+    from ludus.cluster.whereabouts import locate
+
+    listed = load_iplist(iplist)
+    here = locate(listed, os.environ, node, must=False)
+    in_list = listed.entries[here.node].actors if here.node is not None else 0
+    count = number_of(num, os.environ, in_list)
+    server = address_of(gamecore or os.environ.get(GAMECORE, ""))
+    shares = no_model_pool or any(is_set(name, os.environ) for name in NO_POOL)
+    if shares and here.address != here.head:
+        raise UsageError(
+            f"--no-model-pool is for a machine that the learner runs on, and that is {here.head}; this is {here.address}.",
+            "Leave it out (unset NO_MODEL_POOL and NO_ACTOR_MODEL_POOL).",
+        )
+    meeting = r.meeting_of(here, port, token_file, log_dir)
+    roles.need_token(meeting.token_file, listed, create=False)
+    r.show_list(listed, here, port)
+    for notice in r.clean(os.environ):
+        r.say(notice)
+    r.say(f"actor_num: {count}")
+    if server:
+        r.say(f"gamecore server: {server}")
+    job = roles.joining_job("actor", meeting, os.environ, cpus=count, gamecore=server, share_weights=shares)
+    status = r.begin(job, LocalOrchestrator(), "actor")
+    r.say(f"{status.id} is {status.state}")
+    r.say(f"logs: {meeting.logs / 'actor'}/actor_*.log, one for each worker once the learner has given it work")
+
+
+@app.command()
+def stop(port: r.OnlyPort = None, everything: r.All = False, at_once: r.AtOnce = False) -> None:
+    """End the actors of this machine; the learner goes on with those of others."""
+    r.stop("actor", port, everything, at_once)
+
+
+@app.command()
+def status(port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
+    """How the actors of this machine fare. Exit code 1: there are none."""
+    r.show_status("actor", port, as_json)
+
+
+def number_of(option: int | None, environ: Mapping[str, str], listed: int) -> int:
+    """The option, else what a variable says, else the list, else a worker for each core that may be used here. Raises UsageError."""
+    if option is not None:
+        return option
+    for name in NUMBERS:
+        if text := environ.get(name, "").strip():
+            if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= _MOST:
+                raise UsageError(f"{name}={text} is no number of workers.", f"It is a number from 1 to {_MOST}.")
+            return int(text)
+    if listed:
+        return listed
+    from ludus.runtime.machine import usable_cores
+
+    return usable_cores()
+
+
+def address_of(text: str) -> str:
+    """HOST:PORT of a server, or nothing. Raises UsageError."""
+    text = text.strip()
+    if not text:
+        return ""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port[:9]) < 1 << 16 or any(c.isspace() for c in host):
+        raise UsageError(f"{text!r} is not the address of a gamecore server.", "It is HOST:PORT, for example 10.0.0.5:23432.")
+    return text
+
+
+def is_set(name: str, environ: Mapping[str, str]) -> bool:
+    """As shell scripts have it: 1 means yes. Raises UsageError for what could be either."""
+    text = environ.get(name, "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    raise UsageError(f"{name}={text} is neither 1 nor 0.")

@@ -1,0 +1,140 @@
+"""`ludus learner`: the machine that learns, started by hand on the first machine of a list; actors join it from theirs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from ludus.cli import roles as r
+from ludus.errors import UsageError
+
+if TYPE_CHECKING:
+    from ludus.cluster.iplist import NodeList
+
+app = typer.Typer(help="The learner of a run on a list of machines, started on the first of them.", no_args_is_help=True)
+
+EXPERIMENT = "experiment.yaml"
+_PORT = 36010
+_ELSEWHERE = {
+    "address": "--address: the run has a Ray of its own",
+    "distributed": "-dc: its workers come by `ludus actor start`",
+    "local_mode": "--local-mode: its workers are on other machines",
+}
+
+_Num = Annotated[
+    int, typer.Option("--num", min=0, help="Workers that may run on this machine, too. Default: none, they are actors' business.")
+]
+_Wait = Annotated[float, typer.Option("--wait", min=1, metavar="SECONDS", help="How long the training waits for actors.")]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def start(
+    ctx: typer.Context,
+    iplist: r.IpList,
+    num: _Num = 0,
+    node: r.Node = None,
+    port: r.Port = _PORT,
+    token_file: r.TokenFile = None,
+    log_dir: r.LogDir = None,
+    wait: _Wait = 86_400.0,
+) -> None:
+    """Train what the further arguments say, which are those of `ludus train`; without any, ./experiment.yaml. It goes on by itself.
+
+    On the first machine of the list; on others: join it. A second start ends the first one.
+    """
+    from ludus.cluster import roles
+    from ludus.cluster.iplist import load_iplist
+    from ludus.cluster.local import LocalOrchestrator
+    from ludus.cluster.whereabouts import locate
+
+    listed = load_iplist(iplist)
+    here = locate(listed, os.environ, node)
+    meeting = r.meeting_of(here, port, token_file, log_dir)
+    said: list[str] = []
+    if here.node == 0:
+        job, said = _learning(listed, meeting, ctx.args, num, wait)
+        made = roles.need_token(meeting.token_file, listed, create=True)
+    else:
+        made = roles.need_token(meeting.token_file, listed, create=False)
+        job = roles.joining_job("learner", meeting, os.environ, cpus=num)
+    r.show_list(listed, here, port)
+    for notice in (*r.clean(os.environ), *said):
+        r.say(notice)
+    if here.node != 0:
+        r.say(f"learners run on the first machine of the list only, {here.head}: this one joins it as a node for {num} workers")
+        if ctx.args:
+            r.say(f"{' '.join(ctx.args)}: without meaning here, they are for the first machine")
+    if made:
+        r.say(f"a token was made: {meeting.token_file}; every other machine needs it, for example by")
+        print(roles.copy_line(meeting.token_file, listed), flush=True)
+    status = r.begin(job, LocalOrchestrator(), "learner")
+    r.say(f"{status.id} is {status.state}")
+    main = "train.log" if here.node == 0 else "monitor.log"
+    r.say(f"log: {meeting.logs / 'learner' / main}")
+
+
+@app.command()
+def stop(port: r.OnlyPort = None, everything: r.All = False, at_once: r.AtOnce = False) -> None:
+    """End the learner of this machine, which saves a checkpoint first."""
+    r.stop("learner", port, everything, at_once)
+
+
+@app.command()
+def status(port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
+    """How the learner of this machine fares, and where its workers are. Exit code 1: there is none."""
+    r.show_status("learner", port, as_json)
+
+
+def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wait_s: float) -> tuple[Any, list[str]]:
+    """The job of the first machine, and what is to be said about it. Raises UsageError for a training that could not begin."""
+    from ludus.cluster import roles
+
+    there = Path(EXPERIMENT).absolute() if Path(EXPERIMENT).is_file() else None
+    given = list(words) or (["-f", str(there)] if there else [])
+    asked = training_of(given) if given else Training(None, None)
+    found, said = roles.train_words(words, listed, workers=asked.workers, learners=asked.learners, experiment=there)
+    said.append(f"learner_num: {asked.learners or listed.head.slots}")
+    return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s), said
+
+
+class Training(NamedTuple):
+    """Of a training, as its arguments or the file that they name say it; None: they do not."""
+
+    workers: int | str | None
+    learners: int | None
+
+
+def training_of(words: Sequence[str]) -> Training:
+    """Read arguments of `ludus train` as that would. Raises UsageError; click's own for an option that there is not."""
+    from ludus.cli import main, train
+
+    group: Any = typer.main.get_command(main.app)
+    with group.commands["train"].make_context("ludus train", list(words)) as ctx:
+        given = ctx.params
+    for name, why in _ELSEWHERE.items():
+        if given.get(name):
+            raise UsageError(f"{why}.", "Leave it out.")
+    workers = train.workers_of(given["num_workers"], given["num_cpus"])
+    if given["resume"] not in (None, train.NEWEST):
+        return Training(workers or "of the run", given["num_learners"] or 1)  # it goes on as it began
+    source = train.source_of(given["file"], given["preset"], given["level"])
+    settings = {"num_workers": workers, "num_learners": given["num_learners"]}
+    named = train.environment_of(given["env"], given["env_option"], None)
+    found = train.experiments_from(
+        source, given["experiment"], None, {"env": named}, {}, settings, train.mapping_of("--config", given["config"]),
+        given["set_"] or [], custom=given["custom_parameter"] or (), say=lambda sentence: None,
+    )  # fmt: skip
+    configs = [_config(data) for data in found.values()]
+    every = [config.get("num_workers") for config in configs]
+    return Training(None if not all(every) else every[0], next((n for config in configs if (n := config.get("num_learners"))), None))
+
+
+def _config(data: dict[str, Any]) -> dict[str, Any]:
+    from ludus.config import canonical, read_experiment
+
+    inner = read_experiment(data).data.get("config", {})
+    return canonical(inner) if isinstance(inner, dict) else {}

@@ -1,0 +1,230 @@
+"""What `ludus learner` and `ludus actor` share: a role of this machine is started, replaced, looked at and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.errors import LudusError, UsageError
+
+if TYPE_CHECKING:
+    from ludus.cluster.cluster import Job, JobStatus
+    from ludus.cluster.iplist import NodeList, Part
+    from ludus.cluster.local import LocalOrchestrator
+    from ludus.cluster.roles import Meeting
+    from ludus.cluster.whereabouts import Here
+
+LOG_DIR = "LOG_DIR"
+_STRAY = ("LD_PRELOAD", "RAY_ADDRESS", "ip_head")
+"""What else is in the environment and would lead our processes astray."""
+
+_BEGIN_S = 5.0
+_LOOK_S = 0.1
+
+IpList = Annotated[
+    Path,
+    typer.Option("--iplist", metavar="FILE", help="`ip user port slots` per line, or YAML; the first is the learner's machine."),
+]
+Node = Annotated[
+    int | None,
+    typer.Option("--node", min=0, metavar="N", help="This machine is number N of the list, from 0.", show_default=False),
+]
+Port = Annotated[
+    int, typer.Option("--port", min=1024, max=65534, help="Of the run, the same on all machines; the next one is used, too.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", metavar="FILE", help="The secret of the run, 0600, the same on all machines. [LUDUS_TOKEN_FILE]"),
+]
+LogDir = Annotated[
+    Path | None, typer.Option("--log-dir", metavar="DIR", help="Default: ./logs. [LOG_DIR]", show_default=False)
+]
+OnlyPort = Annotated[
+    int | None, typer.Option("--port", metavar="PORT", help="Only of the run with this port.", show_default=False)
+]
+All = Annotated[bool, typer.Option("--all", help="Of all runs, where there are several.")]
+AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill it, without a checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
+
+
+def say(sentence: str) -> None:
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {sentence}", flush=True)
+
+
+# -- before anything is started -------------------------------------------------------------------------------------------
+
+
+def clean(environ: MutableMapping[str, str]) -> list[str]:
+    """Take out of the environment what is not meant for the processes of a run; says what."""
+    return [f"{name}={environ.pop(name)} is dropped for the processes of this run" for name in _STRAY if environ.get(name)]
+
+
+def meeting_of(here: Here, port: int, token: Path | None, logs: Path | None) -> Meeting:
+    from ludus.cluster.roles import Meeting, token_path
+
+    base = logs or Path(os.environ.get(LOG_DIR) or "logs")
+    return Meeting(here, token_path(token, os.environ), base.expanduser().absolute(), port)
+
+
+def show_list(listed: NodeList, here: Here, port: int) -> None:
+    """As people know it from such lists."""
+    from ludus.cluster.whereabouts import CARD
+
+    say("parse ip list")
+    for index, node in enumerate(listed.nodes):
+        mine = "  <- this machine" if index == here.node else ""
+        print(f"{index}: {node.host} {node.user or '-'} {node.port} {node.slots}{mine}", flush=True)
+    say(f"node_list: {','.join(f'{node.host}:{node.slots}' for node in listed.nodes)}")
+    say(f"node_num: {len(listed.nodes)}")
+    if os.environ.get(CARD):
+        say(f"{CARD}: {os.environ[CARD]}")
+    say(f"head: {here.head}:{port}; this machine: {here.address}")
+
+
+# -- starting and ending --------------------------------------------------------------------------------------------------
+
+
+def mine(orchestrator: LocalOrchestrator, part: Part, port: int | None = None, *, over: bool = False) -> list[JobStatus]:
+    """Roles of that kind that were started on this machine and run; with `over`, also those that do not any more. Oldest first."""
+    from ludus.cluster.record import JobDirectory, is_here
+
+    found = []
+    for status in orchestrator.list():
+        of_port = port is None or status.place.endswith(f":{port}")
+        if status.name == part and status.place and of_port and (over or not status.over):
+            with suppress(LudusError, OSError):  # forgotten meanwhile
+                if is_here(JobDirectory(orchestrator.directory / status.id).read().machine):
+                    found.append(status)
+    return found
+
+
+def begin(job: Job, orchestrator: LocalOrchestrator, part: Part) -> JobStatus:
+    """End this run's earlier role here, if there is one, and start this one. Raises UsageError, WorkerFailed."""
+    earlier = [status for status in mine(orchestrator, part) if status.place == job.place]
+    say(f"stop {part}" if earlier else f"stop {part}: none of this run is running here")
+    for status in earlier:
+        end(orchestrator, status)
+    if part == "learner":
+        _check_ports(job)
+    say(f"start {part}")
+    job_id = orchestrator.submit(job)
+    deadline = time.monotonic() + _BEGIN_S
+    while (status := orchestrator.status(job_id)).state == "pending" and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return status
+
+
+def end(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = False) -> None:
+    """Returns when nothing of it runs any more."""
+    from ludus.cluster.cluster import wait
+    from ludus.cluster.roles import GRACE_S
+
+    orchestrator.cancel(status.id, at_once=at_once)
+    wait(orchestrator, status.id, 4 * GRACE_S)
+    say(f"{status.id} has ended")
+
+
+def stop(part: Part, port: int | None, everything: bool, at_once: bool) -> None:
+    from ludus.cluster.local import LocalOrchestrator
+
+    orchestrator = LocalOrchestrator()
+    running = mine(orchestrator, part, port)
+    if len(running) > 1 and not everything:
+        places = ", ".join(f"{status.id} ({status.place})" for status in running)
+        raise UsageError(f"There are {len(running)} {part}s here: {places}.", "Say which one: --port PORT; or --all.")
+    say(f"stop {part}" if running else f"stop {part}: none is running here")
+    for status in running:
+        end(orchestrator, status, at_once=at_once)
+
+
+def _check_ports(job: Job) -> None:
+    """Somebody else's service is not a head of ours. Asked after our own earlier one has ended."""
+    from ludus.runtime.surroundings import Surroundings, is_free
+
+    around = Surroundings.of(job.roles[0].environment)
+    if around is None or around.node != 0:
+        return
+    for port in (around.port, around.port + 1):
+        if not is_free(port):
+            raise UsageError(
+                f"Port {port} of this machine is in use.",
+                "Choose another one with --port, the same on all machines (the next one after it must be free, too).",
+            )
+
+
+# -- looking --------------------------------------------------------------------------------------------------------------
+
+
+def show_status(part: Part, port: int | None, as_json: bool) -> None:
+    """Of what runs here; of what ran last, if nothing does. Exit code 1: nothing does."""
+    from ludus.cluster.local import LocalOrchestrator
+
+    orchestrator = LocalOrchestrator()
+    running = mine(orchestrator, part, port)
+    shown = running or mine(orchestrator, part, port, over=True)[-1:]
+    told = [_told(status) for status in shown]
+    if as_json:
+        print(json.dumps(told))
+    elif not shown:
+        print(f"no {part} was started here", file=sys.stderr)
+    else:
+        for status, each in zip(shown, told, strict=True):
+            _print(status, each)
+    if not running:
+        raise typer.Exit(1)
+
+
+def _told(status: JobStatus) -> dict[str, Any]:
+    return {**asdict(status), "run": _run_of(status), "nodes": _nodes_of(status)}
+
+
+def _print(status: JobStatus, told: dict[str, Any]) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_at))
+    why = f": {status.reason}" if status.reason else ""
+    print(f"{status.id}  {status.state}{why}  (started {since}, head {status.place})")
+    for process in status.processes:
+        again = f", started again {process.restarts} times" if process.restarts else ""
+        code = f", last ended with {process.exit_code}" if process.exit_code is not None else ""
+        print(f"  {process.name:<8} {process.state}{code}{again}")
+    for node in told["nodes"]:
+        print(f"  workers on {node['name']}: {node['ready']} of {node['workers']} at work")
+    if told["run"]:
+        print(f"  run      {told['run']}")
+    print(f"  logs     {status.logs}")
+
+
+def _run_of(status: JobStatus) -> str:
+    """Which run its training has begun."""
+    from ludus.cluster.record import RUN
+    from ludus.experiment.note import Note
+
+    places = Note.read(Path(status.logs).parent / RUN).places()
+    return next(reversed(places.values()), "") if places else ""
+
+
+def _nodes_of(status: JobStatus) -> list[dict[str, Any]]:
+    """Where its workers are, as the run itself says; none when it cannot be seen from here."""
+    run = _run_of(status)
+    if not run or "://" in run or status.over:
+        return []
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # it is being written, or another version's
+        sampling = json.loads((Path(run) / "status.json").read_text(encoding="utf-8")).get("sampling", {})
+        workers = sampling.get("workers", [])
+        return [
+            {
+                "name": node["name"],
+                "workers": sum(worker["node"] == node["name"] for worker in workers),
+                "ready": sum(worker["node"] == node["name"] and worker["state"] == "ready" for worker in workers),
+            }
+            for node in sampling.get("nodes", [])
+        ]
+    return []

@@ -1,0 +1,223 @@
+"""The roles of a run, started by hand on each of its machines: a learner on the first of the list, actors wherever they are wanted.
+
+Each is a job of its own machine (`local.py`). They share an address, a port and a token, and nothing else: any order, any time.
+What such a job consists of is decided here; nothing is started.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.cluster.cluster import Job, Role
+from ludus.cluster.iplist import NodeList, Part
+from ludus.cluster.launch import SECRETS
+from ludus.cluster.record import make_private, state_home
+from ludus.cluster.whereabouts import Here
+from ludus.errors import UsageError
+from ludus.runtime.surroundings import Surroundings
+
+PORT = 36010
+"""Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next one is the door's."""
+
+WAIT_S = 86_400.0
+"""For actors: whoever starts a learner by hand starts them by hand, too."""
+
+GRACE_S = 120.0
+MAIN, RAY, DOOR, HEAD, NODE = "main", "ray", "door", "head", "node"
+LEARNER, ACTOR = "learner", "actor"
+TOKEN_FILE = "LUDUS_TOKEN_FILE"  # noqa: S105 - the name of a variable
+TOKEN = "token"  # noqa: S105
+
+_MIN_TOKEN, _MAX_TOKEN = 16, 4096
+_PYTHON = (sys.executable, "-P", "-m")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the machines of a run meet, as this one has to know it. `logs`: the directory for what is written here."""
+
+    here: Here
+    token_file: Path
+    logs: Path
+    port: int = PORT
+
+    @property
+    def place(self) -> str:
+        """By which the roles of one run are told from those of another."""
+        return f"{_bracketed(self.here.head)}:{self.port}"
+
+
+# -- jobs -----------------------------------------------------------------------------------------------------------------
+
+
+def learner_job(
+    listed: NodeList, meeting: Meeting, words: Sequence[str], environ: Mapping[str, str], *, cpus: int = 0, wait_s: float = WAIT_S
+) -> Job:
+    """On the head: Ray, the door, and the training itself. `words`: of `ludus train`. `cpus`: workers that may run here, too.
+
+    Work begins when there is somebody to do it: all machines that learn, and an actor, unless there is room here.
+    """
+    learners = sum(entry.role == LEARNER for entry in listed.entries)
+    wanted = 1 if cpus else learners + 1
+    addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
+    # An actor need not be in the list; there is room for one that is not.
+    addresses += (meeting.here.address,) * (wanted - len(addresses))
+    told = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s).environment()
+    logs = meeting.logs / LEARNER
+    return Job(
+        LEARNER,
+        (
+            Role(RAY, (*_PYTHON, "ludus.cluster.ray_host", "--cpus", str(cpus)), 1, "on-failure", told, log=str(logs / "ray.log")),
+            Role(DOOR, (*_PYTHON, "ludus.cluster.tether", "door"), 1, "on-failure", told, log=str(logs / "door.log")),
+            Role(MAIN, (*_PYTHON, "ludus.cli.main", "train", *words), 1, "when-killed", told, log=str(logs / "train.log")),
+        ),
+        MAIN,
+        secrets=tuple(name for name in SECRETS if environ.get(name)),
+        grace_s=GRACE_S,
+        place=meeting.place,
+    )
+
+
+def joining_job(
+    part: Part, meeting: Meeting, environ: Mapping[str, str], *, cpus: int, gamecore: str = "", share_weights: bool = False
+) -> Job:
+    """On any other machine, or once more on the head: a node of the run's Ray, for as long as it is not stopped.
+
+    It waits for a head that is not there, and joins the next one when that is gone.
+    """
+    told = Surroundings((meeting.here.head, meeting.here.address), 1, meeting.port, meeting.token_file, 1).environment()
+    logs = meeting.logs / part
+    words = ["--cpus", str(cpus), *(["--gamecore", gamecore] if gamecore else []), "--log-dir", str(logs)]
+    words += [*(["--share-weights"] if share_weights else []), "--stay"]
+    if gamecore:
+        told["GAMECORE_SERVER_ADDR"] = gamecore
+    return Job(
+        part,
+        (
+            Role(RAY, (*_PYTHON, "ludus.cluster.ray_host", *words), 1, "always", told, cpus=cpus, log=str(logs / "ray.log")),
+            Role(MAIN, (*_PYTHON, "ludus.cluster.tether", "hold", "--stay"), 1, "always", told, log=str(logs / "monitor.log")),
+        ),
+        MAIN,
+        secrets=tuple(name for name in SECRETS if environ.get(name)),
+        grace_s=GRACE_S,
+        place=meeting.place,
+    )
+
+
+def cluster_job(
+    name: str, listed: NodeList, *, cpus: int | None = None, port: int | None = None, wait_s: float = 300.0, python: str = ""
+) -> Job:
+    """A Ray over all machines of the list that stands until it is taken down; for the orchestrator `ssh`."""
+    interpreter = python or sys.executable
+
+    def words(entry_actors: int) -> tuple[str, ...]:
+        cores = cpus if cpus is not None else entry_actors or None
+        chosen = [] if cores is None else ["--cpus", str(cores)]
+        return (interpreter, "-P", "-m", "ludus.cluster.ray_host", *chosen, "--stay")
+
+    told = {} if port is None else {"LUDUS_JOB_PORT": str(port)}
+    roles = [Role(HEAD, words(listed.entries[0].actors), 1, "when-killed", told, at=(0,))]
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for index, entry in enumerate(listed.entries[1:], 1):
+        kinds.setdefault(words(entry.actors), []).append(index)
+    for number, (command, at) in enumerate(kinds.items()):
+        called = NODE if not number else f"{NODE}-{number + 1}"
+        roles.append(Role(called, command, len(at), "on-failure", told, at=tuple(at)))
+    count = len(listed.entries)
+    return Job(name, tuple(roles), HEAD, grace_s=30.0, place=f"cluster {name}", nodes=count, ray=count, wait_s=wait_s)
+
+
+# -- the training that a learner is started with ----------------------------------------------------------------------------
+
+
+def train_words(
+    words: Sequence[str], listed: NodeList, *, workers: int | str | None, learners: int | None, experiment: Path | None
+) -> tuple[list[str], list[str]]:
+    """What `ludus train` is given, and what is to be said about it. Raises UsageError.
+
+    `workers`, `learners`: as the words or the file that they name say it. `experiment`: a file that is there, for when no words are.
+    """
+    said: list[str] = []
+    found = list(words)
+    if not found:
+        if experiment is None:
+            raise UsageError(
+                "What shall the learner train?",
+                "Add what you would give to `ludus train` (an environment, -f FILE, options), or have an experiment.yaml here.",
+            )
+        found = ["-f", str(experiment)]
+        said.append(f"no arguments of a training are given: {experiment} is trained")
+    if not workers:
+        if not listed.actors:
+            raise UsageError(
+                "How many workers shall sample for the learner?",
+                "Add --num-workers N: the sum of ACTOR_NUM of all machines with actors (or list them in YAML, with `actors:`).",
+            )
+        found += ["--num-workers", str(listed.actors)]
+    if learners is None and listed.head.slots > 1:
+        found += ["--num-learners", str(listed.head.slots)]
+    return found, said
+
+
+# -- the token ------------------------------------------------------------------------------------------------------------
+
+
+def token_path(option: Path | None, environ: Mapping[str, str]) -> Path:
+    named = option or (Path(environ[TOKEN_FILE]) if environ.get(TOKEN_FILE) else None)
+    return (named.expanduser() if named is not None else state_home() / TOKEN).absolute()
+
+
+def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
+    """See that the secret of the run is there, and private; True: it was made just now. Raises UsageError."""
+    made = False
+    if create and not path.exists():
+        make_private(path.parent) if path.parent == state_home() else path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            made = True
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise UsageError(f"The token {path} cannot be written: {error.strerror}.", "Name another place: --token-file.") from error
+    _check_token(path, listed)
+    return made
+
+
+def _check_token(path: Path, listed: NodeList) -> None:
+    try:
+        found = path.stat()
+        text = path.read_text(encoding="ascii") if found.st_size <= _MAX_TOKEN else ""
+    except FileNotFoundError:
+        raise UsageError(
+            f"There is no token in {path}: with it the machines of a run know each other.",
+            f"Start the learner first, which makes one; then copy it to here: {copy_line(path, listed)}",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The token {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+        raise UsageError(f"The token {path} can be read by others.", f"chmod 600 {shlex.quote(str(path))}")
+    if len(text.strip()) < _MIN_TOKEN or not text.strip().isalnum():
+        raise UsageError(f"The file {path} holds no token.", f"Copy it from the head: {copy_line(path, listed)}")
+
+
+def copy_line(path: Path, listed: NodeList) -> str:
+    """The command that brings the token here."""
+    head = listed.head
+    home = Path.home()
+    there = path.relative_to(home) if path.is_relative_to(home) else path  # another user's home may be elsewhere
+    port = f"-P {head.port} " if head.port != 22 else ""
+    who = f"{head.user}@" if head.user else ""
+    source = shlex.quote(f"{who}{_bracketed(head.host)}:{there}")
+    return f"mkdir -p -m 700 {shlex.quote(str(path.parent))} && scp {port}{source} {shlex.quote(str(path))}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

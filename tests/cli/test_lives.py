@@ -1,0 +1,201 @@
+"""The main command of a job has several lives: each goes on with what the one before has begun (LUDUS_JOB_RUN)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ludus.experiment import checkpoint
+from ludus.experiment.run import Run, find_runs
+from ludus.runtime.surroundings import RUN
+from ludus.store.local import LocalStore
+from tests.cli.calling import Call
+from tests.cli.programs import REPOSITORY
+
+TRAIN = ["train", "CartPole-v1", "--num-envs", "8", "--set", "train_batch_size=256", "--set", "minibatch_size=64"]
+TRAIN += ["--set", "evaluation_duration=0", "--checkpoint-freq", "1"]
+ENDLESS = ["--stop", "timesteps=1000000000"]
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A life begins: the job tells the command where its note is. Returns how to read it."""
+    path = tmp_path / "job" / "note"
+
+    def read() -> Any:
+        monkeypatch.setenv(RUN, str(path))
+        return json.loads(path.read_text()) if path.exists() else None
+
+    read()
+    return read
+
+
+def interrupt(tmp_path: Path, *words: str | Path, ready: Callable[[], object], number: int = signal.SIGTERM) -> tuple[int, str]:
+    """One life in a process of its own, ended by a signal as soon as something is there."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ludus.cli.main", *map(str, words)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {RUN: str(tmp_path / "job" / "note"), "PYTHONPATH": str(REPOSITORY)},
+    )
+    try:
+        end = time.monotonic() + 60
+        while not ready():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(number)
+        err = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait(30)
+    return process.returncode, err
+
+
+def checkpoints(runs: Path) -> list[str]:
+    return [name for run in find_runs(runs) for name in checkpoint.names(LocalStore(run))]
+
+
+def test_the_first_life_begins_a_run_and_says_where_and_the_last_one_finds_it_finished(
+    call: Call, note: Callable[[], Any], tmp_path: Path
+) -> None:
+    words = [*TRAIN, "--stop", "iterations=2", "--local-dir", tmp_path / "runs", "--json"]
+    first = call(*words)
+    assert first.code == 0, first.err
+    assert RUN not in os.environ, "what the command starts is not the main command of the job"
+    assert note() == {"default": first.json["run_dir"]}
+    second = call(*words)
+    assert second.code == 0, second.err
+    assert f"{first.json['run_dir']} is finished" in second.err
+    assert second.json == pytest.approx(first.json, rel=1e-4), "as it was said when it ended"
+    assert len(find_runs(tmp_path / "runs")) == 1
+    note()
+    quiet = call(*words, "--quiet")
+    assert (quiet.code, quiet.json["run_dir"]) == (0, first.json["run_dir"])
+
+
+def test_a_life_goes_on_from_the_checkpoint_of_the_one_that_was_terminated(
+    call: Call, note: Callable[[], Any], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    words = [*TRAIN, "--local-dir", runs]
+    code, _ = interrupt(tmp_path, *words, *ENDLESS, ready=lambda: checkpoints(runs))
+    assert code == 130
+    (run,) = find_runs(runs)
+    assert note() == {"default": str(run)}
+    reached = int(checkpoint.newest(LocalStore(run)).state["progress"]["iterations"])
+    code, said = interrupt(tmp_path, *words, *ENDLESS, ready=lambda: int(checkpoints(runs)[-1].partition("-")[0]) > reached)
+    assert code == 130, said
+    assert find_runs(runs) == [run]
+    assert int(checkpoint.newest(LocalStore(run)).state["progress"]["iterations"]) > reached
+    assert Run.open(run).meta()["status"] == "interrupted"
+
+
+def test_a_life_that_was_killed_before_its_run_was_there_is_followed_by_one_that_begins_at_that_place(
+    call: Call, note: Callable[[], Any], tmp_path: Path
+) -> None:
+    place = tmp_path / "runs" / "default" / "PPO_CartPole-v1_never"
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "note").write_text(json.dumps({"default": str(place)}))
+    said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
+    assert said.code == 0, said.err
+    assert f"{place}, which {tmp_path / 'job' / 'note'} names, holds no run: it begins anew" in said.err
+    assert said.json["run_dir"] == str(place)
+    assert note() == {"default": str(place)}
+
+
+@pytest.mark.parametrize("foreign", ["{", '["a"]', '{"default": 3}'])
+def test_a_note_that_is_damaged_is_ignored_with_a_word(call: Call, note: Callable[[], Any], tmp_path: Path, foreign: str) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "note").write_text(foreign)
+    said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
+    assert said.code == 0, said.err
+    assert f"what {tmp_path / 'job' / 'note'} says is ignored: it is not the note of a job" in said.err
+    assert note() == {"default": said.json["run_dir"]}
+
+
+def test_a_run_of_another_experiment_is_not_gone_on_with(call: Call, note: Callable[[], Any], tmp_path: Path) -> None:
+    few = ["--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json"]
+    other = call(*TRAIN, *few).json["run_dir"]
+    note()
+    said = call(TRAIN[0], "tests.environments:make_count", *TRAIN[2:], *few)
+    assert said.code == 0, said.err
+    assert f"says is ignored: {other} is another experiment's" in said.err
+    assert note() == {"default": said.json["run_dir"]} != {"default": other}
+
+
+def test_of_several_experiments_the_finished_are_passed_over_and_the_interrupted_goes_on(
+    call: Call, note: Callable[[], Any], tmp_path: Path
+) -> None:
+    settings = {"num_envs_per_worker": 8, "train_batch_size": 256, "minibatch_size": 64, "evaluation_duration": 0}
+    one = {"env": "CartPole-v1", "checkpoint_freq": 1, "config": settings}
+    file, runs = tmp_path / "several.yaml", tmp_path / "runs"
+    file.write_text(yaml.safe_dump({"a": {**one, "stop": {"iterations": 1}}, "b": {**one, "stop": {"timesteps": 10**9}}}))
+    words = ["train", "-f", file, "--local-dir", runs]
+    code, _ = interrupt(tmp_path, *words, ready=lambda: checkpoints(runs / "b"))
+    assert code == 130
+    (a,), (b,) = find_runs(runs / "a"), find_runs(runs / "b")
+    assert note() == {"a": str(a), "b": str(b)}
+    reached = int(checkpoint.newest(LocalStore(b)).state["progress"]["iterations"])
+    before = (a / "metrics.jsonl").read_bytes()
+    code, said = interrupt(tmp_path, *words, ready=lambda: int(checkpoints(runs / "b")[-1].partition("-")[0]) > reached)
+    assert code == 130, said
+    assert (find_runs(runs / "a"), find_runs(runs / "b")) == ([a], [b])
+    assert (a / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_job_that_is_to_resume_a_run_does_so_in_every_life_until_it_is_over(
+    call: Call, note: Callable[[], Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "project" / "run"
+    assert call(*TRAIN, "--stop", "iterations=1", "--project", run.parent, "--trial", run.name).code == 0
+    (tmp_path / "job" / "note").unlink()
+    note()
+    already = call("train", "--resume", run)
+    assert (
+        "already reached its stop" in one_line(already) if already.err.startswith("ludus") else "already reached" in already.err
+    )
+    assert already.code == 2
+    assert note() is None, "nothing was begun"
+    first = call("train", "--resume", run, "--stop", "iterations=3", "--json")
+    assert (first.code, first.json["iterations"]) == (0, 3), first.err
+    assert note() == {"run": str(run)}
+    second = call("train", "--resume", run, "--stop", "iterations=3", "--json")
+    assert (second.code, second.json["iterations"]) == (0, 3), second.err
+
+
+def test_the_newest_run_that_a_job_was_to_go_on_with_stays_that_of_its_next_lives(
+    call: Call, note: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TRAIN, "--local-dir", tmp_path / "runs", "--json"]
+    monkeypatch.delenv(RUN)
+    run = call(*words, "--stop", "iterations=1").json["run_dir"]
+    note()
+    first = call(*words, "--stop", "iterations=2", "--resume")
+    assert (first.code, first.json["run_dir"], first.json["iterations"]) == (0, run, 2), first.err
+    newer = call(*words, "--stop", "iterations=1").json["run_dir"]
+    assert newer != run
+    assert note() == {"default": run}
+    second = call(*words, "--stop", "iterations=2", "--resume")
+    assert (second.code, second.json["run_dir"], second.json["iterations"]) == (0, run, 2), second.err
+
+
+def test_a_run_on_a_disk_that_is_full_of_notes_trains_all_the_same(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(RUN, str(tmp_path / "file" / "note"))
+    said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
+    assert said.code == 0, said.err
+    assert "if this job is started again, it begins anew" in said.err
