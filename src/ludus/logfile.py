@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from ludus.repeats import MARK, Repeats
 
 MAX_BYTES = 8_000_000
 _CHUNK = 256_000
 _MAX_LINE = 1_000_000
+_TAIL = 8_192
 
 
 class LogWriter:
@@ -51,6 +56,72 @@ class LogWriter:
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
+
+
+class CountingLog:
+    """A `LogWriter` for programs that say the same thing every frame: lines that repeat are counted (`repeats.py`), the rest is written.
+
+    While `pending`, call `tick()` about once a second. `last()` is what was said last, whether it was written or not.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._writer = LogWriter(path, max_bytes)
+        self._piece = min(_CHUNK, max_bytes)
+        self._clock = clock
+        self._repeats = Repeats()
+        self._tail = b""
+        self._unsaid = 0
+
+    @property
+    def path(self) -> Path:
+        return self._writer.path
+
+    @property
+    def lost(self) -> int:
+        """Bytes that could not be written."""
+        return self._writer.lost
+
+    @property
+    def pending(self) -> bool:
+        return self._repeats.pending
+
+    def write(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-_TAIL:] if len(data) < _TAIL else data[-_TAIL:]
+        self._put(self._repeats.feed(data, self._clock()))
+
+    def line(self, text: str) -> None:
+        self.write(f"{text}\n".encode(errors="replace"))
+
+    def tick(self) -> None:
+        self._put(self._repeats.tick(self._clock()))
+
+    def close(self) -> None:
+        self._put(self._repeats.end())
+        self._writer.close()
+
+    def last(self, lines: int) -> list[str]:
+        found = self._tail.replace(b"\r", b"\n").split(b"\n")
+        whole = found if len(self._tail) < _TAIL else found[1:] or found
+        return [_text(line) for line in whole if line.strip()][-lines:]
+
+    def _put(self, data: bytes) -> None:
+        while data:
+            end = len(data) if len(data) <= self._piece else data.rfind(b"\n", 0, self._piece) + 1 or data.index(b"\n") + 1
+            self._put_piece(data[:end])
+            data = data[end:]
+
+    def _put_piece(self, piece: bytes) -> None:
+        """What a full disk has cost is said as soon as there is room again."""
+        lost = self.lost
+        if self._unsaid:
+            self._writer.write(MARK + f"{self._unsaid:,} bytes could not be written\n".encode())
+            if self.lost > lost:
+                self._writer.lost = lost + len(piece)
+                self._unsaid += len(piece)
+                return
+            self._unsaid = 0
+        self._writer.write(piece)
+        self._unsaid = self.lost - lost
 
 
 class LogReader:
@@ -108,6 +179,18 @@ class LogReader:
             if found >= 0 and found != chosen:
                 os.close(found)
         return chosen
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a log as it stands; none if there is no log."""
+    data = b""
+    for place in (path, before(path)):
+        with contextlib.suppress(OSError), open(place, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            data = file.read(_TAIL) + data
+        if data.count(b"\n") > lines:
+            break
+    return [_text(line) for line in data.rstrip(b"\n").split(b"\n")[-lines:]] if data else []
 
 
 def before(path: Path) -> Path:

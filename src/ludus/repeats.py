@@ -67,7 +67,7 @@ class Repeats:
         """The last lines of the output, as long as nothing but counts of repetitions stands between and after them."""
         self._group: list[bytes] = []
         self._swallowed = 0
-        self._cycled = False
+        self._cycles = 0
         self._said = 0.0
 
         self._shapes: dict[bytes | int, _Shape] = {}
@@ -78,12 +78,15 @@ class Repeats:
     @property
     def pending(self) -> bool:
         """Whether something waits to be said: then `tick` is to be called about once a second."""
-        return bool(self._rest or self._swallowed or self._dropped_lines) or any(shape.left_out for shape in self._shapes.values())
+        return bool(self._rest or self._swallowed or self._dropped_lines) or any(
+            shape.left_out for shape in self._shapes.values()
+        )
 
     def feed(self, data: bytes, now: float) -> bytes:
         self._now = now
         data = self._skip_repeats(self._whole_lines(data))
         if data and self._affordable(len(data)):
+            self._dropping = False
             self._say_dropped()
             for line in data[:-1].split(b"\n"):
                 self._line(_shortened(line))
@@ -96,10 +99,12 @@ class Repeats:
         self._now = now
         if self._rest and now - self._rest_since >= WINDOW_S:
             self._line(self._take_rest())
-        if self._group and now - self._said >= SAY_S:
-            self._say_repeats()
-        if self._dropped_lines and not self._group and now - self._said >= SAY_S:
+        if now - self._said >= SAY_S:
             self._say_dropped()
+            if self._swallowed < len(self._group):  # it has stopped on the way: what came of it is the last that was said
+                self._break()
+            else:
+                self._say_repeats()
         for key, shape in list(self._shapes.items()):
             if now - shape.opened >= WINDOW_S:
                 self._end_window(key, shape)
@@ -131,11 +136,10 @@ class Repeats:
         if self._rest:
             first = data.index(b"\n")
             self._keep_rest(data[:first])
-            data, end = self._take_rest() + data[first:], end - first
-            end = len(data) - (len(data) - data.rfind(b"\n") - 1)
-        whole, rest = data[:end], data[end:]
-        self._keep_rest(rest)
-        return whole
+            data = self._take_rest() + data[first:]
+            end = data.rfind(b"\n") + 1
+        self._keep_rest(data[end:])
+        return data[:end]
 
     def _keep_rest(self, data: bytes) -> None:
         if not data:
@@ -168,7 +172,7 @@ class Repeats:
         recent = list(self._recent)
         for size in range(1, len(recent) // 2 + 1):
             if recent[-1] == recent[-1 - size] and recent[-size:] == recent[-2 * size : -size]:
-                self._group, self._swallowed, self._cycled, self._said = recent[-size:], 0, False, self._now
+                self._group, self._swallowed, self._cycles, self._said = recent[-size:], 0, 0, self._now
                 return
 
     def _skip_repeats(self, data: bytes) -> bytes:
@@ -188,20 +192,22 @@ class Repeats:
         """Something else comes: say how often the group came, and write the lines of it that came since."""
         if not self._group:
             return
-        self._say_repeats()
+        self._say_repeats()  # what is left after it is the beginning of one more
         begun = self._group[: self._swallowed]
-        self._recent.extend((self._group * (2 * GROUP) if self._cycled else []) + begun)
+        self._recent.extend(self._group * min(self._cycles, 2 * GROUP) + begun)
         self._group, self._swallowed = [], 0
         for line in begun:
             self._pass(line)
 
     def _say_repeats(self) -> None:
+        if not self._group:
+            return
         size = len(self._group)
         times, self._swallowed = divmod(self._swallowed, size)
         self._said = self._now
         if times == 0:
             return
-        self._cycled = True
+        self._cycles += times
         if list(self._written)[-size:] != self._group:  # it was left out, as part of a flood: so it is what comes last
             for line in self._group:
                 self._pass(line)
@@ -282,7 +288,6 @@ class Repeats:
         self._dropped_bytes += len(data)
 
     def _say_dropped(self) -> None:
-        self._dropping = False
         if self._dropped_lines:
             lines, size = self._dropped_lines, self._dropped_bytes
             what = "line" if lines == 1 else "lines"

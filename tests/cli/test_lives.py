@@ -78,7 +78,8 @@ def test_the_first_life_begins_a_run_and_says_where_and_the_last_one_finds_it_fi
     second = call(*words)
     assert second.code == 0, second.err
     assert f"{first.json['run_dir']} is finished" in second.err
-    assert second.json == pytest.approx(first.json, rel=1e-4), "as it was said when it ended"
+    said_again = {key: second.json[key] for key in ("checkpoint", "stopped_by", "timesteps", "iterations")}
+    assert said_again == {key: first.json[key] for key in said_again}
     assert len(find_runs(tmp_path / "runs")) == 1
     note()
     quiet = call(*words, "--quiet")
@@ -163,10 +164,8 @@ def test_a_job_that_is_to_resume_a_run_does_so_in_every_life_until_it_is_over(
     (tmp_path / "job" / "note").unlink()
     note()
     already = call("train", "--resume", run)
-    assert (
-        "already reached its stop" in one_line(already) if already.err.startswith("ludus") else "already reached" in already.err
-    )
     assert already.code == 2
+    assert "already reached its stop" in already.err
     assert note() is None, "nothing was begun"
     first = call("train", "--resume", run, "--stop", "iterations=3", "--json")
     assert (first.code, first.json["iterations"]) == (0, 3), first.err

@@ -64,7 +64,7 @@ def start(
             "Leave it out (unset NO_MODEL_POOL and NO_ACTOR_MODEL_POOL).",
         )
     meeting = r.meeting_of(here, port, token_file, log_dir)
-    roles.need_token(meeting.token_file, listed, create=False)
+    roles.need_token(meeting.token_file, listed, create=here.node == 0)  # beside the learner it may be the first
     r.show_list(listed, here, port)
     for notice in r.clean(os.environ):
         r.say(notice)

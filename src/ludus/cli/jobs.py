@@ -284,7 +284,7 @@ def conclude(found: Found, *, last_lines: bool) -> int:
     status = found.status
     if status.state != "succeeded":
         say(f"{found.id}: {_ended(status)}")
-        if last_lines:
+        if last_lines and status.state == "failed":
             with suppress(LudusError):  # the logs may be out of reach; how it ended is known
                 for line in _lines(found, main_role(status), False, _LAST_LINES):
                     print(f"  {line}", file=sys.stderr)
@@ -347,7 +347,9 @@ def say(sentence: str) -> None:
 
 
 def _ended(status: JobStatus) -> str:
-    code = "" if status.exit_code is None else f" with code {status.exit_code}"
+    code = f" with code {status.exit_code}"
+    if status.exit_code is None or code in status.reason:
+        code = ""
     return f"{status.state}{code}{': ' if status.reason else ''}{status.reason}"
 
 

@@ -44,7 +44,7 @@ def start(
 ) -> None:
     """Train what the further arguments say, which are those of `ludus train`; without any, ./experiment.yaml. It goes on by itself.
 
-    On the first machine of the list; on others: join it. A second start ends the first one.
+    On the first machine of the list; on others: learn with it, once more for each slot. A second start ends the first one.
     """
     from ludus.cluster import roles
     from ludus.cluster.iplist import load_iplist
@@ -60,21 +60,22 @@ def start(
         made = roles.need_token(meeting.token_file, listed, create=True)
     else:
         made = roles.need_token(meeting.token_file, listed, create=False)
-        job = roles.joining_job("learner", meeting, os.environ, cpus=num)
+        assert here.node is not None
+        joins = listed.nodes[here.node].slots if listed.entries[here.node].role == "learner" else 0
+        if not joins and not num:
+            raise UsageError(f"{listed.source} has this machine as an actor.", "Use `ludus actor start` here.")
+        job = roles.joining_job("learner", meeting, os.environ, cpus=num, learners=joins)
     r.show_list(listed, here, port)
     for notice in (*r.clean(os.environ), *said):
         r.say(notice)
-    if here.node != 0:
-        r.say(f"learners run on the first machine of the list only, {here.head}: this one joins it as a node for {num} workers")
-        if ctx.args:
-            r.say(f"{' '.join(ctx.args)}: without meaning here, they are for the first machine")
+    if here.node != 0 and ctx.args:
+        r.say(f"{' '.join(ctx.args)}: without meaning here, the first machine of the list says what is trained")
     if made:
         r.say(f"a token was made: {meeting.token_file}; every other machine needs it, for example by")
         print(roles.copy_line(meeting.token_file, listed), flush=True)
     status = r.begin(job, LocalOrchestrator(), "learner")
     r.say(f"{status.id} is {status.state}")
-    main = "train.log" if here.node == 0 else "monitor.log"
-    r.say(f"log: {meeting.logs / 'learner' / main}")
+    r.say(f"log: {meeting.logs / 'learner' / ('train.log' if here.node == 0 else 'rank_*.log')}")
 
 
 @app.command()
@@ -97,7 +98,8 @@ def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wa
     given = list(words) or (["-f", str(there)] if there else [])
     asked = training_of(given) if given else Training(None, None)
     found, said = roles.train_words(words, listed, workers=asked.workers, learners=asked.learners, experiment=there)
-    said.append(f"learner_num: {asked.learners or listed.head.slots}")
+    here, elsewhere = asked.learners or listed.head.slots, roles.learners_elsewhere(listed)
+    said.append(f"learner_num: {here + elsewhere}" + f" ({elsewhere} on other machines)" * bool(elsewhere))
     return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s), said
 
 
@@ -130,7 +132,9 @@ def training_of(words: Sequence[str]) -> Training:
     )  # fmt: skip
     configs = [_config(data) for data in found.values()]
     every = [config.get("num_workers") for config in configs]
-    return Training(None if not all(every) else every[0], next((n for config in configs if (n := config.get("num_learners"))), None))
+    return Training(
+        None if not all(every) else every[0], next((n for config in configs if (n := config.get("num_learners"))), None)
+    )
 
 
 def _config(data: dict[str, Any]) -> dict[str, Any]:

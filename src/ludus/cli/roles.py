@@ -39,15 +39,15 @@ Node = Annotated[
     typer.Option("--node", min=0, metavar="N", help="This machine is number N of the list, from 0.", show_default=False),
 ]
 Port = Annotated[
-    int, typer.Option("--port", min=1024, max=65534, help="Of the run, the same on all machines; the next one is used, too.")
+    int, typer.Option("--port", min=1024, max=65533, help="Of the run, the same on all machines; the next two are used, too.")
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option("--token-file", metavar="FILE", help="The secret of the run, 0600, the same on all machines. [LUDUS_TOKEN_FILE]"),
+    typer.Option(
+        "--token-file", metavar="FILE", help="The secret of the run, 0600, the same on all machines. [LUDUS_TOKEN_FILE]"
+    ),
 ]
-LogDir = Annotated[
-    Path | None, typer.Option("--log-dir", metavar="DIR", help="Default: ./logs. [LOG_DIR]", show_default=False)
-]
+LogDir = Annotated[Path | None, typer.Option("--log-dir", metavar="DIR", help="Default: ./logs. [LOG_DIR]", show_default=False)]
 OnlyPort = Annotated[
     int | None, typer.Option("--port", metavar="PORT", help="Only of the run with this port.", show_default=False)
 ]
@@ -148,16 +148,16 @@ def stop(part: Part, port: int | None, everything: bool, at_once: bool) -> None:
 
 def _check_ports(job: Job) -> None:
     """Somebody else's service is not a head of ours. Asked after our own earlier one has ended."""
-    from ludus.runtime.surroundings import Surroundings, is_free
+    from ludus.runtime.surroundings import PORTS, Surroundings, is_free
 
     around = Surroundings.of(job.roles[0].environment)
     if around is None or around.node != 0:
         return
-    for port in (around.port, around.port + 1):
+    for port in range(around.port, around.port + PORTS):
         if not is_free(port):
             raise UsageError(
                 f"Port {port} of this machine is in use.",
-                "Choose another one with --port, the same on all machines (the next one after it must be free, too).",
+                "Choose another one with --port, the same on all machines (the two after it must be free, too).",
             )
 
 
@@ -205,10 +205,12 @@ def _print(status: JobStatus, told: dict[str, Any]) -> None:
 def _run_of(status: JobStatus) -> str:
     """Which run its training has begun."""
     from ludus.cluster.record import RUN
-    from ludus.experiment.note import Note
 
-    places = Note.read(Path(status.logs).parent / RUN).places()
-    return next(reversed(places.values()), "") if places else ""
+    with suppress(OSError, ValueError):  # none yet
+        places = json.loads((Path(status.logs).parent / RUN).read_text(encoding="utf-8"))
+        if isinstance(places, dict) and places:
+            return str(list(places.values())[-1])
+    return ""
 
 
 def _nodes_of(status: JobStatus) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def submit(
 ) -> None:
     """Run a command as a job, and print its id: `ludus jobs` shows, waits for and ends it.
 
-    ludus submit -- train CartPole-v1    ludus submit --on slurm --nodes 3 --time 02:00:00 -- train …    ludus submit -f cluster.yaml -- tune …
+    ludus submit --on slurm --nodes 3 --time 02:00:00 -- train ALE/Pong-v5 --run APPO --num-workers auto
     """
     from ludus.cluster.target import Target, launched, load_target, opened
 
@@ -174,26 +174,22 @@ def command_of(job: Job) -> list[str]:
 
 def check_command(words: Sequence[str]) -> None:
     """Read it as it will be read there: a word that is wrong is said now, not when a queue has come to it. Raises UnknownName."""
-    import click
     from typer.main import get_command
 
     from ludus.cli.main import app
     from ludus.plugins import did_you_mean
 
     command: Any = get_command(app)
-    context: Any = click.Context(command, info_name="ludus")
+    context: Any = command.context_class(command, info_name="ludus")
     rest = list(words)
-    while isinstance(command, click.Group):
+    while hasattr(command, "list_commands"):
         known = command.list_commands(context)
         if not rest or rest[0] not in known:
             said = " ".join(["ludus", *words[: len(words) - len(rest)]])
-            raise UnknownName(
-                f"`{said}` has no command {rest[0]!r}." if rest else f"`{said}` needs a command.",
-                did_you_mean(rest[0] if rest else "", known),
-            )
-        name = rest.pop(0)
-        command = command.get_command(context, name)
-        context = click.Context(command, info_name=name, parent=context)
+            wrong = f"`{said}` has no command {rest[0]!r}." if rest else f"`{said}` needs a command."
+            raise UnknownName(wrong, did_you_mean(rest[0] if rest else "", known))
+        context = command.context_class(command.get_command(context, rest[0]), info_name=rest.pop(0), parent=context)
+        command = context.command
     command.make_context(context.info_name, rest, parent=context.parent)
 
 

@@ -84,7 +84,11 @@ def checked_settings(settings: SshSettings) -> SshSettings:
     if not settings.nodes:
         raise UsageError("No machines are named.", "Add --iplist FILE, with a line `address user port slots` for each.")
     for node in settings.nodes:
-        for what, value, form in (("host", node.host, _HOST), ("address", node.reached, _HOST), ("user", node.user or "x", _USER)):
+        for what, value, form in (
+            ("host", node.host, _HOST),
+            ("address", node.reached, _HOST),
+            ("user", node.user or "x", _USER),
+        ):
             if not form.fullmatch(value):
                 raise UsageError(f"{value!r} is no {what} of a machine.")
         if not 0 < node.port < 1 << 16:
@@ -157,7 +161,9 @@ def explained(settings: SshSettings, node: int, code: int | None, said: str) -> 
     if "Could not resolve" in said:
         return UsageError(f"{at.host} is not a name that is known here.", "Write its address, or add it to /etc/hosts.")
     if "No module named" in said and "ludus" in said:
-        return UsageError(f"{python} on {at.host} has no Ludus.", f"Install it there ({python} -m pip install ludus), or set python.")
+        return UsageError(
+            f"{python} on {at.host} has no Ludus.", f"Install it there ({python} -m pip install ludus), or set python."
+        )
     if "Unknown option: -P" in said:
         return UsageError(f"{python} on {at.host} is older than Python 3.11.", "Set python to another one.")
     if code in (126, 127):
@@ -178,6 +184,7 @@ class Conversation:
         self._noise: deque[str] = deque(maxlen=5)
         self._rest, self._answers = b"", deque[dict[str, Any]]()
         self.hello: dict[str, Any] = {}
+        self._begun = time.monotonic()
         try:
             self._process = subprocess.Popen(  # noqa: S603
                 ssh_words(settings, node, FAR, *words),
@@ -197,13 +204,15 @@ class Conversation:
     def fileno(self) -> int:
         return self._output.fileno()
 
-    def greet(self, deadline: float) -> dict[str, Any]:
+    def greet(self) -> dict[str, Any]:
         """Wait until it is there. Raises LudusError."""
         if not self.hello:
-            found = self.receive(deadline).get("hello")
+            found = self.receive(self._begun + self._settings.connect_s + START_S).get("hello")
             if not isinstance(found, dict) or found.get("protocol") != PROTOCOL:
                 host = self._settings.nodes[self._node].host
-                raise UsageError(f"Ludus on {host} speaks another protocol.", f"Install {ludus.__version__} there, as it is here.")
+                raise UsageError(
+                    f"Ludus on {host} speaks another protocol.", f"Install {ludus.__version__} there, as it is here."
+                )
             self.hello = found
         return self.hello
 
@@ -295,6 +304,5 @@ class Conversation:
         if not silent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(5)
-        self._said.seek(0)
-        said = self._said.read(100_000).decode(errors="replace")
+        said = os.pread(self._said.fileno(), 100_000, 0).decode(errors="replace")  # it still writes there, at the same position
         return explained(self._settings, self._node, code, said or "\n".join(self._noise))

@@ -199,7 +199,9 @@ class Desk:
         try:
             os.chdir(_workdir(part.workdir))
         except OSError as error:
-            raise UsageError(f"{part.workdir} on {record.host()}: {error.strerror}.", "Set workdir, or copy something there.") from error
+            raise UsageError(
+                f"{part.workdir} on {record.host()}: {error.strerror}.", "Set workdir, or copy something there."
+            ) from error
         found = LocalOrchestrator(place).submit(part.local(token, place / _NOTE))
         self._unkept[part.id, part.node] = found, first
         return {"part": found, "was": False}
@@ -366,7 +368,9 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
     except ValueError:
         request = None
     if not isinstance(request, dict):
-        raise UsageError(f"{line[:40]!r} is no request: those are lines of JSON.", "This is the far side of `ludus submit --on ssh`.")
+        raise UsageError(
+            f"{line[:40]!r} is no request: those are lines of JSON.", "This is the far side of `ludus submit --on ssh`."
+        )
     return request
 
 

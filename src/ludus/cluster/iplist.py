@@ -119,7 +119,7 @@ def read_iplist(text: str, source: str = "the list") -> NodeList:
 
 
 def _from_lines(text: str, source: str) -> list[Listed]:
-    found = []
+    found: list[Listed] = []
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         words = re.sub(r"(^|\s)#.*", "", line).split()
         if not words:

@@ -1,7 +1,11 @@
-"""A process of a job on another machine than its supervisor's: `python -P -m ludus.cluster.member -- COMMAND …`.
+"""A process of a job on another machine than its supervisor's, and the line between the two, which goes through a starter such as srun:
 
-Its input is a line to the supervisor on which nothing is ever said. Where it ends (the supervisor hung up, or is gone, or its
-machine is), the command ends at once, with all that it has started. Signals that ask for an end are handed on. Standard library only.
+    python -P -m ludus.cluster.member near srun … python -P -m ludus.cluster.member far COMMAND …
+
+The near end stands for the command where the supervisor is: it is told to end as the command would be, and ends as the command did.
+The far end starts it. The line is the starter's input. A byte on it is a signal for the command: starters do not hand them on (srun
+kills what it is asked to end). Where the line ends, because somebody hung up, or is gone, or his machine is, the command ends at
+once, with all that it has started. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,62 +18,131 @@ import socket
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from ludus import pids
 
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SAFETY_S = 5.0
+_HUNG_UP_S = 5.0
+"""How long the starter may take to end when its line is cut."""
+
 _KILLED = 128 + signal.SIGKILL
 _UNWANTED = ("LD_PRELOAD",)
 """Sites preload libraries into everything that their queue starts; Ray and games are known to break on them."""
 
 
-def run(command: list[str], line: int = 0) -> int:
+def far(command: Sequence[str], line: int = 0) -> int:
     """Until the command has ended, or the line; then nothing of it is left. The exit code as a shell would say it."""
     pids.adopt_orphans()
-    signals = _signals()
-    try:
-        process = _start(command)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
-        return 126 if isinstance(error, PermissionError) else 127
-    with selectors.DefaultSelector() as selector:
-        selector.register(signals, selectors.EVENT_READ)
+    with _Ears(line) as ears:
+        environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+        process = _start(command, environment, subprocess.DEVNULL, session=True)
+        if isinstance(process, int):
+            return process
+        while process.poll() is None and not ears.cut:
+            ears.listen(_SAFETY_S, lambda number: _signal(process, number))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.poll()
+        pids.end_descendants()
+    return _KILLED if code is None else 128 - code if code < 0 else code
+
+
+def near(starter: Sequence[str], line: int = 0) -> int:
+    """Until the starter has ended. Its exit code, or, where that says that a signal killed the command: this process ends by it too."""
+    with _Ears(line) as ears:
+        process = _start(starter, os.environ, subprocess.PIPE, session=False)
+        if isinstance(process, int):
+            return process
+        assert process.stdin is not None
+        pipe = process.stdin
+        deadline = float("inf")
+        while process.poll() is None:
+            ears.listen(_SAFETY_S if deadline == float("inf") else 0.1, lambda number: _say(pipe.fileno(), number))
+            if ears.cut and not pipe.closed:
+                pipe.close()
+                deadline = time.monotonic() + _HUNG_UP_S
+            if time.monotonic() > deadline:
+                process.kill()
+        if not pipe.closed:
+            pipe.close()
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+class _Ears:
+    """Signals to this process, bytes on the line and its end, in one wait."""
+
+    def __init__(self, line: int) -> None:
+        self.cut = False
+        self._line = line
+        self._signals, self._written = socket.socketpair()
+        for end in (self._signals, self._written):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        for number in (*_HANDED_ON, signal.SIGCHLD):
+            signal.signal(number, _heard)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._signals, selectors.EVENT_READ)
         if _is_line(line):
-            selector.register(line, selectors.EVENT_READ)
-        hung_up = False
-        while process.poll() is None and not hung_up:
-            for key, _ in selector.select(_SAFETY_S):
-                if key.fileobj is signals:
-                    _hand_on(signals.recv(256), process)
-                else:
-                    hung_up = _has_ended(line)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    code = process.poll()
-    pids.end_descendants()
-    if code is None:
-        return _KILLED
-    return 128 - code if code < 0 else code
+            self._selector.register(line, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Ears:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        self._signals.close()
+        self._written.close()
+
+    def listen(self, timeout_s: float, tell: Callable[[int], None]) -> None:
+        """Returns early when there was something, also when a child has ended."""
+        for key, _ in self._selector.select(timeout_s):
+            heard = self._signals.recv(256) if key.fileobj is self._signals else self._read()
+            for number in heard:
+                if number in _HANDED_ON:
+                    tell(number)
+
+    def _read(self) -> bytes:
+        try:
+            heard = os.read(self._line, 256)
+        except OSError:  # the other end was reset
+            heard = b""
+        if not heard:
+            self.cut = True
+            self._selector.unregister(self._line)
+        return heard
 
 
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
+def _start(
+    words: Sequence[str], environment: Mapping[str, str], line: int, *, session: bool
+) -> subprocess.Popen[bytes] | int:
+    """Or the code that a shell would give to one that cannot be started."""
     parent = os.getpid()
-    return subprocess.Popen(  # noqa: S603 # a job runs what it is told to
-        command,
-        env={name: value for name, value in os.environ.items() if name not in _UNWANTED},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
-    )
+    try:
+        return subprocess.Popen(  # noqa: S603 # a job runs what it is told to
+            words,
+            env=environment,
+            stdin=line,
+            start_new_session=session,
+            preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"{words[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        return 126 if isinstance(error, PermissionError) else 127
 
 
-def _hand_on(numbers: bytes, process: subprocess.Popen[bytes]) -> None:
-    for number in numbers:
-        if number in _HANDED_ON:
-            process.send_signal(number)
-            process.send_signal(signal.SIGCONT)  # one that is stopped could not end
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)  # one that is stopped could not end
+
+
+def _say(line: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # it has hung up: then it ends anyway
+        os.write(line, bytes([number]))
 
 
 def _is_line(line: int) -> bool:
@@ -78,34 +151,26 @@ def _is_line(line: int) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
-def _has_ended(line: int) -> bool:
-    try:
-        return not os.read(line, 65_536)
-    except OSError:  # the other end was reset
-        return True
-
-
-def _signals() -> socket.socket:
-    """Numbers of signals arrive here, so that waiting for them and for the line is one wait."""
-    here, there = socket.socketpair()
-    for end in (here, there):
-        end.setblocking(False)
-    signal.set_wakeup_fd(there.detach(), warn_on_full_buffer=False)
-    for number in (*_HANDED_ON, signal.SIGCHLD):
-        signal.signal(number, _heard)
-    return here
-
-
 def _heard(number: int, frame: FrameType | None) -> None:
     """Only so that it is not ignored: the number is read from the socket."""
 
 
-def main(words: list[str]) -> int:
-    command = words[1:] if words[:1] == ["--"] else words
-    if not command:
-        print("usage: python -m ludus.cluster.member -- COMMAND …", file=sys.stderr)
-        return 2
-    return run(command)
+def _end_alike(code: int) -> int:
+    """By the signal that the code speaks of, as far as one can."""
+    if code > 128 and code - 128 in {number.value for number in signal.Signals}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(code - 128, signal.SIG_DFL)
+        os.kill(os.getpid(), code - 128)
+    return code
+
+
+def main(words: Sequence[str]) -> int:
+    if words[:1] == ["far"] and len(words) > 1:
+        return far(words[1:])
+    if words[:1] == ["near"] and len(words) > 1:
+        return _end_alike(near(words[1:]))
+    print("usage: python -m ludus.cluster.member near STARTER … | far COMMAND …", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

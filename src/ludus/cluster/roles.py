@@ -12,7 +12,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.cluster.cluster import Job, Role
@@ -24,7 +24,7 @@ from ludus.errors import UsageError
 from ludus.runtime.surroundings import Surroundings
 
 PORT = 36010
-"""Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next one is the door's."""
+"""Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next two are used as well."""
 
 WAIT_S = 86_400.0
 """For actors: whoever starts a learner by hand starts them by hand, too."""
@@ -34,9 +34,11 @@ MAIN, RAY, DOOR, HEAD, NODE = "main", "ray", "door", "head", "node"
 LEARNER, ACTOR = "learner", "actor"
 TOKEN_FILE = "LUDUS_TOKEN_FILE"  # noqa: S105 - the name of a variable
 TOKEN = "token"  # noqa: S105
+GAMECORE = "GAMECORE_SERVER_ADDR"
 
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096
 _PYTHON = (sys.executable, "-P", "-m")
+_RAY_HOST, _TETHER = "ludus.cluster.ray_host", "ludus.cluster.tether"
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,21 @@ def learner_job(
 ) -> Job:
     """On the head: Ray, the door, and the training itself. `words`: of `ludus train`. `cpus`: workers that may run here, too.
 
-    Work begins when there is somebody to do it: all machines that learn, and an actor, unless there is room here.
+    Work begins when there is somebody to do it: all learners of the list, and an actor, unless there is room for workers here.
     """
-    learners = sum(entry.role == LEARNER for entry in listed.entries)
-    wanted = 1 if cpus else learners + 1
+    wanted = 1 if cpus else 2
     addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
     # An actor need not be in the list; there is room for one that is not.
     addresses += (meeting.here.address,) * (wanted - len(addresses))
-    told = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s).environment()
-    logs = meeting.logs / LEARNER
+    around = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
+    told, logs = around.environment(), meeting.logs / LEARNER
+    trains = replace(around, learners=learners_elsewhere(listed)).environment()
     return Job(
         LEARNER,
         (
-            Role(RAY, (*_PYTHON, "ludus.cluster.ray_host", "--cpus", str(cpus)), 1, "on-failure", told, log=str(logs / "ray.log")),
-            Role(DOOR, (*_PYTHON, "ludus.cluster.tether", "door"), 1, "on-failure", told, log=str(logs / "door.log")),
-            Role(MAIN, (*_PYTHON, "ludus.cli.main", "train", *words), 1, "when-killed", told, log=str(logs / "train.log")),
+            Role(RAY, (*_PYTHON, _RAY_HOST, "--cpus", str(cpus)), 1, "on-failure", told, log=str(logs / "ray.log")),
+            Role(DOOR, (*_PYTHON, _TETHER, "door"), 1, "on-failure", told, log=str(logs / "door.log")),
+            Role(MAIN, (*_PYTHON, "ludus.cli.main", "train", *words), 1, "when-killed", trains, log=str(logs / "train.log")),
         ),
         MAIN,
         secrets=tuple(name for name in SECRETS if environ.get(name)),
@@ -86,29 +88,46 @@ def learner_job(
 
 
 def joining_job(
-    part: Part, meeting: Meeting, environ: Mapping[str, str], *, cpus: int, gamecore: str = "", share_weights: bool = False
+    part: Part,
+    meeting: Meeting,
+    environ: Mapping[str, str],
+    *,
+    cpus: int = 0,
+    learners: int = 0,
+    gamecore: str = "",
+    share_weights: bool = False,
 ) -> Job:
-    """On any other machine, or once more on the head: a node of the run's Ray, for as long as it is not stopped.
+    """On any other machine, or once more on the head: workers, learners or both, for as long as they are not stopped.
 
-    It waits for a head that is not there, and joins the next one when that is gone.
+    They wait for a head that is not there, and join the next one when that is gone.
     """
     told = Surroundings((meeting.here.head, meeting.here.address), 1, meeting.port, meeting.token_file, 1).environment()
-    logs = meeting.logs / part
-    words = ["--cpus", str(cpus), *(["--gamecore", gamecore] if gamecore else []), "--log-dir", str(logs)]
-    words += [*(["--share-weights"] if share_weights else []), "--stay"]
     if gamecore:
-        told["GAMECORE_SERVER_ADDR"] = gamecore
+        told[GAMECORE] = gamecore
+    logs = meeting.logs / part
+    roles = []
+    if cpus:
+        words = ["--cpus", str(cpus), *(["--gamecore", gamecore] if gamecore else []), "--log-dir", str(logs)]
+        words += [*(["--share-weights"] if share_weights else []), "--stay"]
+        roles.append(Role(RAY, (*_PYTHON, _RAY_HOST, *words), 1, "always", told, cpus=cpus, log=str(logs / "ray.log")))
+    if learners:
+        log = str(logs / "rank_{index}.log")
+        roles.append(Role(LEARNER, (*_PYTHON, "ludus.runtime.far_rank"), learners, "always", told, log=log))
+    # It ends when the learner does, and is started again: whoever is here waits for the next one.
+    roles.append(Role(MAIN, (*_PYTHON, _TETHER, "hold", "--stay"), 1, "always", told, log=str(logs / "monitor.log")))
     return Job(
         part,
-        (
-            Role(RAY, (*_PYTHON, "ludus.cluster.ray_host", *words), 1, "always", told, cpus=cpus, log=str(logs / "ray.log")),
-            Role(MAIN, (*_PYTHON, "ludus.cluster.tether", "hold", "--stay"), 1, "always", told, log=str(logs / "monitor.log")),
-        ),
+        tuple(roles),
         MAIN,
         secrets=tuple(name for name in SECRETS if environ.get(name)),
         grace_s=GRACE_S,
         place=meeting.place,
     )
+
+
+def learners_elsewhere(listed: NodeList) -> int:
+    """Learners on other machines than the first."""
+    return sum(entry.node.slots for entry in listed.entries[1:] if entry.role == LEARNER)
 
 
 def cluster_job(
@@ -120,7 +139,7 @@ def cluster_job(
     def words(entry_actors: int) -> tuple[str, ...]:
         cores = cpus if cpus is not None else entry_actors or None
         chosen = [] if cores is None else ["--cpus", str(cores)]
-        return (interpreter, "-P", "-m", "ludus.cluster.ray_host", *chosen, "--stay")
+        return (interpreter, "-P", "-m", _RAY_HOST, *chosen, "--stay")
 
     told = {} if port is None else {"LUDUS_JOB_PORT": str(port)}
     roles = [Role(HEAD, words(listed.entries[0].actors), 1, "when-killed", told, at=(0,))]
@@ -186,7 +205,9 @@ def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
         except FileExistsError:
             pass
         except OSError as error:
-            raise UsageError(f"The token {path} cannot be written: {error.strerror}.", "Name another place: --token-file.") from error
+            raise UsageError(
+                f"The token {path} cannot be written: {error.strerror}.", "Name another place: --token-file."
+            ) from error
     _check_token(path, listed)
     return made
 

@@ -76,6 +76,8 @@ class Door:
             log.info("node %d is gone", node)
         except (OSError, TimeoutError, ValueError) as error:
             log.info("a connection is lost: %s", error or "it said nothing")
+        except asyncio.CancelledError:
+            pass  # the loop ends, and so does this; asyncio would complain of a handler that says so
         finally:
             self._held.pop(writer, None)
             writer.close()
@@ -108,7 +110,9 @@ async def hold(
             why = str(error) or "no answer"
         left = parted + patience_s - clock()
         if left <= 0:
-            log.error("the first node of this job, %s:%d, was not reached for %g s (%s): its part here ends", *door, patience_s, why)
+            log.error(
+                "the first node of this job, %s:%d, was not reached for %g s (%s): its part here ends", *door, patience_s, why
+            )
             return False
         log.info("%s:%d is not reached: %s", *door, why)
         await asyncio.sleep(min(pause, left))
@@ -166,6 +170,7 @@ async def _keep_door(around: Surroundings, token: bytes) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, door.close)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # one may have come while we were not ready for it
     with listen(*around.door) as listening:
         await door.serve(listening)
     return 0

@@ -88,9 +88,7 @@ def locate(
     network = network or Network()
     card = _of_card(environ.get(CARD, "").strip(), network)
     if node is not None and not 0 <= node < len(listed.nodes):
-        raise UsageError(
-            f"--node {node}: {listed.source} has {len(listed.nodes)} machines, counted from 0.", _numbered(listed)
-        )
+        raise UsageError(f"--node {node}: {listed.source} has {len(listed.nodes)} machines, counted from 0.", _numbered(listed))
     addresses = [_first(network, each.reached) for each in listed.nodes] if node is None else []
     if node is None:
         node = _recognised(listed, addresses, card, network, must)

@@ -65,8 +65,8 @@ def room_for(threads_per_game: int, limits: list[Limit] | None = None, promised:
     limits = thread_limits() if limits is None else limits
     if not limits:
         return None
-    free = min(limit.left for limit in limits) - promised - RESERVE
-    return max(0, free // max(1, threads_per_game))
+    tightest = _tightest(limits)
+    return max(0, (tightest.left - promised - _reserve(tightest)) // max(1, threads_per_game))
 
 
 def require_room(count: int, threads_per_game: int, limits: list[Limit] | None = None, promised: int = 0) -> None:
@@ -75,20 +75,22 @@ def require_room(count: int, threads_per_game: int, limits: list[Limit] | None =
     room = room_for(threads_per_game, limits, promised)
     if room is None or room >= count:
         return
-    tightest = min(limits, key=lambda limit: limit.left)
+    tightest = _tightest(limits)
     waiting = f", {promised:,} of them for games that are still starting" if promised else ""
     each = f"each game has {threads_per_game:,} threads" if threads_per_game != 1 else "each game has 1 thread"
     raise WorkerFailed(
         f"{count:,} more {'game does' if count == 1 else 'games do'} not fit in: {each}, {tightest.left:,} are left of"
-        f" {tightest.limit:,} ({tightest.name}){waiting}, {RESERVE} are kept free: room for {room:,} more.",
+        f" {tightest.limit:,} ({tightest.name}){waiting}, {_reserve(tightest):,} are kept free: room for {room:,} more.",
         f"Start fewer games here, spread them over more machines, or {tightest.fix}.",
     )
 
 
-def threads_of(pid: int, proc: Path = _PROC) -> int:
-    """Of one process; 0 when there is none."""
-    fields = _status(proc / str(pid))
-    return int(fields.get("Threads", "0").split()[0]) if fields else 0
+def _tightest(limits: list[Limit]) -> Limit:
+    return min(limits, key=lambda limit: limit.left)
+
+
+def _reserve(limit: Limit) -> int:
+    return min(RESERVE, limit.limit // 10)
 
 
 # -- where the limits are -----------------------------------------------------------------------------------------------

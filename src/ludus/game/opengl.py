@@ -57,7 +57,11 @@ def tried(way: str, environ: Mapping[str, str] | None = None, timeout_s: float =
     words = [sys.executable, "-I", "-S", __file__, way]
     try:
         done = subprocess.run(  # noqa: S603 - ourselves
-            words, env=dict(os.environ if environ is None else environ), capture_output=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            words,
+            env=dict(os.environ if environ is None else environ),
+            capture_output=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         return OpenGL(way, why=f"it did not answer within {timeout_s:g} s")

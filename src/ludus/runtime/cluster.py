@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from typing import Any
 
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
 from ludus.runtime import reaper, scratch
+from ludus.runtime.surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,10 @@ HEALTH = {
 }
 """With these the head takes a node that is cut off for dead after about 8 seconds; by default it takes more than a minute."""
 
+SHARES = "ludus-shares-weights"
+"""A label of nodes of Ray; see `Member.shares`."""
+
+_ASK_S, _PAUSE_S = 3.0, 0.1
 _SHUTDOWN_S = 15.0
 _END_S = 5.0
 _NOTE = "owner"
@@ -70,10 +76,14 @@ Announce = Callable[[str], None]
 
 
 def address_of(option: str | None, environ: Mapping[str, str]) -> str | None:
-    """Which cluster is meant: the option, else RAY_ADDRESS, else ip_head. None: no Ray at all. Raises UsageError."""
+    """Which cluster is meant: the option, else RAY_ADDRESS, else ip_head, else that of the job this process belongs to.
+
+    None: no Ray at all. Raises UsageError.
+    """
     named = [value.strip() for value in (option, environ.get("RAY_ADDRESS"), environ.get("ip_head")) if value and value.strip()]
     if not named:
-        return None
+        job = Surroundings.of(environ)
+        return job.head if job is not None and job.ray else None
     address = named[0]
     if address == AUTO:  # whichever runs on this machine, unless the environment names one
         address = next((value for value in named[1:] if value != AUTO), AUTO)
@@ -106,6 +116,10 @@ class Member:
     cores: int
     alive: bool
     head: bool
+    name: str = ""
+    shares: bool = False
+    """Its cores are for the learner on the same machine to use, if there is one."""
+    directory: str = ""
 
 
 class Cluster:
@@ -133,8 +147,11 @@ class Cluster:
                 f"Leave --ray-num-cpus and --ray-object-store-memory out, or give them to `ray start`. Address: {address}.",
             )
         try:
+            job = Surroundings.of(os.environ)
             if self.started:
                 self._start(num_cpus, object_store_memory or STORE_BYTES)
+            elif job is not None and job.ray and address == job.head:
+                self._join_job(job)
             else:
                 self._join(address, join_s)
             members = [member for member in self.members() if member.alive]
@@ -196,6 +213,19 @@ class Cluster:
         with _signals_kept():
             self._connect(address=found.address)
 
+    # -- the one of the job that this process belongs to
+
+    def _join_job(self, job: Surroundings) -> None:
+        """Nothing has to be found out, and whoever is not there yet is on his way."""
+        self._say(f"joining the Ray of this job at {job.head} …")
+        self.home = None
+        job.token()
+        settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.token_file)}
+        self._undo.enter_context(environment(_ENVIRONMENT | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        here = assembled(job, Head(job.head), time.monotonic() + job.wait_s, self._say)
+        with _signals_kept():
+            self._connect(address=job.head, _temp_dir=here.directory)
+
     def _connect(self, **options: Any) -> None:
         ray = _ray()
         _forget_cached_settings()
@@ -225,6 +255,120 @@ class Cluster:
 
             atexit.unregister(ray._private.worker.shutdown)  # it would wait once more
         _end([info.process for info in infos])
+
+
+# -- the Ray of a job -----------------------------------------------------------------------------------------------------
+
+
+class Head:
+    """The head of a job's Ray, asked from this process: how it wants to be spoken to is known. Imports Ray."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        _need_ray()
+        self.ray = _ray()
+        _forget_cached_settings()
+        self._client: Any = None
+
+    def ask(self, timeout_s: float) -> dict[str, Any]:
+        """As `_ask`; {} while it does not answer."""
+        try:
+            if self._client is None:
+                self._client = self.ray._raylet.GcsClient(address=self.address)
+            return _answer(self._client, self.address, timeout_s)
+        except self.ray.exceptions.AuthenticationError:
+            return {"refused": "token"}
+        except Exception as error:  # see Cluster.members
+            log.debug("the head at %s does not answer: %s", self.address, error)
+            self._client = None
+            return {}
+
+    def check(self, answer: Mapping[str, Any]) -> None:
+        """Raises UsageError: token, versions."""
+        if answer.get("refused") == "token":
+            raise UsageError(
+                f"The Ray of this job at {self.address} does not accept the token of this process.",
+                "Do all processes of the job see the same file? Or does another Ray listen at that port?",
+            )
+        if answer:
+            _same_versions(answer, self.address)
+
+
+def assembled(job: Surroundings, head: Head, deadline: float, say: Announce) -> Member:
+    """Wait until as many nodes as the job asks for are there, and the one of this process among them, which is returned.
+
+    Raises UsageError (token, versions), WorkerFailed at the deadline.
+    """
+    told = False
+    while True:
+        answer = head.ask(_ASK_S) if listens(job.head, _ASK_S) else {}
+        head.check(answer)
+        members = [member for member in (Member(**said) for said in answer.get("members", ())) if member.alive]
+        here = _here(job, members)
+        if here is not None and len(members) >= job.ray:
+            return here
+        if time.monotonic() > deadline:
+            raise _incomplete(job, members, answer)
+        if not told and answer:
+            say(f"waiting for nodes: {len(members)} of {job.ray} {'is' if len(members) == 1 else 'are'} here")
+            told = True
+        time.sleep(_PAUSE_S)  # Ray tells nobody that somebody has joined, without being asked
+
+
+def node_name(node: int) -> str:
+    """What a node of a job is called in its Ray: where several are on one machine, their addresses are the same."""
+    return f"node-{node}"
+
+
+def listens(address: str, within_s: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), within_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def _here(job: Surroundings, members: list[Member]) -> Member | None:
+    """The node on which this process runs."""
+    address = job.nodes[job.node]
+    mine = [member for member in members if member.address in (address, _resolved(address))]
+    return next((member for member in mine if member.name == node_name(job.node)), mine[0] if len(mine) == 1 else None)
+
+
+def absent(nodes: tuple[str, ...], came: list[str]) -> list[str]:
+    """Addresses from which nobody came; of several nodes at one address, as often as nobody did."""
+    rest = Counter(_resolved(address) for address in came)
+    missing = []
+    for node in nodes:
+        if rest[_resolved(node)]:
+            rest[_resolved(node)] -= 1
+        else:
+            missing.append(node)
+    return missing
+
+
+def _incomplete(job: Surroundings, members: list[Member], answer: Mapping[str, Any]) -> WorkerFailed:
+    logs = f"`ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray` says" if os.environ.get("LUDUS_JOB_ID") else "Their logs say"
+    if not answer:
+        error = WorkerFailed(
+            f"The head of this job's Ray at {job.head} did not answer within {job.wait_s:g} s.", f"{logs} why."
+        )
+    else:
+        missing = absent(job.nodes, [member.address for member in members])
+        error = WorkerFailed(
+            f"{len(members)} of {job.ray} nodes came within {job.wait_s:g} s; nobody came from {', '.join(missing)}.",
+            f"{logs} why. Can those machines reach {job.head}?",
+        )
+    error.final = True  # whoever starts the learner again would wait as long again
+    return error
+
+
+def _resolved(address: str) -> str:
+    """Nodes may be given by name; Ray speaks of numbers."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    return address
 
 
 # -- finding out about a cluster -----------------------------------------------------------------------------------------
@@ -282,11 +426,7 @@ def _token(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...],
 def accepted(answer: Mapping[str, Any], address: str) -> str:
     if "refused" in answer:
         raise UsageError(f"The Ray cluster at {address} cannot be joined: {answer['refused']}")
-    ours = {"Ray": _version(), "Python": ".".join(map(str, sys.version_info[:2]))}
-    theirs = {"Ray": answer["ray"], "Python": ".".join(answer["python"].split(".")[:2])}
-    if theirs["Ray"] and ours != theirs:
-        differ = ", ".join(f"{name} {theirs[name]} (here {ours[name]})" for name in ours if ours[name] != theirs[name])
-        raise UsageError(f"The Ray cluster at {address} runs {differ}.", "Use the same versions on all machines.")
+    _same_versions(answer, address)
     members = [Member(**member) for member in answer["members"]]
     living = sorted({member.address for member in members if member.alive})
     if not any(_is_ours(ip) for ip in living):
@@ -295,6 +435,14 @@ def accepted(answer: Mapping[str, Any], address: str) -> str:
             f"Run `ray start --address={answer['address']}` here first (add --num-cpus=0 if no workers should run here).",
         )
     return str(answer["address"])
+
+
+def _same_versions(answer: Mapping[str, Any], address: str) -> None:
+    ours = {"Ray": _version(), "Python": ".".join(map(str, sys.version_info[:2]))}
+    theirs = {"Ray": answer["ray"], "Python": ".".join(answer["python"].split(".")[:2])}
+    if theirs["Ray"] and ours != theirs:
+        differ = ", ".join(f"{name} {theirs[name]} (here {ours[name]})" for name in ours if ours[name] != theirs[name])
+        raise UsageError(f"The Ray cluster at {address} runs {differ}.", "Use the same versions on all machines.")
 
 
 def _reach(address: str, within_s: float) -> None:
@@ -336,11 +484,7 @@ def _ask(address: str) -> None:
             if not found:
                 raise ConnectionError("no Ray runs on this machine that `ray start` has started")
             address = str(found)
-        client = ray._raylet.GcsClient(address=address)
-        metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster", timeout=5) or b"{}")
-        members = [vars(_member(info)) for info in client.get_all_node_info(timeout=5).values()]
-        answer: dict[str, Any] = {"address": address, "members": members}
-        answer |= {"ray": metadata.get("ray_version", ""), "python": metadata.get("python_version", "")}
+        answer = _answer(ray._raylet.GcsClient(address=address), address, 5)
     except ray.exceptions.AuthenticationError:
         answer = {"refused": "token"}
     except Exception as error:  # whatever it is, it is the answer
@@ -350,10 +494,26 @@ def _ask(address: str) -> None:
     os._exit(0)  # Ray's threads have nothing to tidy up, and may wait for a head that is gone
 
 
+def _answer(client: Any, address: str, timeout_s: float) -> dict[str, Any]:
+    """Who is part of the cluster, and what it runs. Raises whatever Ray does."""
+    metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster", timeout=timeout_s) or b"{}")
+    members = [vars(_member(info)) for info in client.get_all_node_info(timeout=timeout_s).values()]
+    versions = {"ray": metadata.get("ray_version", ""), "python": metadata.get("python_version", "")}
+    return {"address": address, "members": members, **versions}
+
+
 def _member(info: Any) -> Member:
-    cores = int(dict(info.resources_total).get("CPU", 0))
-    node_id = info.node_id.hex()
-    return Member(node_id, info.node_manager_hostname, info.node_manager_address, cores, info.state == 0, info.is_head_node)
+    return Member(
+        info.node_id.hex(),
+        info.node_manager_hostname,
+        info.node_manager_address,
+        int(dict(info.resources_total).get("CPU", 0)),
+        info.state == 0,
+        info.is_head_node,
+        info.node_name,
+        SHARES in dict(info.labels),
+        info.temp_dir,
+    )
 
 
 def _is_ours(ip: str) -> bool:

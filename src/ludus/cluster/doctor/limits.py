@@ -205,7 +205,9 @@ def look_threads(groups: Groups) -> Threads:
     everybody = _everybody()
     for name, path in (("kernel.threads-max", "threads-max"), ("kernel.pid_max", "pid_max")):
         if (most := _number(Path("/proc/sys/kernel") / path)) is not None:
-            bounds.append(Bound(name, most, everybody, f"sysctl -w {name}={max(4_194_304 if path == 'pid_max' else 0, 2 * most)}"))
+            bounds.append(
+                Bound(name, most, everybody, f"sysctl -w {name}={max(4_194_304 if path == 'pid_max' else 0, 2 * most)}")
+            )
     return Threads(tuple(bounds), _number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
 
 
@@ -242,7 +244,9 @@ def judge_cores(cores: Cores, needs: Needs) -> Finding:
         said += f", time for {cores.quota:g} (cgroup quota)"
     if needs.workers > 2 * cores.whole:
         return warning(
-            "cpu", f"{said}; {several(needs.workers, 'worker')} would share them", f"--num-workers {max(1, cores.whole - 1)}, or more cores."
+            "cpu",
+            f"{said}; {several(needs.workers, 'worker')} would share them",
+            f"--num-workers {max(1, cores.whole - 1)}, or more cores.",
         )
     if cores.quota is not None and cores.quota < cores.usable:
         # Libraries count cores, not time: each starts as many threads, which are then held up together.
@@ -269,7 +273,11 @@ def judge_memory(memory: Memory | None, needs: Needs) -> Finding:
 def judge_shared(shared: Shared | None, needs: Needs) -> Finding:
     if shared is None or not shared.writable:
         what = "there is none" if shared is None else "it is not writable"
-        return warning("/dev/shm", f"{what}: rings go to the temporary directory, which is slower", "mount -t tmpfs -o mode=1777 tmpfs /dev/shm")
+        return warning(
+            "/dev/shm",
+            f"{what}: rings go to the temporary directory, which is slower",
+            "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
+        )
     said = f"{size(shared.total)}, {size(shared.free)} free; needed {needs.shared_said()}"
     bigger = f"mount -o remount,size={_rounded(needs.shared)}G /dev/shm; in containers --shm-size={_rounded(needs.shared)}g"
     if shared.free < _SHM_LEAST:
@@ -290,7 +298,9 @@ def judge_files(files: Files, needs: Needs) -> Finding:
     wanted = max(needs.files, 4096)
     if files.hard >= needs.files:
         return failed("open files", said, f"ulimit -n {min(files.hard, wanted)}")
-    return failed("open files", said, f"nofile {wanted} in /etc/security/limits.conf, or LimitNOFILE= of the service; then log in anew.")
+    return failed(
+        "open files", said, f"nofile {wanted} in /etc/security/limits.conf, or LimitNOFILE= of the service; then log in anew."
+    )
 
 
 def judge_threads(threads: Threads, needs: Needs) -> Finding:
@@ -312,7 +322,9 @@ def judge_threads(threads: Threads, needs: Needs) -> Finding:
 def judge_maps(threads: Threads, needs: Needs) -> Finding:
     """A thread has two mappings for its stack; libraries have some hundreds."""
     needed = 2_000 + 2 * max(needs.game_threads, needs.cores)
-    said = f"vm.max_map_count {_limit(threads.maps)}; needed 2,000 + 2 × {max(needs.game_threads, needs.cores)} threads = {needed:,}"
+    said = (
+        f"vm.max_map_count {_limit(threads.maps)}; needed 2,000 + 2 × {max(needs.game_threads, needs.cores)} threads = {needed:,}"
+    )
     if threads.maps < needed:
         return failed("mappings", said, f"sysctl -w vm.max_map_count={_MAPS_LEAST}")
     if threads.maps < _MAPS_LEAST:

@@ -40,7 +40,7 @@ class Needs:
 
     def threads_said(self) -> str:
         games = f" + {self.game_threads} of a game" if self.game_threads else ""
-        parts = [f"{MAIN_THREADS} + {self.cores} cores", f"{self.workers} workers × ({WORKER_THREADS}{games})"]
+        parts = [f"{MAIN_THREADS} + {self.cores} cores", f"{self.workers} workers × {_each(str(WORKER_THREADS), games)}"]
         return _sum([*parts, *([f"{RAY_THREADS} of Ray"] if self.ray else [])], f"{self.threads:,}")
 
     @property
@@ -65,7 +65,7 @@ class Needs:
 
     def memory_said(self) -> str:
         games = f" + {_mb(self.game_bytes)} of a game" if self.game_bytes else ""
-        parts = [_mb(MAIN_BYTES), f"{self.workers} workers × ({_mb(WORKER_BYTES)}{games})"]
+        parts = [_mb(MAIN_BYTES), f"{self.workers} workers × {_each(_mb(WORKER_BYTES), games)}"]
         return _sum([*parts, *([f"{_mb(RAY_BYTES)} of Ray"] if self.ray else [])], _mb(self.memory))
 
     @property
@@ -75,6 +75,10 @@ class Needs:
     def shared_said(self) -> str:
         parts = [f"{_mb(WEIGHTS_BYTES)} of weights", f"{self.workers} rings × {_mb(RING_BYTES)}"]
         return _sum([*parts, *([f"{_mb(RAY_STORE_BYTES)} of Ray's store"] if self.ray else [])], _mb(self.shared))
+
+
+def _each(own: str, games: str) -> str:
+    return f"({own}{games})" if games else own
 
 
 def _sum(parts: list[str], result: str) -> str:

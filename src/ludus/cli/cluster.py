@@ -1,0 +1,364 @@
+"""`ludus cluster`: a Ray over a list of machines that are reached by SSH; it stands until it is taken down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli.roles import AsJson, IpList, say
+from ludus.errors import LudusError, UnknownName, Unreachable, UsageError, WorkerFailed
+
+if TYPE_CHECKING:
+    from ludus.cluster.cluster import JobStatus, ProcessStatus
+    from ludus.cluster.connection import SshNode, SshSettings
+    from ludus.cluster.iplist import NodeList
+    from ludus.cluster.ssh import SshOrchestrator
+    from ludus.runtime.census import Resident
+
+app = typer.Typer(help="A Ray cluster over SSH, for many trainings: up, status, down.", no_args_is_help=True)
+
+NAME = "cluster"
+FOLDER, JOB, TOKEN = "clusters", "job", "token"
+_WAIT_S = 120.0
+_DOWN_S = 180.0
+_ASK_S = 60.0
+_PAUSE_S = 1.0
+
+_Name = Annotated[str, typer.Option("--name", help="Of the cluster; several can stand.")]
+_Which = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which one, where there are several.", show_default=False)]
+_Identity = Annotated[Path | None, typer.Option("--identity", metavar="FILE", help="The key for SSH.", show_default=False)]
+_KnownHosts = Annotated[
+    Path | None, typer.Option("--known-hosts", metavar="FILE", help="Host keys, in place of your own file.", show_default=False)
+]
+_Python = Annotated[
+    str,
+    typer.Option("--python", metavar="PATH", help="The interpreter that has Ludus there. Default: as here.", show_default=False),
+]
+_Setup = Annotated[
+    list[str] | None,
+    typer.Option("--setup", metavar="LINE", help="Shell before it: `module load …`; repeatable.", show_default=False),
+]
+_Workdir = Annotated[
+    str, typer.Option("--workdir", metavar="DIR", help="Where processes start there. Default: home.", show_default=False)
+]
+_Cpus = Annotated[
+    int | None,
+    typer.Option("--cpus", min=0, help="Cores of each machine that workers may fill. Default: all.", show_default=False),
+]
+_Port = Annotated[
+    int | None,
+    typer.Option("--port", min=1024, max=65533, help="Of its head. Default: one that is free there.", show_default=False),
+]
+_Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait until all machines are in it.")]
+
+
+@app.command()
+def up(
+    iplist: IpList,
+    name: _Name = NAME,
+    identity: _Identity = None,
+    known_hosts: _KnownHosts = None,
+    python: _Python = "",
+    setup: _Setup = None,
+    workdir: _Workdir = "",
+    cpus: _Cpus = None,
+    port: _Port = None,
+    wait: _Wait = _WAIT_S,
+) -> None:
+    """Start Ray on all machines of the list, the first as its head. Once more: start it again where it is missing."""
+    from ludus.cluster.iplist import load_iplist
+    from ludus.cluster.roles import cluster_job
+    from ludus.cluster.ssh import SshOrchestrator, SshSettings
+
+    listed = load_iplist(iplist)
+    settings = SshSettings(listed.nodes, identity, known_hosts, python, tuple(setup or ()), workdir)
+    job = cluster_job(name, listed, cpus=cpus, port=port, wait_s=max(wait, 1.0), python=python)
+    with SshOrchestrator(settings=settings) as orchestrator:
+        standing = find(name)
+        if standing is None or not _mended(orchestrator, standing, listed):
+            say(f"starting Ray on {len(listed.nodes)} machines: {', '.join(node.host for node in listed.nodes)}")
+            standing = Standing(name, orchestrator.submit(job))
+            standing.write(_token(settings, standing.id))
+        missing = _gathered(orchestrator, standing, time.monotonic() + wait)
+        _explain(orchestrator, standing)
+    if missing:
+        raise WorkerFailed(f"Not in the cluster after {wait:g} s: {', '.join(missing)}.", f"See: ludus cluster status {name}")
+
+
+@app.command()
+def status(name: _Which = None, as_json: AsJson = False) -> None:
+    """Each machine: whether it is in the cluster, since when, with how many cores; and which ones were lost. Exit code 1: some are."""
+    from ludus.cluster.ssh import SshOrchestrator
+
+    standing = chosen(name)
+    with SshOrchestrator() as orchestrator:
+        page = _page(orchestrator, standing)
+    if as_json:
+        print(json.dumps(page))
+    else:
+        _print(page)
+    if not all(node["up"] for node in page["nodes"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def down(name: _Which = None) -> None:
+    """End it, on all machines: what was started by `up`, and nothing else."""
+    from ludus.cluster.cluster import wait
+    from ludus.cluster.ssh import SshOrchestrator
+
+    standing = chosen(name)
+    with SshOrchestrator() as orchestrator:
+        try:
+            orchestrator.cancel(standing.id)
+            wait(orchestrator, standing.id, _DOWN_S)
+        except UnknownName:
+            say(f"nothing is known of {standing.id} any more")
+        except WorkerFailed as error:  # it is cancelled as far as that can be; whoever does not answer ends by itself
+            say(str(error))
+    standing.remove()
+    say(f"the cluster {standing.name} is down")
+
+
+# -- what stands ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A cluster that was brought up from this machine, by this user."""
+
+    name: str
+    id: str
+
+    @property
+    def directory(self) -> Path:
+        return _home() / self.name
+
+    @property
+    def token(self) -> Path:
+        return self.directory / TOKEN
+
+    def write(self, token: str) -> None:
+        from ludus.cluster.record import make_private
+
+        for directory in (_home().parent, _home(), self.directory):
+            make_private(directory)
+        for name, text in ((TOKEN, token), (JOB, self.id)):
+            aside = self.directory / f".{name}.{os.getpid()}"
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(aside, self.directory / name)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def find(name: str) -> Standing | None:
+    with suppress(OSError):
+        return Standing(name, (_home() / name / JOB).read_text(encoding="utf-8").strip())
+    return None
+
+
+def chosen(name: str | None) -> Standing:
+    """Raises UnknownName."""
+    from ludus.plugins import did_you_mean
+
+    known = sorted(path.parent.name for path in _home().glob(f"*/{JOB}"))
+    if name is None and len(known) > 1:
+        raise UsageError(f"There are {len(known)} clusters: {', '.join(known)}.", "Say which one.")
+    found = find(name if name is not None else known[0]) if name is not None or known else None
+    if found is None:
+        called = f"cluster {name!r}" if name is not None else "cluster"
+        raise UnknownName(f"There is no {called} that was brought up from here.", did_you_mean(name or "", known))
+    return found
+
+
+def _home() -> Path:
+    from ludus.cluster.record import state_home
+
+    return state_home() / FOLDER
+
+
+# -- bringing it up -------------------------------------------------------------------------------------------------------
+
+
+def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList) -> bool:
+    """Start again what is missing of it; False: nothing of it is left. Raises UsageError where it stands on other machines."""
+    try:
+        over = orchestrator.status(standing.id).over
+    except UnknownName:
+        over = True
+    if over:
+        say(f"the cluster {standing.name} was up before and has ended: it is started anew")
+        standing.remove()
+        return False
+    there = _settings(orchestrator, standing).nodes
+    if there != listed.nodes:
+        raise UsageError(
+            f"The cluster {standing.name} stands on {', '.join(node.host for node in there)}, and {listed.source} says otherwise.",
+            f"Take it down first (ludus cluster down {standing.name}), or give the new one another --name.",
+        )
+    mended = orchestrator.mend(standing.id)
+    say(f"started again on {', '.join(mended)}" if mended else f"the cluster {standing.name} is up already")
+    return True
+
+
+def _token(settings: SshSettings, job_id: str) -> str:
+    """From the head, which has it."""
+    from ludus.cluster.connection import Conversation
+
+    deadline = time.monotonic() + _ASK_S
+    with closing(Conversation(settings, 0)) as talk:
+        talk.greet()
+        return str(talk.ask({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
+
+
+def _gathered(orchestrator: SshOrchestrator, standing: Standing, deadline: float) -> list[str]:
+    """Wait until all machines are in it; those that are not by then."""
+    while True:
+        status = orchestrator.status(standing.id)
+        if status.over:
+            raise WorkerFailed(f"The cluster {standing.name} has ended: {status.reason or status.state}.", f"Logs: {status.logs}")
+        settings = _settings(orchestrator, standing)
+        residents: Sequence[Resident] = ()
+        with suppress(Unreachable):  # it is not up yet
+            residents = _census(orchestrator, standing, status)
+        missing = [node.host for node in settings.nodes if not _resident_of(node, residents, alive=True)]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(_PAUSE_S)
+
+
+def _explain(orchestrator: SshOrchestrator, standing: Standing) -> None:
+    status, settings = orchestrator.status(standing.id), _settings(orchestrator, standing)
+    head = settings.nodes[0]
+    login = shlex.join(
+        ["ssh", *(["-p", str(head.port)] if head.port != 22 else []), f"{head.user}@{head.host}" if head.user else head.host]
+    )
+    say(
+        f"the cluster {standing.name} is at {_address(orchestrator, standing)}; train on one of its machines, for example the first:"
+    )
+    print(f"  {login}")
+    print(f"  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(_token_there(status, head))}")
+    print(f"  ludus train CartPole-v1 --num-workers 4 --address {_address(orchestrator, standing)}")
+    print(f"its token is in {standing.token} too; take the cluster down with: ludus cluster down {standing.name}", flush=True)
+
+
+# -- looking at it --------------------------------------------------------------------------------------------------------
+
+
+def _settings(orchestrator: SshOrchestrator, standing: Standing) -> SshSettings:
+    from ludus.cluster.ssh import Entry
+
+    return Entry(orchestrator.directory / standing.id).settings()
+
+
+def _address(orchestrator: SshOrchestrator, standing: Standing) -> str:
+    from ludus.cluster.ssh import Entry
+    from ludus.runtime.surroundings import PORT
+
+    entry = Entry(orchestrator.directory / standing.id)
+    port = entry.job().roles[0].environment.get(PORT) or entry.port()
+    return f"{entry.settings().nodes[0].reached}:{port}"
+
+
+def _token_there(status: JobStatus, head: SshNode) -> str:
+    """Where the head has the token: beside the job's directory there."""
+    return str(Path(status.logs.removeprefix(f"{head.host}:")).parents[2] / TOKEN)
+
+
+def _census(orchestrator: SshOrchestrator, standing: Standing, status: JobStatus) -> list[Resident]:
+    """Asked of the head on its own machine: its port need not be open for this one. Raises Unreachable."""
+    from ludus.cluster.connection import ssh_words
+    from ludus.runtime import census
+
+    settings, address = _settings(orchestrator, standing), _address(orchestrator, standing)
+    if not status.logs:
+        raise Unreachable(f"{settings.nodes[0].host} has not said yet where it runs.")
+    asked = census.words(address, _token_there(status, settings.nodes[0]))
+    try:
+        words = ssh_words(settings, 0, "ludus.runtime.census", *asked)
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unreachable(f"{settings.nodes[0].host} did not answer: {error}.") from error
+    return census.read(done.stdout.decode(errors="replace"), address)
+
+
+def _page(orchestrator: SshOrchestrator, standing: Standing) -> dict[str, Any]:
+    status, settings = orchestrator.status(standing.id), _settings(orchestrator, standing)
+    trouble, residents = "", list[Any]()
+    try:
+        residents = [] if status.over else _census(orchestrator, standing, status)
+    except LudusError as error:
+        trouble = str(error)
+    nodes = []
+    for index, node in enumerate(settings.nodes):
+        process = _process_of(orchestrator, standing, status, index)
+        living, dead = (_resident_of(node, residents, alive=alive) for alive in (True, False))
+        shown = living or dead
+        nodes.append(
+            {
+                "node": index,
+                "host": node.host,
+                "address": node.reached,
+                "up": living is not None,
+                "cores": shown.cores if shown else 0,
+                "since": (living.since if living else dead.until if dead else 0.0) or None,
+                "why": "" if living else (dead.why if dead else "") or _state(process),
+                "process": asdict(process) if process else None,
+            }
+        )
+    return {
+        "name": standing.name, "id": standing.id, "state": status.state, "reason": status.reason, "trouble": trouble,
+        "address": _address(orchestrator, standing), "logs": status.logs, "nodes": nodes,
+    }  # fmt: skip
+
+
+def _process_of(orchestrator: SshOrchestrator, standing: Standing, status: JobStatus, node: int) -> ProcessStatus | None:
+    from ludus.cluster.ssh import Entry
+
+    roles = {role.name: role for role in Entry(orchestrator.directory / standing.id).job().roles}
+    return next((each for each in status.processes if roles[each.role].node(each.index) == node), None)
+
+
+def _resident_of(node: SshNode, residents: Sequence[Resident], *, alive: bool) -> Resident | None:
+    """The latest of its lives in the cluster."""
+    from ludus.cluster.whereabouts import Network
+
+    names = {node.reached, node.host}
+    ours = [each for each in residents if each.alive == alive and names & {each.address, each.host}]
+    if not ours and any(each.alive == alive for each in residents):
+        found = set(Network().resolve(node.reached))
+        ours = [each for each in residents if each.alive == alive and each.address in found]
+    return ours[-1] if ours else None
+
+
+def _state(process: ProcessStatus | None) -> str:
+    if process is None:
+        return "nothing was started there"
+    code = f", last ended with {process.exit_code}" if process.exit_code is not None else ""
+    return f"its process is {process.state}{code}"
+
+
+def _print(page: dict[str, Any]) -> None:
+    why = f": {page['reason']}" if page["reason"] else ""
+    print(f"{page['name']}  {page['state']}{why}  (Ray at {page['address']}, job {page['id']})")
+    for node in page["nodes"]:
+        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(node["since"])) if node["since"] else ""
+        said = f"up{since}, {node['cores']} cores" if node["up"] else f"DOWN{since}: {node['why']}"
+        print(f"  {node['node']}  {node['host']:<20} {said}")
+    if page["trouble"]:
+        print(f"  {page['trouble']}", file=sys.stderr)
+    print(f"  logs: ludus jobs logs {page['id']}")

@@ -1,0 +1,127 @@
+"""`ludus doctor`: what is wrong with the machines, before a run finds out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ludus.cluster.doctor.finding import Finding
+    from ludus.cluster.target import Target
+
+_COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+_INSIDE = "LUDUS_DOCTOR_ALLOCATED"
+"""Set in an allocation that was made for the doctor: it makes no second one."""
+
+
+def doctor(
+    on: Annotated[str | None, typer.Option(metavar="local|ssh|slurm", help="Where the run shall be. [default: local]")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="cluster.yaml, as for `ludus submit`.")] = None,
+    iplist: Annotated[Path | None, typer.Option(help="Machines to be asked over SSH: `ip user port slots` per line.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="URL", help="Is this Redis reachable, and writable?")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="Is this store (a directory, s3://…) reachable, and writable?")
+    ] = None,
+    num_workers: Annotated[
+        int | None, typer.Option(min=0, help="Workers of the run, on all machines. [default: one per core]")
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Make, reset and step this environment, and count its threads.")
+    ] = None,
+    game: Annotated[str | None, typer.Option(metavar="PATH", help="A game's program: could it be run? (It is not.)")] = None,
+    local_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),
+    port: Annotated[list[int] | None, typer.Option(min=1, max=65535, help="Ports that must be free. May be repeated.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Of a Slurm job, or how many of the listed machines.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Of Slurm.")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Slurm: the run's time limit; outside an allocation, one of this length is made to look at the nodes."),
+    ] = None,
+    identity: Annotated[Path | None, typer.Option(help="SSH: the key.")] = None,
+    known_hosts: Annotated[Path | None, typer.Option(help="SSH: the file of host keys.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each other machine.")] = 90.0,
+    as_json: Annotated[bool, typer.Option("--json", help="A list of {node, check, status, found, fix}.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what needs no other program and no server.")] = False,
+) -> None:
+    """Look at this machine, or at all machines of a cluster: one line per check, with the fix. Exit code 0: healthy; 1: not."""
+    from ludus.cluster.doctor.consultation import Consultation
+    from ludus.cluster.doctor.examination import Request
+    from ludus.cluster.doctor.finding import healthy
+
+    request = Request(
+        workers=num_workers, env=env or "", game=game or "", memory=memory or "", store=store or "", local_dir=str(local_dir),
+        ports=tuple(port or ()), quick=quick,
+    )  # fmt: skip
+    options = {
+        "on": on, "iplist": iplist, "nodes": nodes, "partition": partition, "time": time, "identity": identity, "known_hosts": known_hosts,
+    }  # fmt: skip
+    target = _target(file, options)
+    if target is not None and target.on == "slurm" and time is not None and not quick and _outside():
+        raise typer.Exit(_allocated(target))
+    found = Consultation(request, target, timeout).findings(os.environ)
+    if as_json:
+        print(json.dumps([finding.to_json() for finding in found]))
+    else:
+        _print(found)
+    if not healthy(found):
+        raise typer.Exit(1)
+
+
+def _target(file: Path | None, options: dict[str, Any]) -> Target | None:
+    """None: this machine, and nothing of clusters has to be imported."""
+    if file is None and options["iplist"] is None and options["on"] in (None, "local"):
+        return None
+    from ludus.cluster.target import Target, load_target
+
+    base = load_target(file) if file is not None else Target()
+    if options["iplist"] is not None and options["on"] is None:
+        options = {**options, "on": "ssh"}
+    return base.merged(**options)
+
+
+def _outside() -> bool:
+    from ludus.cluster.doctor.consultation import ALLOCATION
+
+    return not os.environ.get(ALLOCATION) and not os.environ.get(_INSIDE)
+
+
+def _allocated(target: Target) -> int:
+    """The same command in an allocation that is made for it; its exit code."""
+    import subprocess
+
+    from ludus.cluster.doctor.consultation import in_allocation
+    from ludus.errors import UsageError
+
+    words, environ = in_allocation(target, sys.argv[2:], {**os.environ, _INSIDE: "1"})
+    try:
+        return subprocess.run(words, env=environ, check=False).returncode  # noqa: S603
+    except OSError as error:
+        raise UsageError(f"salloc cannot be run: {error.strerror}.", "Log in to a machine of the cluster.") from error
+
+
+def _print(found: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    width = max((len(finding.check) for finding in found), default=0)
+    node = None
+    for finding in found:
+        if finding.node != node:
+            console.print(Text(finding.node, style="bold"))
+            node = finding.node
+        line = Text.assemble(
+            "  ", (f"{finding.status:<8}", _COLOURS[finding.status]), f" {finding.check:<{width}}  {finding.found}"
+        )
+        if finding.fix and finding.status != "ok":
+            line.append(f"  → {finding.fix}", style="cyan" if finding.status != "skipped" else "dim")
+        console.print(line)
+    counts = {status: sum(finding.status == status for finding in found) for status in _COLOURS}
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(Text("healthy" if not counts["failed"] else "not healthy", style="bold"), Text(f"({said})"))

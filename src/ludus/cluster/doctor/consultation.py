@@ -1,0 +1,154 @@
+"""The whole of `ludus doctor`: this machine, and those that a run would have, each asked by its own way."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ludus.cluster.doctor.examination import Examination, Request, examine, this_machine
+from ludus.cluster.doctor.finding import Finding, skipped
+from ludus.cluster.doctor.nodes import ANSWER_S, Answer, Explain, Node, ask
+from ludus.cluster.doctor.queue import Wanted, allocated, judge_queue, look_queue, step_words
+from ludus.cluster.doctor.versions import judge_agreement
+from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.memory.exchange import PASSWORD, split_password
+
+if TYPE_CHECKING:
+    from ludus.cluster.target import Target
+
+MODULE = "ludus.cluster.doctor"
+ALL = "all nodes"
+ALLOCATION = "SLURM_JOB_NODELIST"
+_PENDING_S = 120
+"""For an allocation that is made for us."""
+
+
+@dataclass(frozen=True)
+class Consultation:
+    """`target`: where the run shall be; None: on this machine. `timeout_s`: for each other machine."""
+
+    request: Request
+    target: Target | None = None
+    timeout_s: float = ANSWER_S
+
+    def findings(self, environ: Mapping[str, str]) -> list[Finding]:
+        """Of this machine first. Raises UsageError for a target that makes no sense."""
+        target = self.target
+        if target is None or target.on == "local":
+            return [finding.at(this_machine()) for finding in examine(self.request).findings]
+        if target.on == "ssh":
+            return self._of_ssh(target, environ)
+        if target.on == "slurm":
+            return self._of_slurm(target, environ)
+        raise UsageError(f"There is no doctor for {target.on}.", "It knows local, ssh and slurm.")
+
+    def _of_ssh(self, target: Target, environ: Mapping[str, str]) -> list[Finding]:
+        from ludus.cluster.connection import checked_settings, explained, ssh_words
+
+        settings = checked_settings(target.ssh_settings())
+        nodes = [
+            Node(each.host, tuple(ssh_words(settings, at, MODULE)), "ssh", functools.partial(explained, settings, at))
+            for at, each in enumerate(settings.nodes)
+        ]
+        here, answers = self._asked(nodes, tuple(each.reached for each in settings.nodes), target, environ, shared=False)
+        return [*here.findings, *_of_answers(answers, here)]
+
+    def _of_slurm(self, target: Target, environ: Mapping[str, str]) -> list[Finding]:
+        wanted = Wanted(target.partition or "", target.time or "", target.size, target.cpus or 0, target.gpus)
+        queue = judge_queue(look_queue(), wanted)
+        nodes = [Node(name, self._step(name, target), "srun", _explained_step(name)) for name in _names(environ)]
+        here, answers = self._asked(nodes, (), target, environ, shared=True)
+        found = [*here.findings, *(finding.at(this_machine()) for finding in queue)]
+        if not nodes:
+            said = "not looked at: this is no allocation; what is said above is of this machine, where jobs are submitted"
+            return [
+                *found,
+                skipped("nodes", said, "Add --time 5, for an allocation of so many minutes; or run it within `salloc`.").at(ALL),
+            ]
+        return [*found, *_of_answers(answers, here)]
+
+    def _step(self, name: str, target: Target) -> tuple[str, ...]:
+        command = [target.python or sys.executable, "-P", "-m", MODULE]
+        if target.setup:
+            lines = "\n".join(target.setup)
+            command = ["bash", "-c", f"{{\n{lines}\n}} </dev/null >&2\nexec {shlex.join(command)}"]
+        return step_words(name, command)
+
+    def _asked(
+        self, nodes: list[Node], addresses: tuple[str, ...], target: Target, environ: Mapping[str, str], *, shared: bool
+    ) -> tuple[Examination, list[Answer]]:
+        """This machine, which only starts the run, and the others, at the same time."""
+        several = max(1, len(nodes) or target.size)
+        each = None if self.request.workers is None else -(-self.request.workers // several)
+        there = replace(self.request, workers=each, ray=several > 1, nodes=addresses, shared=shared)
+        answers = ask(nodes, there, _handed_on(target, environ), self.timeout_s) if nodes else []
+        here = examine(replace(there, launcher=True, env="", game="", memory="", store=""))
+        return replace(here, findings=tuple(finding.at(this_machine()) for finding in here.findings)), answers
+
+
+def _of_answers(answers: list[Answer], here: Examination) -> list[Finding]:
+    told = {answer.node: answer.versions for answer in answers if answer.versions}
+    agreement = judge_agreement(told | {"this machine": {"ludus": here.versions["ludus"]}}) if told else []
+    return [*(finding for answer in answers for finding in answer.findings), *(finding.at(ALL) for finding in agreement)]
+
+
+def _handed_on(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the processes of the run would be given, there."""
+    from ludus.cluster.launch import SECRETS
+
+    return {**target.environment, **{name: environ[name] for name in (*SECRETS, *target.secrets) if environ.get(name)}}
+
+
+def _names(environ: Mapping[str, str]) -> list[str]:
+    if not environ.get(ALLOCATION):
+        return []
+    try:
+        return allocated(environ[ALLOCATION])
+    except (OSError, subprocess.SubprocessError) as error:
+        raise WorkerFailed(f"Slurm does not say which nodes {environ[ALLOCATION]} are: {error}.", "`scontrol ping`") from error
+
+
+def _explained_step(name: str) -> Explain:
+    def explain(code: int | None, said: str) -> LudusError:
+        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")[:300]
+        if "No module named" in said and "ludus" in said:
+            return UsageError(f"The Python on {name} has no Ludus: {last}", "Set python, or setup, in cluster.yaml.")
+        if code is None:
+            return WorkerFailed(
+                f"{name} does not answer{': ' if last else ''}{last}.", f"`scontrol show node {name}` says how it is."
+            )
+        return WorkerFailed(f"srun ended with {code}{': ' if last else ''}{last}", f"`scontrol show node {name}` says how it is.")
+
+    return explain
+
+
+# -- an allocation of our own ---------------------------------------------------------------------------------------------
+
+
+def in_allocation(target: Target, words: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The same command within `salloc`: what is run, and with which environment. A password in an address goes into the latter. Pure."""
+    options = [
+        "salloc",
+        "--quiet",
+        f"--immediate={_PENDING_S}",
+        f"--nodes={target.size}",
+        f"--time={target.time}",
+        "--job-name=ludus-doctor",
+    ]
+    named = {
+        "partition": target.partition, "account": target.account, "qos": target.qos, "constraint": target.constraint,
+        "reservation": target.reservation, "nodelist": target.nodelist, "exclude": target.exclude,
+    }  # fmt: skip
+    options += [f"--{name}={value}" for name, value in named.items() if value]
+    said, secret = [], dict[str, str]()
+    for word in words:
+        url, password = split_password(word) if "://" in word else (word, None)
+        said.append(url)
+        if password is not None:
+            secret[PASSWORD] = password
+    return [*options, *target.extra, sys.executable, "-P", "-m", "ludus.cli.main", "doctor", *said], {**environ, **secret}

@@ -1,0 +1,298 @@
+"""`ludus jobs`: real jobs of local processes, as the commands show, follow, end and wait for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ludus.cli import jobs
+from ludus.cluster.cluster import Job, JobStatus, Role
+from ludus.cluster.local import LocalOrchestrator
+from ludus.errors import WorkerFailed
+from ludus.testing.orchestrator_contract import ended, until
+from tests.cli.calling import Call, one_line
+from tests.cli.programs import program
+
+Submit = Callable[..., str]
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalOrchestrator]:
+    """A state directory of this test's own; what runs is ended with it."""
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
+    orchestrator = LocalOrchestrator()
+    yield orchestrator
+    for status in orchestrator.list():
+        orchestrator.cancel(status.id, at_once=True)
+        ended(orchestrator, status.id)
+
+
+@pytest.fixture
+def submit(local: LocalOrchestrator) -> Submit:
+    """Lines of shell as the main role of a job, and as workers of it."""
+
+    def submitted(main: str, *workers: str, name: str = "trial") -> str:
+        others = tuple(Role(f"worker{n}", ("sh", "-c", line)) for n, line in enumerate(workers))
+        return local.submit(Job(name, (Role("main", ("sh", "-c", main)), *others), "main"))
+
+    return submitted
+
+
+# -- the list -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_jobs_the_list_says_how_to_make_one_and_touches_nothing(
+    call: Call, tmp_path: Path, local: LocalOrchestrator
+) -> None:
+    said = call("jobs", "list")
+    assert (said.code, said.out) == (0, "")
+    assert "ludus submit" in one_line(said)
+    assert call("jobs", "list", "--json").json == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_shows_the_newest_last(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    first, second = submit("exit 3", name="first"), submit("sleep 600", name="second")
+    ended(local, first)
+    until(lambda: local.status(second).state == "running")
+    said = call("jobs", "list")
+    head, *rows = [line.split() for line in said.out.splitlines()]
+    assert head == ["id", "on", "state", "exit", "age", "place"]
+    assert [row[:4] for row in rows] == [[first, "local", "failed", "3"], [second, "local", "running", "–"]]
+    found = call("jobs", "list", "--json").json
+    assert [(job["id"], job["on"], job["exit_code"]) for job in found] == [(first, "local", 3), (second, "local", None)]
+
+
+def test_old_ones_are_shown_on_demand(
+    call: Call, local: LocalOrchestrator, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_RECENT", 1)
+    ids = [submit("exit 0") for _ in range(3)]
+    for job_id in ids:
+        ended(local, job_id)
+    ids = [status.id for status in local.list()]  # those of one second are in any order
+    said = call("jobs", "list")
+    assert [line.split()[0] for line in said.out.splitlines()[1:]] == ids[-1:]
+    assert "2 older ones are not shown" in one_line(said)
+    assert [line.split()[0] for line in call("jobs", "list", "--all").out.splitlines()[1:]] == ids
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(-1.0, "0 s"), (5.4, "5 s"), (119.0, "119 s"), (120.0, "2 min"), (7300.0, "2 h"), (2e5, "2 d")]
+)
+def test_an_age_is_said_in_two_words(seconds: float, said: str) -> None:
+    assert jobs.age(seconds) == said
+
+
+# -- finding one --------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_found_by_its_id_and_by_a_beginning_that_no_other_has(
+    call: Call, local: LocalOrchestrator, submit: Submit
+) -> None:
+    one, other = submit("exit 0", name="atari-a"), submit("exit 0", name="atari-b")
+    for word in (one, one[:10], "atari-a"):
+        assert call("jobs", "status", word, "--json").json["id"] == one
+    said = call("jobs", "status", "atari")
+    assert said.code == 2
+    assert "2 jobs begin with 'atari'" in one_line(said)
+    assert one in said.err
+    assert other in said.err
+
+
+def test_an_unknown_one_is_answered_with_the_nearest(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    assert "There is no job 'x'. `ludus jobs list`" in one_line(call("jobs", "status", "x"))
+    job_id = submit("exit 0")
+    for command in ("status", "logs", "cancel", "wait"):
+        said = call("jobs", command, job_id.replace("trial", "tiral"))
+        assert said.code == 2
+        assert f"Did you mean {job_id!r}?" in one_line(said)
+    assert call("jobs", "status", "").code == 2
+
+
+def test_a_backend_may_be_named(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    job_id = submit("exit 0")
+    assert call("jobs", "status", job_id, "--on", "local", "--json").json["id"] == job_id
+    said = call("jobs", "list", "--on", "lokal")
+    assert said.code == 2
+    assert "Did you mean 'local'?" in one_line(said)
+
+
+class Away(LocalOrchestrator):
+    """Cannot be asked."""
+
+    def list(self) -> list[JobStatus]:
+        raise WorkerFailed("squeue did not answer in 10 s.")
+
+    def status(self, job_id: str) -> JobStatus:
+        raise WorkerFailed("squeue did not answer in 10 s.")
+
+
+def test_who_cannot_be_asked_does_not_hide_the_jobs_of_others(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    job_id = submit("exit 0")
+    jobs.remember("tests.cli.test_jobs:Away")
+    jobs.remember("no.such.module:Class")
+    said = call("jobs", "list")
+    assert job_id in said.out
+    assert "left out: squeue did not answer" in one_line(said)
+    assert call("jobs", "status", job_id[:8], "--json").json["id"] == job_id
+    said = call("jobs", "status", "another")
+    assert said.code == 1
+    assert "squeue did not answer" in one_line(said), "it may be there"
+
+
+# -- status and logs ----------------------------------------------------------------------------------------------------
+
+
+def test_the_status_names_processes_logs_and_why_it_failed(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    job_id = submit("exit 7", "sleep 600")
+    status = ended(local, job_id)
+    page = call("jobs", "status", job_id).out
+    assert "main-0 ended with code 7" in page
+    assert status.logs in page
+    rows = [line.split() for line in page.splitlines() if line.startswith(("main-0", "worker0-0"))]
+    assert [row[:3] for row in rows] == [["main-0", "ended", "7"], ["worker0-0", "ended", "143"]]
+    found = call("jobs", "status", job_id, "--json").json
+    assert (found["on"], found["state"], found["exit_code"]) == ("local", "failed", 7)
+    assert [process["role"] for process in found["processes"]] == ["main", "worker0"]
+
+
+def test_logs_are_shown_whole_by_role_and_from_their_end(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    job_id = submit(
+        "until [ -e $LUDUS_JOB_DIR/said ]; do sleep 0.02; done; echo one; echo two; echo three",
+        "echo hello; touch $LUDUS_JOB_DIR/said",
+    )
+    ended(local, job_id)
+    mains = ["main-0: one", "main-0: two", "main-0: three"]
+    assert call("jobs", "logs", job_id).out.splitlines() == [*mains, "worker0-0: hello"]
+    assert call("jobs", "logs", job_id, "--role", "main").out == "one\ntwo\nthree\n"
+    assert call("jobs", "logs", job_id, "--role", "main", "--tail", "2").out == "two\nthree\n"
+    assert call("jobs", "logs", job_id, "--tail", "0").out == ""
+    said = call("jobs", "logs", job_id, "--role", "mian")
+    assert said.code == 2
+    assert "Did you mean 'main'?" in one_line(said)
+
+
+def test_following_shows_what_comes_and_each_line_once(local: LocalOrchestrator, submit: Submit, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    job_id = submit(
+        f"echo one; echo two; touch $LUDUS_JOB_DIR/said; until [ -e {go} ]; do sleep 0.02; done; echo three",
+        "echo a; echo b; sleep 600",
+    )
+    until(lambda: {"main-0: two", "worker0-0: b"} <= set(local.logs(job_id)))
+    with (
+        program("jobs", "logs", job_id, "-f", listens=False) as all_of_it,
+        program("jobs", "logs", job_id, "-f", "--tail", "1", listens=False) as end,
+    ):
+        all_of_it.wait_for("two")
+        end.wait_for("worker0-0: b")
+        go.touch()
+        code, out, _ = all_of_it.finish()
+        assert (code, sorted(out.splitlines())) == (
+            0, ["main-0: one", "main-0: three", "main-0: two", "worker0-0: a", "worker0-0: b"],
+        )  # fmt: skip
+        assert end.finish()[:2] == (0, "worker0-0: b\nmain-0: three\n")
+
+
+# -- ending and waiting -------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_asks_and_now_kills(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    asked = submit("trap 'echo saved; exit 130' TERM; echo ready; while :; do sleep 0.02; done")
+    killed = submit("trap '' TERM; echo ready; while :; do sleep 0.02; done")
+    until(lambda: all("ready" in list(local.logs(job_id)) for job_id in (asked, killed)))
+    said = call("jobs", "cancel", asked, "--wait")
+    assert said.code == 0
+    assert f"{asked}: cancelled with code 130" in said.err
+    assert "saved" in list(local.logs(asked))
+    assert call("jobs", "wait", asked).code == 130
+    assert call("jobs", "cancel", killed, "--now", "--wait").code == 0
+    assert local.status(killed).exit_code == 137
+    said = call("jobs", "cancel", killed, asked)
+    assert said.code == 0
+    assert said.err.count("is over already") == 2
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 77])
+def test_waiting_ends_with_the_code_of_the_job(call: Call, submit: Submit, code: int) -> None:
+    said = call("jobs", "wait", submit(f"echo the last word; exit {code}", "echo not this; sleep 600"))
+    assert said.code == code
+    if code:
+        assert f"failed: main-0 ended with code {code}" in said.err
+        assert "  the last word" in said.err.splitlines()
+        assert "not this" not in said.err
+    else:
+        assert said.err == ""
+
+
+def test_waiting_may_have_an_end_of_its_own(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    job_id = submit("sleep 600")
+    said = call("jobs", "wait", job_id, "--timeout", "0.05")
+    assert said.code == 124
+    assert "is not over after 0.05 s" in one_line(said)
+    assert not local.status(job_id).over
+
+
+def test_waiting_as_json_says_how_it_ended(call: Call, submit: Submit) -> None:
+    said = call("jobs", "wait", submit("exit 5"), "--json")
+    assert said.code == 5
+    assert (said.json["state"], said.json["exit_code"]) == ("failed", 5)
+
+
+class Interrupted(LocalOrchestrator):
+    """Somebody types Ctrl-C when it is asked for the third time."""
+
+    asked = 0
+
+    def status(self, job_id: str) -> JobStatus:
+        self.asked += 1
+        if self.asked == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().status(job_id)
+
+
+def test_an_interrupt_ends_the_waiting_and_not_the_job(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    job_id = submit("sleep 600")
+    said = call("jobs", "wait", job_id, "--on", "tests.cli.test_jobs:Interrupted")
+    assert (said.code, said.out) == (130, "")
+    assert f"{job_id} goes on" in said.err
+    assert f"ludus jobs cancel {job_id}" in said.err
+    assert not local.status(job_id).over
+
+
+class Shaky(LocalOrchestrator):
+    """Cannot be asked the first two times."""
+
+    asked = 0
+
+    def status(self, job_id: str) -> JobStatus:
+        self.asked += 1
+        if self.asked <= 2:
+            raise WorkerFailed("The network is away.")
+        return super().status(job_id)
+
+
+def test_a_backend_that_is_away_for_a_moment_is_waited_for(
+    local: LocalOrchestrator, submit: Submit, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit("exit 4")
+    first = ended(local, job_id)
+    status = jobs.await_end(jobs.Found("shaky", Shaky(), first), 30.0)
+    assert status is not None
+    assert status.exit_code == 4
+    assert capsys.readouterr().err.count("cannot be asked at the moment: The network is away.") == 1
+    monkeypatch.setattr(jobs, "_AWAY_S", 0.0)
+    with pytest.raises(WorkerFailed):
+        jobs.await_end(jobs.Found("away", Away(), first), 30.0)
+
+
+def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator, tmp_path: Path) -> None:
+    for name in ("mine:Orchestrator", "local", "mine:Orchestrator", "yours:Orchestrator"):
+        jobs.remember(name)
+    assert jobs.remembered() == ["mine:Orchestrator", "yours:Orchestrator"]
+    assert json.dumps(sorted(path.name for path in (tmp_path / "state").iterdir())) == '["orchestrators"]'

@@ -1,0 +1,276 @@
+"""`ludus submit`: real trainings as jobs of this machine, by the real command; and what it says before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludus.cluster.local import LocalOrchestrator
+from ludus.experiment import checkpoint
+from ludus.experiment.run import find_runs
+from ludus.store.local import LocalStore
+from ludus.testing.orchestrator_contract import ended, until
+from tests.cli.calling import Call, Said, one_line
+from tests.cli.programs import REPOSITORY, program
+
+HEAVY = {"torch", "gymnasium", "numpy", "ray", "matplotlib", "tensorboard", "redis", "boto3"}
+SECRET = "horse-battery-staple"
+
+
+class Home:
+    """A state directory and a working directory of this module's own."""
+
+    def __init__(self, top: Path) -> None:
+        self.work, self.state = top / "work", top / "state"
+        self.work.mkdir()
+        self.orchestrator = LocalOrchestrator(self.state)
+
+    def ludus(self, *words: str | Path) -> Said:
+        done = subprocess.run(
+            [sys.executable, "-m", "ludus.cli.main", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=self.work,
+            env=os.environ | {"PYTHONPATH": _path(), "LUDUS_STATE_DIR": str(self.state), "COLUMNS": "300"},
+        )
+        return Said(done.returncode, done.stdout, done.stderr)
+
+
+def _path() -> str:
+    return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("submit"))
+    yield home
+    for status in home.orchestrator.list():
+        home.orchestrator.cancel(status.id, at_once=True)
+        ended(home.orchestrator, status.id)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This process in a working directory of its own; jobs that it starts are ended."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
+    yield tmp_path
+    orchestrator = LocalOrchestrator(tmp_path / "state")
+    for status in orchestrator.list():
+        orchestrator.cancel(status.id, at_once=True)
+        ended(orchestrator, status.id)
+
+
+def tree(top: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(top)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in top.rglob("*")
+    }
+
+
+# -- real trainings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_training_is_submitted_and_waited_for(home: Home) -> None:
+    said = home.ludus("submit", "--on", "local", "--", "train", "CartPole-v1", "--stop", "timesteps_total=2000")
+    assert said.code == 0, said.err
+    (job_id,) = said.out.split()
+    assert said.out == f"{job_id}\n", "ID=$(ludus submit …)"
+    assert job_id.startswith("train-CartPole-v1-")
+    assert f"ludus jobs logs -f {job_id}" in one_line(said)
+    assert home.ludus("jobs", "wait", job_id).code == 0
+    (run,) = find_runs(home.work / "runs")
+    assert str(run.relative_to(home.work)) in home.ludus("jobs", "logs", job_id).out
+
+
+def test_of_a_training_that_fails_the_code_is_that_of_the_wait(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", _path())
+    cases = {"CartPool-v1": (2, "Unknown environment 'CartPool-v1'"), "tests.environments:make_crash": (1, "make_crash")}
+    submitted = {env: call("submit", "--quiet", "--", "train", env) for env in cases}
+    for env, (code, why) in cases.items():
+        assert (submitted[env].code, submitted[env].err) == (0, "")
+        waited = call("jobs", "wait", submitted[env].out.strip())
+        assert waited.code == code, waited.err
+        assert f"failed: main-0 ended with code {code}" in waited.err
+        assert why in waited.err
+
+
+def test_a_job_outlives_who_waited_for_it_and_saves_a_checkpoint_when_it_is_cancelled(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(home.state))
+    monkeypatch.setenv("PYTHONPATH", _path())
+    project = home.work / "long"
+    words = ("--", "train", "CartPole-v1", "--stop", "time_s=600", "--project", project, "--trial", "one")
+    with program("submit", "--name", "long", "--wait", *words, listens=False) as waiting:
+        waiting.wait_for("steps/s")  # what the training says is shown
+        (status,) = [status for status in home.orchestrator.list() if status.name == "long"]
+        waiting.process.kill()
+        waiting.finish()
+    assert home.ludus("jobs", "wait", status.id, "--timeout", "0.1").code == 124, "it goes on"
+    cancelled = home.ludus("jobs", "cancel", "long", "--wait")
+    assert cancelled.code == 0, cancelled.err
+    assert home.ludus("jobs", "wait", status.id).code == 130
+    assert checkpoint.names(LocalStore(project / "one"))
+
+
+# -- in the foreground --------------------------------------------------------------------------------------------------
+
+
+def test_waiting_shows_what_the_command_says_and_ends_as_it_does(call: Call, here: Path) -> None:
+    said = call("submit", "--wait", "--", "runs", "list", "nowhere")
+    assert said.code == 1
+    assert "No runs in nowhere" in said.out
+    assert "failed: main-0 ended with code 1" in said.err
+    said = call("submit", "--wait", "--json", "--", "presets", "list")
+    assert said.code == 0
+    assert (said.json["on"], said.json["state"], said.json["exit_code"]) == ("local", "succeeded", 0)
+    assert len(said.out.splitlines()) == 1, "all else is said elsewhere"
+    assert "cartpole" in said.err
+
+
+def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(home.state))
+    monkeypatch.setenv("PYTHONPATH", _path())
+    with program(
+        "submit", "--wait", "--name", "game", "--", "check-game", "--port", "0", "--seconds", "300", listens=False
+    ) as waiting:
+        waiting.wait_for("Ctrl-C leaves it running")
+        until(lambda: any(status.name == "game" and status.state == "running" for status in home.orchestrator.list()))
+        waiting.wait_for("http://")
+        waiting.process.terminate()
+        code, _, err = waiting.finish()
+    (status,) = [status for status in home.orchestrator.list() if status.name == "game"]
+    assert code == 130
+    assert f"{status.id} goes on" in err
+    assert not status.over
+    assert home.ludus("jobs", "cancel", status.id, "--now", "--wait").code == 0
+
+
+# -- nothing is touched -------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here: Path) -> None:
+    (here / "work" / "cluster.yaml").write_text("on: local\nname: dry\nenvironment: {A: file, B: file}\n")
+    before = tree(here)
+    options = ("--dry-run", "-f", "cluster.yaml", "--env", "A=option", "--grace-s", "7")
+    said = call("submit", *options, "--", "train", "CartPole-v1", "--stop", "time_s=1")
+    assert said.code == 0
+    assert said.out.startswith("==> job.json <==\n")
+    whole = call("submit", *options, "--json", "--", "train", "CartPole-v1", "--stop", "time_s=1")
+    text = whole.json["files"]["job.json"]
+    assert text.strip() in said.out
+    assert '"name": "dry"' in text
+    assert '"grace_s": 7.0' in text
+    assert '"A": "option"' in text, "what an option says counts more than the file"
+    assert '"B": "file"' in text
+    assert '"time_s=1"' in text
+    assert tree(here) == before
+
+
+def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
+    words = ("--", "presets", "list")
+    shown = call("submit", "--dry-run", "--json", *words).json["files"]
+    job_id = call("submit", *words).out.strip()
+    place = here / "state" / "jobs" / job_id
+    assert {name: (place / name).read_text() for name in shown} == shown
+    assert call("jobs", "wait", job_id).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "There is no command to run."),
+        (["--", "trian", "CartPole-v1"], "has no command 'trian'. Did you mean 'train'?"),
+        (["--", "fleet", "wroker"], "`ludus fleet` has no command 'wroker'. Did you mean 'worker'?"),
+        (["--", "fleet"], "`ludus fleet` needs a command."),
+        (["--on", "slrum", "--", "train", "x"], "Did you mean 'slurm'?"),
+        (["--env", "COLOUR", "--", "train", "x"], "--secret COLOUR"),
+        (["--secret", "NOT_SET", "--", "train", "x"], "needs the secret NOT_SET"),
+        (["--interactive", "--", "train", "x"], "--interactive is for an allocation of Slurm"),
+        (["--nodes", "0", "--", "train", "x"], "nodes"),
+        (["-f", "nowhere.yaml", "--", "train", "x"], "nowhere.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_started(call: Call, here: Path, words: list[str], said: str) -> None:
+    answer = call("submit", *words)
+    assert answer.code == 2
+    assert said in one_line(answer)
+    assert answer.out == ""
+    assert LocalOrchestrator(here / "state").list() == []
+
+
+def test_an_option_that_the_command_does_not_have_is_said_at_once(call: Call, here: Path) -> None:
+    for words in (("--", "train", "CartPole-v1", "--stpo", "time_s=1"), ("train", "CartPole-v1", "--on", "local")):
+        answer = call("submit", *words)
+        assert answer.code == 2
+        assert "ludus train" in answer.err
+        assert "No such option" in answer.err
+        assert answer.out == ""
+    assert list(here.iterdir()) == [here / "work"]
+
+
+def test_the_password_of_older_trainers_is_ignored_and_nowhere_to_be_seen(call: Call, here: Path) -> None:
+    said = call("submit", "--redis-password", SECRET, "--dry-run", "--", "train", "CartPole-v1", f"--redis-password={SECRET}")
+    assert said.code == 0
+    assert said.err.count("--redis-password is ignored") == 2
+    assert SECRET not in said.out + said.err
+    assert "redis" not in said.out
+
+
+def test_secrets_are_handed_on_by_name(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LICENCE_KEY", SECRET)
+    said = call("submit", "--secret", "LICENCE_KEY", "--dry-run", "--", "train", "CartPole-v1")
+    assert "LICENCE_KEY" in said.out
+    assert SECRET not in said.out + said.err
+    refused = call("submit", "--secret", "LICENCE_KEY", "--env", f"KEY={SECRET}", "--", "presets", "list")
+    assert refused.code == 2
+    assert SECRET not in refused.out + refused.err
+
+
+# -- orchestrators of one's own -----------------------------------------------------------------------------------------
+
+MINE = """
+import os
+from pathlib import Path
+from ludus.cluster.local import LocalOrchestrator
+
+class Mine(LocalOrchestrator):
+    def __init__(self) -> None:
+        super().__init__(Path(os.environ["MINE"]))
+"""
+
+
+def test_a_class_of_ones_own_has_its_jobs_found_again(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "my_cluster.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.setenv("MINE", str(here / "mine"))
+    said = call("submit", "--on", "my_cluster:Mine", "--", "presets", "list")
+    assert said.code == 0, said.err
+    job_id = said.out.strip()
+    assert (here / "mine" / "jobs" / job_id).is_dir()
+    assert call("jobs", "wait", job_id).code == 0
+    assert [(job["id"], job["on"]) for job in call("jobs", "list", "--json").json] == [(job_id, "my_cluster:Mine")]
+    assert "cartpole" in call("jobs", "logs", job_id).out
+
+
+# -- starting quickly ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["submit", "--help"], ["jobs", "--help"], ["tensorboard", "--help"], ["jobs", "list"]])
+def test_nothing_heavy_is_imported(here: Path, words: list[str]) -> None:
+    program = (
+        f"import sys\nfrom ludus.cli.main import main\nsys.argv = ['ludus', *{words!r}]\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code\nprint()\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    imported = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert "typer" in imported
+    assert not imported & HEAVY

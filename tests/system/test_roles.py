@@ -1,0 +1,42 @@
+"""A learner and an actor that are started by hand on this machine, as a tutorial would have it, with a real Ray between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.role_hosts import TRAINING, Machine
+
+pytestmark = pytest.mark.system
+
+
+def test_an_actor_and_a_learner_find_each_other_train_to_the_end_and_leave_nothing(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    env = {"ACTOR_NUM": "2", "NO_MODEL_POOL": "1", "GAMECORE_SERVER_ADDR": "127.0.0.1:23432", "LD_PRELOAD": "libnothing.so"}
+    try:
+        first = machine.start("actor", env=env)  # before there is a learner
+        assert "actor_num: 2" in first
+        assert "LD_PRELOAD=libnothing.so is dropped" in first
+        earlier = machine.status("actor")["id"]
+        second = machine.start("actor", env=env)
+        assert f"{earlier} has ended" in second
+        assert machine.status("actor")["id"] != earlier
+
+        said = machine.start("learner", *TRAINING, "--num-workers", "2", "--stop", "timesteps=2000")
+        for word in ("parse ip list", "node_num: 1", "learner_num: 1", "start learner", "logs/learner/train.log"):
+            assert word in said
+        machine.until(lambda: machine.status("learner")["state"] == "succeeded", 120)
+        ended = machine.status("learner")
+        assert ended["exit_code"] == 0
+        assert "checkpoint" in machine.log("learner/train.log")
+        assert Path(ended["run"], "metrics.jsonl").read_text().count("\n") >= 2
+        assert len(list((tmp_path / "logs" / "actor").glob("actor_*.log"))) == 2
+        assert machine.status("actor")["state"] == "running"  # it waits for the next learner
+    finally:
+        machine.ludus("learner", "stop", code=None)
+        machine.ludus("actor", "stop", code=None)
+    assert machine.left() == []
+    token = (machine.state / "token").read_text()
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "token"]
+    assert [path for path in written if token.encode() in path.read_bytes()] == []
