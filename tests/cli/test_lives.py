@@ -22,9 +22,18 @@ from ludus.store.local import LocalStore
 from tests.cli.calling import Call
 from tests.cli.programs import REPOSITORY
 
-TRAIN = ["train", "CartPole-v1", "--num-envs", "8", "--set", "train_batch_size=256", "--set", "minibatch_size=64"]
+TRAIN: list[str | Path] = [
+    "train",
+    "CartPole-v1",
+    "--num-envs",
+    "8",
+    "--set",
+    "train_batch_size=256",
+    "--set",
+    "minibatch_size=64",
+]
 TRAIN += ["--set", "evaluation_duration=0", "--checkpoint-freq", "1"]
-ENDLESS = ["--stop", "timesteps=1000000000"]
+ENDLESS: list[str | Path] = ["--stop", "timesteps=1000000000"]
 
 
 @pytest.fixture
@@ -143,7 +152,7 @@ def test_of_several_experiments_the_finished_are_passed_over_and_the_interrupted
     one = {"env": "CartPole-v1", "checkpoint_freq": 1, "config": settings}
     file, runs = tmp_path / "several.yaml", tmp_path / "runs"
     file.write_text(yaml.safe_dump({"a": {**one, "stop": {"iterations": 1}}, "b": {**one, "stop": {"timesteps": 10**9}}}))
-    words = ["train", "-f", file, "--local-dir", runs]
+    words: list[str | Path] = ["train", "-f", file, "--local-dir", runs]
     code, _ = interrupt(tmp_path, *words, ready=lambda: checkpoints(runs / "b"))
     assert code == 130
     (a,), (b,) = find_runs(runs / "a"), find_runs(runs / "b")

@@ -161,6 +161,7 @@ def test_the_learner_is_a_head_a_door_and_a_training() -> None:
         assert around is not None
         assert (around.head, around.door) == ("10.0.0.2:36010", ("10.0.0.2", 36011))
         assert (around.node, around.ray, around.token_file) == (0, 2, Path("/home/me/token"))
+        assert around.nodes == ("10.0.0.2", "any-actor")
 
 
 @pytest.mark.parametrize(("listed", "cpus", "ray", "learners"), [(ONE, 0, 2, 0), (TWO, 0, 2, 2), (ONE, 4, 1, 0), (TWO, 4, 1, 2)])
@@ -174,7 +175,7 @@ def test_work_begins_when_there_is_somebody_to_do_it(listed: NodeList, cpus: int
 
 def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
     here = locate(TWO, {}, network=SECOND)
-    job = checked(joining_job("learner", meeting(here), {}, learners=2))
+    job = checked(joining_job("learner", TWO, meeting(here), {}, learners=2))
     assert [(role.name, role.count, role.command[3:], role.log) for role in job.roles] == [
         ("learner", 2, ("ludus.runtime.far_rank",), "/home/me/logs/learner/rank_{index}.log"),
         ("main", 1, ("ludus.cluster.tether", "hold", "--stay"), "/home/me/logs/learner/monitor.log"),
@@ -182,7 +183,7 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
     around = Surroundings.of(job.roles[0].environment)
     assert around is not None
     assert around.learners_entrance == ("10.0.0.2", 36012)
-    assert [role.name for role in joining_job("learner", meeting(here), {}, learners=1, cpus=3).roles] == [
+    assert [role.name for role in joining_job("learner", TWO, meeting(here), {}, learners=1, cpus=3).roles] == [
         "ray",
         "learner",
         "main",
@@ -191,7 +192,7 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
 
 def test_an_actor_is_a_node_that_stays() -> None:
     here = locate(ONE, {}, network=STRANGER, must=False)
-    job = checked(joining_job("actor", meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432"))
+    job = checked(joining_job("actor", ONE, meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432"))
     assert (job.name, job.main, job.place) == ("actor", "main", "10.0.0.2:36010")
     ray, main = job.roles
     assert ray.command == (
@@ -206,8 +207,20 @@ def test_an_actor_is_a_node_that_stays() -> None:
     assert ray.environment["GAMECORE_SERVER_ADDR"] == "10.0.0.9:23432"
 
 
+def test_every_machine_has_a_number_of_its_own_and_one_that_is_not_in_the_list_the_next() -> None:
+    def around(listed: NodeList, here: Here) -> tuple[tuple[str, ...], int]:
+        found = Surroundings.of(joining_job("actor", listed, meeting(here), {}, cpus=1).roles[0].environment)
+        assert found is not None
+        return found.nodes, found.node
+
+    assert around(TWO, Here(1, "10.0.0.3", "10.0.0.2")) == (("10.0.0.2", "10.0.0.3"), 1)
+    assert around(TWO, Here(0, "10.0.0.2", "10.0.0.2")) == (("10.0.0.2", "10.0.0.3", "10.0.0.2"), 2)
+    assert around(TWO, Here(None, "10.0.0.9", "10.0.0.2")) == (("10.0.0.2", "10.0.0.3", "10.0.0.9"), 2)
+    assert around(NAMES, Here(1, "10.1.0.3", "10.0.0.2")) == (("10.0.0.2", "10.1.0.3"), 1)
+
+
 def test_an_actor_beside_the_learner_shares_its_weights() -> None:
-    job = joining_job("actor", meeting(Here(0, "10.0.0.2", "10.0.0.2")), {}, cpus=2, share_weights=True)
+    job = joining_job("actor", ONE, meeting(Here(0, "10.0.0.2", "10.0.0.2")), {}, cpus=2, share_weights=True)
     assert "--share-weights" in job.roles[0].command
     assert "--gamecore" not in job.roles[0].command
     assert "GAMECORE_SERVER_ADDR" not in job.roles[0].environment
@@ -217,7 +230,7 @@ def test_secrets_are_named_and_never_written() -> None:
     environ = {"AWS_SECRET_ACCESS_KEY": "horse-battery-staple", "WANDB_API_KEY": ""}
     for job in (
         learner_job(ONE, meeting(Here(0, "10.0.0.2", "10.0.0.2")), ["x"], environ),
-        joining_job("actor", meeting(Here(None, "10.0.0.9", "10.0.0.2")), environ, cpus=1),
+        joining_job("actor", ONE, meeting(Here(None, "10.0.0.9", "10.0.0.2")), environ, cpus=1),
     ):
         assert job.secrets == ("AWS_SECRET_ACCESS_KEY",)
         assert "horse" not in repr(job)

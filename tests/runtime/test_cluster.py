@@ -270,6 +270,6 @@ def test_a_reaper_that_does_not_end_hides_no_error(tmp_path: Path, monkeypatch: 
             time.sleep(0.01)
         raise WorkerFailed("the real reason")
 
-    with pytest.raises(WorkerFailed, match="the real reason"), cluster._reaped(tmp_path):
+    with pytest.raises(WorkerFailed, match="the real reason"), cluster.reaped(tmp_path):
         fail()
     assert not psutil.pid_exists(int(pid.read_text().strip(".")))

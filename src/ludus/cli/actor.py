@@ -71,7 +71,7 @@ def start(
     r.say(f"actor_num: {count}")
     if server:
         r.say(f"gamecore server: {server}")
-    job = roles.joining_job("actor", meeting, os.environ, cpus=count, gamecore=server, share_weights=shares)
+    job = roles.joining_job("actor", listed, meeting, os.environ, cpus=count, gamecore=server, share_weights=shares)
     status = r.begin(job, LocalOrchestrator(), "actor")
     r.say(f"{status.id} is {status.state}")
     r.say(f"logs: {meeting.logs / 'actor'}/actor_*.log, one for each worker once the learner has given it work")

@@ -64,7 +64,7 @@ def start(
         joins = listed.nodes[here.node].slots if listed.entries[here.node].role == "learner" else 0
         if not joins and not num:
             raise UsageError(f"{listed.source} has this machine as an actor.", "Use `ludus actor start` here.")
-        job = roles.joining_job("learner", meeting, os.environ, cpus=num, learners=joins)
+        job = roles.joining_job("learner", listed, meeting, os.environ, cpus=num, learners=joins)
     r.show_list(listed, here, port)
     for notice in (*r.clean(os.environ), *said):
         r.say(notice)

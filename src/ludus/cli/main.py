@@ -13,13 +13,17 @@ import typer
 
 import ludus
 from ludus.cli import (
+    actor,
     check_game,
+    cluster,
     config,
     demo,
+    doctor,
     export,
     fake,
     fleet,
     jobs,
+    learner,
     new,
     presets,
     rollout,
@@ -51,6 +55,10 @@ app.command("export")(export.export)
 app.add_typer(fleet.app, name="fleet")
 app.command("submit", context_settings=submit.SETTINGS)(submit.submit)
 app.add_typer(jobs.app, name="jobs")
+app.command("doctor")(doctor.doctor)
+app.add_typer(cluster.app, name="cluster")
+app.add_typer(learner.app, name="learner")
+app.add_typer(actor.app, name="actor")
 app.add_typer(runs.app, name="runs")
 app.command("status")(status.status)
 app.command("tensorboard")(tensorboard.tensorboard)

@@ -124,8 +124,8 @@ def submit(
 
 
 def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bool, as_json: bool) -> None:
-    job_id = orchestrator.submit(job)
     jobs.remember(on)
+    job_id = orchestrator.submit(job)
     if not wait:
         if as_json:
             print(json.dumps(jobs.Found(on, orchestrator, orchestrator.status(job_id)).to_json()))

@@ -29,6 +29,9 @@ PORT = 36010
 WAIT_S = 86_400.0
 """For actors: whoever starts a learner by hand starts them by hand, too."""
 
+ANYBODY = "any-actor"
+"""In the place of an address: actors need not be in the list. It is read by people, in the sentence that says that nobody came."""
+
 GRACE_S = 120.0
 MAIN, RAY, DOOR, HEAD, NODE = "main", "ray", "door", "head", "node"
 LEARNER, ACTOR = "learner", "actor"
@@ -68,8 +71,7 @@ def learner_job(
     """
     wanted = 1 if cpus else 2
     addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
-    # An actor need not be in the list; there is room for one that is not.
-    addresses += (meeting.here.address,) * (wanted - len(addresses))
+    addresses += (ANYBODY,) * (wanted - len(addresses))
     around = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
     told, logs = around.environment(), meeting.logs / LEARNER
     trains = replace(around, learners=learners_elsewhere(listed)).environment()
@@ -89,6 +91,7 @@ def learner_job(
 
 def joining_job(
     part: Part,
+    listed: NodeList,
     meeting: Meeting,
     environ: Mapping[str, str],
     *,
@@ -101,7 +104,11 @@ def joining_job(
 
     They wait for a head that is not there, and join the next one when that is gone.
     """
-    told = Surroundings((meeting.here.head, meeting.here.address), 1, meeting.port, meeting.token_file, 1).environment()
+    here = meeting.here
+    node = here.node or len(listed.nodes)  # beside the head, and where it is not in the list, it is one more
+    others = [each.reached for each in listed.nodes[1:]]
+    addresses = [here.head, *others[: node - 1], here.address, *others[node:]]
+    told = Surroundings(tuple(addresses), node, meeting.port, meeting.token_file, 1).environment()
     if gamecore:
         told[GAMECORE] = gamecore
     logs = meeting.logs / part

@@ -15,149 +15,33 @@ import secrets
 import selectors
 import shlex
 import shutil
-import sys
 import tarfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ludus
 from ludus.cluster import record
-from ludus.cluster.cluster import Job, JobState, JobStatus, ProcessStatus, Role, checked
+from ludus.cluster.cluster import Job, JobStatus, ProcessStatus, checked
 from ludus.cluster.connection import ANSWER_S, Conversation, SshNode, SshSettings, checked_settings, ssh_words
-from ludus.cluster.far import INNER, Part, PartStatus
+from ludus.cluster.far import PartStatus
+from ludus.cluster.parts import Known, combined, split
 from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.plugins import did_you_mean
 
-__all__ = ["SshNode", "SshOrchestrator", "SshSettings", "combined", "split"]
+__all__ = ["SshNode", "SshOrchestrator", "SshSettings"]
 
 KEPT = 50
-DOOR, HOLD = f"{INNER}door", f"{INNER}hold"
 
 _SSH, _KNOWN, _CANCELLED = "ssh.json", "known.json", "cancelled"
-_HEEDING = 'env --block-signal=TERM true 2>/dev/null && exec env --block-signal=TERM "$@"; exec "$@"'
-"""A job may be over before its door is open: it shall hear of that then, instead of dying of it. Where `env` cannot, the others wait."""
-_UNSURE_S = 60.0
-"""A job that is being submitted may not be on its machines for so long."""
 _AGAIN_S = 5.0
 """A machine that did not answer is not asked again for so long: whoever waits for a job asks often."""
 _ATTEMPTS = 5
 _COPY_S = 3600.0
-
-
-# -- a job as parts -------------------------------------------------------------------------------------------------------
-
-
-def split(job: Job, settings: SshSettings, job_id: str, port: int = 0) -> list[Part]:
-    """What each machine gets. Raises UsageError for a job that cannot be."""
-    checked(job)
-    if job.nodes > len(settings.nodes):
-        raise UsageError(f"The job {job.name} needs {job.nodes} machines, and {len(settings.nodes)} are listed.")
-    if ours := [role.name for role in job.roles if role.name.startswith(INNER)]:
-        raise UsageError(f"The role {ours[0]!r} is called as one of Ludus' own.", f"Names must not begin with {INNER!r}.")
-    addresses = tuple(node.reached for node in settings.nodes[: job.nodes])
-    parts = []
-    for node in range(job.nodes):
-        seats = {role.name: tuple(index for index in range(role.count) if role.node(index) == node) for role in job.roles}
-        seats = {name: indices for name, indices in seats.items() if indices}
-        python = settings.interpreter(node)
-        roles = [
-            replace(role, command=_for(role.command, python, settings), count=len(seats[role.name]), at=())
-            for role in job.roles
-            if role.name in seats
-        ]
-        tether = (python, "-P", "-m", "ludus.cluster.tether")
-        if node > 0:
-            hold = (*tether, "hold", "--patience-s", f"{settings.patience_s:g}")
-            roles.insert(0, Role(HOLD, hold, restart="when-killed"))
-        elif job.nodes > 1:  # the first to start is the last to end
-            roles.insert(0, Role(DOOR, ("sh", "-c", _HEEDING, "sh", *tether, "door"), restart="on-failure"))
-        own = replace(job, roles=tuple(roles), main=job.main if node == 0 else HOLD, nodes=1, ray=0)
-        parts.append(Part(job_id, node, addresses, own, seats, port, job.ray, job.wait_s, settings.workdir))
-    return parts
-
-
-def _for(command: tuple[str, ...], python: str, settings: SshSettings) -> tuple[str, ...]:
-    """Our interpreter is not theirs."""
-    return (python, *command[1:]) if command[0] in (sys.executable, settings.python) else command
-
-
-@dataclass(frozen=True)
-class Known:
-    """How a job was when last seen. `final`: it will not change. `silent`: machines that do not answer, and since when."""
-
-    status: JobStatus
-    final: bool = False
-    silent: Mapping[str, float] = field(default_factory=dict)
-
-    def text(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    @staticmethod
-    def of(text: str) -> Known:
-        """Raises ValueError, TypeError, KeyError."""
-        data = json.loads(text)
-        processes = tuple(ProcessStatus(**process) for process in data["status"]["processes"])
-        return Known(JobStatus(**{**data["status"], "processes": processes}), data["final"], data["silent"])
-
-
-def combined(
-    job: Job, hosts: Sequence[str], known: Known, found: Sequence[PartStatus | LudusError], now: float, cancelled: bool = False
-) -> Known:
-    """How the job is, from what its machines say; an error: that one does not answer."""
-    silent = {hosts[n]: known.silent.get(hosts[n], now) for n, part in enumerate(found) if isinstance(part, LudusError)}
-    before = {process.name: process for process in known.status.processes}
-    processes = []
-    for role in job.roles:
-        for index in range(role.count):
-            node = role.node(index)
-            part = found[node]
-            said = [] if isinstance(part, LudusError) else [p for p in part.processes if (p.role, p.index) == (role.name, index)]
-            process = said[0] if said else before.get(f"{role.name}-{index}", ProcessStatus(role.name, index, "pending"))
-            if not said and isinstance(part, PartStatus) and part.over:
-                process = replace(process, state="ended", pid=None)
-            processes.append(replace(process, host=hosts[node]))
-    complaints = [f"{host} does not answer since {_clock(since)}" for host, since in silent.items()]
-    head, others = found[0], found[1:]
-    ending = any(isinstance(part, PartStatus) and not part.over for part in others)
-    status = replace(known.status, processes=tuple(processes))
-    if isinstance(head, LudusError):
-        state: JobState = "cancelled" if cancelled and not ending else known.status.state
-        code = 1 if cancelled and not ending else known.status.exit_code
-        return Known(replace(status, state=state, exit_code=code, reason="; ".join(complaints)), False, silent)
-    if head.state == "missing":
-        if now - known.status.submitted_at < _UNSURE_S and known.status.state == "pending":
-            return Known(status, False, silent)
-        head = replace(
-            head, state="failed", exit_code=1, reason=f"{hosts[0]} knows nothing of it: it was not submitted to the end"
-        )
-    if not head.over or ending:
-        gone = zip(hosts[1:], others, strict=False)
-        complaints += [
-            f"its part on {host} is over: {part.reason or part.state}"
-            for host, part in gone
-            if isinstance(part, PartStatus) and part.over and not head.over
-        ]
-        state = "pending" if head.state == "pending" else "running"
-        return Known(
-            replace(status, state=state, exit_code=None, reason="; ".join(complaints), logs=_at(hosts[0], head)), False, silent
-        )
-    reason = "; ".join([head.reason, *complaints] if head.reason else complaints)
-    over: JobState = "succeeded" if head.state == "succeeded" else "cancelled" if head.state == "cancelled" else "failed"
-    status = replace(status, state=over, exit_code=head.exit_code, reason=reason, logs=_at(hosts[0], head))
-    return Known(status, not silent, silent)
-
-
-def _at(host: str, part: PartStatus) -> str:
-    return f"{host}:{part.logs}" if part.logs else ""
-
-
-def _clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 # -- what is kept here ----------------------------------------------------------------------------------------------------
@@ -271,6 +155,7 @@ class SshOrchestrator:
         settings = replace(settings, nodes=settings.nodes[: job.nodes], copy=settings.copy)
         split(job, self._own(), job.name)
         with self._lock:
+            self._silent.clear()
             self._greet(settings, range(job.nodes))
             for node in range(job.nodes if settings.copy else 0):
                 _copy(settings, node)
@@ -427,7 +312,16 @@ class SshOrchestrator:
         settings = entry.settings()
         with self._lock:
             found = self._statuses(entry.id, settings)
-        seen = combined(entry.job(), [node.host for node in settings.nodes], known, found, time.time(), entry.cancelled)
+        hosts = [node.host for node in settings.nodes]
+        seen = combined(
+            entry.job(),
+            hosts,
+            known,
+            found,
+            time.time(),
+            cancelled=entry.cancelled,
+            patience_s=settings.patience_s + 2 * entry.job().grace_s,
+        )
         if seen != known and entry.path.exists():
             entry.note(seen)
         return seen

@@ -232,7 +232,9 @@ class Guard:
         while True:
             left = pids.kill_descendants()
             self._collect()
-            if self._alone or time.monotonic() > deadline:
+            if self._alone:
+                return []
+            if time.monotonic() > deadline:
                 return left
             time.sleep(0.005)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
 

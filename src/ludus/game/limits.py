@@ -77,7 +77,7 @@ def require_room(count: int, threads_per_game: int, limits: list[Limit] | None =
         return
     tightest = _tightest(limits)
     waiting = f", {promised:,} of them for games that are still starting" if promised else ""
-    each = f"each game has {threads_per_game:,} threads" if threads_per_game != 1 else "each game has 1 thread"
+    each = f"each game takes {threads_per_game:,} threads" if threads_per_game != 1 else "each game takes 1 thread"
     raise WorkerFailed(
         f"{count:,} more {'game does' if count == 1 else 'games do'} not fit in: {each}, {tightest.left:,} are left of"
         f" {tightest.limit:,} ({tightest.name}){waiting}, {_reserve(tightest):,} are kept free: room for {room:,} more.",

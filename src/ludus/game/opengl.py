@@ -134,12 +134,11 @@ def _egl_displays(library: Any, address: Any) -> list[int]:
 
 
 def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str]:
-    ints = lambda *values: (c_int * len(values))(*values)  # noqa: E731
     for name in ("eglCreateContext", "eglCreatePbufferSurface"):
         getattr(library, name).restype = c_void_p
     library.eglBindAPI(0x30A2)  # OpenGL
     config, count = c_void_p(), c_int()
-    wanted = ints(0x3033, 0x0001, 0x3040, 0x0008, 0x3038)  # EGL_SURFACE_TYPE: pbuffer; EGL_RENDERABLE_TYPE: OpenGL; end
+    wanted = _ints(0x3033, 0x0001, 0x3040, 0x0008, 0x3038)  # EGL_SURFACE_TYPE: pbuffer; EGL_RENDERABLE_TYPE: OpenGL; end
     library.eglChooseConfig.argtypes = [c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int)]
     if not library.eglChooseConfig(display, wanted, byref(config), 1, byref(count)) or not count.value:
         raise _Failed("EGL has no configuration with OpenGL")
@@ -148,7 +147,7 @@ def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str]:
     if not context:
         raise _Failed(f"eglCreateContext failed (0x{library.eglGetError():x})")
     library.eglCreatePbufferSurface.argtypes = [c_void_p, c_void_p, c_void_p]
-    surface = library.eglCreatePbufferSurface(display, config, ints(0x3057, 8, 0x3056, 8, 0x3038))  # 8 by 8
+    surface = library.eglCreatePbufferSurface(display, config, _ints(0x3057, 8, 0x3056, 8, 0x3038))  # 8 by 8
     library.eglMakeCurrent.argtypes = [c_void_p] * 4
     if not library.eglMakeCurrent(display, surface, surface, context):
         raise _Failed(f"eglMakeCurrent failed (0x{library.eglGetError():x})")
@@ -156,6 +155,10 @@ def _egl_context(library: Any, address: Any, display: int) -> tuple[str, str]:
     if not get_string:
         raise _Failed("EGL knows no glGetString")
     return _strings(ctypes.CFUNCTYPE(c_char_p, c_uint)(get_string))
+
+
+def _ints(*values: int) -> Any:
+    return (c_int * len(values))(*values)
 
 
 def _osmesa(library: Any) -> tuple[str, str]:

@@ -64,7 +64,7 @@ _SHUTDOWN_S = 15.0
 _END_S = 5.0
 _NOTE = "owner"
 _PREFIX = "ludus-ray-"
-_ENVIRONMENT = {
+SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call that comes too late would start a Ray of its own
@@ -183,13 +183,12 @@ class Cluster:
 
     def _start(self, num_cpus: int | None, store_bytes: int) -> None:
         self._say("starting Ray …")
-        home = _home()
-        self._undo.callback(shutil.rmtree, home, ignore_errors=True)
-        token = home / "token"
+        place = self._undo.enter_context(home())
+        token = place / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        self._undo.enter_context(_reaped(home))
-        settings = _ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
+        self._undo.enter_context(reaped(place))
+        settings = SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK: "0"}
         self._undo.enter_context(environment(settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
         with _loopback(), _signals_kept():
             self._connect(
@@ -197,10 +196,10 @@ class Cluster:
                 num_cpus=num_cpus,
                 object_store_memory=store_bytes,
                 include_dashboard=False,
-                _temp_dir=str(home / "r"),
+                _temp_dir=str(place / "r"),
                 _system_config=HEALTH,
             )
-        self.home: Path | None = home
+        self.home: Path | None = place
         _drop_helpers()
 
     # -- another's
@@ -209,7 +208,7 @@ class Cluster:
         self._say(f"joining the Ray cluster at {address} …" if address != AUTO else "joining the Ray cluster of this machine …")
         found = find(address, os.environ, join_s)
         self.home = None
-        self._undo.enter_context(environment(_ENVIRONMENT | found.authentication, remove=found.remove))
+        self._undo.enter_context(environment(SETTINGS | found.authentication, remove=found.remove))
         with _signals_kept():
             self._connect(address=found.address)
 
@@ -221,7 +220,7 @@ class Cluster:
         self.home = None
         job.token()
         settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.token_file)}
-        self._undo.enter_context(environment(_ENVIRONMENT | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
+        self._undo.enter_context(environment(SETTINGS | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
         here = assembled(job, Head(job.head), time.monotonic() + job.wait_s, self._say)
         with _signals_kept():
             self._connect(address=job.head, _temp_dir=here.directory)
@@ -332,28 +331,28 @@ def listens(address: str, within_s: float) -> bool:
 def _here(job: Surroundings, members: list[Member]) -> Member | None:
     """The node on which this process runs."""
     address = job.nodes[job.node]
-    mine = [member for member in members if member.address in (address, _resolved(address))]
+    mine = [member for member in members if member.address in (address, resolved(address))]
     return next((member for member in mine if member.name == node_name(job.node)), mine[0] if len(mine) == 1 else None)
 
 
 def absent(nodes: tuple[str, ...], came: list[str]) -> list[str]:
     """Addresses from which nobody came; of several nodes at one address, as often as nobody did."""
-    rest = Counter(_resolved(address) for address in came)
+    rest = Counter(resolved(address) for address in came)
     missing = []
     for node in nodes:
-        if rest[_resolved(node)]:
-            rest[_resolved(node)] -= 1
+        if rest[resolved(node)]:
+            rest[resolved(node)] -= 1
         else:
             missing.append(node)
     return missing
 
 
 def _incomplete(job: Surroundings, members: list[Member], answer: Mapping[str, Any]) -> WorkerFailed:
-    logs = f"`ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray` says" if os.environ.get("LUDUS_JOB_ID") else "Their logs say"
+    logs = (
+        f"`ludus jobs logs {os.environ['LUDUS_JOB_ID']} --role ray` says" if os.environ.get("LUDUS_JOB_ID") else "Their logs say"
+    )
     if not answer:
-        error = WorkerFailed(
-            f"The head of this job's Ray at {job.head} did not answer within {job.wait_s:g} s.", f"{logs} why."
-        )
+        error = WorkerFailed(f"The head of this job's Ray at {job.head} did not answer within {job.wait_s:g} s.", f"{logs} why.")
     else:
         missing = absent(job.nodes, [member.address for member in members])
         error = WorkerFailed(
@@ -364,7 +363,7 @@ def _incomplete(job: Surroundings, members: list[Member], answer: Mapping[str, A
     return error
 
 
-def _resolved(address: str) -> str:
+def resolved(address: str) -> str:
     """Nodes may be given by name; Ray speaks of numbers."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -557,14 +556,32 @@ def _log_hint(temp_dir: str | None) -> str:
     return f"Its logs were in {temp_dir}/session_latest/logs." if temp_dir else ""
 
 
-def _home() -> Path:
-    """A directory with a short name: the path of a unix socket may have about 100 bytes, and Ray takes 64 of them."""
-    temp = Path(tempfile.gettempdir())
-    base = temp if len(os.fsencode(temp)) <= 15 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
+@contextlib.contextmanager
+def home() -> Iterator[Path]:
+    """A private directory for a Ray, with a short name: the path of a unix socket may have about 100 bytes, and Ray takes 64."""
+    base = _base()
     sweep(base)
-    home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    (home / _NOTE).write_text(f"{os.getpid()} {scratch.start_time(os.getpid()) or 0}")
-    return home
+    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    try:
+        (made / _NOTE).write_text(f"{os.getpid()} {scratch.start_time(os.getpid()) or 0}")
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _base() -> Path:
+    temp = Path(tempfile.gettempdir())
+    return temp if len(os.fsencode(temp)) <= 15 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
+
+
+def sweep_scratch() -> None:
+    """What workers leave that are killed with their Ray: rings, weights, logs."""
+    for base in _scratch_bases():
+        scratch.sweep(base)
+
+
+def _scratch_bases() -> list[Path]:
+    return [Path(os.environ.get("LUDUS_SHM", "/dev/shm")), Path(tempfile.gettempdir())]  # noqa: S108
 
 
 def sweep(base: Path) -> int:
@@ -584,12 +601,12 @@ def sweep(base: Path) -> int:
 
 
 @contextlib.contextmanager
-def _reaped(home: Path) -> Iterator[None]:
+def reaped(home: Path) -> Iterator[None]:
     """If this process is killed inside the block, whatever was started with `home` as its directory is ended."""
     if not Path("/proc/self/environ").exists():  # no Linux: what Ray does by itself has to be enough
         yield
         return
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(home)]
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, _scratch_bases())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True, cwd="/") as process:  # noqa: S603 - ours
         assert process.stdin is not None
         try:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ def main() -> int:
         head = Head(orders.head)  # Ray is imported here, while the head may still be starting
         if not orders.first:
             _await_head(orders, head, lambda: say(waiting=orders.head))
-        node = _start(orders, head)
+        node = _start(orders)
     except LudusError as error:
         say(failed=error.message, hint=error.hint)
         return error.exit_code
@@ -77,7 +77,7 @@ def main() -> int:
     return 1
 
 
-def _await_head(orders: Orders, head: Head, waiting: Any) -> None:
+def _await_head(orders: Orders, head: Head, waiting: Callable[[], None]) -> None:
     """Until the head lets us in and is itself a node. Raises UsageError (token, versions), WorkerFailed at the deadline."""
     deadline = None if orders.wait_s is None else time.monotonic() + orders.wait_s
     told = False
@@ -98,8 +98,7 @@ def _await_head(orders: Orders, head: Head, waiting: Any) -> None:
         time.sleep(_PAUSE_S)  # nobody tells us that somebody begins to listen
 
 
-def _start(orders: Orders, head: Head) -> Any:
-    ray = head.ray
+def _start(orders: Orders) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
     from ray._private.resource_isolation_config import ResourceIsolationConfig
@@ -108,7 +107,9 @@ def _start(orders: Orders, head: Head) -> Any:
         def start_api_server(self, **_: Any) -> None:
             """Starts a process of 100 MB also where no dashboard is wanted."""
 
-    place = {"gcs_server_port": int(orders.head.rpartition(":")[2])} if orders.first else {"gcs_address": orders.head}
+    port = int(orders.head.rpartition(":")[2])
+    given: dict[str, Any] = {"gcs_server_port": port, "_system_config": _SETTINGS} if orders.first else {"gcs_address": orders.head}
+    given["include_log_monitor"] = False  # annotated as a string, and read as a bool
     params = RayParams(
         node_ip_address=orders.address,
         node_name=orders.name,
@@ -119,14 +120,11 @@ def _start(orders: Orders, head: Head) -> Any:
         temp_dir=orders.directory,
         labels=dict(orders.labels),
         include_dashboard=False,
-        include_log_monitor=False,
         no_monitor=True,
         resource_isolation_config=ResourceIsolationConfig(enable_resource_isolation=False),
-        _system_config=_SETTINGS if orders.first else None,
-        **place,
-        **orders.ports,
+        **given,
+        **dict[str, Any](orders.ports),
     )
-    ray._private.worker._global_node = None
     return Plain(params, head=orders.first, shutdown_at_exit=False, spawn_reaper=True)
 
 

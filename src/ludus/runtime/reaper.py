@@ -1,6 +1,7 @@
 """Outlives a process that was killed, and ends what that has left: run as a program, with a pipe from the owner as its input.
 
-    reaper.py DIRECTORY       whoever writes to a file below DIRECTORY, or has one in his environment, is one of the owner's
+    reaper.py DIRECTORY [BASE …]    whoever writes to a file below DIRECTORY, or has one in his environment, is one of the owner's;
+                                    what his workers have left below BASE is swept
 
 A byte on the pipe is a farewell: nothing is left to do. The end of the pipe without one means that the owner is dead.
 Ray's own processes end with their parent in time, but for some that first want to tell a head that is gone as well.
@@ -9,11 +10,13 @@ Ray's own processes end with their parent in time, but for some that first want 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 _WITHIN_S = 20.0
 _PAUSE_S = 0.1
@@ -50,7 +53,7 @@ def _told(pid: str, inside: str) -> bool:
         return any(entry.partition(b"=")[2].startswith(os.fsencode(inside)) for entry in file.read().split(b"\0"))
 
 
-def main(directory: str) -> None:
+def main(directory: str, *bases: str) -> None:
     if sys.stdin.buffer.read(1):
         return
     deadline = time.monotonic() + _WITHIN_S
@@ -60,6 +63,18 @@ def main(directory: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
     shutil.rmtree(directory, ignore_errors=True)
+    _sweep(bases)
+
+
+def _sweep(bases: tuple[str, ...]) -> None:
+    """By `scratch.py`, which is beside this file and needs nothing either: there is no package to import it from."""
+    spec = importlib.util.spec_from_file_location("scratch", Path(__file__).with_name("scratch.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    scratch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scratch)
+    for base in bases:
+        scratch.sweep(Path(base))
 
 
 if __name__ == "__main__":

@@ -66,13 +66,9 @@ class Surroundings:
         """Raises UsageError where there is none, or others can read it."""
         if self.token_file is None:
             raise UsageError(f"This job has no token: {TOKEN} is not set.")
-        try:
-            mode, token = self.token_file.stat().st_mode, self.token_file.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"The token of the job in {self.token_file} cannot be read: {error.strerror}.") from error
-        if mode & 0o077:
-            raise UsageError(f"Others can read the token in {self.token_file}.", f"chmod 600 {self.token_file}")
-        return token.encode()
+        from ludus.runtime.guard import read_token
+
+        return read_token(self.token_file)
 
     def environment(self) -> dict[str, str]:
         said = {NODES: ",".join(self.nodes), NODE: str(self.node), PORT: str(self.port)}

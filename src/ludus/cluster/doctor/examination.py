@@ -82,8 +82,8 @@ def examine(request: Request) -> Examination:
     environ = dict(os.environ)
     groups = limits.look_groups()
     cores = limits.look_cores(groups)
-    tried = _start("environment", lambda: trial.look_trial(request.env)) if request.env and not request.quick else None
-    slow = {name: _start(name, look) for name, look in _slow(request, found, environ).items()}
+    tried = Pending("environment", lambda: trial.look_trial(request.env)) if request.env and not request.quick else None
+    slow = {name: Pending(name, look) for name, look in _slow(request, found, environ).items()}
     findings = versions.judge_versions(found, ray=request.ray)
     game = tried.result(trial.TRIAL_S + 2 * LOOK_S) if tried is not None else None
     needs = Needs(cores.whole if request.workers is None else request.workers, cores.whole, request.ray, *_measured(game))
@@ -91,7 +91,7 @@ def examine(request: Request) -> Examination:
         findings += _limits(needs, cores, groups)
     end = time.monotonic() + LOOK_S
     findings += [finding for look in slow.values() for finding in look.findings(end)]
-    if tried is not None:
+    if game is not None:
         findings.append(game if isinstance(game, Finding) else trial.judge_trial(game))
     findings += tokens.judge_tokens(tokens.look_tokens(environ), environ)
     findings += troubles.judge_scene(troubles.look_scene(environ, cores.whole))
@@ -163,7 +163,7 @@ def _answers(address: str) -> bool:
 # -- under a deadline -----------------------------------------------------------------------------------------------------
 
 
-class _start:  # noqa: N801 - used as a function
+class Pending:
     """A look in a thread that nobody waits for too long; whatever it raises is a finding."""
 
     def __init__(self, name: str, look: Callable[[], Any]) -> None:

@@ -199,9 +199,9 @@ def look_threads(groups: Groups) -> Threads:
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # the superuser is not held to it
         mine = sum(_threads_of(os.getuid()))
         bounds.append(Bound("ulimit -u", soft, mine, "ulimit -u unlimited, or nproc in /etc/security/limits.conf"))
-    for most, directory in groups.numbers("pids", "pids.max", "pids.max"):
+    for allowed, directory in groups.numbers("pids", "pids.max", "pids.max"):
         now = _number(directory / "pids.current") or 0
-        bounds.append(Bound("cgroup pids.max", most, now, "TasksMax= of the service, --pids-limit of the container"))
+        bounds.append(Bound("cgroup pids.max", allowed, now, "TasksMax= of the service, --pids-limit of the container"))
     everybody = _everybody()
     for name, path in (("kernel.threads-max", "threads-max"), ("kernel.pid_max", "pid_max")):
         if (most := _number(Path("/proc/sys/kernel") / path)) is not None:
@@ -274,17 +274,17 @@ def judge_shared(shared: Shared | None, needs: Needs) -> Finding:
     if shared is None or not shared.writable:
         what = "there is none" if shared is None else "it is not writable"
         return warning(
-            "/dev/shm",
-            f"{what}: rings go to the temporary directory, which is slower",
+            "shared memory",
+            f"{_SHM}: {what}; rings go to the temporary directory, which is slower",
             "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
         )
-    said = f"{size(shared.total)}, {size(shared.free)} free; needed {needs.shared_said()}"
+    said = f"{_SHM}: {size(shared.total)}, {size(shared.free)} free; needed {needs.shared_said()}"
     bigger = f"mount -o remount,size={_rounded(needs.shared)}G /dev/shm; in containers --shm-size={_rounded(needs.shared)}g"
     if shared.free < _SHM_LEAST:
-        return warning("/dev/shm", f"{said}; with so little, rings go to the temporary directory, which is slower", bigger)
+        return warning("shared memory", f"{said}; with so little, rings go to the temporary directory, which is slower", bigger)
     if shared.free < needs.shared:
-        return failed("/dev/shm", said, f"{bigger}; or set LUDUS_SHM to a directory with more room.")
-    return ok("/dev/shm", said)
+        return failed("shared memory", said, f"{bigger}; or set LUDUS_SHM to a directory with more room.")
+    return ok("shared memory", said)
 
 
 def _rounded(count: int) -> int:

@@ -13,6 +13,7 @@ from ludus.cluster.doctor.finding import Finding, failed, ok, several, warning
 PROGRAMS = ("sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
 _ASK_S = 10.0
 _FORM = "%R|%a|%l|%F|%c|%m|%G"
+_LINE = re.compile(r"([^|]*)\|(\w+)\|([^|]*)\|(\d+)/(\d+)/(\d+)/(\d+)\|(\d+)\+?\|(\d+)\+?\|(.*)")
 INFINITE = 1 << 40
 
 
@@ -72,18 +73,13 @@ def read_partitions(text: str) -> tuple[Partition, ...]:
     """What sinfo says in our form. A line that is not understood is left out. Pure."""
     found = []
     for line in text.splitlines():
-        parts = line.strip().split("|")
-        counts = (
-            tuple(int(number) for number in parts[3].split("/"))
-            if len(parts) == 7 and re.fullmatch(r"\d+(/\d+){3}", parts[3])
-            else ()
-        )
-        if len(counts) == 4:
-            allocated, idle, other, total = counts
-            gres = "" if parts[6] in ("(null)", "N/A") else parts[6]
-            numbers = (int(re.match(r"\d*", part)[0] or 0) for part in parts[4:6])  # type: ignore[index] # it matches anything
+        matched = _LINE.fullmatch(line.strip())
+        if matched is not None:
+            name, state, time, *counts, cpus, memory, gres = matched.groups()
+            allocated, idle, other, total = map(int, counts)
+            gres = "" if gres in ("(null)", "N/A") else gres
             found.append(
-                Partition(parts[0], parts[1] == "up", seconds_of(parts[2]), (allocated, idle, other, total), *numbers, gres)
+                Partition(name, state == "up", seconds_of(time), (allocated, idle, other, total), int(cpus), int(memory), gres)
             )
     return tuple(found)
 

@@ -119,7 +119,8 @@ def _play(name: str) -> Trial:
         if terminated or truncated:
             observation, _ = env.reset()
     seconds, after = time.perf_counter() - start, _taken()
-    return Trial(name, seconds, *(max(0, now - then) for now, then in zip(after, before, strict=True)))
+    threads, memory, processes = (max(0, now - then) for now, then in zip(after, before, strict=True))
+    return Trial(name, seconds, threads, memory, processes)
 
 
 def _action(env: Any, observation: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Parts of `bench.launch`: jobs in a Slurm of this machine, and what they leave."""

@@ -1,0 +1,74 @@
+"""Roles by hand on several hosts: in any order, with machines that are lost and come back, and learners that are started anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.role_hosts import TRAINING, Machine, role_hosts
+
+pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]
+
+BUSY_S = 120.0  # for processes to start, on a machine that has other things to do
+
+
+def test_actors_come_go_and_stay_while_learners_are_started_anew(tmp_path: Path) -> None:
+    with role_hosts(3, tmp_path, lambda hosts: f"{hosts.address(0)} root 36000 1\r\n") as roles:
+        endless = (*TRAINING, "--num-workers", "2", "--stop", "time_s=800")
+        said = roles.start(0, "learner", *endless)
+        assert "a token was made" in said
+        assert "There is no token" in roles.ludus(1, "actor", "start", "--iplist", "learner.iplist", code=2)
+        roles.share_token()
+        for host in (1, 2):
+            said = roles.start(host, "actor", env={"ACTOR_NUM": "1", "NET_CARD_NAME": "eth0", "NO_MODEL_POOL": "0"})
+            assert f"this machine: {roles.hosts.address(host)}" in said
+        roles.until(lambda: roles.at_work() == {"h1": 1, "h2": 1}, 2 * BUSY_S)
+        assert list((roles.place(1) / "logs" / "actor").glob("actor_*.log"))
+
+        roles.hosts.power_off(2)
+        roles.until(lambda: roles.at_work() == {"h1": 2}, BUSY_S)
+        roles.until(lambda: "h2" in roles.log(0, "learner/train.log"), 10)
+        roles.hosts.power_on(2)
+        roles.start(2, "actor", "--num", "1")
+        roles.until(lambda: roles.at_work() == {"h1": 1, "h2": 1}, 2 * BUSY_S)
+
+        first = roles.status(0, "learner")
+        said = roles.start(0, "learner", *TRAINING, "--num-workers", "2", "--stop", "timesteps=4000")  # ends the first
+        assert f"{first['id']} has ended" in said
+        roles.until(lambda: roles.status(0, "learner")["state"] == "succeeded", 2 * BUSY_S)
+        assert roles.status(0, "learner")["run"] != first["run"]
+        assert {roles.status(host, "actor")["state"] for host in (1, 2)} == {"running"}
+
+        for host in (1, 2):
+            roles.ludus(host, "actor", "stop")
+        for host in (0, 1, 2):
+            roles.until(lambda at=host: roles.left(at) == [], 30)  # type: ignore[misc]
+
+
+def test_learners_on_two_machines_share_every_gradient(tmp_path: Path) -> None:
+    with role_hosts(2, tmp_path, lambda hosts: f"{hosts.address(0)} root 22 1\n{hosts.address(1)} root 22 1\n") as roles:
+        said = roles.start(0, "learner", "--num", "1", *TRAINING, "--num-workers", "2", "--stop", "timesteps=4000")
+        assert "learner_num: 2 (1 on other machines)" in said
+        roles.share_token()
+        assert "without meaning here" in roles.start(1, "learner", "CartPole-v1")
+        roles.until(lambda: roles.status(0, "learner")["state"] == "succeeded", 2 * BUSY_S)
+        assert roles.status(1, "learner")["state"] == "running"
+        assert roles.log(1, "learner/rank_0.log")
+        roles.ludus(1, "learner", "stop")
+        for host in (0, 1):
+            roles.until(lambda at=host: roles.left(at) == [], 30)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_on_one_machine_with_and_without_a_model_pool_of_its_own(tmp_path: Path, shares: bool) -> None:
+    machine = Machine(tmp_path)
+    try:
+        machine.start("learner", *TRAINING, "--num-workers", "2", "--stop", "timesteps=3000")
+        machine.start("actor", "--num", "2", env={"NO_ACTOR_MODEL_POOL": "1" if shares else "0"})
+        machine.until(lambda: machine.status("learner")["state"] == "succeeded", 2 * BUSY_S)
+        assert len(list((tmp_path / "logs" / "actor").glob("actor_*.log"))) == 2
+    finally:
+        machine.ludus("learner", "stop", code=None)
+        machine.ludus("actor", "stop", code=None)
+    assert machine.left() == []
