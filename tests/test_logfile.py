@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.logfile import LogReader, LogWriter, before
+from ludus.logfile import CountingLog, LogReader, LogWriter, before, tail
+from ludus.repeats import SAY_S
 
 
 def everything(reader: LogReader) -> list[str]:
@@ -118,3 +119,61 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
     writer.close()
     assert writer.lost == 5
     assert (tmp_path / "log").read_text() == "before\nafter\n"
+
+
+def test_a_counting_log_writes_what_repeats_once(tmp_path: Path) -> None:
+    now = 0.0
+    log = CountingLog(tmp_path / "log", clock=lambda: now)
+    log.line("begin")
+    for _ in range(1000):
+        log.write(b"every ")
+        log.write(b"frame\n")
+    waiting = log.pending
+    now = SAY_S
+    log.tick()
+    assert (waiting, log.pending) == (True, False)
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "… the last line was repeated 998 times"
+    log.write(b"half a line")
+    log.close()
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "half a line"
+    assert log.last(3) == ["every frame", "every frame", "half a line"]
+
+
+def test_a_counting_log_is_bounded_and_turns_between_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = CountingLog(path, max_bytes=1000)
+    log.write(b"".join(f"{chr(97 + i % 26) * (i % 60 + 1)} {i}\n".encode() for i in range(2000)))
+    log.close()
+    assert all(0 < file.stat().st_size <= 1000 for file in (path, before(path)))
+    lines = (before(path).read_text() + path.read_text()).splitlines()
+    assert lines[-1].endswith(" 1999")
+    assert all(line.split()[0] == line[0] * (int(line.split()[1]) % 60 + 1) for line in lines)
+
+
+def test_a_counting_log_says_what_a_full_disk_has_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CountingLog(tmp_path / "log")
+    log.line("before")
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    log.line("lost")
+    log.line("this too")
+    monkeypatch.setattr(os, "write", write)
+    log.line("after")
+    log.line("and after that")
+    log.close()
+    assert log.lost == len("lost\nthis too\n")
+    assert (tmp_path / "log").read_text().splitlines() == ["before", "… 14 bytes could not be written", "after", "and after that"]
+
+
+def test_the_tail_of_a_log_goes_back_into_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert tail(path, 3) == []
+    writer = LogWriter(path, max_bytes=50)
+    for i in range(20):
+        writer.line(f"line {i}")
+    writer.close()
+    assert tail(path, 5) == [f"line {i}" for i in range(15, 20)]

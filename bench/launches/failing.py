@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-AFTER = 2_000
+AFTER = 500
 
 
 class Failing(gym.Wrapper[Any, Any, Any, Any]):

@@ -19,7 +19,7 @@ def main(address: str, wanted: int) -> int:
             client = client or GcsClient(address=address)
             if sum(bool(node.state == 0) for node in client.get_all_node_info(timeout=2).values()) >= wanted:
                 return 0
-        except Exception as error:  # noqa: BLE001 - Ray raises what its C++ part hands it, until the head is there
+        except Exception as error:
             print(f"not yet: {error}", file=sys.stderr)
             client = None
         time.sleep(EVERY_S)

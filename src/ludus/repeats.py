@@ -33,7 +33,7 @@ SHAPES = 256
 KEY_BYTES = 256
 
 MARK = "… ".encode()
-_NUMBER = re.compile(rb"0[xX][0-9a-fA-F]+|[0-9a-fA-F]{8,}|[0-9]+")
+_NUMBER = re.compile(rb"0[xX][0-9a-fA-F]+|\b(?=[a-fA-F]*[0-9])[0-9a-fA-F]{8,}\b|[0-9]+")
 _RETURN = re.compile(rb"\r+\n?")
 _CUT_WORDS = 48
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ludus.cli.submit import allocating
 from ludus.cluster.local import LocalOrchestrator
 from ludus.experiment import checkpoint
 from ludus.experiment.run import find_runs
@@ -235,11 +236,45 @@ def test_secrets_are_handed_on_by_name(call: Call, here: Path, monkeypatch: pyte
     assert SECRET not in refused.out + refused.err
 
 
+# -- Slurm --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_allocation_is_asked_for_and_this_command_runs_in_it() -> None:
+    words = ["submit", "--redis-password", SECRET, "--interactive", "--dry-run", "--", "train", "x", f"--redis-password={SECRET}"]
+    ludus = [sys.executable, "-P", "-m", "ludus.cli.main"]
+    assert allocating(["salloc", "--nodes=2"], words) == [
+        "salloc",
+        "--nodes=2",
+        *ludus,
+        "submit",
+        "--interactive",
+        "--",
+        "train",
+        "x",
+    ]
+
+
+def test_without_slurm_it_is_said_what_is_missing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("PATH", str(here))
+    said = call("submit", "--on", "slurm", "--interactive", "--", "presets", "list")
+    assert said.code == 2
+    assert "salloc cannot be run" in one_line(said)
+    shown = call(
+        "submit", "--on", "slurm", "--interactive", "--nodes", "2", "--dry-run", "--json", "--", "train", "CartPole-v1"
+    ).json
+    assert shown["on"] == "slurm"
+    assert shown["files"]["command"].startswith("salloc ")
+    assert "#SBATCH --nodes=2" in shown["files"]["job.sbatch"]
+    assert list(here.iterdir()) == [here / "work"]
+
+
 # -- orchestrators of one's own -----------------------------------------------------------------------------------------
 
 MINE = """
 import os
 from pathlib import Path
+from ludus.cli.submit import allocating
 from ludus.cluster.local import LocalOrchestrator
 
 class Mine(LocalOrchestrator):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ludus import pids
 from ludus.cli import tensorboard
 from ludus.cli.tensorboard import Forwarding, announcement
-from ludus.cluster import pids
 from ludus.experiment import workspace
 from ludus.testing.orchestrator_contract import until
 from tests.cli.calling import Call, one_line

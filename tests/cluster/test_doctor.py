@@ -79,9 +79,6 @@ def test_every_sum_that_is_said_is_the_one_that_counts(workers: int, cores: int,
         (needs.shared_said(), needs.shared >> 20),
     ):
         left, right = said.replace(",", "").rsplit(" = ", 1)
-        words = [word for word in left.replace("×", "*").split() if word in "+*" or word.strip("()").isdigit()]
-        kept = "".join("(" * word.count("(") + word.strip("()") + ")" * word.count(")") for word in words)
-        kept += ")" * (kept.count("(") - kept.count(")"))
         spelt = left.replace("×", "*")
         for noun in ("of weights", "of Ray's store", "of Ray", "of a game", "workers", "rings", "cores", "MB"):
             spelt = spelt.replace(noun, "")
@@ -105,8 +102,13 @@ def test_more_workers_games_or_ray_never_need_less() -> None:
     ],
 )
 def test_cores(cores: Cores, status: Status, said: str) -> None:
-    found = limits.judge_cores(cores, EIGHT)
+    found = limits.judge_cores(cores, EIGHT, {})
     assert (found.status, said in found.found) == (status, True), found
+
+
+def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
+    assert limits.judge_cores(Cores(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "4"}).status == "ok"
+    assert limits.judge_cores(Cores(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "8"}).status == "warning"
 
 
 @pytest.mark.parametrize(
@@ -347,11 +349,11 @@ def test_the_file_system_of_a_path_is_the_innermost_and_last_mounted(tmp_path: P
 @pytest.mark.parametrize(
     ("ports", "status", "said"),
     [
-        (Ports({}, 12_000, (32_768, 60_999)), "ok", "free blocks"),
+        (Ports({}, 12_000, 50, (32_768, 60_999)), "ok", "a block of 50 is free"),
         (Ports({6379: True}, 12_000), "ok", "6379 free"),
         (Ports({6379: False, 80: True}, 12_000), "failed", "somebody listens on 6379"),
-        (Ports({}, None), "failed", "no two ports in a row"),
-        (Ports({}, 12_000, (1024, 65_535)), "warning", "outgoing connections use 1024 to 65535"),
+        (Ports({}, None), "failed", "no 3 ports in a row"),
+        (Ports({}, 12_000, 3, (1024, 65_535)), "warning", "outgoing connections use 1024 to 65535"),
     ],
 )
 def test_ports(ports: Ports, status: Status, said: str) -> None:
@@ -511,6 +513,10 @@ def test_graphics(seen: graphics.Graphics, needed: bool, statuses: tuple[Status,
     assert all(finding.fix for finding in found if finding.status in ("warning", "failed"))
 
 
+def test_other_systems_have_a_screen() -> None:
+    assert [finding.status for finding in graphics.judge_graphics(None, needed=True)] == ["skipped"]
+
+
 def test_environments_that_were_tried() -> None:
     tried = trial.Trial("Pong", 1.5, threads=12, memory=GB, processes=2)
     assert trial.judge_trial(tried).status == "ok"
@@ -618,6 +624,7 @@ GAME = Binary("/g", "elf", True, X86, X86.interpreter)
         (replace(GAME, interpreter_found=False), "failed", "needs the loader /lib64/ld", "Install ld-linux"),
         (replace(GAME, elf=replace(X86, machine="aarch64")), "failed", "is for aarch64; this processor is x86_64", "Build it"),
         (replace(GAME, elf=replace(X86, machine="i386")), "ok", "for i386", ""),
+        (replace(GAME, data="/g_Data"), "failed", "its folder /g_Data is not there", "whole build"),
         (Binary("/g", "none", near="/g.x86_64"), "failed", "not there", "Did you mean /g.x86_64?"),
         (Binary("/g", "directory", near="/g/a.x86_64"), "failed", "directory", "Did you mean /g/a.x86_64?"),
         (Binary("/g", "windows", True), "failed", "for Windows", "Wine"),

@@ -182,6 +182,22 @@ def test_a_stopped_process_can_be_stopped(games: Games, tmp_path: Path) -> None:
     assert game.stop(grace_s=20).code == -signal.SIGTERM
 
 
+def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> None:
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGTERM])
+    try:
+        with Games() as games:
+            game = games.start(["cat", "/proc/self/status"], log=tmp_path / "log")
+            assert game.wait(20) is not None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2, signal.SIGTERM])
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
+    status = dict(line.split(":\t", 1) for line in (tmp_path / "log").read_text().splitlines() if ":\t" in line)
+    assert int(status["SigBlk"], 16) == int(status["SigIgn"], 16) == 0
+    assert int(status["NSsid"]) == game.pid
+
+
 # -- nothing is left
 
 
@@ -237,7 +253,7 @@ _OWNER = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("victims", [["owner"], ["owner", "keeper"], ["keeper", "owner"]])
+@pytest.mark.parametrize("victims", [["owner"], ["keeper", "owner"], ["guard", "owner"]])
 def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
     folders = [tmp_path / f"game-{i}" for i in range(3)]
     with subprocess.Popen([sys.executable, "-c", _OWNER, STUBBORN, *map(str, folders)], stdout=subprocess.PIPE) as owner:
@@ -249,7 +265,7 @@ def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
             assert len(living(began)) == 3 * STUBBORN_PROCESSES
             assert len(ours) == 4
             for victim in victims:
-                os.kill(owner.pid if victim == "owner" else told["keeper"], signal.SIGKILL)
+                os.kill({"owner": owner.pid, "keeper": told["keeper"], "guard": told["guards"][0]}[victim], signal.SIGKILL)
             eventually(lambda: living(began | ours) == [], GONE_S)
         finally:
             owner.kill()
@@ -295,6 +311,17 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
     assert set(pids.descendants(os.getpid())) <= processes
     with pytest.raises(WorkerFailed, match="closed"):
         games.start(["true"], log=tmp_path / "log")
+
+
+def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> None:
+    """Its number changes a thousand times a second."""
+    hop = "import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()"
+    wrapper = f"{sys.executable} -I -S -c '{hop}' & sleep 600"
+    game = games.start(["sh", "-c", wrapper], log=tmp_path / "log")
+    eventually(lambda: len(pids.descendants(game.guard)) >= 2, 20)
+    ended = game.stop(grace_s=0)
+    assert ended.left == ()
+    assert pids.descendants(games.keeper_pid) == []
 
 
 # -- what they say

@@ -23,7 +23,7 @@ LIVES = 20
 SOON_S = 10.0
 """What a life may take to its end: 5 s for a learner that is still starting, and what a busy machine adds."""
 
-TRAIN = ["train", "CartPole-v1", "--num-envs", "4", "--set", "evaluation_duration=0", "--checkpoint-freq", "5"]
+TRAIN = ["train", "CartPole-v1", "--num-envs", "4", "--set", "evaluation_duration=0", "--checkpoint-freq", "1"]
 TRAIN += ["--stop", "timesteps=1000000000", "--quiet"]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -59,6 +59,18 @@ class Job:
                 life.kill()
         return time.monotonic() - began, said
 
+    def first_life(self) -> float:
+        """How long it takes until there is a checkpoint; then it is terminated."""
+        life, began = self.live(), time.monotonic()
+        while not any(checkpoint.names(LocalStore(run)) for run in find_runs(self.runs)):
+            assert life.poll() is None, life.communicate()[0]
+            assert time.monotonic() < began + 120
+            time.sleep(0.05)
+        took_s = time.monotonic() - began
+        _, said = self.end(life, 60.0)
+        assert life.returncode == 130, said
+        return took_s
+
     def processes(self) -> list[int]:
         found = []
         for path in Path("/proc").iterdir():
@@ -79,22 +91,23 @@ class Job:
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "latest_s"),
+    ("name", "more"),
     [
-        ("in one process", [], 5.0),
-        ("with workers", ["--num-workers", "2"], 8.0),
-        ("on a Ray of its own", ["--num-workers", "2", "--address", "local"], 14.0),
+        ("in one process", []),
+        ("with workers", ["--num-workers", "2"]),
+        ("on a Ray of its own", ["--num-workers", "2", "--address", "local"]),
     ],
     ids=["alone", "workers", "ray"],
 )
 def test_a_training_that_is_terminated_at_any_moment_ends_soon_and_its_next_life_goes_on(
-    tmp_path: Path, name: str, more: list[str], latest_s: float
+    tmp_path: Path, name: str, more: list[str]
 ) -> None:
     job, moments = Job(tmp_path, *TRAIN, *more), random.Random(0)
-    slowest, reached, began = 0.0, 0, 0
+    starts_s = job.first_life()
+    slowest, reached, went_on = 0.0, 0, 0
     for _ in range(LIVES):
         life = job.live()
-        time.sleep(moments.uniform(0.1, latest_s))  # the moment is what is tried here
+        time.sleep(moments.uniform(0.1, 1.3 * starts_s))  # the moment is what is tried here
         assert life.poll() is None, life.communicate()[0]
         took_s, said = job.end(life, 60.0)
         slowest = max(slowest, took_s)
@@ -103,19 +116,14 @@ def test_a_training_that_is_terminated_at_any_moment_ends_soon_and_its_next_life
         assert "Traceback" not in said
         job.gone_within_s(5.0)
         assert list((tmp_path / "tmp").iterdir()) == []
-        found = find_runs(job.runs)
-        assert len(found) <= 1, "a life began a run of its own"
-        for run in found:
-            assert json.loads(job.note.read_text()) == {"default": str(run)}
-            if checkpoint.names(LocalStore(run)):
-                progress = int(checkpoint.newest(LocalStore(run)).state["progress"]["iterations"])
-                assert progress >= reached, "it went back"
-                began += progress > reached
-                reached = progress
-    assert began >= 2, f"too few lives came to train within {latest_s} s: nothing was tried"
-    (run,) = find_runs(job.runs)
+        (run,) = find_runs(job.runs)  # no life begins one of its own
+        assert json.loads(job.note.read_text()) == {"default": str(run)}
+        progress = int(checkpoint.newest(LocalStore(run)).state["progress"]["iterations"])
+        assert progress >= reached, "it went back"
+        went_on += progress > reached
+        reached = progress
     assert Run.open(run).meta()["id"]
-    record(f"SIGTERM while a training starts, {name}", lives=LIVES, slowest_s=round(slowest, 2), iterations=reached, leftovers=0)
+    record(f"SIGTERM while a training starts, {name}", lives=LIVES, went_on=went_on, slowest_s=round(slowest, 2), leftovers=0)
 
 
 def test_a_learner_that_waits_for_a_head_that_never_answers_is_not_waited_for(tmp_path: Path) -> None:
@@ -149,13 +157,7 @@ def test_a_sweep_that_is_terminated_goes_on_in_the_next_life_of_its_job(tmp_path
         "2",
     ]
     job = Job(tmp_path, *words, "--set", "evaluation_duration=0")
-    life, end = job.live(), time.monotonic() + 120
-    while not any(checkpoint.names(LocalStore(run)) for run in find_runs(job.runs)):
-        assert life.poll() is None, life.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    _, said = job.end(life, 120.0)
-    assert life.returncode == 130, said
+    job.first_life()
     job.gone_within_s(20.0)
     assert json.loads(job.note.read_text()) == {"default": str(job.runs / "default")}
     last = job.live()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.system.role_hosts import TRAINING, Machine, role_hosts
+from tests.system import ssh_rig
+from tests.system.role_hosts import LUDUS, TRAINING, Machine, role_hosts
 
 pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -72,3 +78,41 @@ def test_on_one_machine_with_and_without_a_model_pool_of_its_own(tmp_path: Path,
         machine.ludus("learner", "stop", code=None)
         machine.ludus("actor", "stop", code=None)
     assert machine.left() == []
+
+
+def test_a_cluster_over_ssh_stands_is_trained_on_mended_and_taken_down(tmp_path: Path) -> None:
+    with ssh_rig.up(3) as rig:
+        machine = Machine(tmp_path, "".join(f"{rig.hosts.address(host)} root 22 1\n" for host in range(3)))
+        machine.env["PATH"] = f"{rig.directory}:{machine.env['PATH']}"  # its ssh is in the network of the laptop
+        reach = ("--identity", rig.identity, "--known-hosts", rig.known_hosts, "--python", sys.executable, "--cpus", "1")
+        said = machine.ludus("cluster", "up", "--iplist", machine.list, *reach, within_s=240)
+        exported = dict(re.findall(r"(RAY_AUTH_MODE|RAY_AUTH_TOKEN_PATH)=(\S+)", said))
+        address = re.search(r"--address (\S+)", said)
+        assert address is not None
+        token = (machine.state / "clusters" / "cluster" / "token").read_text()
+        assert Path(exported["RAY_AUTH_TOKEN_PATH"]).read_text() == token  # the rig's hosts have their disks here
+
+        def page() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(machine.ludus("cluster", "status", "--json", code=None).splitlines()[-1])
+            return found
+
+        assert [(node["up"], node["cores"]) for node in page()["nodes"]] == [(True, 1)] * 3
+        words = [*LUDUS, "train", *TRAINING, "--num-workers", "3", "--stop", "timesteps=2000", "--address", address[1]]
+        inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(rig.shared), *words]
+        training = rig.hosts.run(0, inside, env={**machine.env, **exported, "HOME": str(rig.shared)}, output=subprocess.PIPE)
+        trained = training.communicate(timeout=2 * BUSY_S)[0].decode()
+        assert training.returncode == 0, trained
+
+        rig.power_off(2)
+        machine.until(lambda: [node["up"] for node in page()["nodes"]] == [True, True, False], BUSY_S)
+        lost = machine.ludus("cluster", "status", code=1)
+        assert f"{rig.hosts.address(2)}           DOWN since" in lost
+        rig.power_on(2)
+        again = machine.ludus("cluster", "up", "--iplist", machine.list, *reach, within_s=240)
+        assert f"started again on {rig.hosts.address(2)}" in again
+        assert [node["up"] for node in page()["nodes"]] == [True, True, True]
+        assert "is up already" in machine.ludus("cluster", "up", "--iplist", machine.list, *reach, within_s=240)
+
+        assert "is down" in machine.ludus("cluster", "down", within_s=240)
+        assert [ssh_rig.until_gone(rig, host) for host in range(3)] == [[], [], []]
+        assert not (machine.state / "clusters" / "cluster").exists()

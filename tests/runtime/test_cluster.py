@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +21,8 @@ import pytest
 import ludus
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
 from ludus.runtime import cluster, reaper, scratch
-from ludus.runtime.cluster import Cluster, Member, accepted, address_of, find, sweep
+from ludus.runtime.cluster import Cluster, Member, absent, accepted, address_of, assembled, find, sweep
+from ludus.runtime.surroundings import Surroundings
 
 ANSWER = {
     "address": "127.0.0.1:6379",
@@ -119,6 +122,80 @@ def test_a_machine_that_is_no_member_is_told_how_to_become_one() -> None:
     foreign = {**ANSWER["members"][0], "address": "192.0.2.77"}  # type: ignore[dict-item]
     with pytest.raises(UsageError, match=r"its nodes are 192\.0\.2\.77.*ray start --address=127\.0\.0\.1:6379"):
         accepted({**ANSWER, "members": [foreign]}, "head:6379")
+
+
+# -- the Ray of a job
+
+JOB = Surroundings(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 0, 20_000, None, 3, 0.3)
+
+
+class Told(cluster.Head):
+    """A head that says what it is told to, one answer after the other, and the last one for ever."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.address, self._answers = JOB.head, list(answers)
+
+    def ask(self, timeout_s: float) -> dict[str, Any]:
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def there(*numbers: int, **other: str) -> dict[str, Any]:
+    """The answer of a head with these nodes of JOB."""
+    members = [Member(f"id{n}", "host", JOB.nodes[n], 2, True, n == 0, cluster.node_name(n), False, f"/tmp/{n}") for n in numbers]
+    return {"address": JOB.head, "ray": "", "python": "", "members": [vars(m) for m in members], **other}
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(cluster, "listens", lambda address, within_s: True)
+    monkeypatch.setenv("LUDUS_JOB_ID", "j-1")
+    return []
+
+
+def test_a_job_with_a_ray_has_its_address_and_any_other_comes_first() -> None:
+    environ = JOB.environment()
+    assert address_of(None, environ) == "10.0.0.1:20000"
+    assert address_of(None, environ | {"RAY_ADDRESS": "a:1"}) == "a:1"
+    assert address_of("local", environ) == "local"
+    assert address_of(None, replace(JOB, ray=0).environment()) is None
+
+
+def test_work_begins_when_all_nodes_are_there_and_their_coming_is_told_once(heard: list[str]) -> None:
+    head = Told({}, there(0), there(0, 2), there(0, 1, 2))
+    assert assembled(JOB, head, time.monotonic() + 20, heard.append).directory == "/tmp/0"
+    assert heard == ["waiting for nodes: 1 of 3 is here"]
+
+
+def test_fewer_nodes_are_enough_if_the_job_says_so_but_not_without_this_one(heard: list[str]) -> None:
+    head = Told(there(1, 2), there(0, 1))
+    assert assembled(replace(JOB, ray=2), head, time.monotonic() + 20, heard.append).address == "10.0.0.1"
+
+
+def test_at_the_deadline_those_who_did_not_come_are_named(heard: list[str]) -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"2 of 3 nodes came within 0\.3 s; nobody came from 10\.0\.0\.3\..*jobs logs j-1"
+    ) as failed:
+        assembled(JOB, Told(there(0, 1)), time.monotonic() + 0.3, heard.append)
+    assert failed.value.exit_code == 1
+    assert failed.value.final, "another attempt would wait as long again"
+
+
+def test_a_head_that_never_comes_is_named_at_the_deadline(heard: list[str]) -> None:
+    with pytest.raises(WorkerFailed, match=r"head of this job's Ray at 10\.0\.0\.1:20000 did not answer within 0\.3 s"):
+        assembled(JOB, Told({}), time.monotonic() + 0.3, heard.append)
+    assert heard == []
+
+
+def test_a_head_of_another_token_or_another_ray_is_not_waited_for(heard: list[str]) -> None:
+    with pytest.raises(UsageError, match="does not accept the token"):
+        assembled(JOB, Told({"refused": "token"}), time.monotonic() + 20, heard.append)
+    with pytest.raises(UsageError, match=r"runs Ray 1\.13\.0"):
+        assembled(JOB, Told(there(0, ray="1.13.0", python="3.11.0")), time.monotonic() + 20, heard.append)
+
+
+def test_of_several_nodes_at_one_address_as_many_are_missed_as_did_not_come() -> None:
+    assert absent(("10.0.0.1", "10.0.0.1", "10.0.0.2"), ["10.0.0.1"]) == ["10.0.0.1", "10.0.0.2"]
+    assert absent(("10.0.0.1", "10.0.0.1"), ["10.0.0.1", "10.0.0.1"]) == []
 
 
 # -- a Ray of ours

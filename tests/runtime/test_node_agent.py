@@ -233,6 +233,28 @@ def test_logs_that_the_learner_cannot_see_are_sent_when_a_worker_has_failed(benc
     assert bundle.tails == ((0, "the last words"),)
 
 
+def test_a_node_with_a_directory_for_logs_has_them_there_under_the_names_of_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs" / "actor"
+    monkeypatch.setenv("LUDUS_NODE_LOG_DIR", str(logs))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "mark").touch()
+    bench = Bench(shared, plan())
+    assert bench.logs == logs, "also where the run's directory is seen"
+    bench.agent.start(3, 0, life=1)
+    assert node_agent.worker_name(3) == "actor_3"
+    (logs / "actor_3.log").write_text("the last words")
+    bench.agent.next_bundle(0, 0.0)
+    bench.node.restarts = 1
+    bundle, _ = bench.agent.next_bundle(1, 0.05)
+    while bundle.reports is None:
+        bundle, _ = bench.agent.next_bundle(1, 0.05)
+    assert bundle.tails == ((3, "the last words"),)
+    bench.agent.close()
+
+
 def test_an_agent_that_is_closed_does_not_end_its_process_later(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     bench = Bench(tmp_path, plan())

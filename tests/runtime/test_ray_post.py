@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,14 +106,16 @@ class Rig:
         self.hosts = {name: Host(name, directory) for name in names}
         self.bell = Bell.create(directory / "bell")
         self.ask: Callable[[], None] = lambda: None
+        self.there: list[Member] = []
+        """Who is part of it, if not the machines above with 2 cores each."""
 
     def members(self, timeout_s: float = 3.0) -> list[Member]:
         self.ask()
-        return [Member(name, name, "127.0.0.1", 2, alive=True, head=name == self.here) for name in self.hosts]
+        return self.there or [Member(name, name, "127.0.0.1", 2, alive=True, head=name == self.here) for name in self.hosts]
 
     @contextlib.contextmanager
     def nodes(self, plan: Plan, **settings: Any) -> Iterator[RayNodes]:
-        nodes = RayNodes(cast(Cluster, self), plan, self.bell.path, agent_here=True, **settings)
+        nodes = RayNodes(cast(Cluster, self), plan, self.bell.path, **{"agent_here": True, **settings})
         try:
             yield nodes
         finally:
@@ -271,3 +274,50 @@ def test_time_in_which_we_stood_still_does_not_count() -> None:
         now += step
         patience.now()
     assert patience.now() - began == pytest.approx(0.1 + 0.9 + 0.5)
+
+
+# -- nodes of Ray that share the learner's weights
+
+
+def member(name: str, cores: int, address: str = "10.0.0.1", *, shares: bool = False) -> Member:
+    return Member(name, name, address, cores, alive=True, head=name == "a", shares=shares)
+
+
+def cores(nodes: RayNodes) -> dict[str, int]:
+    return {node.name: node.cores for node in nodes.current()}
+
+
+def test_a_node_that_shares_the_weights_adds_its_cores_to_the_learners_own_and_takes_them_along(rig: Rig) -> None:
+    alone = [member("a", 1)]
+    sharer, another = member("b", 3, shares=True), member("c", 2, shares=True)
+    rig.there = [*alone, sharer]
+    with rig.nodes(plan(), agent_here=False) as nodes:
+        assert cores(nodes) == {"a": 4}
+        own = nodes.current()[0]
+        rig.there = [*alone, sharer, another]
+        rig.until(lambda: cores(nodes) == {"a": 6})
+        rig.there = [*alone, replace(sharer, alive=False), another]
+        rig.until(lambda: cores(nodes) == {"a": 3})
+        assert nodes.current() == [own], "one copy of the weights, whoever comes and goes"
+        assert rig.hosts["b"].agent is None
+
+
+def test_where_only_sharing_nodes_have_cores_workers_run_beside_the_learner_while_there_are_any(rig: Rig) -> None:
+    learner, sharer = member("a", 0), member("b", 2, shares=True)
+    rig.there = [learner, sharer]
+    with rig.nodes(plan(), agent_here=False) as nodes:
+        assert cores(nodes) == {"a": 2}
+        (own,) = nodes.current()
+        rig.there = [learner]
+        rig.until(lambda: cores(nodes) == {})
+        assert own.lost
+        rig.there = [learner, replace(sharer, id="b2")]
+        rig.until(lambda: cores(nodes) == {"a": 2})
+        assert nodes.current() != [own]
+
+
+def test_a_node_on_another_machine_has_weights_of_its_own_whatever_it_says(rig: Rig) -> None:
+    rig.there = [member("a", 1), member("b", 3, "10.0.0.2", shares=True)]
+    with rig.nodes(plan(), agent_here=False) as nodes:
+        rig.until(lambda: cores(nodes) == {"a": 1, "b": 3})
+        assert rig.hosts["b"].agent is not None

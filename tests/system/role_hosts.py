@@ -110,9 +110,8 @@ class RoleHosts:
     def ludus(self, host: int, *words: str, env: Mapping[str, str] | None = None, code: int | None = 0) -> str:
         there = SHARED / f"h{host}"
         told = {"HOME": str(there), "LUDUS_STATE_DIR": str(there / "state"), "COLUMNS": "300"}
-        process = self.hosts.run(
-            host, [*LUDUS, *words], env={**self.env, **told, **(env or {})}, cwd=there, output=subprocess.PIPE
-        )
+        inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(there), *LUDUS, *words]  # nsenter would look for it outside
+        process = self.hosts.run(host, inside, env={**self.env, **told, **(env or {})}, output=subprocess.PIPE)
         said = process.communicate(timeout=180)[0].decode()
         assert code is None or process.returncode == code, f"ludus {words} on h{host} ended with {process.returncode}:\n{said}"
         return said

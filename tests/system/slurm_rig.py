@@ -204,10 +204,9 @@ def free_ports(count: int) -> int:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as tried:
-        with contextlib.suppress(OSError):
-            tried.bind(("", port))
-            return True
+    with socket.socket() as tried, contextlib.suppress(OSError):
+        tried.bind(("", port))
+        return True
     return False
 
 

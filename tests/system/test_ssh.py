@@ -202,12 +202,10 @@ def test_a_machine_that_is_not_as_it_should_be_is_named_with_the_remedy(rig: ssh
         (replace(own, program="/no/such/ssh"), UsageError, "/no/such/ssh cannot be run"),
     ]  # fmt: skip
     for settings, kind, match in cases:
-        t = __import__("time").time()
         with SshOrchestrator(tmp_path / "laptop", settings) as orchestrator:
             with pytest.raises(kind, match=match):
                 orchestrator.submit(job(main("true")))
             assert orchestrator.list() == []
-        print(match, __import__("time").time() - t)
     assert ssh_rig.until_gone(rig, 0) == []
 
 

@@ -50,6 +50,10 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Only what needs no other program and no server.")] = False,
 ) -> None:
     """Look at this machine, or at all machines of a cluster: one line per check, with the fix. Exit code 0: healthy; 1: not."""
+    from ludus.errors import UsageError
+
+    if sys.platform == "win32":
+        raise UsageError("`ludus doctor` looks at Linux and macOS.", "Runs on one Windows machine need none.")
     from ludus.cluster.doctor.consultation import Consultation
     from ludus.cluster.doctor.examination import Request
     from ludus.cluster.doctor.finding import healthy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from ludus.errors import LudusError, UnknownName, UsageError
 
 if TYPE_CHECKING:
     from ludus.cluster.cluster import Job, Orchestrator
+    from ludus.cluster.slurm import SlurmOrchestrator
     from ludus.cluster.target import Target
 
 SETTINGS = {"allow_interspersed_args": False}
@@ -116,7 +118,11 @@ def submit(
         say(notice)
     orchestrator = opened(target)
     if dry_run:
-        print(_rendered(target, orchestrator.render(launch.job), as_json))
+        files = orchestrator.render(launch.job)
+        if interactive and not _is_allocated():
+            words = allocating(_slurm(target, orchestrator).salloc_words(launch.job), sys.argv[1:])
+            files["command"] = shlex.join(words) + "\n"
+        print(_rendered(target, files, as_json))
     elif interactive:
         raise typer.Exit(run_interactively(target, orchestrator, launch.job))
     else:
@@ -155,12 +161,44 @@ def follow(found: jobs.Found, main: str, *, as_json: bool) -> jobs.Found:
     return jobs.Found(found.on, found.orchestrator, ended)
 
 
+# -- in an allocation of Slurm --------------------------------------------------------------------------------------------
+
+
 def run_interactively(target: Target, orchestrator: Orchestrator, job: Job) -> int:
-    """In the foreground, in an allocation of nodes. Raises UsageError where there is no such thing."""
-    interactively: Callable[[Job], int] | None = getattr(orchestrator, "interactive", None)
-    if interactively is None:
+    """In the foreground, in the allocation that we are in; without one, once more in one that `salloc` is asked for. The exit code."""
+    slurm = _slurm(target, orchestrator)
+    if _is_allocated():
+        return slurm.run_here(job)
+    words = allocating(slurm.salloc_words(job), sys.argv[1:])
+    sys.stdout.flush()
+    try:
+        os.execvp(words[0], words)  # noqa: S606 # its terminal, its signals and its exit code are ours
+    except OSError as error:
+        raise UsageError(f"{words[0]} cannot be run: {error.strerror}.", "--interactive needs Slurm on this machine.") from error
+
+
+def _slurm(target: Target, orchestrator: Orchestrator) -> SlurmOrchestrator:
+    from ludus.cluster.slurm import SlurmOrchestrator
+
+    if not isinstance(orchestrator, SlurmOrchestrator):
         raise UsageError(f"--interactive is for an allocation of Slurm, and not for {target.on}.", "Use --wait.")
-    return interactively(job)
+    return orchestrator
+
+
+def _is_allocated() -> bool:
+    return bool(os.environ.get("SLURM_JOB_ID"))
+
+
+def allocating(salloc: Sequence[str], words: Sequence[str]) -> list[str]:
+    """This very command again, in an allocation; without the password that means nothing and would be seen once more."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip or word.split("=")[0] == "--redis-password":
+            skip = not skip and "=" not in word
+        elif word != "--dry-run":
+            kept.append(word)
+    return [*salloc, sys.executable, "-P", "-m", "ludus.cli.main", *kept]
 
 
 # -- the command --------------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def started(directory: Path, host: str, port: int | None) -> Iterator[tuple[subp
 
 
 def _start(directory: Path, host: str, port: int, said: int) -> subprocess.Popen[bytes]:
-    from ludus.cluster import pids
+    from ludus import pids
 
     parent = os.getpid()
     return subprocess.Popen(  # noqa: S603

@@ -145,7 +145,7 @@ class Desk:
             raise UsageError(f"{request.get('verb')!r} is not asked of the far side.", f"It is one of: {', '.join(self._verbs)}.")
         try:
             return verb(request)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"The request {request.get('verb')!r} makes no sense: {type(error).__name__}: {error}.") from error
         except OSError as error:
             raise LudusError(f"{error.filename or 'The system'}: {error.strerror or error}.") from error
@@ -188,23 +188,31 @@ class Desk:
             latest = self._latest(place)
             if not latest.over:
                 return {"part": latest.id, "was": True}
-        self._prune()
-        first = not place.exists()
-        record.make_private(place)
-        token = place / _TOKEN
-        token.unlink(missing_ok=True)
-        write_token(token, str(request["token"]).encode())
-        (place / _PART).write_text(part.text(), encoding="utf-8")
-        os.environ.update({str(name): str(value) for name, value in request.get("secrets", {}).items()})
+        handed = {str(name): str(value) for name, value in dict(request.get("secrets", {})).items()}
         try:
             os.chdir(_workdir(part.workdir))
         except OSError as error:
-            raise UsageError(
-                f"{part.workdir} on {record.host()}: {error.strerror}.", "Set workdir, or copy something there."
-            ) from error
-        found = LocalOrchestrator(place).submit(part.local(token, place / _NOTE))
+            where = f"{part.workdir or 'The home directory'} on {record.host()}"
+            raise UsageError(f"{where}: {error.strerror}.", "Set workdir, or copy something there.") from error
+        self._prune()
+        first = not place.exists()
+        record.make_private(place.parent)
+        record.make_private(place)
+        try:
+            found = self._started(place, part, str(request["token"]), handed)
+        except BaseException:
+            if first:
+                shutil.rmtree(place, ignore_errors=True)
+            raise
         self._unkept[part.id, part.node] = found, first
         return {"part": found, "was": False}
+
+    def _started(self, place: Path, part: Part, token: str, handed: Mapping[str, str]) -> str:
+        (place / _TOKEN).unlink(missing_ok=True)
+        write_token(place / _TOKEN, token.encode())
+        (place / _PART).write_text(part.text(), encoding="utf-8")
+        os.environ.update(handed)
+        return LocalOrchestrator(place).submit(part.local(place / _TOKEN, place / _NOTE))
 
     def _keep(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._unkept.pop((str(request["job"]), int(request["node"])), None)
@@ -365,7 +373,7 @@ def _complain(error: LudusError) -> None:
 def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
         request = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         request = None
     if not isinstance(request, dict):
         raise UsageError(

@@ -117,9 +117,7 @@ class _Ears:
         return heard
 
 
-def _start(
-    words: Sequence[str], environment: Mapping[str, str], line: int, *, session: bool
-) -> subprocess.Popen[bytes] | int:
+def _start(words: Sequence[str], environment: Mapping[str, str], line: int, *, session: bool) -> subprocess.Popen[bytes] | int:
     """Or the code that a shell would give to one that cannot be started."""
     parent = os.getpid()
     try:
@@ -131,7 +129,7 @@ def _start(
             preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
         )
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"{words[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{words[0]} cannot be started: {error}\n")
         return 126 if isinstance(error, PermissionError) else 127
 
 
@@ -169,7 +167,7 @@ def main(words: Sequence[str]) -> int:
         return far(words[1:])
     if words[:1] == ["near"] and len(words) > 1:
         return _end_alike(near(words[1:]))
-    print("usage: python -m ludus.cluster.member near STARTER … | far COMMAND …", file=sys.stderr)
+    sys.stderr.write("usage: python -m ludus.cluster.member near STARTER … | far COMMAND …\n")
     return 2
 
 

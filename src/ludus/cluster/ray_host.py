@@ -34,7 +34,6 @@ from ludus.runtime.ray_start import Orders
 from ludus.runtime.surroundings import Surroundings
 
 GAMECORE = "GAMECORE_SERVER_ADDR"
-LOG_DIR = "LUDUS_NODE_LOG_DIR"
 AUTO = "auto"
 
 GRAIN = 50
@@ -116,7 +115,7 @@ def environment_of(environ: Mapping[str, str], options: Options, home: Path) -> 
     if options.gamecore:
         kept[GAMECORE] = options.gamecore
     if options.log_dir is not None:
-        kept[LOG_DIR] = str(options.log_dir)
+        kept[cluster.NODE_LOG_DIR] = str(options.log_dir.absolute())
     return kept
 
 

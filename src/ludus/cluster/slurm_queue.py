@@ -22,7 +22,9 @@ _AWAY = re.compile(
     re.IGNORECASE,
 )
 _NO_SUCH = re.compile(r"invalid job id", re.IGNORECASE)
-_NOT_ANY_MORE = re.compile(r"invalid job id|already completing or completed|no active|not running|pending execution", re.IGNORECASE)
+_NOT_ANY_MORE = re.compile(
+    r"invalid job id|already completing or completed|no active|not running|pending execution|can not be altered now", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def states(numbers: Sequence[str]) -> dict[str, Queued]:
         raise
     found: dict[str, Queued] = {}
     for line in said.splitlines():
-        number, state, why = (line.strip().split("|", 2) + ["", ""])[:3]
+        number, state, why = [*line.strip().split("|", 2), "", ""][:3]
         found.setdefault(number.partition("+")[0].partition("_")[0], Queued(state, "" if why == "None" else why))
     return found
 
@@ -71,17 +73,17 @@ def exit_code(number: str) -> int | None:
 
 def cancel_waiting(number: str) -> None:
     """Only if it has not been started yet."""
-    _leave(("scancel", "--quiet", "--state=PENDING", number))
+    _leave(("scancel", "--state=PENDING", number))
 
 
 def signal(number: str, name: str) -> None:
     """To the batch script alone, which is our supervisor; nothing where it does not run."""
-    _leave(("scancel", "--quiet", f"--signal={name}", "--batch", number))
+    _leave(("scancel", f"--signal={name}", "--batch", number))
 
 
 def cancel(number: str) -> None:
     """Everything of it is ended by Slurm."""
-    _leave(("scancel", "--quiet", number))
+    _leave(("scancel", number))
 
 
 def requeue(number: str) -> str:
@@ -112,7 +114,7 @@ def addresses(names: Sequence[str]) -> dict[str, str]:
 def _leave(words: Sequence[str]) -> None:
     try:
         _call(words, ASK_S)
-    except UsageError as error:
+    except (UsageError, WorkerFailed) as error:
         if not _NOT_ANY_MORE.search(error.message):
             raise
 
@@ -121,7 +123,8 @@ def _call(words: Sequence[str], timeout_s: float, *, environ: Mapping[str, str] 
     program = shutil.which(words[0])
     if program is None:
         raise UsageError(
-            f"{words[0]} is not installed here, or not on the PATH.", "Submit from a login node of the cluster, where Slurm's programs are."
+            f"{words[0]} is not installed here, or not on the PATH.",
+            "Submit from a login node of the cluster, where Slurm's programs are.",
         )
     try:
         done = subprocess.run(  # noqa: S603

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 
 from ludus.cluster.cluster import Job
 from ludus.cluster.record import CANCEL, JOB
@@ -83,7 +83,7 @@ def script(job: Job, settings: SlurmSettings) -> str:
     lines += _directives(settings, first)
     for group in others:
         lines += ["#SBATCH hetjob", *_directives(settings, group)]
-    python, workdir = settings.python or sys.executable, os.path.expanduser(settings.workdir or os.getcwd())
+    python, workdir = settings.python or sys.executable, Path(settings.workdir or Path.cwd()).expanduser()
     lines += [
         "",
         "directory=$SLURM_SUBMIT_DIR",
@@ -94,7 +94,7 @@ def script(job: Job, settings: SlurmSettings) -> str:
         f'if [ -e "$directory/{CANCEL}" ]; then exit 130; fi',
         "unset LD_PRELOAD",
         *(line for text in settings.setup for line in text.splitlines()),
-        f"cd {shlex.quote(workdir)} || exit 1",
+        f"cd {shlex.quote(str(workdir))} || exit 1",
         f'exec {shlex.quote(python)} -P -m ludus.cluster.supervisor "$directory" --stay --reach {REACH}',
     ]
     return "\n".join(lines) + "\n"
@@ -140,11 +140,10 @@ def seconds(time: str) -> float:
 
 def check(job: Job, settings: SlurmSettings) -> None:
     """A line of the script is what it looks like, and what Slurm would understand otherwise, or not at all, is not sent."""
-    for kind in (settings, *settings.groups):
-        for field in fields(kind):
-            value = getattr(kind, field.name)
-            if field.name in ("account", "partition", "qos", "constraint", "reservation", "nodelist", "exclude") and value:
-                _check_value(field.name, value)
+    kinds: tuple[SlurmSettings | SlurmGroup, ...] = (settings, *settings.groups)
+    for kind in kinds:
+        for name in ("account", "partition", "qos", "constraint", "reservation", "nodelist", "exclude"):
+            _check_value(name, getattr(kind, name, ""))
         if kind.memory and not _MEMORY.fullmatch(kind.memory):
             raise UsageError(f"memory {kind.memory!r} is no amount.", "It is a number of megabytes, or 16G.")
         if (kind.cpus is not None and kind.cpus < 1) or (kind.gpus is not None and kind.gpus < 0):
@@ -163,7 +162,7 @@ def check(job: Job, settings: SlurmSettings) -> None:
 
 
 def _check_value(name: str, value: str) -> None:
-    if not _VALUE.fullmatch(value):
+    if value and not _VALUE.fullmatch(value):
         raise UsageError(f"{name} {value!r} is no name that Slurm could have.", "It has no spaces, quotes or line breaks.")
 
 

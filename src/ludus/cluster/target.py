@@ -122,7 +122,7 @@ class Target(Strict):
         if self.machines:
             found = tuple(SshNode(**machine.model_dump()) for machine in self.machines)
         elif self.iplist is not None:
-            found = load_iplist(self.iplist).machines
+            found = load_iplist(self.iplist).nodes
         else:
             raise UsageError(
                 "No machines are named.", "Add --iplist FILE (`ip user port slots` in each line), or machines in cluster.yaml."

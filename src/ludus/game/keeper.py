@@ -42,6 +42,7 @@ _READS = 16
 _TICK_S = 1.0
 _ORDER_S = 10.0
 _GONE_S = 10.0
+_GUARDS_S = 1.0
 _LOOKS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Seconds between the times at which a game's threads are counted; from then on at the last of them."""
 
@@ -60,10 +61,9 @@ class Signals:
         for end in (self._here, self._there):
             end.setblocking(False)
         signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGCHLD):
+        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+            # Only the first two are heeded; the others are for the owner. None is ignored: that would outlive exec, into the game.
             signal.signal(number, _heard)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who stops us in order
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def fileno(self) -> int:
         return self._here.fileno()
@@ -286,8 +286,9 @@ class Keeper:
         for pid in self._guards:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + _GONE_S
-        while pids.reap() and time.monotonic() < deadline:  # they kill and write down; nothing here can wait for all of them
+        deadline = time.monotonic() + _GUARDS_S
+        while self._guards and time.monotonic() < deadline:  # each ends its game, and writes down what that said
+            self._collect()
             time.sleep(0.005)
         pids.end_descendants()
 
@@ -338,6 +339,9 @@ class Keeper:
     def _heed(self) -> None:
         if signal.SIGTERM in self._signals.take():
             self._over = True
+        self._collect()
+
+    def _collect(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 self._guards.discard(pid)
@@ -355,6 +359,18 @@ def main(words: list[str]) -> None:
     control, owner = int(words[0]), int(words[1])
     pids.adopt_orphans()
     os.set_inheritable(control, False)
+    # What the owner ignores or blocks outlives exec, and must not reach the games.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGALRM,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+    ):
+        signal.signal(number, signal.SIG_DFL)
     gc.collect()
     gc.freeze()  # a collection in a guard would copy pages that all of them share
     Keeper(socket.socket(fileno=control), owner).run()

@@ -59,6 +59,9 @@ HEALTH = {
 SHARES = "ludus-shares-weights"
 """A label of nodes of Ray; see `Member.shares`."""
 
+NODE_LOG_DIR = "LUDUS_NODE_LOG_DIR"
+"""Of a node of Ray: where the logs of the workers go that run there, as actor_N.log."""
+
 _ASK_S, _PAUSE_S = 3.0, 0.1
 _SHUTDOWN_S = 15.0
 _END_S = 5.0

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import ludus
 from ludus.memory.ring import Bell
 from ludus.memory.shared import Layout
+from ludus.runtime.cluster import NODE_LOG_DIR
 from ludus.runtime.sampling import LocalNode, Node, Plan, WorkerReport
 from ludus.runtime.scratch import Scratch
 from ludus.tree import Array, copy_into
@@ -59,7 +60,12 @@ Make = Callable[[Plan, Path | None, str], Served]
 
 
 def local_node(plan: Plan, log_dir: Path | None, name: str) -> Served:
-    return LocalNode(plan, log_dir=log_dir, name=name)
+    return LocalNode(plan, log_dir=log_dir, name=name, worker_name=worker_name)
+
+
+def worker_name(index: int) -> str:
+    """As the logs of this machine are called."""
+    return f"actor_{index}" if os.environ.get(NODE_LOG_DIR) else f"sampler-{index}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,12 @@ class NodeAgent:
         self._node = node
 
     def _log_dir(self, log_dir: str | None, mark: str) -> Path:
+        own = os.environ.get(NODE_LOG_DIR)
+        if own:
+            with contextlib.suppress(OSError):  # as below
+                Path(own).mkdir(parents=True, exist_ok=True)
+                self._logs = Path(own)
+                return self._logs
         if log_dir is not None and (Path(log_dir) / mark).exists():
             shared = Path(log_dir) / self._name
             with contextlib.suppress(OSError):  # seen, but not to be written by us
@@ -238,7 +250,7 @@ class NodeAgent:
     def _tail(self, index: int) -> str:
         assert self._logs is not None
         try:
-            with open(self._logs / f"sampler-{index}.log", "rb") as file:
+            with open(self._logs / f"{worker_name(index)}.log", "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 return file.read().decode(errors="replace")
         except OSError:

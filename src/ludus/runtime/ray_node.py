@@ -174,7 +174,10 @@ def room_for(workers: int, slots: int, block_bytes: int) -> int:
 
 
 class RayNodes:
-    """The machines of a cluster; this one's workers need no agent. Raises WorkerFailed when none of them can be used."""
+    """The machines of a cluster; this one's workers need no agent. Raises WorkerFailed when none of them can be used.
+
+    Nodes of Ray that share the weights of the learner on their machine are no machines of their own: they add cores to this one.
+    """
 
     def __init__(
         self,
@@ -214,16 +217,17 @@ class RayNodes:
         self._settled = threading.Condition()
         self._members: list[Member] = cluster.members()
         self._heard_at = self._attending_at = self.now()
-        self._unanswered = 0
+        self._unanswered = self._own_cores = 0
         self._log_dir, self._mark = _marked(log_dir)
         self._bell = Bell(bell)
+        self._bell_path = bell
         self._own: LocalNode | None = None
         self._threads = [
             threading.Thread(target=self._deliver, name="ray-post", daemon=True),
             threading.Thread(target=self._attend, name="ray-clerk", daemon=True),
         ]
         try:
-            self._own = self._own_node(bell)
+            self._see_to_own()
             for thread in self._threads:
                 thread.start()
             self._wait_for_agents(start_s, others_s)
@@ -231,13 +235,32 @@ class RayNodes:
             self.close()
             raise
 
-    def _own_node(self, bell: Path) -> LocalNode | None:
-        me = next((member for member in self._members if member.id == self._cluster.here), None)
-        if self._agent_here or me is None or not me.cores:
-            return None
-        node = LocalNode(self._plan, bell, log_dir=self._log_dir, name=me.host)
-        node.cores = me.cores
-        return node
+    def _see_to_own(self) -> None:
+        """Workers beside the learner: as many as this machine's nodes of Ray have cores. For the learner's thread, which starts them."""
+        me = self._me()
+        if self._agent_here or me is None:
+            return
+        cores = (me.cores if me.alive else 0) + sum(member.cores for member in self._members if self._shares(member))
+        if self._own is None and cores:
+            self._own = LocalNode(self._plan, self._bell_path, log_dir=self._log_dir, name=me.host)
+        if self._own is None:
+            return
+        if self._own.cores != cores and self._own_cores:
+            log.info("%s has %d cores for workers now", me.host, cores)
+        self._own.cores = self._own_cores = cores
+        if not cores:
+            own, self._own = self._own, None
+            own.lost = "nobody offers cores here any more"
+            for worker in list(own.workers()):
+                own.stop(worker)
+            own.close()
+
+    def _me(self) -> Member | None:
+        return next((member for member in self._members if member.id == self._cluster.here), None)
+
+    def _shares(self, member: Member) -> bool:
+        me = self._me()
+        return member.alive and member.shares and me is not None and member.id != me.id and member.address == me.address
 
     # -- for the learner
 
@@ -245,6 +268,7 @@ class RayNodes:
         self._check_head()
         if self._failure is not None:
             raise _final(*self._failure)
+        self._see_to_own()
         own: list[Node] = [] if self._own is None else [self._own]
         return own + [node for node in list(self._nodes.values()) if node.ready and not node.lost]
 
@@ -283,7 +307,8 @@ class RayNodes:
         self._say(f"workers on {', '.join(f'{node.name} ({node.cores})' for node in nodes)}")
 
     def _wants_agent(self, member: Member) -> bool:
-        return member.alive and member.cores > 0 and (member.id != self._cluster.here or self._own is None)
+        here = member.id == self._cluster.here
+        return member.alive and member.cores > 0 and (self._agent_here or not (here or self._shares(member)))
 
     # -- what the learner and the nodes leave for the post
 

@@ -233,9 +233,18 @@ def _ring(directory: Path, index: int) -> Path:
 class LocalNode:
     """Workers on this machine: supervised processes, a ring for each, and a board with the newest weights."""
 
-    def __init__(self, plan: Plan, bell: Path | None = None, *, log_dir: Path | None = None, name: str = "here") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        bell: Path | None = None,
+        *,
+        log_dir: Path | None = None,
+        name: str = "here",
+        worker_name: Callable[[int], str] = "sampler-{}".format,
+    ) -> None:
+        """`worker_name`: of its process, and of its log."""
         self.name, self.cores, self.lost = name, usable_cores(), ""
-        self._plan = plan
+        self._plan, self._worker_name = plan, worker_name
         self._scratch = Scratch(shared_memory())
         self._supervisor = Supervisor(log_dir=log_dir, preload=_PRELOAD)
         self._processes: dict[int, Process] = {}
@@ -265,7 +274,7 @@ class LocalNode:
 
     def _run(self, index: int) -> None:
         self._processes[index] = self._supervisor.start(
-            f"sampler-{index}",
+            self._worker_name(index),
             _sample,
             self._plan,
             index,

@@ -51,6 +51,8 @@ class Binary:
     missing: tuple[str, ...] = ()
     near: str = ""
     """What was perhaps meant."""
+    data: str = ""
+    """A folder that belongs to it, and is not beside it."""
     no_exec: bool = False
     """Its file system is mounted so that nothing on it can be run."""
 
@@ -169,6 +171,7 @@ def look_binary(path: Path, environ: Mapping[str, str] | None = None) -> Binary:
         elf.interpreter,
         found,
         tuple(_missing(path, elf, environ)) if found else (),
+        data=_data(path, elf),
         no_exec=no_exec,
     )
 
@@ -180,6 +183,12 @@ def _script(words: list[str]) -> tuple[str, bool]:
         program = next((word for word in words[1:] if not word.startswith("-") and "=" not in word), "")
         return program, bool(program) and shutil.which(program) is not None
     return words[0], os.access(words[0], os.X_OK)
+
+
+def _data(path: Path, elf: Elf) -> str:
+    """Unity's players have a folder with everything but the engine, called after them."""
+    folder = path.parent / f"{path.name.removesuffix('.x86_64').removesuffix('.x86')}_Data"
+    return str(folder) if "UnityPlayer.so" in elf.needed and not folder.is_dir() else ""
 
 
 def _beside(path: Path) -> str:
@@ -287,6 +296,8 @@ def judge_binary(binary: Binary, machine: str | None = None) -> Finding:
             f"{path} needs libraries that are not there: {shown}",
             "apt-file search NAME says which package has it; or LD_LIBRARY_PATH.",
         )
+    if binary.data:
+        return failed("game", f"{path}: its folder {binary.data} is not there", "Copy the whole build, not the program alone.")
     needed = f", all {len(binary.elf.needed)} libraries found" if binary.elf.needed else ", which needs no libraries"
     return ok("game", f"{path}, for {binary.elf.machine}{needed}")
 

@@ -27,7 +27,9 @@ from ludus.cluster.doctor import (
 )
 from ludus.cluster.doctor.finding import Finding, failed, skipped, without_secrets
 from ludus.cluster.doctor.needs import Needs
+from ludus.cluster.ray_host import block_size
 from ludus.errors import LudusError
+from ludus.runtime.surroundings import PORTS
 
 LOOK_S = 20.0
 """For anything but an environment."""
@@ -83,12 +85,12 @@ def examine(request: Request) -> Examination:
     groups = limits.look_groups()
     cores = limits.look_cores(groups)
     tried = Pending("environment", lambda: trial.look_trial(request.env)) if request.env and not request.quick else None
-    slow = {name: Pending(name, look) for name, look in _slow(request, found, environ).items()}
+    slow = {name: Pending(name, look) for name, look in _slow(request, found, environ, cores.whole).items()}
     findings = versions.judge_versions(found, ray=request.ray)
     game = tried.result(trial.TRIAL_S + 2 * LOOK_S) if tried is not None else None
     needs = Needs(cores.whole if request.workers is None else request.workers, cores.whole, request.ray, *_measured(game))
     if not request.launcher:
-        findings += _limits(needs, cores, groups)
+        findings += _limits(needs, cores, groups, environ)
     end = time.monotonic() + LOOK_S
     findings += [finding for look in slow.values() for finding in look.findings(end)]
     if game is not None:
@@ -101,10 +103,10 @@ def examine(request: Request) -> Examination:
     return Examination(tuple(without_secrets(finding, secrets) for finding in findings), found)
 
 
-def _limits(needs: Needs, cores: limits.Cores, groups: limits.Groups) -> list[Finding]:
+def _limits(needs: Needs, cores: limits.Cores, groups: limits.Groups, environ: Mapping[str, str]) -> list[Finding]:
     threads = limits.look_threads(groups)
     return [
-        limits.judge_cores(cores, needs),
+        limits.judge_cores(cores, needs, environ),
         limits.judge_memory(limits.look_memory(groups), needs),
         limits.judge_shared(limits.look_shared(), needs),
         limits.judge_files(limits.look_files(), needs),
@@ -113,7 +115,7 @@ def _limits(needs: Needs, cores: limits.Cores, groups: limits.Groups) -> list[Fi
     ]
 
 
-def _slow(request: Request, found: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Look]:
+def _slow(request: Request, found: Mapping[str, str], environ: Mapping[str, str], cores: int) -> dict[str, Look]:
     """What asks other programs, or file systems that may hang; in the order in which it is shown."""
     draws = bool(request.game) or "mujoco" in request.env.lower()
     looks: dict[str, Look] = {}
@@ -124,7 +126,8 @@ def _slow(request: Request, found: Mapping[str, str], environ: Mapping[str, str]
     looks["records of jobs"] = lambda: [_place("state", request)]
     if not request.launcher:
         ports = (*request.ports, *network.ports_of(environ))
-        looks["ports"] = lambda: [network.judge_ports(network.look_ports(ports))]
+        block = block_size(cores) if request.ray else PORTS
+        looks["ports"] = lambda: [network.judge_ports(network.look_ports(ports, block))]
     for variable, address in troubles.ray_addresses(environ):
         looks[variable] = lambda v=variable, a=address: [troubles.judge_ray_address(a, v, _answers(a))]  # type: ignore[misc]
     if request.memory:
@@ -136,7 +139,7 @@ def _slow(request: Request, found: Mapping[str, str], environ: Mapping[str, str]
     if not request.launcher:
         looks["graphics"] = lambda: graphics.judge_graphics(graphics.look_graphics(), needed=draws)
     if request.quick:
-        for name in ("memory server", "store", "graphics", "gpu"):
+        for name in ("memory server", "store", "graphics", "gpu"):  # they ask others
             if name in looks:
                 looks[name] = lambda name=name: [skipped(name, "left out by --quick")]  # type: ignore[misc]
     return looks

@@ -6,6 +6,7 @@ Each way is really tried, in a process of its own (game/opengl.py): a library th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ class Graphics:
     display: str = ""
 
 
-def look_graphics(environ: Mapping[str, str] | None = None) -> Graphics:
+def look_graphics(environ: Mapping[str, str] | None = None) -> Graphics | None:
+    """None where the system has a screen of another kind."""
+    if not sys.platform.startswith("linux"):
+        return None
     environ = os.environ if environ is None else environ
     silent = x11.silence(environ)
     with ThreadPoolExecutor(4) as pool:
@@ -65,8 +69,10 @@ def _private(environ: Mapping[str, str]) -> OpenGL:
         return OpenGL("glx", why=error.message)
 
 
-def judge_graphics(graphics: Graphics, *, needed: bool) -> list[Finding]:
+def judge_graphics(graphics: Graphics | None, *, needed: bool) -> list[Finding]:
     """The first says what will be used. `needed`: a game was named that draws; without one, nothing here is a failure."""
+    if graphics is None:
+        return [skipped("graphics", "looked at on Linux only; other systems have a screen")]
     best = _best(graphics)
     found = [_drawing(best, needed)]
     found.append(_screen(graphics))

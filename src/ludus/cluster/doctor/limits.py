@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -236,7 +236,7 @@ def _number(path: Path) -> int | None:
 # -- judging --------------------------------------------------------------------------------------------------------------
 
 
-def judge_cores(cores: Cores, needs: Needs) -> Finding:
+def judge_cores(cores: Cores, needs: Needs, environ: Mapping[str, str]) -> Finding:
     said = several(cores.present, "core")
     if cores.usable != cores.present:
         said += f", {cores.usable} of them for this process (affinity)"
@@ -248,7 +248,8 @@ def judge_cores(cores: Cores, needs: Needs) -> Finding:
             f"{said}; {several(needs.workers, 'worker')} would share them",
             f"--num-workers {max(1, cores.whole - 1)}, or more cores.",
         )
-    if cores.quota is not None and cores.quota < cores.usable:
+    held = environ.get("OMP_NUM_THREADS", "").isdigit() and int(environ["OMP_NUM_THREADS"]) <= cores.whole
+    if cores.quota is not None and cores.quota < cores.usable and not held:
         # Libraries count cores, not time: each starts as many threads, which are then held up together.
         return warning("cpu", said, f"export OMP_NUM_THREADS={cores.whole}")
     return ok("cpu", said)

@@ -12,10 +12,7 @@ from urllib.parse import urlsplit
 
 from ludus.cluster.doctor.finding import Finding, failed, ok, skipped, warning
 from ludus.errors import LudusError
-from ludus.runtime.surroundings import FIRST_PORT, LAST_PORT, Surroundings, free_block, is_free
-
-BLOCK = 2
-"""Ports of a job's first node: Ray's head, and the door."""
+from ludus.runtime.surroundings import FIRST_PORT, LAST_PORT, PORTS, Surroundings, free_block, is_free
 
 SKEW_S, SKEW_FAILED_S = 1.0, 60.0
 """Clocks that differ by more: logs are out of order and leases end early; tokens and S3's signatures are refused at some minutes."""
@@ -23,22 +20,23 @@ SKEW_S, SKEW_FAILED_S = 1.0, 60.0
 
 @dataclass(frozen=True)
 class Ports:
-    """`asked`: those that were named, and whether each is free. `block`: the first of a free block for a job, None when there is none."""
+    """`asked`: those that were named, and whether each is free. `block`: the first of `size` free ones in a row; None: there are none."""
 
     asked: Mapping[int, bool]
     block: int | None
+    size: int = PORTS
     ephemeral: tuple[int, int] | None = None
 
 
-def look_ports(asked: Sequence[int]) -> Ports:
+def look_ports(asked: Sequence[int], size: int = PORTS) -> Ports:
     block = None
     with contextlib.suppress(LudusError):
-        block = free_block(f"doctor-{os.getpid()}", BLOCK)
+        block = free_block(f"doctor-{os.getpid()}", size)
     ephemeral = None
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         ephemeral = low, high
-    return Ports({port: is_free(port) for port in asked}, block, ephemeral)
+    return Ports({port: is_free(port) for port in asked}, block, size, ephemeral)
 
 
 def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
@@ -46,7 +44,7 @@ def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
     surroundings = Surroundings.of(environ)
     if surroundings is None or surroundings.node or not surroundings.port:
         return ()
-    return tuple(range(surroundings.port, surroundings.port + BLOCK))
+    return tuple(range(surroundings.port, surroundings.port + PORTS))
 
 
 def judge_ports(ports: Ports) -> Finding:
@@ -59,10 +57,14 @@ def judge_ports(ports: Ports) -> Finding:
         )
     if ports.block is None:
         return failed(
-            "ports", f"no two ports in a row are free between {FIRST_PORT} and {LAST_PORT}", "`ss -ltn` shows who listens."
+            "ports",
+            f"no {ports.size} ports in a row are free between {FIRST_PORT} and {LAST_PORT}",
+            "`ss -ltn` shows who listens.",
         )
     said = (
-        f"{', '.join(map(str, sorted(ports.asked)))} free" if ports.asked else f"free blocks between {FIRST_PORT} and {LAST_PORT}"
+        f"{', '.join(map(str, sorted(ports.asked)))} free"
+        if ports.asked
+        else f"a block of {ports.size} is free between {FIRST_PORT} and {LAST_PORT}"
     )
     if ports.ephemeral is not None and ports.ephemeral[0] < LAST_PORT:
         low, high = ports.ephemeral

@@ -50,9 +50,11 @@ def look_trial(env: str, environ: Mapping[str, str] | None = None, timeout_s: fl
     environ = dict(os.environ if environ is None else environ)
     end = time.monotonic() + timeout_s
     first = _tried(env, environ, timeout_s)
-    if not first.why or first.skipped or not display.without_screen(environ) or display.find_xvfb() is None:
+    if not first.why or first.skipped or display.find_xvfb() is None:
         return first
-    with contextlib.suppress(LudusError), display.screen("xvfb") as variables:
+    with contextlib.suppress(LudusError), display.screen(environ=environ) as variables:
+        if not variables:  # there is a screen, or none is wanted: that is not why
+            return first
         second = _tried(env, {**environ, **variables}, max(1.0, end - time.monotonic()))
         if not second.why:
             return Trial(**{**asdict(second), "private_screen": True})
@@ -132,7 +134,7 @@ def _action(env: Any, observation: Any) -> Any:
 
 def _taken() -> tuple[int, int, int]:
     """Threads, bytes and further processes of this one and all below it."""
-    from ludus.cluster.pids import descendants
+    from ludus.pids import descendants
 
     pids = [os.getpid(), *descendants(os.getpid())]
     threads = memory = 0

@@ -1,3 +1,0 @@
-"""Moved to `ludus.pids`."""
-
-from ludus.pids import *  # noqa: F403

@@ -1,0 +1,107 @@
+"""`ludus doctor` as it is typed: what it prints, and its exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import Call, one_line
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="looks at Linux and macOS")
+
+KEYS = {"node", "check", "status", "found", "fix"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this machine's own troubles."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
+    for name in (
+        "RAY_ADDRESS",
+        "RAY_AUTH_TOKEN_PATH",
+        "RAY_AUTH_MODE",
+        "LD_PRELOAD",
+        "LUDUS_JOB_TOKEN_FILE",
+        "http_proxy",
+        "https_proxy",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_each_check_is_one_line_below_the_name_of_its_node(call: Call) -> None:
+    said = call("doctor", "--quick", "--num-workers", "1")
+    first, *lines, last = said.out.splitlines()
+    assert not first.startswith(" ")
+    assert all(line.startswith("  ") and line.split()[0] in ("ok", "warning", "failed", "skipped") for line in lines)
+    assert len(lines) > 10
+    assert last.startswith("healthy" if said.code == 0 else "not healthy")
+
+
+def test_as_json_it_is_a_list_and_its_exit_code_is_its_verdict(call: Call, tmp_path: Path) -> None:
+    said = call("doctor", "--quick", "--json", "--num-workers", "1")
+    found = said.json
+    assert all(finding.keys() == KEYS for finding in found)
+    assert said.code == (1 if any(finding["status"] == "failed" for finding in found) else 0)
+    assert {finding["node"] for finding in found} == {found[0]["node"]}
+
+    game = tmp_path / "game.x86_64"
+    game.write_bytes(b"MZ")
+    said = call("doctor", "--quick", "--json", "--game", game)
+    (finding,) = [finding for finding in said.json if finding["check"] == "game"]
+    assert finding["status"] == "failed"
+    assert said.code == 1
+
+
+def test_a_fix_stands_beside_what_was_found_and_nothing_secret(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("feedfacecafebeef" * 4)
+    token.chmod(0o640)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", "hunter22")
+    said = call("doctor", "--quick", "--memory", "redis://:swordfish@127.0.0.1:1")
+    assert said.code == 1
+    (line,) = [line for line in said.out.splitlines() if " token " in line]
+    assert f"(mode 0640)  → chmod 600 {token}" in line
+    for secret in ("feedfacecafebeef", "hunter22", "swordfish"):
+        assert secret not in said.out + said.err
+
+
+def test_a_store_is_tried_for_real(call: Call, tmp_path: Path) -> None:
+    said = call("doctor", "--json", "--store", tmp_path / "shared" / "runs")
+    (finding,) = [finding for finding in said.json if finding["check"] == "store"]
+    assert finding["status"] in ("ok", "warning")
+    assert "written, read back and removed" in finding["found"]
+    assert not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--on", "ssh"), "No machines are named"),
+        (("--on", "mainframe"), "mainframe is unknown"),
+        (("--iplist", "nowhere.iplist"), "nowhere.iplist"),
+        (("-f", "nowhere.yaml"), "nowhere.yaml"),
+        (("--on", "kubernetes"), "There is no doctor for kubernetes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: Call, options: tuple[str, ...], said: str) -> None:
+    refused = call("doctor", "--quick", *options)
+    assert refused.code == 2
+    assert said in one_line(refused)
+
+
+def test_machines_come_from_the_file_of_the_cluster(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "on: ssh\nmachines:\n  - {host: 127.0.0.1, port: 1}\n  - {host: no-such-host.invalid}\nknown_hosts: none\n"
+    )
+    said = call("doctor", "--quick", "--json", "-f", "cluster.yaml")
+    assert said.code == 1
+    failures = {finding["node"]: finding for finding in said.json if finding["status"] == "failed"}
+    assert failures.keys() >= {"127.0.0.1", "no-such-host.invalid"}
+    assert failures["no-such-host.invalid"]["check"] == "ssh"
