@@ -62,8 +62,8 @@ def merged(levels: int, width: int) -> str:
         ("a: &a {b: {c: *a}}", r"an alias inside of what it stands for"),
         ("a: *nothing", r"not valid YAML"),
         ("1: x", r"line 1: the key 1 is not a word"),
-        ("on: x", r"the key on reads as true or false in YAML\."),
-        ("a:\n  No: x", r"line 2: the key No reads as true or false"),
+        ("true: x", r"the key true reads as true or false in YAML\."),
+        ("a:\n  False: x", r"line 2: the key False reads as true or false"),
         ("a:\n  null: x", r"line 2: the key null is not a word"),
         ("? [a, b]\n: x", r"a key is a word, not a list"),
         ("a: !!python/object/apply:os.system [ls]", r"not valid YAML"),
@@ -147,3 +147,7 @@ def test_equal_parts_are_written_twice_and_never_as_an_alias() -> None:
     shared = [1, 2]
     assert "*" not in dump_yaml({"a": shared, "b": shared})
     assert "zwölf" in dump_yaml({"zwölf": 12})
+
+
+def test_words_that_were_booleans_once_may_be_keys() -> None:
+    assert parse_yaml("on: slurm\nNo: 1\nvalue: on", "x") == {"on": "slurm", "No": 1, "value": True}

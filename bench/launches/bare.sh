@@ -23,6 +23,6 @@ until (exec 3<>"/dev/tcp/$head/$PORT") 2>/dev/null; do sleep 0.05; done
 for node in "${nodes[@]:1}"; do
 	start "$node" --address="$head:$PORT"
 done
-"$PYTHON" -m bench.launches.ready "$head:$PORT" "${#nodes[@]}" 2>/dev/null || exit 3
+"$PYTHON" -m bench.launches.ready "$head:$PORT" "${#nodes[@]}" 2>"$SCRATCH/ready.log" || exit 3
 mapfile -t words <"$WORDS"
 exec "$PYTHON" -P -m ludus.cli.main "${words[@]}" --address "$head:$PORT"

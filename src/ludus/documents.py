@@ -100,6 +100,9 @@ def _key(node: Any) -> str:
         raise _at(node, "a key is a word, not a list or a section")
     if node.tag in (_STR, _MERGE):
         return str(node.value)
+    if node.tag == _BOOL and node.value.lower() not in ("true", "false"):  # on, off, yes, no: words, as in YAML 1.2
+        node.tag = _STR
+        return str(node.value)
     if node.tag == _BOOL:
         raise _at(node, f"the key {node.value} reads as true or false in YAML", f'Write it as "{node.value}".')
     raise _at(node, f"the key {node.value or 'null'} is not a word")

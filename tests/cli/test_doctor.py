@@ -98,7 +98,7 @@ def test_what_makes_no_sense_is_refused(call: Call, options: tuple[str, ...], sa
 
 def test_machines_come_from_the_file_of_the_cluster(call: Call, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
-        "on: ssh\nmachines:\n  - {host: 127.0.0.1, port: 1}\n  - {host: no-such-host.invalid}\nknown_hosts: none\n"
+        '"on": ssh\nmachines:\n  - {host: 127.0.0.1, port: 1}\n  - {host: no-such-host.invalid}\n'
     )
     said = call("doctor", "--quick", "--json", "-f", "cluster.yaml")
     assert said.code == 1

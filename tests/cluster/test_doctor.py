@@ -241,7 +241,7 @@ def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -
 )
 def test_versions(have: Mapping[str, str], ray: bool, expected: Mapping[str, Status]) -> None:
     found = {finding.check: finding.status for finding in versions.judge_versions({"ludus": "0.1.0", **have}, ray=ray)}
-    assert found | expected == found
+    assert {**found, **expected} == found
 
 
 @pytest.mark.parametrize(

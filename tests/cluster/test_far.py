@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import ludus
-from ludus.cluster import far, pids
+from ludus import pids
+from ludus.cluster import far
 from ludus.cluster.cluster import Job, Role
 from ludus.cluster.far import MARK, Desk, Part, unpack
 from ludus.errors import LudusError, UnknownName, UsageError

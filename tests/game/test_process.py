@@ -321,7 +321,7 @@ def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> 
     eventually(lambda: len(pids.descendants(game.guard)) >= 2, 20)
     ended = game.stop(grace_s=0)
     assert ended.left == ()
-    assert pids.descendants(games.keeper_pid) == []
+    eventually(lambda: pids.descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
 
 
 # -- what they say

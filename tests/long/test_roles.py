@@ -34,7 +34,10 @@ def test_actors_come_go_and_stay_while_learners_are_started_anew(tmp_path: Path)
 
         roles.hosts.power_off(2)
         roles.until(lambda: roles.at_work() == {"h1": 2}, BUSY_S)
-        roles.until(lambda: "h2" in roles.log(0, "learner/train.log"), 10)
+        roles.until(lambda: "1 node lost" in roles.log(0, "learner/train.log"), 10)
+        seen = roles.ludus(0, "learner", "status", "--nodes")
+        assert f"h1 ({roles.hosts.address(1)}): up since" in seen
+        assert f"h2 ({roles.hosts.address(2)}): LOST since" in seen
         roles.hosts.power_on(2)
         roles.start(2, "actor", "--num", "1")
         roles.until(lambda: roles.at_work() == {"h1": 1, "h2": 1}, 2 * BUSY_S)

@@ -48,7 +48,7 @@ def beating(rig: ssh_rig.SshRig, name: str = "beats") -> tuple[Job, list[Path]]:
         Role(
             "main", ("sh", "-c", f"({BEATING}) & until [ -e {over} ]; do sleep 0.05; done", str(beats[0])), restart="when-killed"
         ),
-        Role("worker", ("sh", "-c", f'exec sh -c "{BEATING}" {rig.shared}/{name}-$LUDUS_JOB_NODE'), 2, "on-failure", at=(1, 2)),
+        Role("worker", ("sh", "-c", f"exec sh -c '{BEATING}' {rig.shared}/{name}-$LUDUS_JOB_NODE"), 2, "on-failure", at=(1, 2)),
     )
     return Job(name, roles, "main", nodes=3, grace_s=5), beats
 

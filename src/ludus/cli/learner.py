@@ -85,9 +85,9 @@ def stop(port: r.OnlyPort = None, everything: r.All = False, at_once: r.AtOnce =
 
 
 @app.command()
-def status(port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
+def status(port: r.OnlyPort = None, nodes: r.Machines = False, as_json: r.AsJson = False) -> None:
     """How the learner of this machine fares, and where its workers are. Exit code 1: there is none."""
-    r.show_status("learner", port, as_json)
+    r.show_status("learner", port, as_json, machines=nodes)
 
 
 def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wait_s: float) -> tuple[Any, list[str]]:

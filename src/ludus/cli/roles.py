@@ -53,6 +53,9 @@ OnlyPort = Annotated[
 ]
 All = Annotated[bool, typer.Option("--all", help="Of all runs, where there are several.")]
 AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill it, without a checkpoint.")]
+Machines = Annotated[
+    bool, typer.Option("--nodes", help="Ask the head, too, which machines are and were in its Ray; that takes some seconds.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
 
 
@@ -164,14 +167,17 @@ def _check_ports(job: Job) -> None:
 # -- looking --------------------------------------------------------------------------------------------------------------
 
 
-def show_status(part: Part, port: int | None, as_json: bool) -> None:
-    """Of what runs here; of what ran last, if nothing does. Exit code 1: nothing does."""
+def show_status(part: Part, port: int | None, as_json: bool, *, machines: bool = False) -> None:
+    """Of what runs here; of what ran last, if nothing does. Exit code 1: nothing does. `machines`: and who is in its Ray."""
     from ludus.cluster.local import LocalOrchestrator
 
     orchestrator = LocalOrchestrator()
     running = mine(orchestrator, part, port)
     shown = running or mine(orchestrator, part, port, over=True)[-1:]
     told = [_told(status) for status in shown]
+    if machines:
+        for status, each in zip(shown, told, strict=True):
+            each["machines"] = [] if status.over else _machines_of(orchestrator, status)
     if as_json:
         print(json.dumps(told))
     elif not shown:
@@ -197,6 +203,10 @@ def _print(status: JobStatus, told: dict[str, Any]) -> None:
         print(f"  {process.name:<8} {process.state}{code}{again}")
     for node in told["nodes"]:
         print(f"  workers on {node['name']}: {node['ready']} of {node['workers']} at work")
+    for machine in told.get("machines", ()):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(machine["until"] or machine["since"]))
+        fares = f"LOST since {when}: {machine['why']}" if machine["until"] else f"up since {when}, {machine['cores']} cores"
+        print(f"  {machine['host']} ({machine['address']}): {fares}")
     if told["run"]:
         print(f"  run      {told['run']}")
     print(f"  logs     {status.logs}")
@@ -211,6 +221,19 @@ def _run_of(status: JobStatus) -> str:
         if isinstance(places, dict) and places:
             return str(list(places.values())[-1])
     return ""
+
+
+def _machines_of(orchestrator: LocalOrchestrator, status: JobStatus) -> list[dict[str, Any]]:
+    """Those that are in its Ray; and those that were, and are not back. Raises Unreachable."""
+    from ludus.cluster.record import JobDirectory
+    from ludus.runtime import census
+    from ludus.runtime.surroundings import TOKEN
+
+    token = JobDirectory(orchestrator.directory / status.id).job().roles[0].environment[TOKEN]
+    found = census.take(status.place, Path(token))
+    living = {each.address for each in found if each.alive}
+    lost = {each.address: each for each in found if not each.alive and each.address not in living}
+    return [asdict(each) for each in (*(each for each in found if each.alive), *lost.values())]
 
 
 def _nodes_of(status: JobStatus) -> list[dict[str, Any]]:

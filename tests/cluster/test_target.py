@@ -1,0 +1,122 @@
+"""cluster.yaml and the options beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.cluster.connection import SshNode
+from ludus.cluster.slurm import SlurmOrchestrator
+from ludus.cluster.slurm_script import SlurmGroup
+from ludus.cluster.ssh import SshOrchestrator
+from ludus.cluster.target import Target, launched, load_target, opened
+from ludus.errors import ConfigError, LudusError, UsageError
+
+SLURM = """
+on: slurm
+name: pong
+nodes: 3
+cpus: 36
+time: "02:00:00"
+account: games
+qos: high
+extra: [--mail-type=END]
+setup:
+  - module purge
+  - source ~/ludus/bin/activate
+environment: {SDL_VIDEODRIVER: dummy}
+secrets: [WANDB_API_KEY]
+min_nodes: 2
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_says_where_and_on_what_terms(tmp_path: Path) -> None:
+    target = load_target(written(tmp_path, SLURM))
+    settings = target.slurm_settings()
+    assert (settings.time, settings.account, settings.qos, settings.cpus) == ("02:00:00", "games", "high", 36)
+    assert settings.setup == ("module purge", "source ~/ludus/bin/activate")
+    job = launched(target, ["train", "ALE/Pong-v5"], {"WANDB_API_KEY": "x" * 20}).job
+    assert (job.name, job.nodes, job.ray, job.secrets) == ("pong", 3, 2, ("WANDB_API_KEY",))
+    assert all(role.environment["SDL_VIDEODRIVER"] == "dummy" for role in job.roles)
+    assert isinstance(opened(target), SlurmOrchestrator)
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    target = load_target(written(tmp_path, SLURM)).merged(nodes=5, time="10", account=None, extra=("--nice",))
+    assert (target.nodes, target.time, target.account, target.extra) == (5, "10", "games", ("--nice",))
+
+
+def test_what_means_nothing_elsewhere_is_said(tmp_path: Path) -> None:
+    target = load_target(written(tmp_path, SLURM)).merged(on="local")
+    (notice,) = target.notices()
+    assert notice == "account, extra, qos, setup, time: without meaning on local"
+    assert Target(on="slurm", time="10").notices() == []
+
+
+def test_groups_are_nodes_of_several_kinds(tmp_path: Path) -> None:
+    text = "on: slurm\ncpus: 8\ngroups:\n  - {gpus: 1, partition: gpu}\n  - {nodes: 2, cpus: 36, partition: cpu}\n"
+    target = load_target(written(tmp_path, text))
+    assert target.size == 3
+    assert target.slurm_settings().groups == (SlurmGroup(gpus=1, partition="gpu"), SlurmGroup(2, 36, partition="cpu"))
+    job = launched(target, ["train", "x"], {}).job
+    assert [(role.at, role.cpus, role.gpus) for role in job.roles] == [((0,), 8, 1), ((1, 2), 36, 0), ((), 8, 1)]
+
+
+def test_machines_are_listed_in_the_file_or_in_another(tmp_path: Path) -> None:
+    (tmp_path / "learner.iplist").write_text("10.0.0.1 root 36000 1\n10.0.0.2 root 36000 4\n10.0.0.3 root 36000 4\n")
+    target = load_target(written(tmp_path, "on: ssh\niplist: learner.iplist\n"))
+    assert target.size == 3
+    assert target.merged(nodes=2).ssh_nodes()[1] == SshNode("10.0.0.2", "root", 36000, 4)
+    assert isinstance(opened(target), SshOrchestrator)
+    listed = load_target(written(tmp_path, "on: ssh\nmachines: [{host: a}, {host: b, user: me, address: 10.0.0.2}]\n"))
+    assert listed.ssh_nodes() == (SshNode("a"), SshNode("b", "me", address="10.0.0.2"))
+    with pytest.raises(UsageError, match="listed twice"):
+        listed.merged(iplist=str(tmp_path / "learner.iplist")).ssh_nodes()
+    with pytest.raises(UsageError, match="4 nodes, and 3"):
+        target.merged(nodes=4).ssh_nodes()
+    with pytest.raises(UsageError, match="No machines"):
+        Target(on="ssh").ssh_nodes()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("on: slrum", r"slrum is unknown.*slurm"),
+        ("on: kubernetes", "not available"),
+        ("nodez: 3", r"unknown key 'nodez'.*nodes"),
+        ("nodes: 0", "nodes"),
+        ("nodes: three", "nodes"),
+        ("nodes: 3\nmin_nodes: 4", "min_nodes 4 is more"),
+        ("on: slurm\nnodes: 2\ngroups: [{nodes: 1}]", "groups"),
+        ("groups: [{nodes: 1}]", "groups"),
+        ("on: slurm\ngroups: [{noodles: 1}]", r"groups\.0\.noodles.*nodes"),
+        ("environment: {A: 1}", "environment"),
+        ("- a\n- b", "no mapping"),
+        ("account: [a]", "account"),
+        ("time: 90", "time"),
+        ("a: &a [*a]", ""),
+        ("\x00", ""),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, match: str) -> None:
+    with pytest.raises(LudusError, match=match) as caught:
+        opened(load_target(written(tmp_path, text)))
+    assert isinstance(caught.value, ConfigError) or "kubernetes" in text
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_target(tmp_path / "no.yaml")
+    (tmp_path / "big.yaml").write_bytes(b"#" * 200_000)
+    with pytest.raises(ConfigError, match="larger"):
+        load_target(tmp_path / "big.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_target(tmp_path / "latin.yaml")
