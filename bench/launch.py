@@ -137,7 +137,7 @@ def limit(lab: Lab, rounds: int) -> list[Row]:
 
 def _limited(lab: Lab) -> Row:
     before = Seen.now()
-    options = ["--time", LIMIT, "--signal-s", str(SIGNAL_S)]
+    options = ["--time", LIMIT, "--signal-s", str(SIGNAL_S), "--grace-s", str(SIGNAL_S // 2)]
     try:
         job = jobs.submit(lab, "--stop", "timesteps=1000000000", "--checkpoint-freq", str(FREQ), options=options)
         job.first_step()

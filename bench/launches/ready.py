@@ -7,7 +7,7 @@ import time
 
 from ray._raylet import GcsClient
 
-WITHIN_S = 120.0
+WITHIN_S = 300.0
 EVERY_S = 0.1
 
 

@@ -73,6 +73,8 @@ class Repeats:
         self._said = 0.0
 
         self._shapes: dict[bytes | int, _Shape] = {}
+        self._flooded = 0
+        """Shapes of which something was left out and not spoken of yet."""
         self._allowance, self._allowed = float(rate_burst), 0.0
         self._dropping = False
         self._dropped_lines = self._dropped_bytes = 0
@@ -250,6 +252,7 @@ class Repeats:
 
     def _leave_out(self, shape: _Shape, line: bytes, times: int) -> None:
         if times:
+            self._flooded += not shape.left_out
             shape.left_out += times
             shape.sample = line
 
@@ -267,6 +270,7 @@ class Repeats:
                 what = "line" if more == 1 else "lines"
                 self._out.append(MARK + f"{more:,} more {what} like this one, apart from numbers, left out\n".encode())
                 self._written.clear()
+            self._flooded -= 1
             shape.left_out, shape.sample = 0, b""
 
     # -- too much

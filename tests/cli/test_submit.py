@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.submit import allocating
+from ludus.cluster.cluster import JobStatus
 from ludus.cluster.local import LocalOrchestrator
+from ludus.errors import WorkerFailed
 from ludus.experiment import checkpoint
 from ludus.experiment.run import find_runs
 from ludus.store.local import LocalStore
@@ -93,14 +95,12 @@ def test_a_training_is_submitted_and_waited_for(home: Home) -> None:
 
 def test_of_a_training_that_fails_the_code_is_that_of_the_wait(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", _path())
-    cases = {"CartPool-v1": (2, "Unknown environment 'CartPool-v1'"), "tests.environments:make_crash": (1, "make_crash")}
-    submitted = {env: call("submit", "--quiet", "--", "train", env) for env in cases}
-    for env, (code, why) in cases.items():
-        assert (submitted[env].code, submitted[env].err) == (0, "")
-        waited = call("jobs", "wait", submitted[env].out.strip())
-        assert waited.code == code, waited.err
-        assert f"failed: main-0 ended with code {code}" in waited.err
-        assert why in waited.err
+    said = call("submit", "--quiet", "--", "train", "tests.environments:make_crash")
+    assert (said.code, said.err) == (0, "")
+    waited = call("jobs", "wait", said.out.strip())
+    assert waited.code == 1, waited.err
+    assert "failed: main-0 ended with code 1" in waited.err
+    assert "port 5005 is taken" in waited.err
 
 
 def test_a_job_outlives_who_waited_for_it_and_saves_a_checkpoint_when_it_is_cancelled(
@@ -275,6 +275,7 @@ MINE = """
 import os
 from pathlib import Path
 from ludus.cli.submit import allocating
+from ludus.cluster.cluster import JobStatus
 from ludus.cluster.local import LocalOrchestrator
 
 class Mine(LocalOrchestrator):
@@ -294,6 +295,26 @@ def test_a_class_of_ones_own_has_its_jobs_found_again(call: Call, here: Path, mo
     assert call("jobs", "wait", job_id).code == 0
     assert [(job["id"], job["on"]) for job in call("jobs", "list", "--json").json] == [(job_id, "my_cluster:Mine")]
     assert "cartpole" in call("jobs", "logs", job_id).out
+
+
+class Fresh(LocalOrchestrator):
+    """Cannot be asked right after it has taken a job."""
+
+    asked = 0
+
+    def status(self, job_id: str) -> JobStatus:
+        self.asked += 1
+        if self.asked == 1:
+            raise WorkerFailed("The network is away.")
+        return super().status(job_id)
+
+
+def test_the_id_of_a_job_is_said_whatever_happens_then(call: Call, here: Path) -> None:
+    said = call("submit", "--on", "tests.cli.test_submit:Fresh", "--json", "--", "presets", "list")
+    assert said.code == 0, said.err
+    assert (said.json["state"], said.json["reason"]) == ("pending", "The network is away.")
+    assert call("jobs", "wait", said.json["id"]).code == 0
+    assert call("submit", "--on", "tests.cli.test_submit:Fresh", "--wait", "--", "runs", "list", "nowhere").code == 1
 
 
 # -- starting quickly ---------------------------------------------------------------------------------------------------

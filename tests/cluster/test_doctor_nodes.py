@@ -19,7 +19,7 @@ import pytest
 
 import ludus
 from ludus.cluster.connection import SshNode, SshSettings, explained, ssh_words
-from ludus.cluster.doctor.consultation import ALL, MODULE, Consultation, in_allocation
+from ludus.cluster.doctor.consultation import ALL, INSIDE, MODULE, Consultation, in_allocation, of_allocation
 from ludus.cluster.doctor.examination import Request
 from ludus.cluster.doctor.finding import Finding, healthy
 from ludus.cluster.doctor.nodes import Node, ask
@@ -210,10 +210,6 @@ def test_slurm_outside_and_inside_an_allocation(tmp_path: Path) -> None:
         assert seen["nodes"]["status"] == "skipped", "it is said that the nodes were not looked at"
         assert "--time" in seen["nodes"]["fix"]
 
-        code, found, _ = doctor("--quick", "--partition", "none-such", "--nodes", "9")
-        assert code == 1
-        assert "There are: main, urgent" in {finding["check"]: finding for finding in found}["partition none-such"]["fix"]
-
         code, found, said = doctor("--time", "2", "--nodes", "2", "--num-workers", "2")
         nodes = {finding["node"] for finding in found}
         assert {"n1", "n2", ALL} <= nodes, said
@@ -223,13 +219,28 @@ def test_slurm_outside_and_inside_an_allocation(tmp_path: Path) -> None:
         assert rig.jobs() == []
 
 
-def test_the_words_of_an_allocation_hold_no_secret() -> None:
-    target = Target(on="slurm").merged(nodes=2, time="5", partition="main", account="games")
-    words, environ = in_allocation(target, ["--on", "slurm", "--time", "5", "--memory", "redis://:hunter22@host:1"], {"A": "b"})
-    assert words[:5] == ["salloc", "--quiet", "--immediate=120", "--nodes=2", "--time=5"]
+def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
+    target = Target(on="slurm").merged(nodes=2, time="02:00:00", partition="main", account="games")
+    asked = ["--on", "slurm", "--json", "--time", "02:00:00", "--memory", "redis://:hunter22@host:1"]
+    words, environ = in_allocation(target, asked, {"A": "b"})
+    assert words[:5] == ["salloc", "--quiet", "--immediate=120", "--nodes=2", "--time=10"]
     assert {"--partition=main", "--account=games"} <= set(words)
-    assert words[-5:] == ["slurm", "--time", "5", "--memory", "redis://host:1"]
-    assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22"}
+    assert words[-7:] == ["--on", "slurm", "--time", "02:00:00", "--memory", "redis://host:1", "--json"]
+    assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", INSIDE: "1"}
+
+
+def test_no_allocation_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    salloc = tmp_path / "salloc"
+    salloc.write_text("#!/bin/sh\necho 'salloc: error: Unable to allocate resources: Invalid account' >&2; exit 1\n")
+    salloc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    target = Target(on="slurm").merged(time="5")
+    (found,) = of_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
+    assert (found.node, found.check, found.status) == (ALL, "nodes", "failed")
+    assert "Invalid account" in found.found
+    salloc.unlink()
+    (found,) = of_allocation(target, ["--on", "slurm", "--time", "5"], dict(os.environ))
+    assert "salloc cannot be run" in found.found
 
 
 def _free_port() -> int:

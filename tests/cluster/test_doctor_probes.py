@@ -226,14 +226,6 @@ def test_a_small_shared_memory_and_a_full_disk_are_noticed(doctor: Callable[...,
     assert "No space left" in found["store"]["found"]
 
 
-def test_a_container_without_shared_memory_to_speak_of_gets_a_warning(doctor: Callable[..., Any]) -> None:
-    _mounts()
-    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-    _, found = doctor("--quick", wrapper=("unshare", "--mount", "sh", "-c", script, "sh"))
-    assert found["shared memory"]["status"] == "warning"
-    assert "--shm-size=" in found["shared memory"]["fix"]
-
-
 def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
     """As another user: the superuser is not held to it."""
     if os.geteuid() != 0:
@@ -431,8 +423,6 @@ def test_an_environment_that_fails_says_why(environments: dict[str, str]) -> Non
     raised = trial.look_trial("my_environments:raising", environments)
     assert "the licence has run out" in raised.why
     assert "signal 6" in trial.look_trial("my_environments:crashing", environments).why
-    unknown = trial.judge_trial(trial.look_trial("CartPole-v7", environments))
-    assert unknown.status == "failed"
 
 
 def test_an_environment_that_needs_a_screen_gets_one(environments: dict[str, str]) -> None:
@@ -446,7 +436,7 @@ def test_an_environment_that_needs_a_screen_gets_one(environments: dict[str, str
 def test_a_healthy_machine_is_looked_at_without_pytorch() -> None:
     script = (
         "import sys\nfrom ludus.cluster.doctor.examination import Request, examine\n"
-        "found = examine(Request(workers=1))\nprint(len(found.findings), 'torch' in sys.modules, 'ray' in sys.modules)"
+        "found = examine(Request(workers=1, quick=True))\nprint(len(found.findings), 'torch' in sys.modules, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     count, torch, ray = done.stdout.split()

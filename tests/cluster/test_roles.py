@@ -226,6 +226,15 @@ def test_an_actor_beside_the_learner_shares_its_weights() -> None:
     assert "GAMECORE_SERVER_ADDR" not in job.roles[0].environment
 
 
+def test_a_run_of_one_machine_alone_listens_there_alone() -> None:
+    alone = read_iplist("127.0.0.1 root 36000 1")
+    here = meeting(Here(0, "127.0.0.1", "127.0.0.1"))
+    for job in (learner_job(alone, here, ["x"], {}), joining_job("actor", alone, here, {}, cpus=1)):
+        assert all(role.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" for role in job.roles)
+    far = learner_job(ONE, meeting(Here(0, "10.0.0.2", "10.0.0.2")), ["x"], {})
+    assert all("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in role.environment for role in far.roles)
+
+
 def test_secrets_are_named_and_never_written() -> None:
     environ = {"AWS_SECRET_ACCESS_KEY": "horse-battery-staple", "WANDB_API_KEY": ""}
     for job in (

@@ -80,8 +80,8 @@ def test_what_would_be_run_passes_shellcheck_here_and_there(tmp_path: Path) -> N
     for settings, asked in ((ONE, job(main("true"))), (THREE, SPREAD)):
         there = ssh_words(settings, 0)[-1]
         for text in (SshOrchestrator(tmp_path, settings).render(asked)["commands.txt"], there, shlex.split(there)[-1]):
-            # SC1090: where `source` leads is the user's affair; SC2029: that it is expanded here is meant.
-            checker = [str(Path(sys.executable).with_name("shellcheck")), "-s", "bash", "-e", "SC1090,SC2029", "-"]
+            # SC1090, SC1091: where `source` leads is the user's affair; SC2029: that it is expanded here is meant.
+            checker = [str(Path(sys.executable).with_name("shellcheck")), "-s", "bash", "-e", "SC1090,SC1091,SC2029", "-"]
             done = subprocess.run(checker, input=text, capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == 0, done.stdout
 
@@ -297,7 +297,7 @@ def test_a_job_is_found_by_who_knows_no_machines(here: SshOrchestrator) -> None:
         other.submit(job(main("true")))
     opened = open_orchestrator("ssh", directory=here.directory.parent)
     assert [status.id for status in opened.list()] == [job_id]
-    assert here.greetings()[0]["protocol"] == 1  # type: ignore[index,call-overload]
+    assert here.greetings()[0]["protocol"] == 1  # type: ignore[index]
 
 
 def test_a_connection_that_broke_is_made_again(here: SshOrchestrator, tmp_path: Path) -> None:
@@ -311,9 +311,12 @@ def test_a_connection_that_broke_is_made_again(here: SshOrchestrator, tmp_path: 
     assert ended(here, job_id).state == "succeeded"
 
 
-def test_a_machine_that_does_not_answer_is_not_asked_again_at_once(here: SshOrchestrator, tmp_path: Path) -> None:
+def test_a_machine_that_does_not_answer_is_asked_again_but_not_at_once(
+    here: SshOrchestrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job_id = here.submit(job(main("sleep 600")))
     until(lambda: here.status(job_id).state == "running")
+    monkeypatch.setattr(ssh, "_AGAIN_S", 2.0)
     program = tmp_path / "ssh"
     works = program.read_text()
     program.write_text(f"#!/bin/sh\necho . >> {tmp_path}/asked; echo 'No route to host' >&2; exit 255\n")
@@ -326,8 +329,7 @@ def test_a_machine_that_does_not_answer_is_not_asked_again_at_once(here: SshOrch
         here.cancel(job_id)
     assert here.status(job_id).state == "cancelled"
     program.write_text(works)
-    here._silent.clear()
-    assert here.status(job_id).state == "running", "it still is, there"
+    until(lambda: here.status(job_id).state == "running")  # it still is, there, and after a while is asked again
     here.cancel(job_id, at_once=True)
     assert ended(here, job_id).state == "cancelled"
 

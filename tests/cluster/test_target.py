@@ -101,8 +101,8 @@ def test_machines_are_listed_in_the_file_or_in_another(tmp_path: Path) -> None:
         ("- a\n- b", "no mapping"),
         ("account: [a]", "account"),
         ("time: 90", "time"),
-        ("a: &a [*a]", ""),
-        ("\x00", ""),
+        ("a: &a [*a]", "no end"),
+        ("\x00", "YAML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, match: str) -> None:

@@ -196,7 +196,6 @@ print(first, os.environ["DISPLAY"], os.environ["MUJOCO_GL"] or "-", os.environ.g
         ("auto", "glfw", "mujoco", True, "glfw", "-"),
         ("none", "glfw", "mujoco", False, "glfw", "dummy"),
         ("auto", "", "mujoco", False, "egl", "dummy"),
-        ("auto", "", "toy", False, "-", "dummy"),
     ],
 )
 def test_an_environment_gets_a_screen_when_it_needs_one(

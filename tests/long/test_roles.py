@@ -100,7 +100,7 @@ def test_a_cluster_over_ssh_stands_is_trained_on_mended_and_taken_down(tmp_path:
             return found
 
         assert [(node["up"], node["cores"]) for node in page()["nodes"]] == [(True, 1)] * 3
-        words = [*LUDUS, "train", *TRAINING, "--num-workers", "3", "--stop", "timesteps=2000", "--address", address[1]]
+        words = [*LUDUS, "train", *TRAINING, "--num-workers", "2", "--stop", "timesteps=2000", "--address", address[1]]
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(rig.shared), *words]
         training = rig.hosts.run(0, inside, env={**machine.env, **exported, "HOME": str(rig.shared)}, output=subprocess.PIPE)
         trained = training.communicate(timeout=2 * BUSY_S)[0].decode()

@@ -13,7 +13,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -70,6 +69,11 @@ class SshRig:
 
     def power_on(self, host: int) -> None:
         self.hosts.power_on(host)
+        for other in range(
+            len(self.hosts)
+        ):  # its card has another number now; a machine that takes longer is forgotten meanwhile
+            if other != host and self.hosts._hosts[other].on:
+                self.hosts.run(other, ["ip", "neigh", "flush", "all"]).wait(_CALL_S)
         self._boot(host)
         self._await(host)
 
@@ -158,15 +162,12 @@ def _key(path: Path) -> Path:
 
 def _keeps_up(process: psutil.Process) -> bool:
     """The first process of a host, and its sleep."""
-    inside = Path(f"/proc/{process.pid}/status").read_text()
+    try:
+        inside = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:  # it has just ended
+        return True
     own = next(line.split()[-1] for line in inside.splitlines() if line.startswith("NSpid:"))
     return own == "1" or process.cmdline() == ["sleep", "1"]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def until_gone(rig: SshRig, host: int, timeout_s: float = 30.0) -> list[str]:

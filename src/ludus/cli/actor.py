@@ -71,10 +71,16 @@ def start(
     r.say(f"actor_num: {count}")
     if server:
         r.say(f"gamecore server: {server}")
+    if shares and server:  # the learner's own workers would know nothing of the server
+        r.say("these workers have an agent of their own, with a copy of the weights, because of their gamecore server")
+        shares = False
     job = roles.joining_job("actor", listed, meeting, os.environ, cpus=count, gamecore=server, share_weights=shares)
     status = r.begin(job, LocalOrchestrator(), "actor")
     r.say(f"{status.id} is {status.state}")
-    r.say(f"logs: {meeting.logs / 'actor'}/actor_*.log, one for each worker once the learner has given it work")
+    if shares:
+        r.say("logs of the workers, which the learner runs itself: RUN/logs/sampler")
+    else:
+        r.say(f"logs: {meeting.logs / 'actor'}/actor_*.log, one for each worker once the learner has given it work")
 
 
 @app.command()

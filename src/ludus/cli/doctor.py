@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ludus.cluster.target import Target
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
-_INSIDE = "LUDUS_DOCTOR_ALLOCATED"
-"""Set in an allocation that was made for the doctor: it makes no second one."""
 
 
 def doctor(
@@ -54,7 +52,7 @@ def doctor(
 
     if sys.platform == "win32":
         raise UsageError("`ludus doctor` looks at Linux and macOS.", "Runs on one Windows machine need none.")
-    from ludus.cluster.doctor.consultation import Consultation
+    from ludus.cluster.doctor.consultation import Consultation, of_allocation
     from ludus.cluster.doctor.examination import Request
     from ludus.cluster.doctor.finding import healthy
 
@@ -67,8 +65,9 @@ def doctor(
     }  # fmt: skip
     target = _target(file, options)
     if target is not None and target.on == "slurm" and time is not None and not quick and _outside():
-        raise typer.Exit(_allocated(target))
-    found = Consultation(request, target, timeout).findings(os.environ)
+        found = of_allocation(target, sys.argv[2:], os.environ, timeout)
+    else:
+        found = Consultation(request, target, timeout).findings(os.environ)
     if as_json:
         print(json.dumps([finding.to_json() for finding in found]))
     else:
@@ -90,23 +89,9 @@ def _target(file: Path | None, options: dict[str, Any]) -> Target | None:
 
 
 def _outside() -> bool:
-    from ludus.cluster.doctor.consultation import ALLOCATION
+    from ludus.cluster.doctor.consultation import ALLOCATION, INSIDE
 
-    return not os.environ.get(ALLOCATION) and not os.environ.get(_INSIDE)
-
-
-def _allocated(target: Target) -> int:
-    """The same command in an allocation that is made for it; its exit code."""
-    import subprocess
-
-    from ludus.cluster.doctor.consultation import in_allocation
-    from ludus.errors import UsageError
-
-    words, environ = in_allocation(target, sys.argv[2:], {**os.environ, _INSIDE: "1"})
-    try:
-        return subprocess.run(words, env=environ, check=False).returncode  # noqa: S603
-    except OSError as error:
-        raise UsageError(f"salloc cannot be run: {error.strerror}.", "Log in to a machine of the cluster.") from error
+    return not os.environ.get(ALLOCATION) and not os.environ.get(INSIDE)
 
 
 def _print(found: Sequence[Finding]) -> None:

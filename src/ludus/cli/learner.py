@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -98,16 +98,29 @@ def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wa
     given = list(words) or (["-f", str(there)] if there else [])
     asked = training_of(given) if given else Training(None, None)
     found, said = roles.train_words(words, listed, workers=asked.workers, learners=asked.learners, experiment=there)
+    _check(found)
     here, elsewhere = asked.learners or listed.head.slots, roles.learners_elsewhere(listed)
     said.append(f"learner_num: {here + elsewhere}" + f" ({elsewhere} on other machines)" * bool(elsewhere))
     return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s), said
 
 
 class Training(NamedTuple):
-    """Of a training, as its arguments or the file that they name say it; None: they do not."""
+    """Of a training, as its arguments or the file that they name say it; None: they do not. `experiments`: as far as they are known."""
 
     workers: int | str | None
     learners: int | None
+    experiments: Mapping[str, dict[str, Any]] = {}
+
+
+def _check(words: Sequence[str]) -> None:
+    """Whether it can be trained, before anything is started whose log nobody reads. Raises ConfigError."""
+    from ludus.errors import ConfigError
+    from ludus.experiment import complaints
+
+    found = training_of(words).experiments
+    wrong = [line for name, data in found.items() for line in complaints.of_experiment({"name": name, **data})]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
 
 
 def training_of(words: Sequence[str]) -> Training:

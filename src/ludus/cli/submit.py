@@ -133,18 +133,25 @@ def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bo
     jobs.remember(on)
     job_id = orchestrator.submit(job)
     if not wait:
-        if as_json:
-            print(json.dumps(jobs.Found(on, orchestrator, orchestrator.status(job_id)).to_json()))
-        else:
-            print(job_id, flush=True)
+        print(json.dumps(_found(on, orchestrator, job, job_id).to_json()) if as_json else job_id, flush=True)
         say(f"submitted to {on}; `ludus jobs logs -f {job_id}` shows what it says, `ludus jobs cancel {job_id}` ends it")
         return
     say(f"{job_id} is submitted to {on}; Ctrl-C leaves it running")
     with jobs.detached_by_interrupt(job_id):
-        ended = follow(jobs.Found(on, orchestrator, orchestrator.status(job_id)), job.main, as_json=as_json)
+        ended = follow(_found(on, orchestrator, job, job_id), job.main, as_json=as_json)
     if as_json:
         print(json.dumps(ended.to_json()))
     raise typer.Exit(jobs.conclude(ended, last_lines=False))
+
+
+def _found(on: str, orchestrator: Orchestrator, job: Job, job_id: str) -> jobs.Found:
+    """Also when who has just taken it cannot be asked: its id must not be lost."""
+    from ludus.cluster.cluster import JobStatus
+
+    try:
+        return jobs.Found(on, orchestrator, orchestrator.status(job_id))
+    except LudusError as error:
+        return jobs.Found(on, orchestrator, JobStatus(job_id, job.name, "pending", reason=str(error)))
 
 
 def follow(found: jobs.Found, main: str, *, as_json: bool) -> jobs.Found:

@@ -41,6 +41,7 @@ GAMECORE = "GAMECORE_SERVER_ADDR"
 
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096
 _PYTHON = (sys.executable, "-P", "-m")
+_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _RAY_HOST, _TETHER = "ludus.cluster.ray_host", "ludus.cluster.tether"
 
 
@@ -73,8 +74,8 @@ def learner_job(
     addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
     addresses += (ANYBODY,) * (wanted - len(addresses))
     around = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
-    told, logs = around.environment(), meeting.logs / LEARNER
-    trains = replace(around, learners=learners_elsewhere(listed)).environment()
+    told, logs = told_of(around), meeting.logs / LEARNER
+    trains = told_of(replace(around, learners=learners_elsewhere(listed)))
     return Job(
         LEARNER,
         (
@@ -108,7 +109,7 @@ def joining_job(
     node = here.node or len(listed.nodes)  # beside the head, and where it is not in the list, it is one more
     others = [each.reached for each in listed.nodes[1:]]
     addresses = [here.head, *others[: node - 1], here.address, *others[node:]]
-    told = Surroundings(tuple(addresses), node, meeting.port, meeting.token_file, 1).environment()
+    told = told_of(Surroundings(tuple(addresses), node, meeting.port, meeting.token_file, 1))
     if gamecore:
         told[GAMECORE] = gamecore
     logs = meeting.logs / part
@@ -130,6 +131,12 @@ def joining_job(
         grace_s=GRACE_S,
         place=meeting.place,
     )
+
+
+def told_of(around: Surroundings) -> dict[str, str]:
+    """What processes of a role are told. Ray takes 127.0.0.1 for any address of this machine, unless it believes to be alone on it."""
+    alone = {_ALONE: "0"} if around.nodes[0].startswith("127.") else {}
+    return around.environment() | alone
 
 
 def learners_elsewhere(listed: NodeList) -> int:

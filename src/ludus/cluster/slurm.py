@@ -269,7 +269,7 @@ class SlurmReach:
         het = (f"--het-group={group}",) if group is not None else ()
         bound = (f"--cpus-per-task={cpus}",) if cpus else ()  # else it would be one core of them
         srun = ("srun", "--quiet", f"--jobid={self._number}", *het, "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}",
-                *bound, "--cpu-bind=none", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0")  # fmt: skip
+                *bound, "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0")  # fmt: skip
         return (*ours, "near", *srun, *ours, "far", *command)
 
     def requeue(self) -> str:

@@ -270,6 +270,8 @@ class SshOrchestrator:
                 for said in self._ask(settings, nodes, step, again=False).values():
                     if isinstance(said, LudusError):
                         raise said
+        known = entry.known()
+        entry.note(replace(known, status=replace(known.status, state="running")))  # all have said so
 
     def _greet(self, settings: SshSettings, nodes: Sequence[int]) -> None:
         """All machines are there and have what we have. Raises LudusError with all that is wrong with them."""
@@ -363,7 +365,7 @@ class SshOrchestrator:
         for node, why in broken.items():
             self._drop(settings, node)
             if not (again and node in reused):
-                self._silent[settings, node] = (time.monotonic(), why)
+                self._silent.setdefault((settings, node), (time.monotonic(), why))  # since it was asked, not since we looked
         if again and (anew := [node for node in broken if node in reused]):
             found |= self._ask(settings, anew, request)
         return found

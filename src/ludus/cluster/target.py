@@ -176,9 +176,8 @@ def load_target(path: Path) -> Target:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no mapping.", "Its lines are `key: value`, the first one perhaps `on: slurm`.")
     target = _validated(found, str(path))
-    return target.model_copy(
-        update={name: _beside(path, getattr(target, name)) for name in ("iplist", "identity", "known_hosts")}
-    )
+    named = {name: getattr(target, name) for name in ("iplist", "identity", "known_hosts")}
+    return target.model_copy(update={name: _beside(path, where) for name, where in named.items() if where is not None})
 
 
 def launched(target: Target, words: Sequence[str], environ: Mapping[str, str]) -> Launch:
@@ -243,8 +242,6 @@ def _complaint(error: pydantic.ValidationError, source: str) -> ConfigError:
     return ConfigError(f"{source}: {where}: {first['msg'][0].lower()}{first['msg'][1:]}.")
 
 
-def _beside(path: Path, named: Path | None) -> Path | None:
-    if named is None:
-        return None
+def _beside(path: Path, named: Path) -> Path:
     named = named.expanduser()
     return named if named.is_absolute() or named.exists() else path.parent / named

@@ -98,7 +98,7 @@ class Guard:
         self._deadline: float | None = None
         """Until then the game may end by itself; it has been asked to."""
         self._killed = False
-        self._began = time.monotonic()
+        self._began = self._ticked = time.monotonic()
         self._looks, self._threads = 0, 0
         self._log = CountingLog(Path(order["log"]), order.get("log_bytes", MAX_BYTES))
         self._process = self._start(order)
@@ -134,7 +134,8 @@ class Guard:
             if self._deadline is not None and now >= self._deadline:
                 self._killed = True
                 break
-            if self._log.pending:
+            if self._log.pending and now >= self._ticked + _TICK_S:
+                self._ticked = now
                 self._log.tick()
             self._look(now)
         left = self._end_all()
@@ -159,7 +160,7 @@ class Guard:
         if self._deadline is not None:
             due.append(self._deadline)
         if self._log.pending:
-            due.append(now + _TICK_S)
+            due.append(self._ticked + _TICK_S)
         return max(0.0, min(due) - now)
 
     # -- what happens

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.runtime import ray_idle
 from ludus.runtime.cluster import HEALTH, Head, listens
 
 _ASK_S, _PAUSE_S = 3.0, 0.1
@@ -107,8 +108,12 @@ def _start(orders: Orders) -> Any:
         def start_api_server(self, **_: Any) -> None:
             """Starts a process of 100 MB also where no dashboard is wanted."""
 
+    _leave_out_dashboard_agent()
+
     port = int(orders.head.rpartition(":")[2])
-    given: dict[str, Any] = {"gcs_server_port": port, "_system_config": _SETTINGS} if orders.first else {"gcs_address": orders.head}
+    given: dict[str, Any] = (
+        {"gcs_server_port": port, "_system_config": _SETTINGS} if orders.first else {"gcs_address": orders.head}
+    )
     given["include_log_monitor"] = False  # annotated as a string, and read as a bool
     params = RayParams(
         node_ip_address=orders.address,
@@ -126,6 +131,19 @@ def _start(orders: Orders) -> Any:
         **dict[str, Any](orders.ports),
     )
     return Plain(params, head=orders.first, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def _leave_out_dashboard_agent() -> None:
+    from ray._private import ray_constants, services
+
+    build = services._build_python_executable_command_memory_profileable
+
+    def built(component: str, *args: Any, **options: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return [sys.executable, "-I", "-S", str(ray_idle.__file__)]
+        return list(build(component, *args, **options))
+
+    services._build_python_executable_command_memory_profileable = built
 
 
 def _spoken(ended: Any) -> str:

@@ -64,7 +64,7 @@ def read_elf(data: bytes) -> Elf | None:
     """None: it is none, or it is damaged. Only what lies within the bytes is looked at. Pure."""
     try:
         return _read_elf(data)
-    except (struct.error, UnicodeDecodeError, ValueError, IndexError):
+    except (struct.error, ValueError, IndexError, OverflowError):  # ValueError: also what is no text
         return None
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ludus.cluster.doctor.examination import Examination, Request, examine, this_machine
-from ludus.cluster.doctor.finding import Finding, skipped
-from ludus.cluster.doctor.nodes import ANSWER_S, Answer, Explain, Node, ask
-from ludus.cluster.doctor.queue import Wanted, allocated, judge_queue, look_queue, step_words
+from ludus.cluster.doctor.finding import Finding, failed, skipped
+from ludus.cluster.doctor.nodes import ANSWER_S, Answer, Explain, Node, ask, finding_of
+from ludus.cluster.doctor.queue import Wanted, allocated, judge_queue, look_queue, seconds_of, step_words
 from ludus.cluster.doctor.versions import judge_agreement
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.memory.exchange import PASSWORD, split_password
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 MODULE = "ludus.cluster.doctor"
 ALL = "all nodes"
 ALLOCATION = "SLURM_JOB_NODELIST"
-_PENDING_S = 120
-"""For an allocation that is made for us."""
+INSIDE = "LUDUS_DOCTOR_ALLOCATED"
+"""Set in an allocation that was made for the doctor: it makes no second one."""
+
+_PENDING_S, _LOOK_MINUTES, _SPARE_S = 120, 10, 60.0
+"""For an allocation that is made for us: how long we wait for it, how long it is at most; and for what goes on around it."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,15 @@ def _explained_step(name: str) -> Explain:
 # -- an allocation of our own ---------------------------------------------------------------------------------------------
 
 
-def in_allocation(target: Target, words: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def in_allocation(target: Target, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """The same command within `salloc`: what is run, and with which environment. A password in an address goes into the latter. Pure."""
+    minutes = min(_LOOK_MINUTES, max(1, seconds_of(target.time or "infinite") // 60))
     options = [
         "salloc",
         "--quiet",
         f"--immediate={_PENDING_S}",
         f"--nodes={target.size}",
-        f"--time={target.time}",
+        f"--time={minutes}",
         "--job-name=ludus-doctor",
     ]
     named = {
@@ -145,10 +150,39 @@ def in_allocation(target: Target, words: list[str], environ: Mapping[str, str]) 
         "reservation": target.reservation, "nodelist": target.nodelist, "exclude": target.exclude,
     }  # fmt: skip
     options += [f"--{name}={value}" for name, value in named.items() if value]
-    said, secret = [], dict[str, str]()
+    said, secret = [], {INSIDE: "1"}
     for word in words:
         url, password = split_password(word) if "://" in word else (word, None)
         said.append(url)
         if password is not None:
             secret[PASSWORD] = password
-    return [*options, *target.extra, sys.executable, "-P", "-m", "ludus.cli.main", "doctor", *said], {**environ, **secret}
+    inner = [sys.executable, "-P", "-m", "ludus.cli.main", "doctor", *(word for word in said if word != "--json"), "--json"]
+    return [*options, *target.extra, *inner], {**environ, **secret}
+
+
+def of_allocation(target: Target, words: Sequence[str], environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> list[Finding]:
+    """What the same command finds in an allocation that is made for it and given back. Where there is none, that is a finding."""
+    command, variables = in_allocation(target, words, environ)
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, env=variables, capture_output=True, text=True, timeout=_PENDING_S + timeout_s + _SPARE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [_no_nodes(f"no answer within {_PENDING_S + timeout_s + _SPARE_S:.0f} s")]
+    except OSError as error:
+        return [_no_nodes(f"salloc cannot be run: {error.strerror}")]
+    lines = done.stdout.strip().splitlines()
+    try:
+        found = [finding_of(said) for said in json.loads(lines[-1])]
+    except (IndexError, ValueError, TypeError):
+        last = next(
+            (line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), f"salloc ended with {done.returncode}"
+        )
+        return [_no_nodes(last[:300])]
+    return [finding for finding in found if finding is not None]
+
+
+def _no_nodes(why: str) -> Finding:
+    return failed(
+        "nodes", f"there is no allocation to look at them in: {why}", "`sinfo` and `squeue` say why; or leave --time out."
+    ).at(ALL)

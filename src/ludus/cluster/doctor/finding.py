@@ -13,7 +13,7 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 """`failed`: a run as it was asked for will not work. `warning`: it may, but slowly, or not always. `skipped`: not looked at, or not needed."""
 
 MARK = "***"
-_SHORT = 4
+_SHORT = 6
 """What is shorter is no secret, and would be found everywhere."""
 
 

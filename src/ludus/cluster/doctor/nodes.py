@@ -95,15 +95,16 @@ def _converse(line: _Line, node: Node, answer: Answer, request: Request, environ
     answer.findings.append(judge_clock(ticks))
     line.send({"look": request.to_json(), "environment": dict(environment)})
     while "end" not in (said := line.receive()):
-        if (finding := _finding(said.get("finding"))) is not None:
+        if (finding := finding_of(said.get("finding"))) is not None:
             answer.findings.append(finding)
 
 
-def _finding(said: Any) -> Finding | None:
+def finding_of(said: Any) -> Finding | None:
+    """One that came as JSON; None: it is none. A status that is not known is a failure."""
     if not isinstance(said, dict):
         return None
     status: Status = said["status"] if said.get("status") in ("ok", "warning", "failed", "skipped") else "failed"
-    return Finding(str(said.get("check")), status, str(said.get("found")), str(said.get("fix", "")))
+    return Finding(str(said.get("check")), status, str(said.get("found")), str(said.get("fix", "")), str(said.get("node", "")))
 
 
 class _Line:
