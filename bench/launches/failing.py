@@ -1,4 +1,4 @@
-"""An environment with which a training fails, after it has begun."""
+"""An environment that raises after a while."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BURST, WINDOW_S = 40, 5.0
 SAY_S = 10.0
 """A group that goes on and on is spoken of so often."""
 
-RATE, RATE_BURST, LINE_COST = 1_000_000, 4_000_000, 50
+RATE, RATE_BURST, LINE_COST = 1_000_000, 2_000_000, 50
 """Bytes per second, and at once; a line counts as so many more. (Looking at one takes 3 to 5 µs.)"""
 
 LINE_BYTES = 8_192

@@ -13,10 +13,12 @@ import pytest
 
 from ludus.cli import cluster, learner, roles
 from ludus.cli.actor import address_of, is_set, number_of
+from ludus.cluster import roles as jobs
 from ludus.cluster.cluster import Job, Role, wait
 from ludus.cluster.local import LocalOrchestrator
 from ludus.errors import UnknownName, UsageError
 from ludus.runtime.machine import usable_cores
+from ludus.runtime.surroundings import FIRST_PORT
 from tests.cli.calling import Call, one_line
 
 _FOREIGN = ("NET_CARD_NAME", "ACTOR_NUM", "CPU_NUM", "NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL", "GAMECORE_SERVER_ADDR", "LOG_DIR")
@@ -95,6 +97,11 @@ def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
     assert call("actor", "status", "--json").json == []
     assert "There is no cluster that was brought up from here" in one_line(call("cluster", "status"))
     assert "There is no cluster 'x'" in one_line(call("cluster", "down", "x"))
+
+
+def test_the_port_is_the_same_wherever_it_is_said() -> None:
+    assert roles.PORT == jobs.PORT
+    assert roles.PORT + 2 < FIRST_PORT
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------------
@@ -181,13 +188,13 @@ def sleeping(part: str, place: str) -> Job:
 
 def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     orchestrator = LocalOrchestrator()
-    others = [orchestrator.submit(sleeping("actor", "10.0.0.2:7000")), orchestrator.submit(sleeping("learner", "10.0.0.2:36010"))]
+    others = [orchestrator.submit(sleeping("actor", "10.0.0.2:7000")), orchestrator.submit(sleeping("learner", "10.0.0.2:9610"))]
     others += [orchestrator.submit(sleeping("actor", ""))]  # somebody's job that happens to be called so
     try:
-        first = roles.begin(sleeping("actor", "10.0.0.2:36010"), orchestrator, "actor")
+        first = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
         assert first.state == "running"
         assert "stop actor: none of this run is running here" in capsys.readouterr().out
-        second = roles.begin(sleeping("actor", "10.0.0.2:36010"), orchestrator, "actor")
+        second = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
         assert f"{first.id} has ended" in capsys.readouterr().out
         assert orchestrator.status(first.id).state == "cancelled"
         assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
@@ -204,7 +211,7 @@ def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(capsys: pyte
 
 def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Path) -> None:
     orchestrator = LocalOrchestrator()
-    job_id = orchestrator.submit(sleeping("learner", "10.0.0.2:36010"))
+    job_id = orchestrator.submit(sleeping("learner", "10.0.0.2:9610"))
     try:
         workers = [{"node": "h1", "state": "ready"}, {"node": "h1", "state": "starting"}, {"node": "h2", "state": "ready"}]
         run = tmp_path / "run"

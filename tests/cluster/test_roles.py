@@ -149,7 +149,7 @@ def meeting(here: Here, base: Path = Path("/home/me")) -> Meeting:
 
 def test_the_learner_is_a_head_a_door_and_a_training() -> None:
     job = checked(learner_job(ONE, meeting(locate(ONE, {}, network=HEAD)), ["CartPole-v1", "-n", "6"], {}))
-    assert (job.name, job.main, job.place, job.nodes, job.ray) == ("learner", "main", "10.0.0.2:36010", 1, 0)
+    assert (job.name, job.main, job.place, job.nodes, job.ray) == ("learner", "main", "10.0.0.2:9610", 1, 0)
     assert [(role.name, role.command[3:], role.restart, role.log) for role in job.roles] == [
         ("ray", ("ludus.cluster.ray_host", "--cpus", "0"), "on-failure", "/home/me/logs/learner/ray.log"),
         ("door", ("ludus.cluster.tether", "door"), "on-failure", "/home/me/logs/learner/door.log"),
@@ -159,7 +159,7 @@ def test_the_learner_is_a_head_a_door_and_a_training() -> None:
         assert role.command[:3] == PYTHON
         around = Surroundings.of(role.environment)
         assert around is not None
-        assert (around.head, around.door) == ("10.0.0.2:36010", ("10.0.0.2", 36011))
+        assert (around.head, around.door) == ("10.0.0.2:9610", ("10.0.0.2", 9611))
         assert (around.node, around.ray, around.token_file) == (0, 2, Path("/home/me/token"))
         assert around.nodes == ("10.0.0.2", "any-actor")
 
@@ -182,7 +182,7 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
     ]
     around = Surroundings.of(job.roles[0].environment)
     assert around is not None
-    assert around.learners_entrance == ("10.0.0.2", 36012)
+    assert around.learners_entrance == ("10.0.0.2", 9612)
     assert [role.name for role in joining_job("learner", TWO, meeting(here), {}, learners=1, cpus=3).roles] == [
         "ray",
         "learner",
@@ -193,7 +193,7 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
 def test_an_actor_is_a_node_that_stays() -> None:
     here = locate(ONE, {}, network=STRANGER, must=False)
     job = checked(joining_job("actor", ONE, meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432"))
-    assert (job.name, job.main, job.place) == ("actor", "main", "10.0.0.2:36010")
+    assert (job.name, job.main, job.place) == ("actor", "main", "10.0.0.2:9610")
     ray, main = job.roles
     assert ray.command == (
         *PYTHON, "ludus.cluster.ray_host", "--cpus", "6", "--gamecore", "10.0.0.9:23432",
@@ -203,7 +203,7 @@ def test_an_actor_is_a_node_that_stays() -> None:
     assert (ray.restart, main.restart) == ("always", "always")
     around = Surroundings.of(ray.environment)
     assert around is not None
-    assert (around.nodes, around.node, around.head) == (("10.0.0.2", "10.0.0.9"), 1, "10.0.0.2:36010")
+    assert (around.nodes, around.node, around.head) == (("10.0.0.2", "10.0.0.9"), 1, "10.0.0.2:9610")
     assert ray.environment["GAMECORE_SERVER_ADDR"] == "10.0.0.9:23432"
 
 

@@ -75,8 +75,10 @@ def test_on_one_machine_with_and_without_a_model_pool_of_its_own(tmp_path: Path,
     try:
         machine.start("learner", *TRAINING, "--num-workers", "2", "--stop", "timesteps=3000")
         machine.start("actor", "--num", "2", env={"NO_ACTOR_MODEL_POOL": "1" if shares else "0"})
-        machine.until(lambda: machine.status("learner")["state"] == "succeeded", 2 * BUSY_S)
-        assert len(list((tmp_path / "logs" / "actor").glob("actor_*.log"))) == 2
+        machine.until(lambda: machine.state_of("learner") == "succeeded", 2 * BUSY_S)
+        of_run = Path(machine.status("learner")["run"], "logs", "sampler").glob("sampler-*.log")
+        of_actor = (tmp_path / "logs" / "actor").glob("actor_*.log")
+        assert (len(list(of_run)), len(list(of_actor))) == ((2, 0) if shares else (0, 2))
     finally:
         machine.ludus("learner", "stop", code=None)
         machine.ludus("actor", "stop", code=None)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ludus.cluster.local import LocalOrchestrator
 from ludus.runtime.surroundings import PORTS, is_free
 from tests.system.hosts import SHARED, Hosts, up
 
@@ -66,6 +67,10 @@ class Machine:
     def status(self, part: str) -> dict[str, Any]:
         found = json.loads(self.ludus(part, "status", "--json", code=None).splitlines()[-1])
         return dict(found[-1]) if found else {}
+
+    def state_of(self, part: str) -> str:
+        """Without the command, which takes a moment: of its newest job."""
+        return next(job.state for job in reversed(LocalOrchestrator(self.state).list()) if job.name == part)
 
     def log(self, name: str) -> str:
         path = self.logs / name

@@ -185,10 +185,7 @@ def slurm_rig(nodes: int = 3) -> Iterator[SlurmRig]:
     base = Path(tempfile.mkdtemp(prefix="slurm-rig-"))  # a socket's path must be short, which those of pytest are not
     rig = SlurmRig(base, nodes)
     try:
-        try:
-            rig.start()
-        except RuntimeError as error:
-            pytest.skip(f"Slurm does not run here: {error}")
+        rig.start()
         yield rig
     finally:
         rig.close()

@@ -78,9 +78,13 @@ class TestSlurmOrchestrator(SlurmContract):
 
 def test_a_job_of_three_nodes_runs_on_them_and_knows_them(orchestrator: SlurmOrchestrator, tmp_path: Path) -> None:
     said = 'echo "$LUDUS_JOB_NODE $SLURMD_NODENAME $SLURM_CPUS_PER_TASK $LUDUS_JOB_NODES ${LD_PRELOAD-none}"'
-    told = f"{said} > {tmp_path}/$LUDUS_JOB_NODE.part; mv {tmp_path}/$LUDUS_JOB_NODE.part {tmp_path}/said-$LUDUS_JOB_NODE; sleep 600"
+    told = (
+        f"{said} > {tmp_path}/$LUDUS_JOB_NODE.part; mv {tmp_path}/$LUDUS_JOB_NODE.part {tmp_path}/said-$LUDUS_JOB_NODE; sleep 600"
+    )
     far = Role("far", ("sh", "-c", told), 2, at=(1, 2))
-    first = main(f'until [ -e {tmp_path}/said-1 ] && [ -e {tmp_path}/said-2 ]; do sleep 0.05; done; {said}; stat -c %a "$LUDUS_JOB_TOKEN_FILE"; exit 5')
+    first = main(
+        f'until [ -e {tmp_path}/said-1 ] && [ -e {tmp_path}/said-2 ]; do sleep 0.05; done; {said}; stat -c %a "$LUDUS_JOB_TOKEN_FILE"; exit 5'
+    )
     settings = SlurmSettings(cpus=2)
     slurm = SlurmOrchestrator(orchestrator.directory.parent, settings)
     job_id = slurm.submit(Job("three", (far, first), "main", nodes=3))
@@ -125,8 +129,12 @@ def test_a_far_process_saves_what_it_has_before_it_ends(orchestrator: SlurmOrche
 
 def test_two_jobs_run_side_by_side_and_do_not_meet(orchestrator: SlurmOrchestrator, tmp_path: Path) -> None:
     def one(name: str) -> Job:
-        told = f"echo $LUDUS_JOB_PORT > {tmp_path}/$LUDUS_JOB_ID; until [ $(ls {tmp_path}/pair-* | wc -l) = 2 ]; do sleep 0.05; done"
-        return Job("pair", (main(told.replace("$LUDUS_JOB_ID", f"pair-{name}")), Role("far", ("sleep", "600"), at=(1,))), "main", nodes=2)
+        told = (
+            f"echo $LUDUS_JOB_PORT > {tmp_path}/$LUDUS_JOB_ID; until [ $(ls {tmp_path}/pair-* | wc -l) = 2 ]; do sleep 0.05; done"
+        )
+        return Job(
+            "pair", (main(told.replace("$LUDUS_JOB_ID", f"pair-{name}")), Role("far", ("sleep", "600"), at=(1,))), "main", nodes=2
+        )
 
     ids = [orchestrator.submit(one(name)) for name in ("a", "b")]
     assert [ended(orchestrator, job_id).state for job_id in ids] == ["succeeded"] * 2
@@ -178,9 +186,11 @@ def test_what_waits_says_why_and_can_be_cancelled_by_its_number(orchestrator: Sl
     assert {process.state for process in status.processes} == {"ended"}
 
 
-def test_slurms_own_words_reach_whoever_asked_for_the_wrong_thing(orchestrator: SlurmOrchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurms_own_words_reach_whoever_asked_for_the_wrong_thing(
+    orchestrator: SlurmOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(partition="nowhere"))
-    with pytest.raises(UsageError, match="[Ii]nvalid partition"):
+    with pytest.raises(UsageError, match=r"[Ii]nvalid partition"):
         wrong.submit(job(main("true")))
     odd = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(extra=("--bogus=1",)))
     with pytest.raises(UsageError, match="bogus"):
@@ -206,7 +216,9 @@ def orchestrator(tmp_path: Path) -> SlurmOrchestrator:
     return SlurmOrchestrator(tmp_path / "state")
 
 
-def test_without_a_controller_nothing_is_submitted_and_what_is_known_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_controller_nothing_is_submitted_and_what_is_known_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with slurm_rig(1) as lonely:
         monkeypatch.setenv("SLURM_CONF", str(lonely.conf))
         slurm = SlurmOrchestrator(tmp_path / "state")

@@ -167,11 +167,10 @@ def test_files_are_sent_and_setup_is_run_first_however_much_it_says(rig: ssh_rig
     (program / "play.py").write_text("import os; print('played', os.environ['COLOUR'], os.getcwd())")
     setup = ("echo this is noise; cat", "export COLOUR='dark red'", "echo '{\"ok\": {}}'")
     changes = {"setup": setup, "copy": (program, program / "play.py"), "workdir": str(shared / "work")}
-    with rig.orchestrator(tmp_path / "laptop", 2, **changes) as orchestrator:
-        roles = (Role("main", (sys.executable, "pro gram/play.py")), Role("other", (sys.executable, "play.py"), at=(1,)))
-        job_id = orchestrator.submit(Job("sent", roles, "main", nodes=2))
+    with rig.orchestrator(tmp_path / "laptop", 1, **changes) as orchestrator:
+        job_id = orchestrator.submit(job(Role("main", ("sh", "-c", '"$0" "pro gram/play.py" && "$0" play.py', sys.executable))))
         assert ended(orchestrator, job_id).state == "succeeded"
-        assert list(orchestrator.logs(job_id, role="main")) == [f"played dark red {shared / 'work'}"]
+        assert list(orchestrator.logs(job_id)) == 2 * [f"played dark red {shared / 'work'}"]
         with pytest.raises(UsageError, match=r"setup lines failed on 10\.77\.0\.1.*no-such-module"):
             rig.orchestrator(tmp_path, 1, setup=("no-such-module load",)).submit(job(main("true")))
 

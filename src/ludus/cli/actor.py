@@ -16,7 +16,6 @@ app = typer.Typer(help="A machine that samples for the learner of a run, started
 GAMECORE = "GAMECORE_SERVER_ADDR"
 NUMBERS = ("ACTOR_NUM", "CPU_NUM")
 NO_POOL = ("NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL")
-_PORT = 36010
 _MOST = 4096
 
 _Num = Annotated[
@@ -42,7 +41,7 @@ def start(
     gamecore: _Gamecore = None,
     no_model_pool: _NoPool = False,
     node: r.Node = None,
-    port: r.Port = _PORT,
+    port: r.Port = r.PORT,
     token_file: r.TokenFile = None,
     log_dir: r.LogDir = None,
 ) -> None:

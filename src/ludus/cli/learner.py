@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The learner of a run on a list of machines, started on the first of them.", no_args_is_help=True)
 
 EXPERIMENT = "experiment.yaml"
-_PORT = 36010
 _ELSEWHERE = {
     "address": "--address: the run has a Ray of its own",
     "distributed": "-dc: its workers come by `ludus actor start`",
@@ -37,7 +36,7 @@ def start(
     iplist: r.IpList,
     num: _Num = 0,
     node: r.Node = None,
-    port: r.Port = _PORT,
+    port: r.Port = r.PORT,
     token_file: r.TokenFile = None,
     log_dir: r.LogDir = None,
     wait: _Wait = 86_400.0,
@@ -145,9 +144,8 @@ def training_of(words: Sequence[str]) -> Training:
     )  # fmt: skip
     configs = [_config(data) for data in found.values()]
     every = [config.get("num_workers") for config in configs]
-    return Training(
-        None if not all(every) else every[0], next((n for config in configs if (n := config.get("num_learners"))), None)
-    )
+    shared = next((n for config in configs if (n := config.get("num_learners"))), None)
+    return Training(every[0] if all(every) else None, shared, found)
 
 
 def _config(data: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ludus.cluster.roles import Meeting
     from ludus.cluster.whereabouts import Here
 
+PORT = 9610
+"""As `cluster.roles.PORT`, which is not imported before a command needs it."""
+
 LOG_DIR = "LOG_DIR"
 _STRAY = ("LD_PRELOAD", "RAY_ADDRESS", "ip_head")
 """What else is in the environment and would lead our processes astray."""

@@ -45,6 +45,9 @@ def submit(
     name: Annotated[str | None, _of(_ALL, "--name", help="Its id begins so.")] = None,
     nodes: Annotated[int | None, _of(_ALL, "--nodes", "-N", help="Machines. train and tune use them all.")] = None,
     min_nodes: Annotated[int | None, _of(_ALL, "--min-nodes", help="Begin with so many. Default: all.")] = None,
+    learner_nodes: Annotated[
+        int | None, _of(_ALL, "--learner-nodes", help="So many of the first ones compute gradients; for train. Default: 1.")
+    ] = None,
     wait_s: Annotated[float | None, _of(_ALL, "--wait-s", help="Seconds in which they must have come. Default: 300.")] = None,
     cpus: Annotated[int | None, _of(_ALL, "--cpus", help="Cores of each that may be used.")] = None,
     gpus: Annotated[int | None, _of(_ALL, "--gpus", help="Accelerators of each.")] = None,
@@ -106,12 +109,14 @@ def submit(
         say("--redis-password is ignored: Ray has no such password any more; every job has a token of its own")
     begun = load_target(file) if file is not None else Target()
     target = begun.merged(
-        on=on, name=name, nodes=nodes, min_nodes=min_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
+        on=on, name=name, nodes=nodes, min_nodes=min_nodes, learner_nodes=learner_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
         environment=_environment(begun, env), secrets=_more(begun.secrets, secret), setup=_more(begun.setup, setup),
         python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=identity, known_hosts=known_hosts,
         copy=_more(begun.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
         extra=_more(begun.extra, extra), requeue=requeue, signal_s=signal_s,
     )  # fmt: skip
+    if target.on == "local" and target.workdir is not None:
+        _enter(Path(target.workdir))
     launch = launched(target, words or [], os.environ)
     check_command(command_of(launch.job))
     for notice in launch.notices:
@@ -119,6 +124,8 @@ def submit(
     orchestrator = opened(target)
     if dry_run:
         files = orchestrator.render(launch.job)
+        if (command := getattr(orchestrator, "command", None)) is not None:
+            files["command"] = f"{command()}\n"
         if interactive and not _is_allocated():
             words = allocating(_slurm(target, orchestrator).salloc_words(launch.job), sys.argv[1:])
             files["command"] = shlex.join(words) + "\n"
@@ -127,6 +134,14 @@ def submit(
         raise typer.Exit(run_interactively(target, orchestrator, launch.job))
     else:
         _submit(target.on, orchestrator, launch.job, say, wait=wait, as_json=as_json)
+
+
+def _enter(workdir: Path) -> None:
+    """Where jobs of this machine begin is where they are submitted."""
+    try:
+        os.chdir(workdir.expanduser())
+    except OSError as error:
+        raise UsageError(f"--workdir {workdir}: {error.strerror}.") from error
 
 
 def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bool, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from ludus.cluster.shelf import Shelf
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 
 _START_S = 60.0
+_SUPERVISOR = (sys.executable, "-P", "-m", "ludus.cluster.supervisor")
 
 
 class LocalOrchestrator(Shelf):
@@ -46,6 +48,10 @@ class LocalOrchestrator(Shelf):
         while self._lifelines:
             os.close(self._lifelines.pop())
 
+    def command(self) -> str:
+        """What submit would run, after it has written what `render` says into the directory of the job."""
+        return shlex.join([*_SUPERVISOR, str(self.directory / "ID")])
+
     def render(self, job: Job) -> dict[str, str]:
         return {record.JOB: record.write_job(checked(job))}
 
@@ -71,7 +77,7 @@ class LocalOrchestrator(Shelf):
             pids.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
 
     def _launch(self, place: JobDirectory) -> None:
-        words = [sys.executable, "-P", "-m", "ludus.cluster.supervisor", str(place.path)]
+        words = [*_SUPERVISOR, str(place.path)]
         ours = theirs = -1
         if self._attached:
             theirs, ours = os.pipe()

@@ -19,7 +19,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ludus import pids
@@ -28,6 +28,9 @@ _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 _SAFETY_S = 5.0
 _HUNG_UP_S = 5.0
 """How long the starter may take to end when its line is cut."""
+
+_PATIENCE_S = 5.0
+"""A queue that ends a job tells all its processes at the same time: so long the supervisor may end them in his order."""
 
 _KILLED = 128 + signal.SIGKILL
 _UNWANTED = ("LD_PRELOAD",)
@@ -39,11 +42,22 @@ def far(command: Sequence[str], line: int = 0) -> int:
     pids.adopt_orphans()
     with _Ears(line) as ears:
         environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
-        process = _start(command, environment, subprocess.DEVNULL, session=True)
+        process = _start(command, environment, subprocess.DEVNULL, outlives=False)
         if isinstance(process, int):
             return process
-        while process.poll() is None and not ears.cut:
-            ears.listen(_SAFETY_S, lambda number: _signal(process, number))
+        patience = _Patience()
+        while process.poll() is None and not ears.cut and not patience.is_over():
+            for number in ears.listen(patience.left_s()):
+                _signal(process, number)
+            for number in ears.signals():
+                if number != signal.SIGTERM:
+                    _signal(process, number)
+                elif _starter_is_gone(os.environ):
+                    patience.end()
+                else:
+                    patience.begin()
+            if patience.is_due():
+                _signal(process, signal.SIGTERM)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         code = process.poll()
@@ -54,14 +68,17 @@ def far(command: Sequence[str], line: int = 0) -> int:
 def near(starter: Sequence[str], line: int = 0) -> int:
     """Until the starter has ended. Its exit code, or, where that says that a signal killed the command: this process ends by it too."""
     with _Ears(line) as ears:
-        process = _start(starter, os.environ, subprocess.PIPE, session=False)
+        process = _start(starter, os.environ, subprocess.PIPE, outlives=True)
         if isinstance(process, int):
             return process
         assert process.stdin is not None
         pipe = process.stdin
         deadline = float("inf")
         while process.poll() is None:
-            ears.listen(_SAFETY_S if deadline == float("inf") else 0.1, lambda number: _say(pipe.fileno(), number))
+            ears.listen(_SAFETY_S if deadline == float("inf") else 0.1)
+            for number in ears.signals():
+                if not pipe.closed:
+                    _say(pipe.fileno(), number)
             if ears.cut and not pipe.closed:
                 pipe.close()
                 deadline = time.monotonic() + _HUNG_UP_S
@@ -77,7 +94,7 @@ class _Ears:
 
     def __init__(self, line: int) -> None:
         self.cut = False
-        self._line = line
+        self._line, self._heard = line, b""
         self._signals, self._written = socket.socketpair()
         for end in (self._signals, self._written):
             end.setblocking(False)
@@ -98,13 +115,20 @@ class _Ears:
         self._signals.close()
         self._written.close()
 
-    def listen(self, timeout_s: float, tell: Callable[[int], None]) -> None:
-        """Returns early when there was something, also when a child has ended."""
+    def listen(self, timeout_s: float) -> list[int]:
+        """What was said on the line. Returns early when there was something, also a signal, also the end of a child."""
+        said = b""
         for key, _ in self._selector.select(timeout_s):
-            heard = self._signals.recv(256) if key.fileobj is self._signals else self._read()
-            for number in heard:
-                if number in _HANDED_ON:
-                    tell(number)
+            if key.fileobj is self._signals:
+                self._heard += self._signals.recv(256)
+            else:
+                said += self._read()
+        return [number for number in said if number in _HANDED_ON]
+
+    def signals(self) -> list[int]:
+        """Those to this process since it was asked last."""
+        heard, self._heard = self._heard, b""
+        return [number for number in heard if number in _HANDED_ON]
 
     def _read(self) -> bytes:
         try:
@@ -117,16 +141,43 @@ class _Ears:
         return heard
 
 
-def _start(words: Sequence[str], environment: Mapping[str, str], line: int, *, session: bool) -> subprocess.Popen[bytes] | int:
-    """Or the code that a shell would give to one that cannot be started."""
+class _Patience:
+    """With a signal that came past the line: handed on after a while, and after the same time again there is an end."""
+
+    def __init__(self) -> None:
+        self._due = self._last = float("inf")
+
+    def begin(self) -> None:
+        if self._last == float("inf"):
+            self._due, self._last = time.monotonic() + _PATIENCE_S, time.monotonic() + 2 * _PATIENCE_S
+
+    def end(self) -> None:
+        self._last = 0.0
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self._last
+
+    def is_due(self) -> bool:
+        """Once."""
+        if time.monotonic() <= self._due:
+            return False
+        self._due = float("inf")
+        return True
+
+    def left_s(self) -> float:
+        return max(0.0, min(_SAFETY_S, min(self._due, self._last) - time.monotonic() + 0.01))
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str], line: int, *, outlives: bool) -> subprocess.Popen[bytes] | int:
+    """Or the code that a shell would give to one that cannot be started. `outlives`: a starter goes on without us, to say that the line is cut."""
     parent = os.getpid()
     try:
         return subprocess.Popen(  # noqa: S603 # a job runs what it is told to
             words,
             env=environment,
             stdin=line,
-            start_new_session=session,
-            preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
+            start_new_session=True,
+            preexec_fn=None if outlives else lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
         )
     except (OSError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"{words[0]} cannot be started: {error}\n")
@@ -141,6 +192,20 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 def _say(line: int, number: int) -> None:
     with contextlib.suppress(OSError):  # it has hung up: then it ends anyway
         os.write(line, bytes([number]))
+
+
+def _starter_is_gone(environ: Mapping[str, str]) -> bool:
+    """A srun that was killed: Slurm leaves our end of the line open, but nobody listens any more where srun did."""
+    host, port = environ.get("SLURM_SRUN_COMM_HOST", ""), environ.get("SLURM_SRUN_COMM_PORT", "")
+    if not host or not port.isdigit():
+        return False
+    try:
+        socket.create_connection((host, int(port)), 2.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _is_line(line: int) -> bool:

@@ -286,7 +286,7 @@ def host(job: Surroundings, options: Options) -> int:
             left = pids.end_descendants(_END_S)
             if left:
                 say(f"could not be killed: {left}")
-            cluster.sweep_scratch()
+            cluster.sweep_leftovers()
 
 
 @contextlib.contextmanager

@@ -23,8 +23,11 @@ from ludus.cluster.whereabouts import Here
 from ludus.errors import UsageError
 from ludus.runtime.surroundings import Surroundings
 
-PORT = 36010
-"""Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next two are used as well."""
+PORT = 9610
+"""Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next two are used as well.
+
+Neither one that Linux gives to outgoing connections, nor one of those that jobs choose from.
+"""
 
 WAIT_S = 86_400.0
 """For actors: whoever starts a learner by hand starts them by hand, too."""

@@ -155,7 +155,7 @@ _ONLY: Mapping[str, tuple[str, ...]] = {
         ("time", "account", "partition", "qos", "constraint", "reservation", "nodelist", "exclude", "exclusive"), _SLURM
     ),
     **dict.fromkeys(("extra", "groups", "requeue", "signal_s", "memory"), _SLURM),
-    **dict.fromkeys(("setup", "python"), _BOTH),
+    "setup": _BOTH,
 }
 """Keys that mean something on these only."""
 

@@ -72,6 +72,7 @@ SETTINGS = {
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call that comes too late would start a Ray of its own
 }
+_LOCALHOST = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Where Ray believes that there can be no other machines, it listens on 127.0.0.1 alone."""
 
@@ -225,7 +226,9 @@ class Cluster:
         settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.token_file)}
         self._undo.enter_context(environment(SETTINGS | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))
         here = assembled(job, Head(job.head), time.monotonic() + job.wait_s, self._say)
-        with _signals_kept():
+        # Where Ray is told of 127.0.0.1 it takes another address of this machine, unless it believes that there are no others.
+        here_only = _loopback() if job.nodes[0] in _LOCALHOST else contextlib.nullcontext()
+        with _signals_kept(), here_only:
             self._connect(address=job.head, _temp_dir=here.directory)
 
     def _connect(self, **options: Any) -> None:
@@ -577,8 +580,9 @@ def _base() -> Path:
     return temp if len(os.fsencode(temp)) <= 15 or not Path("/tmp").is_dir() else Path("/tmp")  # noqa: S108
 
 
-def sweep_scratch() -> None:
-    """What workers leave that are killed with their Ray: rings, weights, logs."""
+def sweep_leftovers() -> None:
+    """Remove what Rays and workers of this user have left that were killed: directories, rings, weights, logs."""
+    sweep(_base())
     for base in _scratch_bases():
         scratch.sweep(base)
 
