@@ -81,7 +81,7 @@ def start(lab: Lab, rounds: int) -> list[Row]:
 def _started(lab: Lab, way: str) -> Row:
     before = Seen.now()
     try:
-        job = jobs.submit(lab) if way == OURS else jobs.submit_bare(lab, free_ports(1))
+        job = jobs.submit(lab) if way == OURS else jobs.submit_bare(lab, free_ports(1 + 40 * jobs.NODES))
         found: Row = dict(job.first_step())
         lab.rig.ask("scancel", job.slurm)
         found["gone_s"] = lab.gone(before, GONE_S)

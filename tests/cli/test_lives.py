@@ -190,6 +190,9 @@ def test_the_newest_run_that_a_job_was_to_go_on_with_stays_that_of_its_next_live
     monkeypatch.delenv(RUN)
     run = call(*words, "--stop", "iterations=1").json["run_dir"]
     note()
+    refused = call(*words, "--stop", "iterations=2", "--resume", "--set", "lr=0.1")
+    assert refused.code == 2
+    assert note() is None, "nothing was begun"
     first = call(*words, "--stop", "iterations=2", "--resume")
     assert (first.code, first.json["run_dir"], first.json["iterations"]) == (0, run, 2), first.err
     newer = call(*words, "--stop", "iterations=1").json["run_dir"]

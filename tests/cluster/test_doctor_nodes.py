@@ -50,7 +50,7 @@ class Sshd:
         (directory / "conf").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nListenAddress 127.0.0.3\n"
             f"HostKey {directory}/host\nAuthorizedKeysFile {directory}/user.pub\nPasswordAuthentication no\n"
-            "UsePAM no\nStrictModes no\nPidFile none\n"
+            f"UsePAM no\nStrictModes no\nPidFile none\nSetEnv HOME={directory}\n"  # what this user's shell does at its start is no matter
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         with open(directory / "log", "wb") as log:

@@ -375,25 +375,34 @@ def test_a_node_whose_ray_dies_ends_comes_back_and_is_used_again(tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.system
 @pytest.mark.timeout(300)
-def test_killed_in_the_middle_of_a_training_it_leaves_no_worker_and_no_file(tmp_path: Path) -> None:
-    shm = set(os.listdir("/dev/shm"))
+def test_killed_in_the_middle_of_a_training_it_leaves_nothing_and_the_training_goes_on_in_the_next_ray(tmp_path: Path) -> None:
     with rig(tmp_path, 2) as job:
         training = train(job, "--stop", "time_s=300")
         for node in (0, 1):
             job.start(node)
         try:
             job.until(lambda: len(workers_on(job)) == 2 and sum(workers_on(job).values()) == 3)
-            family = job.family()
-            assert any("sampler" in process.name() or "actor" in process.name() for process in family), "workers are there"
+            family = {process.pid for process in job.family()}
+            assert scratch_of(family), "rings of workers"
             for node in (1, 0):
                 job.popens[node].kill()
-            job.until(lambda: not job.family() and not job.left(), 40)
+                job.popens[node].wait(20)
+            job.until(lambda: not job.family() and not job.left() and not scratch_of(family), 40)
+
+            for node in (0, 1):  # as whoever looks after them does
+                job.start(node)
+            job.until(lambda: (tmp_path / "train.log").read_text().count("Ray: 2 nodes, 2 cores") == 2)
+            job.until(lambda: len(workers_on(job)) == 2 and sum(workers_on(job).values()) == 3)
             training.send_signal(signal.SIGINT)
-            assert training.wait(60) != 0
+            assert training.wait(60) == 130
         finally:
             training.kill()
             training.wait(20)
-    job.until(lambda: not {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("plasma", "ludus-"))}, 30)
+
+
+def scratch_of(pids: set[int]) -> list[str]:
+    """What these processes have in shared memory."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith("ludus-") and set(name.split("-")) & set(map(str, pids))]
 
 
 @pytest.mark.long

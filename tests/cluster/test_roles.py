@@ -262,6 +262,13 @@ def test_a_standing_cluster_is_a_head_and_nodes() -> None:
     assert [role.name for role in cluster_job("alone", read_iplist("a")).roles] == ["head"]
 
 
+def test_machines_meet_by_ipv4_and_ssh_may_go_by_ipv6() -> None:
+    with pytest.raises(UsageError, match=r"fe80::1 is an IPv6 address, and the machines of a run meet by IPv4\. Write"):
+        cluster_job("games", read_iplist("fe80::1"))
+    both = read_iplist("nodes:\n- {host: 'fe80::1', address: 10.0.0.2}\n")
+    assert cluster_job("games", both).nodes == 1
+
+
 # -- the training ---------------------------------------------------------------------------------------------------------
 
 ACTORS = read_iplist("nodes:\n- {host: a, slots: 2}\n- {host: b, actors: 6}\n- {host: c, actors: 4}\n")

@@ -16,6 +16,7 @@ import pytest
 from ludus.errors import ConfigError, MissingExtra
 from ludus.game import display, opengl, x11
 from ludus.game.opengl import OpenGL
+from ludus.runtime import scratch
 from tests.tools import need
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="X servers of Linux")
@@ -154,6 +155,24 @@ def test_a_screen_whose_keeper_is_killed_ends_too() -> None:
         screen._keeper.wait(_GONE_S)
         _until_gone(server)
     assert x11.silence(screen.variables())
+    assert not screen.authority.parent.exists()
+
+
+def test_what_a_killed_keeper_and_a_killed_owner_leave_is_swept_by_the_next_run(tmp_path: Path) -> None:
+    need("Xvfb")
+    words, environ = [sys.executable, "-c", _OWNER], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as owner:
+        assert owner.stdout is not None
+        _, authority, keeper = owner.stdout.readline().split()
+        server = int(_children(int(keeper))[0])
+        assert scratch.sweep(tmp_path) == 0, "in use"
+        os.kill(int(keeper), signal.SIGKILL)
+        owner.kill()
+        owner.communicate(timeout=30)
+    _until_gone(int(keeper), server)
+    assert Path(authority).exists()
+    assert scratch.sweep(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_copy_of_the_owner_does_not_end_the_screen() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +123,23 @@ def test_a_cluster_over_ssh_stands_is_trained_on_mended_and_taken_down(tmp_path:
         assert "is down" in machine.ludus("cluster", "down", within_s=240)
         assert [ssh_rig.until_gone(rig, host) for host in range(3)] == [[], [], []]
         assert not (machine.state / "clusters" / "cluster").exists()
+
+
+def test_a_training_that_is_killed_goes_on_with_its_run(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    try:
+        machine.start("actor", "--num", "2")
+        machine.start("learner", *TRAINING, "--num-workers", "2", "--checkpoint-freq", "5", "--stop", "timesteps=40000")
+        machine.until(lambda: list(tmp_path.glob("runs/*/*/checkpoints/0*")), 2 * BUSY_S)
+        before = machine.status("learner")
+        (main,) = (process for process in before["processes"] if process["role"] == "main")
+        os.kill(main["pid"], signal.SIGKILL)
+        machine.until(lambda: machine.state_of("learner") not in ("pending", "running"), 3 * BUSY_S)
+        after = machine.status("learner")
+        assert (after["state"], after["run"]) == ("succeeded", before["run"])
+        assert [process["restarts"] for process in after["processes"] if process["role"] == "main"] == [1]
+        assert "it goes on with" in machine.log("learner/train.log")
+    finally:
+        machine.ludus("learner", "stop", code=None)
+        machine.ludus("actor", "stop", code=None)
+    assert machine.left() == []

@@ -99,7 +99,7 @@ class Host:
 class Rig:
     """A cluster of such machines, of which the first is this one; `ask` is how its head answers."""
 
-    address = "head:1"
+    address, returns = "head:1", False
 
     def __init__(self, names: Sequence[str], directory: Path) -> None:
         self.here = names[0]
@@ -250,20 +250,23 @@ def test_a_head_is_gone_when_it_has_not_answered_several_times(rig: Rig) -> None
     with rig.nodes(plan(), head_s=0.0) as nodes:
         assert named(nodes), "whatever the clock says: it has always answered"
         rig.ask = gone
-        with pytest.raises(WorkerFailed, match="The head of the cluster is gone: head:1 has not answered"):
+        with pytest.raises(WorkerFailed, match="The head of the cluster is gone: head:1 has not answered") as failed:
             rig.until(lambda: not nodes.current())
+        assert failed.value.final
         assert len(asked) >= 2
 
 
-def test_a_head_that_keeps_the_clerk_is_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_keeps_the_clerk_is_gone_and_that_of_a_job_may_return(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.returns = True
     monkeypatch.setattr(ray_node, "_STUCK_S", 0.3)
     over = threading.Event()
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(rig.nodes(plan(), head_s=0.5))
         stack.callback(over.set)
         rig.ask = lambda: cast(None, over.wait(WAIT_S))
-        with pytest.raises(WorkerFailed, match="The head of the cluster is gone"):
+        with pytest.raises(WorkerFailed, match="The head of the cluster is gone") as gone:
             rig.until(lambda: not nodes.current())
+        assert not gone.value.final
 
 
 def test_time_in_which_we_stood_still_does_not_count() -> None:

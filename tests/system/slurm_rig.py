@@ -118,7 +118,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={self.base}/run/munge.socket
+AuthInfo=socket={self.base}/run/munge.socket,cred_expire=5
 StateSaveLocation={self.base}/state
 SlurmdSpoolDir={self.base}/spool/%n
 SlurmctldPidFile={self.base}/run/slurmctld.pid

@@ -46,6 +46,7 @@ class SshRig:
             with open(self.known_hosts, "a") as file:
                 file.write(f"{hosts.address(host)} {kind} {public}\n")
             self.state(host).mkdir()
+            (directory / f"h{host}_home").mkdir()
             self._configure(host)
         for host in range(self.size):
             self._boot(host)
@@ -101,7 +102,8 @@ class SshRig:
             "StrictModes no",
             "PidFile none",
             "MaxStartups 100",
-            f"SetEnv LUDUS_STATE_DIR={self.state(host)}",
+            # Not the machine's own home: what its login scripts lock, a loss of power would leave locked for everybody.
+            f"SetEnv LUDUS_STATE_DIR={self.state(host)} HOME={self.directory}/h{host}_home",
         ]
         (self.directory / f"h{host}_sshd").write_text("\n".join(lines) + "\n")
 

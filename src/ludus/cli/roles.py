@@ -75,8 +75,9 @@ def clean(environ: MutableMapping[str, str]) -> list[str]:
 
 
 def meeting_of(here: Here, port: int, token: Path | None, logs: Path | None) -> Meeting:
-    from ludus.cluster.roles import Meeting, token_path
+    from ludus.cluster.roles import Meeting, check_family, token_path
 
+    check_family(here.head, here.address)
     base = logs or Path(os.environ.get(LOG_DIR) or "logs")
     return Meeting(here, token_path(token, os.environ), base.expanduser().absolute(), port)
 

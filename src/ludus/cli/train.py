@@ -386,8 +386,7 @@ class Starter:
             return self._go_on(begun, whole)
         before = self._before(name) if self.newest else None
         if before is not None:
-            self.noting(name)(before)
-            return self.continue_(before, whole)
+            return self.continue_(before, whole, self.noting(name))
         rest = {
             "local_dir": self.local_dir,
             "project": self.project,
@@ -397,8 +396,8 @@ class Starter:
         }
         return self.shown(lambda experiment, told: experiment.start(whole, **rest, noted=self.noting(name), **told))
 
-    def continue_(self, before: Path, data: Mapping[str, Any]) -> Result | None:
-        """The run goes on; None: it is finished. What differs from it is an error, or said."""
+    def continue_(self, before: Path, data: Mapping[str, Any], noted: Callable[[Path], None] | None = None) -> Result | None:
+        """The run goes on; None: it is finished. What differs from it is an error, or said. `noted`: hears of it before."""
         from ludus.experiment import continuing, experiment
         from ludus.experiment.workspace import shown as place_of
 
@@ -407,6 +406,8 @@ class Starter:
         if _is_finished(before) and ("stop" not in changes or experiment.is_over(before, changes, cluster)):
             self.voice(f"{place_of(before)} is finished")
             return None
+        if noted is not None:
+            noted(before)
         told = ", ".join(f"{key}: {_plain(value)}" for key, value in changes.items())
         self.voice(f"continuing {place_of(before)}" + f" with {told}" * bool(told))
         return self.shown(lambda experiment, told: experiment.resume(before, changes=changes, **told))

@@ -63,6 +63,16 @@ class Meeting:
         return f"{_bracketed(self.here.head)}:{self.port}"
 
 
+def check_family(*addresses: str) -> None:
+    """Raises UsageError."""
+    for address in addresses:
+        if ":" in address:
+            raise UsageError(
+                f"{address} is an IPv6 address, and the machines of a run meet by IPv4.",
+                "Write the IPv4 address; in YAML as `address`, where SSH shall go by the other one.",
+            )
+
+
 # -- jobs -----------------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +161,7 @@ def cluster_job(
     name: str, listed: NodeList, *, cpus: int | None = None, port: int | None = None, wait_s: float = 300.0, python: str = ""
 ) -> Job:
     """A Ray over all machines of the list that stands until it is taken down; for the orchestrator `ssh`."""
+    check_family(*(node.reached for node in listed.nodes))
     interpreter = python or sys.executable
 
     def words(entry_actors: int) -> tuple[str, ...]:

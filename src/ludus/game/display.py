@@ -100,6 +100,7 @@ class PrivateScreen:
         self._keeper = subprocess.Popen(  # noqa: S603 - ours
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
         )
+        self.authority = Path()
         try:
             self.display, self.authority = self._introduced()
         except BaseException:
@@ -136,6 +137,8 @@ class PrivateScreen:
         except subprocess.TimeoutExpired:
             self._keeper.kill()  # then the kernel ends the server
             self._keeper.wait(_END_S)
+        if self.authority.name:  # one that was killed could not
+            shutil.rmtree(self.authority.parent, ignore_errors=True)
 
     def __enter__(self) -> PrivateScreen:
         return self

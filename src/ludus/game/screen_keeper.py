@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -35,7 +36,8 @@ def main(owner: int, xvfb: str, size: str) -> None:
     if os.getppid() != owner:
         return
     entry = bytes.fromhex(_line(sys.stdin.fileno()).decode())
-    home = Path(tempfile.mkdtemp(prefix="ludus-screen-"))
+    home = Path(tempfile.gettempdir()) / _name()
+    home.mkdir(mode=0o700)
     try:
         authority = home / "authority"
         with open(os.open(authority, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -109,6 +111,13 @@ def _end(server: subprocess.Popen[bytes], number: int | None) -> None:
         if number is not None:
             for left in (f"/tmp/.X11-unix/X{number}", f"/tmp/.X{number}-lock"):  # noqa: S108 - where X servers put them
                 Path(left).unlink(missing_ok=True)
+
+
+def _name() -> str:
+    """Says whose it is, as runtime/scratch.py reads it: if we are killed together with the owner, the next run sweeps it away."""
+    space = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"ludus-{os.getuid()}-{space or 0}-{os.getpid()}-{started}-{os.urandom(4).hex()}"
 
 
 def _line(file: int) -> bytes:

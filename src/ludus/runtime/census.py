@@ -56,11 +56,15 @@ def take(address: str, token_file: Path, within_s: float = WITHIN_S) -> list[Res
 def read(said: str, address: str) -> list[Resident]:
     """What the process said. Raises Unreachable."""
     for line in reversed(said.splitlines()):
-        if line.startswith("{"):
+        if not line.startswith("{"):
+            continue
+        try:
             found = json.loads(line)
-            if "refused" in found:
-                raise Unreachable(f"The head of the Ray at {address} does not answer: {found['refused']}")
-            return sorted((Resident(**each) for each in found["residents"]), key=lambda each: (each.since, each.address))
+        except ValueError:  # cut off
+            break
+        if "refused" in found:
+            raise Unreachable(f"The head of the Ray at {address} does not answer: {found['refused']}")
+        return sorted((Resident(**each) for each in found["residents"]), key=lambda each: (each.since, each.address))
     raise Unreachable(f"The head of the Ray at {address} does not answer.")
 
 

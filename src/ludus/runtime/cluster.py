@@ -143,6 +143,8 @@ class Cluster:
         """Connects. Raises MissingExtra, and UsageError when there is no such cluster or it does not let us in."""
         self._say = announce or (lambda sentence: None)
         self.started = address == LOCAL
+        self.returns = False
+        """Whether somebody starts it again when it is gone."""
         self._undo = contextlib.ExitStack()
         _need_ray()
         if not self.started and (num_cpus is not None or object_store_memory is not None):
@@ -221,7 +223,7 @@ class Cluster:
     def _join_job(self, job: Surroundings) -> None:
         """Nothing has to be found out, and whoever is not there yet is on his way."""
         self._say(f"joining the Ray of this job at {job.head} …")
-        self.home = None
+        self.home, self.returns = None, True
         job.token()
         settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.token_file)}
         self._undo.enter_context(environment(SETTINGS | settings, remove=("RAY_AUTH_TOKEN", "RAY_ADDRESS")))

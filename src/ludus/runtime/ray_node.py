@@ -267,7 +267,7 @@ class RayNodes:
     def current(self) -> list[Node]:
         self._check_head()
         if self._failure is not None:
-            raise _final(*self._failure)
+            raise WorkerFailed(*self._failure) if self._cluster.returns else _final(*self._failure)
         self._see_to_own()
         own: list[Node] = [] if self._own is None else [self._own]
         return own + [node for node in list(self._nodes.values()) if node.ready and not node.lost]
