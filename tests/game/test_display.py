@@ -287,3 +287,20 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def test_an_environment_that_is_trained_on_gets_the_screen_that_was_asked_for() -> None:
+    need("Xvfb")
+    script = (
+        "import os, pygame\n"
+        "from ludus.game import environment, registry\n"
+        "import gymnasium as gym\n"
+        "def windowed(config):\n"
+        "    pygame.display.init(); pygame.display.set_mode((64, 64)); print(pygame.display.get_driver())\n"
+        "    return gym.make('CartPole-v1')\n"
+        "registry.register_env('windowed', windowed)\n"
+        "environment.make_environments('windowed', 1).close()\n"
+    )
+    environ = {**os.environ, "LUDUS_SCREEN": "xvfb", "DISPLAY": ":4321"}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "x11", done.stderr

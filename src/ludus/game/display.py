@@ -48,6 +48,12 @@ def without_screen(environ: Mapping[str, str] | None = None) -> bool:
     return not _wayland(environ) and bool(x11.silence(environ))
 
 
+def provide() -> None:
+    """Before any environment is made: a screen where somebody has said that it needs one. Raises MissingExtra, ConfigError."""
+    if _choice(os.environ) == "xvfb":
+        keep_screen()
+
+
 def prepare(entry_point: str) -> None:
     """For an environment that will be filmed, whose code is at `entry_point`. Raises MissingExtra when nothing can draw."""
     choice = _choice(os.environ)

@@ -156,6 +156,7 @@ class _Recipe:
     ) -> None:
         self.name, self.config, self.preprocess = name, config, preprocess
         self.wrappers, self.vector_wrappers = wrappers, vector_wrappers
+        display.provide()
         self.factory = factory_of(name)
         self.spec = spec_of(name) if self.factory is None else None
         self.atari = self.spec is not None and is_atari(self.spec, config, preprocess)
