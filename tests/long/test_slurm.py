@@ -140,18 +140,13 @@ def test_a_job_whose_node_fails_is_started_again(tmp_path: Path, rig: SlurmRig) 
 # -- ended, and nothing is left -------------------------------------------------------------------------------------------
 
 
-def running(slurm: SlurmOrchestrator, tmp_path: Path, hides: str = "setsid") -> tuple[str, list[Path]]:
-    """Main ends a moment after it is asked to, as one does that saves something."""
+def running(slurm: SlurmOrchestrator, tmp_path: Path, *, alone: bool = False) -> tuple[str, list[Path]]:
+    """Main ends a moment after it is asked to, as one does that saves something. `alone`: it has started nothing."""
     beats = [tmp_path / f"beat-{i}" for i in range(3)]
     one, two, three = (f"sh -c '{BEATING}' {beat}" for beat in beats)
     far = Role("far", ("sh", "-c", f"{one} & setsid {two} & wait"), at=(1,))
-    job_id = slurm.submit(
-        replace(
-            job(main(f"trap 'sleep 0.5; exit 130' TERM; {hides} {three} & while :; do sleep 0.05; done"), far),
-            nodes=2,
-            grace_s=2.0,
-        )
-    )
+    first = f"exec {three}" if alone else f"trap 'sleep 0.5; exit 130' TERM; setsid {three} & while :; do sleep 0.05; done"
+    job_id = slurm.submit(replace(job(main(first), far), nodes=2, grace_s=2.0))
     until(lambda: all(beat.exists() for beat in beats))
     return job_id, beats
 
@@ -180,8 +175,8 @@ def test_a_cancelled_job_is_gone_within_ten_seconds(orchestrator: SlurmOrchestra
 def test_whoever_is_killed_nothing_is_left(
     orchestrator: SlurmOrchestrator, tmp_path: Path, who: tuple[str, ...], rig: SlurmRig
 ) -> None:
-    # With both gone, and without the control groups that clusters have, Slurm does not find what hid in a session of its own.
-    job_id, beats = running(orchestrator, tmp_path, "setsid" if len(who) == 1 else "")
+    # With both gone, and without the control groups that clusters have, Slurm does not find what main had started here.
+    job_id, beats = running(orchestrator, tmp_path, alone=len(who) == 2)
     found = JobDirectory(orchestrator.directory / job_id).read()
     for name in who:
         watcher = getattr(found, name)

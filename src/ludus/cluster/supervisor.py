@@ -511,12 +511,21 @@ def keep(directory: JobDirectory, lifeline: int | None, started: int | None, rea
     with _forwarding(child):
         _, ended = os.waitpid(child, 0)
     pids.end_descendants()
+    _sweep()
     returned = os.waitstatus_to_exitcode(ended)
     if returned == INTERRUPTED and not directory.read().status.over:
         return 0
     directory.clear()
     directory.conclude(f"its supervisor ended with {_spoken(returned)}; its processes were ended")
     return exit_code(returned)
+
+
+def _sweep() -> None:
+    """What was killed could not tidy up: rings and directories of its workers, of its Ray."""
+    from ludus.runtime.cluster import sweep_leftovers
+
+    with contextlib.suppress(OSError):
+        sweep_leftovers()
 
 
 @contextlib.contextmanager
