@@ -1,7 +1,7 @@
 #!/bin/bash
 # The same Ray nodes and the same training as our launcher makes of it, as one would write it by hand: nodes by srun, readiness
-# polled and never slept for. From its environment: PYTHON, RAY, STARTED (a file), SCRATCH (short), PORT, STORE_BYTES, WORDS (a file:
-# the words of `ludus train`, one a line).
+# polled and never slept for. From its environment: PYTHON, RAY, STARTED (a file), SCRATCH (short), PORT, STORE_BYTES, WORDS_FILE (the
+# words of `ludus train`, one a line).
 set -u
 date +%s.%N >"$STARTED"
 umask 077
@@ -29,5 +29,5 @@ for number in "${!nodes[@]}"; do
 	[ "$number" = 0 ] || start "$number" --address="$head:$PORT"
 done
 "$PYTHON" -m bench.launches.ready "$head:$PORT" "${#nodes[@]}" 2>"$SCRATCH/ready.log" || exit 3
-mapfile -t words <"$WORDS"
+mapfile -t words <"$WORDS_FILE"
 exec "$PYTHON" -P -m ludus.cli.main "${words[@]}" --address "$head:$PORT"

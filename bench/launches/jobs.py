@@ -228,7 +228,7 @@ def submit_bare(lab: Lab, port: int, *more: str) -> Submitted:
     (place / "words").write_text("\n".join(words(run, *more)) + "\n")
     told = {
         "PYTHON": sys.executable, "RAY": str(Path(sys.executable).parent / "ray"), "STARTED": str(started), "PORT": str(port),
-        "SCRATCH": str(scratch), "STORE_BYTES": str(STORE_BYTES), "WORDS": str(place / "words"),
+        "SCRATCH": str(scratch), "STORE_BYTES": str(STORE_BYTES), "WORDS_FILE": str(place / "words"),
     }  # fmt: skip
     at = time.time()
     said = subprocess.run(

@@ -157,6 +157,7 @@ def said(state: str, role: str = "", code: int | None = None, reason: str = "", 
         (RUNS, said("failed", "main", 1, "gone", lost=True), said("running", "worker"), False, "running", None, "part on h0 is over: gone", False),
         (PENDING, said("missing"), said("missing"), False, "pending", None, "", False),
         (RUNS, said("missing"), said("missing"), False, "failed", 1, "h0 knows nothing of it", True),
+        (PENDING, said("missing"), said("missing"), True, "cancelled", 1, "h0 knows nothing of it", True),
         (RUNS, said("missing"), said("running", "worker"), False, "running", None, "", False),
     ],
 )  # fmt: skip

@@ -62,7 +62,17 @@ def far(command: Sequence[str], line: int = 0) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         code = process.poll()
         pids.end_descendants()
+        if code is None:
+            _sweep()
     return _KILLED if code is None else 128 - code if code < 0 else code
+
+
+def _sweep() -> None:
+    """What was killed could not tidy up."""
+    from ludus.runtime.cluster import sweep_leftovers
+
+    with contextlib.suppress(OSError):
+        sweep_leftovers()
 
 
 def near(starter: Sequence[str], line: int = 0) -> int:

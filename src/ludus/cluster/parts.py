@@ -96,10 +96,10 @@ def combined(
             status = replace(status, state="cancelled", exit_code=1)
         return Known(replace(status, reason="; ".join(complaints)), False, silent)
     if head.state == "missing":
-        if now - known.status.submitted_at < _UNSURE_S and known.status.state == "pending":
+        if not cancelled and now - known.status.submitted_at < _UNSURE_S and known.status.state == "pending":
             return Known(status, False, silent)
         why = f"{hosts[0]} knows nothing of it: it was not submitted to the end"
-        head = replace(head, state="failed", exit_code=1, reason=why)
+        head = replace(head, state="cancelled" if cancelled else "failed", exit_code=1, reason=why)
     status = replace(status, logs=f"{hosts[0]}:{head.logs}" if head.logs else "")
     if not head.over or ending:
         shown = [part for part in zip(hosts, found, strict=True) if part[1] is not head or head.lost]

@@ -266,6 +266,8 @@ class SshOrchestrator:
             return {"verb": "keep", "job": entry.id, "node": node}
 
         for step in (submission, kept):
+            if entry.cancelled:
+                raise WorkerFailed(f"The job {entry.id} was cancelled while it was submitted.")
             for nodes in (range(1, job.nodes), range(1)):
                 for said in self._ask(settings, nodes, step, again=False).values():
                     if isinstance(said, LudusError):

@@ -129,13 +129,15 @@ class Member:
             os.kill(self.process.pid, signal.SIGCONT)  # one that is stopped could not end
 
     def kill(self) -> None:
-        if self.process is not None and self.state == "running":
-            self._hang_up()  # what runs elsewhere is told by the end of its input
+        """What runs elsewhere is told by the end of its input; only if that does not help is killed what stands for it here."""
+        if self.process is not None and self.state == "running" and not self._hang_up():
             _kill_group(self.process.pid)
 
-    def _hang_up(self) -> None:
-        if self.process is not None and self.process.stdin is not None and not self.process.stdin.closed:
-            self.process.stdin.close()
+    def _hang_up(self) -> bool:
+        if self.process is None or self.process.stdin is None or self.process.stdin.closed:
+            return False
+        self.process.stdin.close()
+        return True
 
     def exited(self) -> bool:
         return self.process is not None and self.state == "running" and _exited(self.process)
@@ -176,7 +178,7 @@ class Supervisor:
         self._main = next(member for member in self.members if member.role.name == self.job.main)
         self._state: JobState = "running"
         self._reason = ""
-        self._cancelled = self._later = False
+        self._cancelled = self._later = self._at_once = False
         self._stages: list[list[Member]] | None = None
         """Who is still to be ended; the first are being ended until `_deadline`."""
         self._deadline = 0.0
@@ -311,6 +313,8 @@ class Supervisor:
                 reason = "its queue ended it"
             self._end(reason or "it was cancelled")
         if at_once:
+            self._at_once = True
+            self._deadline = time.monotonic() + _AGAIN_S
             self._say("everything is killed")
             for member in self.members:
                 member.kill()
@@ -330,7 +334,7 @@ class Supervisor:
 
     def _begin_stage(self) -> None:
         assert self._stages
-        self._deadline = time.monotonic() + self.job.grace_s
+        self._deadline = time.monotonic() + (_AGAIN_S if self._at_once else self.job.grace_s)
         for member in self._stages[0]:
             member.tell(signal.SIGTERM)
 

@@ -37,7 +37,7 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-_ECHO_S = 1.0
+_ECHO_S = 10.0
 
 
 class StopSignal:
