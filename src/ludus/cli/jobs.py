@@ -120,6 +120,17 @@ def cancel(
 
 
 @app.command()
+def mend(job_id: _Id, on: _On = None) -> None:
+    """Start again what a job has lost with a machine that is back; for jobs by SSH. (A queue does it by itself.)"""
+    found = find(job_id, on)
+    started = getattr(found.orchestrator, "mend", None)
+    if started is None:
+        raise UsageError(f"{found.id} runs on {found.on}, where there is nothing to mend.", "It is for jobs by SSH.")
+    hosts = started(found.id)
+    say(f"{found.id} is started again on {', '.join(hosts)}" if hosts else f"nothing is missing of {found.id}")
+
+
+@app.command()
 def wait(
     job_id: _Id,
     timeout: Annotated[
