@@ -129,6 +129,14 @@ def children(pid: int) -> list[int]:
     return _listed(pid) if _are_listed() else _all_children().get(pid, [])
 
 
+def environment(pid: int) -> set[str]:
+    """NAME=VALUE, as it was started with; nothing where that cannot be seen."""
+    try:
+        return {entry.decode(errors="replace") for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+    except OSError:
+        return set()
+
+
 def _are_listed() -> bool:
     own = os.getpid()
     return Path(f"/proc/{own}/task/{own}/children").exists()

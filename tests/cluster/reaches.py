@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from ludus.cluster.cluster import Job
@@ -17,6 +18,10 @@ class Pretended:
         self._directory, self._job = directory, job
 
     def surroundings(self) -> Surroundings:
+        if "SLOW" in os.environ:
+            (self._directory.path / "setting-up").touch()
+            while not (self._directory.path / "go-on").exists():
+                time.sleep(0.02)
         nodes = tuple(f"10.0.0.{index + 1}" for index in range(self._job.nodes))
         return Surroundings(nodes, 0, 12_345, self._directory.token(), self._job.ray, self._job.wait_s)
 
@@ -25,6 +30,9 @@ class Pretended:
 
     def words(self, node: int, command: tuple[str, ...]) -> tuple[str, ...]:
         return command if node == 0 else ("env", f"FAR={self.names()[node]}", *command)
+
+    def goes_on(self) -> bool:
+        return "ALLOCATION" not in os.environ
 
     def requeue(self) -> str:
         why = os.environ.get("REQUEUE", "")

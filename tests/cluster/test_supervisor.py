@@ -17,6 +17,7 @@ import pytest
 from ludus.cluster import record
 from ludus.cluster.cluster import Job, JobStatus, ProcessStatus, Role
 from ludus.cluster.record import JobDirectory
+from ludus.errors import Damaged
 from ludus.runtime.surroundings import Surroundings
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,113 @@ def test_what_the_queue_ends_is_not_cancelled(queue: Queue) -> None:
     assert (status.state, status.over) == ("pending", False)
     assert "queue" in status.reason
     assert not (place.path / "requeued").exists()
+
+
+def test_a_cancel_between_the_last_warning_and_the_end_is_heeded(queue: Queue) -> None:
+    slow = "echo life >> lives; trap 'echo ending > ending; while [ ! -e go ]; do sleep 0.02; done; exit 130' TERM; while :; do sleep 0.05; done"
+    place = queue.prepare(Job("trial", (sh("main", slow),), "main"))
+    process = queue.start(place)
+    until((queue.path / "lives").exists)
+    process.send_signal(signal.SIGUSR1)
+    until((queue.path / "ending").exists)
+    place.mark_cancelled()
+    process.send_signal(signal.SIGTERM)
+    (queue.path / "go").touch()
+    assert process.wait(_WAIT_S) == 130
+    assert (place.read().status.state, place.read().status.exit_code) == ("cancelled", 130)
+    assert not (place.path / "requeued").exists()
+
+
+def test_what_is_cancelled_before_it_is_started_never_starts(queue: Queue) -> None:
+    place = queue.prepare(Job("trial", (sh("main", "touch began"),), "main"))
+    place.mark_cancelled()
+    queue.start(place).wait(_WAIT_S)
+    assert place.read().status.state == "cancelled"
+    assert not (queue.path / "began").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "state"), [(signal.SIGTERM, "pending"), (signal.SIGUSR1, "pending"), (signal.SIGQUIT, "pending")]
+)
+def test_a_signal_while_it_is_being_set_up_waits_until_it_is_understood(queue: Queue, number: signal.Signals, state: str) -> None:
+    place = queue.prepare(Job("trial", (sh("main", "touch began; exec sleep 600"),), "main"))
+    place.write_secrets({"PASS": "word"})
+    process = queue.start(place, SLOW="1")
+    until((queue.path / "job" / "setting-up").exists)
+    process.send_signal(number)
+    (queue.path / "job" / "go-on").touch()
+    assert process.wait(_WAIT_S) == 0
+    assert place.read().status.state == state
+    assert place.read_secrets() == {"PASS": "word"}
+    assert not (queue.path / "began").exists()
+
+
+def test_in_an_allocation_whoever_ends_it_cancels_it(queue: Queue) -> None:
+    place = queue.prepare(Job("trial", (sh("main", LIVES),), "main"))
+    process = queue.start(place, ALLOCATION="1")
+    until((queue.path / "lives").exists)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(_WAIT_S) == 130
+    assert place.read().status.state == "cancelled"
+
+
+def test_a_record_that_was_damaged_is_written_again(queue: Queue) -> None:
+    place = queue.prepare(Job("trial", (sh("main", "touch began; until [ -e go ]; do sleep 0.05; done"),), "main"))
+    process = queue.start(place)
+    until((queue.path / "began").exists)
+    (place.path / record.STATUS).write_bytes(b"\xff\x00 rubbish")
+    with pytest.raises(Damaged):
+        place.read()
+
+    def is_whole() -> bool:
+        with contextlib.suppress(Damaged):
+            return place.read().status.state == "running"
+        return False
+
+    until(is_whole)
+    (queue.path / "go").touch()
+    assert process.wait(_WAIT_S) == 0
+    assert place.read().status.state == "succeeded"
+
+
+def test_what_a_killed_process_left_in_another_session_does_not_add_up(queue: Queue) -> None:
+    leaves = "setsid sh -c 'echo $$ >> strays; exec sleep 600' & until [ -s strays ] && [ $(wc -l < strays) -ge $(wc -l < lives) ]; do sleep 0.02; done"
+    dies = f"echo life >> lives; {leaves}; [ $(wc -l < lives) -ge 3 ] && touch third; kill -9 $$"
+    actor = Role("actor", ("sh", "-c", dies), restart="always")
+    kept = sh("kept", "setsid sleep 600 & echo $! > kept-child; exec sleep 600")
+    place = queue.prepare(Job("trial", (kept, actor, sh("main", "until [ -e over ]; do sleep 0.05; done")), "main", grace_s=1.0))
+    process = queue.start(place)
+    until((queue.path / "third").exists)
+    strays = [int(word) for word in (queue.path / "strays").read_text().split()]
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in strays[:3]))
+    assert Path(f"/proc/{(queue.path / 'kept-child').read_text().strip()}").exists(), "those of others are left alone"
+    (queue.path / "over").touch()
+    assert process.wait(_WAIT_S) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a disk that is full is made by root")
+def test_on_a_full_disk_the_last_word_is_written_in_the_place_of_the_one_before(queue: Queue, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False).returncode != 0:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        small = Queue(disk)
+        place = small.prepare(
+            Job("trial", (sh("main", f"touch {tmp_path}/began; until [ -e {tmp_path}/go ]; do sleep 0.05; done"),), "main")
+        )
+        process = small.start(place)
+        until((tmp_path / "began").exists)
+        until(lambda: place.read().status.state == "running")
+        with contextlib.suppress(OSError), open(disk / "rubbish", "wb") as file:
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        (tmp_path / "go").touch()
+        assert process.wait(_WAIT_S) == 0
+        assert (place.read().status.state, place.read().status.exit_code) == ("succeeded", 0)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
 
 
 def test_a_process_elsewhere_hears_of_its_end_by_its_input(queue: Queue) -> None:

@@ -240,6 +240,10 @@ def _check_role(role: Role, secrets: tuple[str, ...]) -> None:
     _check_name("role", role.name)
     if not role.command or not all(isinstance(word, str) and "\0" not in word for word in role.command) or not role.command[0]:
         raise UsageError(f"The role {role.name!r} has no command that can be run: {role.command!r}.")
+    try:
+        "".join((*role.command, *role.environment.values(), role.log)).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"A word of the role {role.name!r} is no text: {error.object!r}.", "Use UTF-8.") from error
     if role.count < 1:
         raise UsageError(f"The role {role.name!r} has {role.count} processes.", "Leave it out instead.")
     if role.restart not in get_args(Restart):

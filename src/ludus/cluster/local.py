@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -14,8 +15,9 @@ from pathlib import Path
 from ludus import pids
 from ludus.cluster import record
 from ludus.cluster.cluster import Job, JobStatus, checked
-from ludus.cluster.record import JobDirectory
+from ludus.cluster.record import JobDirectory, Record
 from ludus.cluster.shelf import Shelf
+from ludus.cluster.supervisor import TICK_S
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 
 _START_S = 60.0
@@ -70,6 +72,8 @@ class LocalOrchestrator(Shelf):
         place = self._find(job_id)
         if self._status(place).over:
             return
+        with contextlib.suppress(OSError):  # a disk that is full: then the signal has to do
+            place.mark_cancelled()  # first: a supervisor that is still on its way looks for it
         found = place.read()
         if not record.is_here(found.machine):
             raise UsageError(f"The job {job_id} runs on {found.machine.split()[0]}, not here.", "Cancel it there.")
@@ -106,7 +110,7 @@ class LocalOrchestrator(Shelf):
 
     def _status(self, place: JobDirectory) -> JobStatus:
         try:
-            found = place.read()
+            found = _healed(place)
         except (Damaged, OSError) as error:
             return JobStatus(place.id, place.id, "failed", 1, (), f"its record cannot be read: {error}", str(place.logs))
         status = found.status
@@ -114,8 +118,21 @@ class LocalOrchestrator(Shelf):
             return status
         if found.supervisor is None and time.time() - status.submitted_at < _START_S:
             return status
-        again = place.read()  # it may have come to its end while we looked
-        return again.status if again.status.over else record.failed(status, "its supervisor is gone")
+        again = _healed(place)  # it may have come to its end while we looked
+        if again.status.over:
+            return again.status
+        with contextlib.suppress(OSError):
+            place.clear()  # nobody is left to do it
+        return record.failed(status, "its supervisor is gone")
+
+
+def _healed(place: JobDirectory) -> Record:
+    """A supervisor that runs writes its record again when it was damaged. Raises Damaged, OSError."""
+    try:
+        return place.read()
+    except Damaged:
+        time.sleep(1.5 * TICK_S)
+        return place.read()
 
 
 def _end_of(log: Path) -> str:

@@ -28,6 +28,10 @@ class Reach(Protocol):
         """
         ...
 
+    def goes_on(self) -> bool:
+        """Whether a job that is interrupted here is started again, by whoever has interrupted it or by `requeue`."""
+        ...
+
     def requeue(self) -> str:
         """Have the job started again later, from the same directory; called when nothing of it runs. Why not, or nothing."""
         ...

@@ -8,11 +8,13 @@ Only its owner may look into it. `status.json` is replaced as a whole; nobody lo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +28,8 @@ from ludus.errors import Damaged, UsageError
 JOB, STATUS, LOGS, SCRATCH, RUN = "job.json", "status.json", "logs", "scratch", "run.json"
 TOKEN, SECRETS, CANCEL = "token", "secrets", "cancel"
 PRIVATE = 0o700
+_ROOM = 1024
+"""A status is followed by blanks, so that a longer one can take its place on a disk that is full."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +77,43 @@ class JobDirectory:
         self.write(Record(status, machine()))
 
     def job(self) -> Job:
-        return read_job((self.path / JOB).read_text(encoding="utf-8"))
+        """Raises Damaged."""
+        try:
+            return read_job((self.path / JOB).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise Damaged(f"{self.path / JOB} is damaged: {error}.") from error
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 
     def write(self, record: Record) -> None:
+        """Where there is no room for another file, in the place of the one there is: how a job ended must not be lost."""
         # Not synced: after a loss of power the job is gone anyway, and a slow disk must not hold up whoever watches it.
-        self._write(STATUS, json.dumps(asdict(record), indent=1))
+        text = json.dumps(asdict(record), indent=1)
+        text = text.ljust(_ROOM * (len(text) // _ROOM + 2))
+        try:
+            self._write(STATUS, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with open(self.path / STATUS, "r+", encoding="utf-8") as file:
+                file.write(text[: max(os.fstat(file.fileno()).st_size, len(text.rstrip()))])
 
     def read(self) -> Record:
         """Raises FileNotFoundError, Damaged."""
-        text = (self.path / STATUS).read_text(encoding="utf-8")
+        data = (self.path / STATUS).read_bytes()
         try:
-            return _record(json.loads(text))
+            return _record(json.loads(data))
         except (ValueError, TypeError, KeyError) as error:
             raise Damaged(f"{self.path / STATUS} is damaged: {error}.") from error
+
+    def stamp(self) -> tuple[int, int]:
+        """Another one when somebody else has written, or damaged, the status; (0, 0): it is gone."""
+        try:
+            found = (self.path / STATUS).stat()
+        except OSError:
+            return 0, 0
+        return found.st_size, found.st_mtime_ns
 
     def conclude(self, reason: str) -> None:
         """Say that it failed, unless it is over already: for when its supervisor cannot say so itself."""
@@ -112,6 +137,8 @@ class JobDirectory:
             found = json.loads((self.path / SECRETS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
+        except ValueError as error:
+            raise Damaged(f"{self.path / SECRETS} is damaged.") from error
         return {str(name): str(value) for name, value in found.items()}
 
     def mark_cancelled(self) -> None:
@@ -129,9 +156,13 @@ class JobDirectory:
 
     def _write(self, name: str, text: str) -> None:
         aside = self.path / f".{name}.{os.getpid()}"
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(aside, self.path / name)
+        try:
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(aside, self.path / name)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
 
 
 def failed(status: JobStatus, reason: str) -> JobStatus:
@@ -151,9 +182,14 @@ def state_home() -> Path:
 
 
 def make_private(directory: Path) -> Path:
-    """A directory that only this user can look into. Raises UsageError when somebody else's is there."""
+    """A directory that only this user can look into; those above it are as they are. Raises UsageError when somebody else's is there."""
     try:
-        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if not directory.parent.exists():
+            directory.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        above = directory.parent.stat()
+        if above.st_uid not in (0, os.getuid()) and not above.st_mode & stat.S_ISVTX:  # its owner could put another in our place
+            raise UsageError(f"{directory.parent} belongs to somebody else.", "Set LUDUS_STATE_DIR to a directory of your own.")
+        directory.mkdir(mode=PRIVATE, exist_ok=True)
         found = directory.stat()
         if found.st_uid != os.getuid():
             raise UsageError(f"{directory} belongs to somebody else.", "Set LUDUS_STATE_DIR to a directory of your own.")

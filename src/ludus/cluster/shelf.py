@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.cluster import record
 from ludus.cluster.cluster import Job, JobStatus, ProcessStatus
 from ludus.cluster.record import JobDirectory
-from ludus.errors import UnknownName, WorkerFailed
+from ludus.errors import Damaged, UnknownName, UsageError, WorkerFailed
 from ludus.logfile import LogReader
 from ludus.plugins import did_you_mean
 
@@ -22,6 +22,8 @@ KEPT = 50
 
 _POLL_S = 0.1
 _ATTEMPTS = 5
+_BEGUN_S = 3600.0
+_UNREADABLE_S = 30 * 86_400.0
 
 
 class Shelf(ABC):
@@ -54,7 +56,6 @@ class Shelf(ABC):
     # -- directories
 
     def _create(self, job: Job, files: Mapping[str, str]) -> JobDirectory:
-        record.make_private(self.directory.parent)
         record.make_private(self.directory)
         self._forget()
         now = time.time()
@@ -62,9 +63,17 @@ class Shelf(ABC):
         for _ in range(_ATTEMPTS):
             place = JobDirectory(self.directory / f"{job.name}-{stamp}-{secrets.token_hex(2)}")
             status = JobStatus(place.id, job.name, "pending", None, tuple(members(job)), "", str(place.logs), now, job.place)
-            with contextlib.suppress(FileExistsError):
+            try:
                 place.create(files, status)
-                return place
+            except FileExistsError:
+                continue
+            except OSError as error:
+                shutil.rmtree(place.path, ignore_errors=True)
+                raise UsageError(
+                    f"{place.path} cannot be written: {error.strerror}.",
+                    "Make room there, or set LUDUS_STATE_DIR to another directory.",
+                ) from error
+            return place
         raise WorkerFailed(f"No free name for a job {job.name} in {self.directory}.")
 
     def _find(self, job_id: str) -> JobDirectory:
@@ -80,10 +89,24 @@ class Shelf(ABC):
             return []
 
     def _forget(self) -> None:
-        """Remove the oldest of those that are over, so that there is an end to it."""
-        over = [status for status in self.list() if status.over]
+        """Remove the oldest of those that are over, so that there is an end to it; and what somebody who was killed has begun.
+
+        Not one whose record cannot be read, as long as it may be running.
+        """
+        over = [status for status in self.list() if status.over and not self._may_run(self.directory / status.id)]
         for status in over[: max(0, len(over) - KEPT)]:
             shutil.rmtree(self.directory / status.id, ignore_errors=True)
+        for path in self.directory.iterdir():
+            if not (path / record.STATUS).exists() and path.is_dir() and _age_s(path) > _BEGUN_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+    @staticmethod
+    def _may_run(path: Path) -> bool:
+        try:
+            JobDirectory(path).read()
+        except (Damaged, OSError):
+            return _age_s(path / record.LOGS / "supervisor.log") < _UNREADABLE_S
+        return False
 
     # -- logs
 
@@ -108,6 +131,13 @@ class Shelf(ABC):
                     time.sleep(_POLL_S)
             for name, reader in readers.items():
                 yield from (f"{name}: {line}" if label else line for line in reader.rest())
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def members(job: Job) -> list[ProcessStatus]:

@@ -124,7 +124,6 @@ class SlurmOrchestrator(Shelf):
         place = self._create(job, self.render(job))
         self._hide(place, job)
         _write_ticket(place, number, interactive=True)
-        place.mark_cancelled()  # nothing starts it again: whoever ends it, cancels it
         theirs, ours = os.pipe()
         words = [sys.executable, "-P", "-m", "ludus.cluster.supervisor", str(place.path), str(theirs), "--stay", "--reach", REACH]
         environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -272,9 +271,10 @@ class SlurmReach:
                 *bound, "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0")  # fmt: skip
         return (*ours, "near", *srun, *ours, "far", *command)
 
+    def goes_on(self) -> bool:
+        return not _ticket(self._directory).interactive  # nothing starts an allocation of salloc again
+
     def requeue(self) -> str:
-        if _ticket(self._directory).interactive:
-            return "an allocation of salloc cannot be"
         return slurm_queue.requeue(self._number)
 
     def _addresses(self) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ _AWAY = re.compile(
 )
 _NO_SUCH = re.compile(r"invalid job id", re.IGNORECASE)
 _NOT_ANY_MORE = re.compile(
-    r"invalid job id|already completing or completed|no active|not running|pending execution|can not be altered now", re.IGNORECASE
+    r"invalid job id|already completing or completed|no active|not running|pending execution|can not be altered now",
+    re.IGNORECASE,
 )
 
 

@@ -42,10 +42,14 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
 MAIN_LIVES = 5
 """A main role that is killed so often in a row, and never lives for STEADY_S, is not started again."""
 
-_TICK_S = 1.0
+TICK_S = 1.0
+"""How often it looks at what nothing tells it of."""
 _CHUNK = 65_536
 _READS, _LAST_READS = 16, 8
 _AGAIN_S = 5.0
+_LAST_WORD_S = 60.0
+"""How long a disk may take the last word about a job from us."""
+
 _ASKS = {signal.SIGTERM: False, signal.SIGINT: False, signal.SIGHUP: False, signal.SIGQUIT: True}
 """Signals that end the job, and whether at once."""
 
@@ -182,7 +186,7 @@ class Supervisor:
         self._stages: list[list[Member]] | None = None
         """Who is still to be ended; the first are being ended until `_deadline`."""
         self._deadline = 0.0
-        self._record = directory.read()
+        self._record, self._stamp = directory.read(), directory.stamp()
         earlier = self._record.status.of(self.job.main)
         if earlier and earlier[0].state != "pending":  # a queue has started it again
             self._main.restarts = earlier[0].restarts + 1
@@ -195,6 +199,10 @@ class Supervisor:
             self._selector.register(lifeline, selectors.EVENT_READ, self._bereaved)
 
     def run(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # what came while it was being set up
+            self._heed()
+        if self.directory.is_marked():  # somebody wanted its end before there was anybody to tell
+            self._cancel("")
         for member in self.members:
             if self._stages is None:
                 self._start(member)
@@ -226,7 +234,6 @@ class Supervisor:
         kept = {name: value for name, value in environ.items() if not name.startswith("LUDUS_JOB_")}
         return {"PYTHONUNBUFFERED": "1"} | kept | self.directory.read_secrets() | self._surroundings.environment() | {
             "LUDUS_JOB_ID": self.directory.id, "LUDUS_JOB_DIR": str(self.directory.path), "LUDUS_JOB_SCRATCH": str(self.directory.scratch),
-            RUN: str(self.directory.path / RUN_FILE),
         }  # fmt: skip
 
     def _member(self, role: Role, index: int) -> Member:
@@ -241,8 +248,10 @@ class Supervisor:
     # -- starting
 
     def _start(self, member: Member) -> None:
-        node = str(member.role.node(member.index))
-        member.start({**self._environment, NODE: node}, time.monotonic())
+        told = {NODE: str(member.role.node(member.index))}
+        if member is self._main:
+            told[RUN] = str(self.directory.path / RUN_FILE)
+        member.start(self._environment | told, time.monotonic())
         if member.process is not None and member.process.stdout is not None and member.state == "running":
             self._selector.register(member.process.stdout, selectors.EVENT_READ, lambda: self._copy(member))
             self._say(f"{member.name} started as {member.process.pid}")
@@ -270,8 +279,21 @@ class Supervisor:
             if pipe is not None and not pipe.closed:
                 self._selector.unregister(pipe)
             member.bury()
+            self._end_strays(member)
             self._after(member)
         _reap_orphans({member.process.pid for member in self.members if member.process is not None and member.state == "running"})
+
+    def _end_strays(self, member: Member) -> None:
+        """What it left in sessions of its own would run on beside its next life. (Far from here that is done there.)"""
+        if member.elsewhere:
+            return
+        known = {other.process.pid for other in self.members if other.process is not None and other.state == "running"}
+        marks = {f"LUDUS_JOB_ID={self.directory.id}", f"LUDUS_JOB_ROLE={member.role.name}", f"LUDUS_JOB_INDEX={member.index}"}
+        for pid in pids.children(os.getpid()):
+            if pid not in known and marks <= pids.environment(pid):
+                for stray in (pid, *pids.descendants(pid)):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(stray, signal.SIGKILL)
 
     def _after(self, member: Member) -> None:
         """One has ended: is it started again, and is the job over?"""
@@ -308,7 +330,7 @@ class Supervisor:
     def _cancel(self, reason: str, *, at_once: bool = False) -> None:
         if self._stages is None:
             self._cancelled = True
-            if self._reach is not None and not self.directory.is_marked():
+            if self._goes_on():
                 self._later = True
                 reason = "its queue ended it"
             self._end(reason or "it was cancelled")
@@ -354,17 +376,21 @@ class Supervisor:
 
     def _finish(self) -> None:
         code = self._main.returned
-        if self._later and code != 0:
+        if self._later and code != 0 and self._goes_on():
             self._state = "pending"
             if not self._cancelled:
                 self._queue_again()
+        elif self._later and code != 0:  # it was to go on, until somebody asked for its end
+            self._state, self._reason = "cancelled", "it was cancelled"
         elif self._cancelled:
             self._state = "cancelled"
         else:
             self._state = "succeeded" if code == 0 else "failed"
         if self._state != "pending":
             self.directory.clear()
-        self.publish()
+        deadline = time.monotonic() + _LAST_WORD_S
+        while not self._published() and time.monotonic() < deadline:
+            time.sleep(TICK_S)
         for member in self.members:
             if member.log.lost:
                 self._say(f"{member.log.lost} bytes of {member.name} could not be written")
@@ -372,6 +398,10 @@ class Supervisor:
         self._log.close()
         self._selector.close()
         self._signals.close()
+
+    def _goes_on(self) -> bool:
+        """Whether somebody starts it again, unless it is over by itself: a queue does, until we are asked to end it."""
+        return self._reach is not None and self._reach.goes_on() and not self.directory.is_marked()
 
     def _queue_again(self) -> None:
         """Said before it is done: a queue may end us for it."""
@@ -392,6 +422,10 @@ class Supervisor:
 
     # -- saying
 
+    def _published(self) -> bool:
+        self.publish()
+        return self._record.status.state == self._state
+
     def publish(self) -> None:
         """How it fares, and who looks after it: from the first time on it can be cancelled."""
         over = self._state in OVER
@@ -404,13 +438,13 @@ class Supervisor:
             processes=tuple(member.status(host()) for member in self.members),
         )
         record = Record(status, self._machine, self._this, self._keeper)
-        if record != self._record:
-            try:
-                self.directory.write(record)
-            except OSError as error:  # a full disk: it is tried again when something changes, and at the end the keeper says so
-                self._say(f"the status could not be written: {error}")
-                return
-            self._record = record
+        if record == self._record and self.directory.stamp() == self._stamp:
+            return
+        try:
+            self.directory.write(record)
+            self._record, self._stamp = record, self.directory.stamp()
+        except OSError as error:  # it is tried again in the next turn
+            self._say(f"the status could not be written: {error}")
 
     def _say(self, sentence: str) -> None:
         self._log.line(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {sentence}")
@@ -419,7 +453,7 @@ class Supervisor:
         due = [member.due for member in self.members if member.state == "waiting"]
         if self._stages:
             due.append(self._deadline)
-        return min(_TICK_S, max(0.0, min(due, default=_TICK_S + time.monotonic()) - time.monotonic()))
+        return min(TICK_S, max(0.0, min(due, default=TICK_S + time.monotonic()) - time.monotonic()))
 
 
 # -- the kernel's side --------------------------------------------------------------------------------------------------
@@ -491,12 +525,14 @@ def keep(directory: JobDirectory, lifeline: int | None, started: int | None, rea
     """Become the keeper of a job; returns when nothing of it is left, with its exit code. `started`: a pipe that hears of it when all is set up."""
     pids.adopt_orphans()
     keeper = Watcher.this()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKS, _LATER))  # until there is somebody who understands them
     child = os.fork()
     if child == 0:
         code = 1
         try:
             pids.adopt_orphans()
             supervisor = Supervisor(directory, keeper, lifeline, reach)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKS, _LATER))
             pids.end_with(keeper.pid, signal.SIGTERM)
             supervisor.publish()
             if started is not None:
@@ -540,6 +576,7 @@ def _forwarding(child: int) -> Iterator[None]:
 
     for number in (*_ASKS, _LATER):
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_ASKS, _LATER))
     yield
 
 

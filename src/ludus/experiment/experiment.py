@@ -39,6 +39,7 @@ from ludus.experiment.parts import (
     ClusterOptions,
     Resolved,
     count_on,
+    has_far_learners,
     make_algorithm,
     make_conductor,
     make_policy,
@@ -434,7 +435,7 @@ def _has_processes(resolved: Resolved) -> bool:
     config = resolved.config
     if resolved.experiment.env == configs.EXTERNAL and not configs.external_config(config.env_config).port:
         return False  # any free port: games would not find the next learner
-    return config.workers > 0 or config.learners > 1
+    return config.workers > 0 or config.learners > 1 or has_far_learners()
 
 
 def luggage_of(resolved: Resolved) -> Luggage:

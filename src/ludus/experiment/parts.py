@@ -21,14 +21,15 @@ from ludus.experiment import checkpoint, tracking
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
+from ludus.experiment.workspace import shown
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.model.pool import LocalPool
+from ludus.runtime.far_entrance import FarEntrance
 from ludus.runtime.learners import share_learning
-from ludus.runtime.link import Entrance
 from ludus.runtime.machine import usable_cores
 from ludus.runtime.surroundings import Surroundings
 from ludus.training.algorithm import Algorithm
@@ -148,24 +149,32 @@ def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Ru
     made_with = config.model_copy(update=threads_of(policy, config))
     job = Surroundings.of(os.environ)
     if job is not None and job.learners:
-        shared = _shared_with_nodes(algorithm, made_with, logs, job, model)
+        shared = _shared_with_nodes(algorithm, made_with, run, job, model)
     else:
         shared = share_learning(algorithm, made_with, config.learners, logs if model == DEFAULT_MODEL else logs / model)
     return shared if algorithm.policy is policy else Twinned(shared, policy)
 
 
-def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, logs: Path, job: Surroundings, model: str) -> Algorithm:
+def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, run: Run, job: Surroundings, model: str) -> Algorithm:
     """The learners that the config says are here; those of other nodes are as many more, and come to us."""
     if model != DEFAULT_MODEL:
-        raise UsageError(
+        error = UsageError(
             f"The model {model} shall be learned by {job.learners} learners of other machines too, which is for runs with one model.",
             "List one machine for learners.",
         )
-    host, port = job.learners_entrance
-    with contextlib.closing(Entrance(host, job.token(), port)) as entrance:
+        error.final = True
+        raise error
+    hint = f"Are their machines up, and what do their logs say? `ludus train --resume {shown(run.directory)}` goes on."
+    with contextlib.closing(FarEntrance(job, hint)) as entrance:
         log.info("waiting for %d learners of other machines at %s", job.learners, entrance.address)
-        size = config.learners + job.learners
-        return share_learning(algorithm, config, size, logs, away=job.learners, entrance=entrance, start_s=job.wait_s)
+        options: Any = {"away": job.learners, "entrance": entrance, "start_s": job.wait_s}
+        return share_learning(algorithm, config, config.learners + job.learners, run.directory / "logs" / "learner", **options)
+
+
+def has_far_learners() -> bool:
+    """Whether learners of other machines come to the training of this process: it is the main role of a job that has some."""
+    job = Surroundings.of(os.environ)
+    return job is not None and job.learners > 0
 
 
 def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:
