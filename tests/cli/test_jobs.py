@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from ludus.cluster.cluster import Job, JobStatus, Role
 from ludus.cluster.local import LocalOrchestrator
 from ludus.errors import WorkerFailed
 from ludus.testing.orchestrator_contract import ended, until
-from tests.cli.calling import Call, one_line
+from tests.cli.calling import Call, lines, one_line
 from tests.cli.programs import program
 
 Submit = Callable[..., str]
@@ -62,7 +62,7 @@ def test_the_list_shows_the_newest_last(call: Call, local: LocalOrchestrator, su
     until(lambda: local.status(second).state == "running")
     said = call("jobs", "list")
     head, *rows = [line.split() for line in said.out.splitlines()]
-    assert head == ["id", "on", "state", "exit", "age", "place"]
+    assert head == ["id", "on", "state", "exit", "age", "place", "run"]
     assert [row[:4] for row in rows] == [[first, "local", "failed", "3"], [second, "local", "running", "–"]]
     found = call("jobs", "list", "--json").json
     assert [(job["id"], job["on"], job["exit_code"]) for job in found] == [(first, "local", 3), (second, "local", None)]
@@ -146,6 +146,48 @@ def test_who_cannot_be_asked_does_not_hide_the_jobs_of_others(call: Call, local:
     assert "squeue did not answer" in one_line(said), "it may be there"
 
 
+class Unmade(LocalOrchestrator):
+    def __init__(self) -> None:
+        raise OSError("there is no such disk")
+
+
+class Unsound(LocalOrchestrator):
+    """Its author did not think of our errors."""
+
+    def list(self) -> list[JobStatus]:
+        raise RuntimeError("a surprise")
+
+    def status(self, job_id: str) -> JobStatus:
+        raise RuntimeError("a surprise")
+
+
+def test_orchestrators_of_ones_own_that_fail_do_not_hide_the_jobs_of_others(
+    call: Call, local: LocalOrchestrator, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "does_not_parse.py").write_text("class Mine(:\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('at import')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job_id = submit("exit 3")
+    ended(local, job_id)
+    wrong = {
+        "does_not_parse:Mine": "SyntaxError: ",
+        "raises:Mine": "RuntimeError: at import.",
+        "tests.cli.test_jobs:Unmade": "OSError: there is no such disk.",
+        "tests.cli.test_jobs:Unsound": "RuntimeError: a surprise.",
+    }
+    for name in wrong:
+        jobs.remember(name)
+    listed = call("jobs", "list", "--json")
+    assert (listed.code, [job["id"] for job in listed.json]) == (0, [job_id])
+    assert len(lines(listed)) == len(wrong)
+    for said, (name, why) in zip(lines(listed), wrong.items(), strict=True):
+        assert said.startswith(f"ludus: left out: The orchestrator {name} failed: {why}")
+        assert why in lines(call("jobs", "list", "--on", name))[0]
+    for command, code in (("status", 0), ("logs", 0), ("cancel", 0), ("wait", 3)):
+        answer = call("jobs", command, job_id)
+        assert answer.code == code, answer.err
+
+
 # -- status and logs ----------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +239,53 @@ def test_following_shows_what_comes_and_each_line_once(local: LocalOrchestrator,
             0, ["main-0: one", "main-0: three", "main-0: two", "worker0-0: a", "worker0-0: b"],
         )  # fmt: skip
         assert end.finish()[:2] == (0, "worker0-0: b\nmain-0: three\n")
+
+
+class Turned(LocalOrchestrator):
+    """Its log turns after it was counted: most of what was there is gone when it is followed."""
+
+    def logs(self, job_id: str, *, role: str | None = None, follow: bool = False) -> Iterator[str]:
+        if follow:
+            path = self._find(job_id).log("main-0")
+            left = path.read_bytes().split(b"\n")[-4:]
+            with open(path, "r+b") as log:  # whoever writes appends to it
+                log.truncate()
+                log.write(b"\n".join(left))
+        return super().logs(job_id, role=role, follow=follow)
+
+
+def test_of_a_log_that_turns_meanwhile_nothing_that_comes_is_left_out(
+    local: LocalOrchestrator, submit: Submit, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    more = "; ".join(f"echo new {n}" for n in range(5))
+    job_id = submit(
+        f"for n in $(seq 100); do echo old $n; done; printf ha; until [ -e {go} ]; do sleep 0.02; done; echo lf; {more}"
+    )
+    until(lambda: "ha" in list(local.logs(job_id)))
+    with program("jobs", "logs", job_id, "-f", "--tail", "2", "--on", "tests.cli.test_jobs:Turned", listens=False) as end:
+        end.wait_for("old 100")
+        go.touch()
+        code, out, err = end.finish()
+    assert (code, err) == (0, "")
+    assert out.splitlines() == ["old 99", "old 100", "half", *(f"new {n}" for n in range(5))]
+
+
+def test_the_run_that_a_job_has_begun_is_shown(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    places = {"pong": "s3://bucket/runs/pong/PPO_Pong_1?endpoint=x", "cartpole": "/shared/runs/PPO_CartPole_2"}
+    job_id = submit(f"echo '{json.dumps(places)}' > $LUDUS_JOB_DIR/run.json")
+    none, other = submit("exit 0", name="none"), submit("echo nonsense > $LUDUS_JOB_DIR/run.json", name="nonsense")
+    for each in (job_id, none, other):
+        ended(local, each)
+    rows = {line.split()[0]: line for line in call("jobs", "list").out.splitlines()[1:]}
+    assert rows[job_id].endswith(" PPO_Pong_1, PPO_CartPole_2")
+    assert rows[none].split()[-1] == rows[other].split()[-1] == "–"
+    page = [line.strip() for line in call("jobs", "status", job_id).out.splitlines()]
+    at = next(n for n, line in enumerate(page) if line.startswith("run "))
+    assert [page[at].split()[1], page[at + 1]] == list(places.values())
+    assert not any(line.startswith("run ") for line in call("jobs", "status", none).out.splitlines())
+    assert call("jobs", "status", job_id, "--json").json["runs"] == places
+    assert call("jobs", "status", none, "--json").json["runs"] == {}
 
 
 # -- ending and waiting -------------------------------------------------------------------------------------------------
@@ -296,3 +385,32 @@ def test_what_is_remembered_is_this_users_own_and_once(local: LocalOrchestrator,
         jobs.remember(name)
     assert jobs.remembered() == ["mine:Orchestrator", "yours:Orchestrator"]
     assert json.dumps(sorted(path.name for path in (tmp_path / "state").iterdir())) == '["orchestrators"]'
+
+
+# -- mending ------------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_job_of_this_machine_there_is_nothing_to_mend(call: Call, submit: Submit) -> None:
+    job_id = submit("sleep 600")
+    said = call("jobs", "mend", job_id)
+    assert said.code == 2
+    assert f"{job_id} runs on local, where there is nothing to mend. It is for jobs by SSH." in one_line(said)
+
+
+class Mending(LocalOrchestrator):
+    missing: tuple[str, ...] = ("10.0.0.3", "10.0.0.4")
+
+    def mend(self, job_id: str) -> Sequence[str]:
+        return [f"{host}, which had {job_id}" for host in self.missing]
+
+
+class Whole(Mending):
+    missing = ()
+
+
+def test_what_was_started_again_is_said(call: Call, submit: Submit) -> None:
+    job_id = submit("sleep 600")
+    mended = call("jobs", "mend", "trial", "--on", "tests.cli.test_jobs:Mending")
+    assert mended.code == 0
+    assert f"{job_id} is started again on 10.0.0.3, which had {job_id}, 10.0.0.4" in one_line(mended)
+    assert f"nothing is missing of {job_id}" in one_line(call("jobs", "mend", job_id, "--on", "tests.cli.test_jobs:Whole"))

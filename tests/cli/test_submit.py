@@ -179,6 +179,7 @@ def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here
 def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
     words = ("--", "presets", "list")
     shown = call("submit", "--dry-run", "--json", *words).json["files"]
+    assert shown.pop("command").endswith(f" {here}/state/jobs/ID\n"), "what is run, and not written"
     job_id = call("submit", *words).out.strip()
     place = here / "state" / "jobs" / job_id
     assert {name: (place / name).read_text() for name in shown} == shown
@@ -197,6 +198,7 @@ def test_what_was_shown_is_what_is_written(call: Call, here: Path) -> None:
         (["--secret", "NOT_SET", "--", "train", "x"], "needs the secret NOT_SET"),
         (["--interactive", "--", "train", "x"], "--interactive is for an allocation of Slurm"),
         (["--nodes", "0", "--", "train", "x"], "nodes"),
+        (["--identity=~no-such-user/id", "--", "train", "x"], "~no-such-user/id is in the home of a user that is not known"),
         (["-f", "nowhere.yaml", "--", "train", "x"], "nowhere.yaml cannot be read"),
     ],
 )
@@ -231,9 +233,21 @@ def test_secrets_are_handed_on_by_name(call: Call, here: Path, monkeypatch: pyte
     said = call("submit", "--secret", "LICENCE_KEY", "--dry-run", "--", "train", "CartPole-v1")
     assert "LICENCE_KEY" in said.out
     assert SECRET not in said.out + said.err
-    refused = call("submit", "--secret", "LICENCE_KEY", "--env", f"KEY={SECRET}", "--", "presets", "list")
-    assert refused.code == 2
-    assert SECRET not in refused.out + refused.err
+    for dry in ((), ("--dry-run",)):
+        refused = call("submit", *dry, "--secret", "LICENCE_KEY", "--env", f"KEY={SECRET}", "--", "presets", "list")
+        assert refused.code == 2
+        assert "The value of LICENCE_KEY is in the environment of the role 'main'" in one_line(refused)
+        assert SECRET not in refused.out + refused.err
+        refused = call("submit", *dry, "--secret", "NOT_SET", "--", "presets", "list")
+        assert (refused.code, refused.out) == (2, "")
+
+
+def test_a_key_that_is_named_here_is_found_from_elsewhere(call: Call, here: Path) -> None:
+    words = ("--on", "ssh", "--iplist", "nodes", "--identity", "keys/id", "--known-hosts", "known")
+    (here / "work" / "nodes").write_text("10.0.0.2 root 22 1\n")
+    shown = call("submit", *words, "--dry-run", "--json", "--", "presets", "list").json["files"]["commands.txt"]
+    assert f"-i {here}/work/keys/id" in shown
+    assert f"UserKnownHostsFile={here}/work/known" in shown
 
 
 # -- Slurm --------------------------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ def test_only_what_listens_on_loopback_needs_to_be_forwarded() -> None:
     assert "http://127.0.0.1:6007/" in said
     assert "\n  ssh -N -L 6006:127.0.0.1:6007 anna@gpu3\n" in said
     assert "http://127.0.0.1:6006/" in said
+    assert "\n  ssh -N -L '6006:[::1]:6007' anna@gpu3\n" in announcement("runs", "::1", 6007, there)
+    assert "\n  ssh -N -L 6006:localhost:6007 anna@gpu3\n" in announcement("runs", "localhost", 6007, there)
     assert "ssh" not in announcement("runs", "10.0.0.5", 6007, there)
     assert "http://[::]:6007/" in announcement("runs", "::", 6007, there)
 
@@ -77,6 +79,9 @@ def test_print_prints_the_line_and_starts_nothing(call: Call, monkeypatch: pytes
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     said = call("tensorboard", "no/such/run", "--print", "--port", "7000")
     assert (said.code, said.out) == (0, f"ssh -N -L 6006:127.0.0.1:7000 {USER}@198.51.100.4\n")
+    for host, reached in {"::1": "'6006:[::1]:7000'", "::": "'6006:[::1]:7000'", "0.0.0.0": "6006:127.0.0.1:7000"}.items():
+        said = call("tensorboard", "no/such/run", "--print", "--port", "7000", "--host", host)
+        assert said.out == f"ssh -N -L {reached} {USER}@198.51.100.4\n"
 
 
 # -- what cannot be -----------------------------------------------------------------------------------------------------

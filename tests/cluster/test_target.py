@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from ludus.cluster.connection import SshNode
 from ludus.cluster.slurm import SlurmOrchestrator
 from ludus.cluster.slurm_script import SlurmGroup
 from ludus.cluster.ssh import SshOrchestrator
-from ludus.cluster.target import Target, launched, load_target, opened
+from ludus.cluster.target import _ONLY, Group, Machine, Target, launched, load_target, opened
 from ludus.errors import ConfigError, LudusError, UsageError
 
 SLURM = """
@@ -85,12 +86,52 @@ def test_machines_are_listed_in_the_file_or_in_another(tmp_path: Path) -> None:
         Target(on="ssh").ssh_nodes()
 
 
+def test_paths_are_looked_for_beside_the_file_and_never_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for place, address in ((there, "10.0.0.1"), (here, "10.9.9.9")):
+        place.mkdir()
+        (place / "nodes").write_text(f"{address} root 22 1\n")
+        for name in ("id", "known", "agents"):
+            (place / name).touch()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "on: ssh\niplist: nodes\nidentity: id\nknown_hosts: known\ncopy: [agents, /srv/data, ~/more]\n"
+    written(there, text)
+    for path in (there / "cluster.yaml", Path("../there/cluster.yaml")):
+        settings = load_target(path).merged(name="other").ssh_settings()
+        assert [node.host for node in settings.nodes] == ["10.0.0.1"]
+        assert settings.identity is not None
+        assert settings.known_hosts is not None
+        found = (settings.identity, settings.known_hosts, *settings.copy)
+        assert all(path.is_absolute() for path in found)
+        assert [path.resolve() for path in found] == [
+            there / "id", there / "known", there / "agents", Path("/srv/data"), tmp_path / "more",
+        ]  # fmt: skip
+
+
+def test_the_page_names_every_key_and_where_it_means_something() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text(encoding="utf-8")
+    section = page.partition("## cluster.yaml\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    named = {key: where.strip() for keys, where in rows for key in re.findall(r"`(\w+)`", keys)}
+    assert named.keys() == {field.alias or name for name, field in Target.model_fields.items()}
+    only = {name.rstrip("_"): ", ".join(where) for name, where in _ONLY.items()}
+    assert named == {key: only.get(key, "" if key == "on" else "all") for key in named}
+    for word, model in (("machines", Machine), ("groups", Group)):
+        sentence = re.search(rf"An entry of `{word}`(.*?)(?:An entry of|\Z)", section, re.DOTALL)
+        assert sentence is not None
+        assert set(model.model_fields) <= set(re.findall(r"`(\w+)`", sentence.group(1)))
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         ("on: slrum", r"slrum is unknown.*slurm"),
         ("on: kubernetes", "not available"),
         ("nodez: 3", r"unknown key 'nodez'.*nodes"),
+        ("on: ssh\nidentity: ~no-such-user/id", "~no-such-user/id is in the home of a user that is not known"),
         ("nodes: 0", "nodes"),
         ("nodes: three", "nodes"),
         ("nodes: 3\nmin_nodes: 4", "min_nodes 4 is more"),

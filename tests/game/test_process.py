@@ -18,6 +18,7 @@ import pytest
 
 from ludus import pids
 from ludus.errors import WorkerFailed
+from ludus.game import process
 from ludus.game.process import GameExit, GameProcess, Games
 from ludus.logfile import before
 from tests.tools import need
@@ -180,6 +181,34 @@ def test_a_stopped_process_can_be_stopped(games: Games, tmp_path: Path) -> None:
     game = games.start(["sleep", "600"], log=tmp_path / "log")
     os.kill(game.pid, signal.SIGSTOP)
     assert game.stop(grace_s=20).code == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "more than a socket holds"])
+def test_a_keeper_that_does_not_answer_is_not_waited_for_without_end(
+    games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    first = games.start(["sleep", "600"], log=tmp_path / "first")
+    monkeypatch.setattr(process, "_START_S", 0.3)
+    raised: list[BaseException] = []
+
+    def start() -> None:
+        with pytest.raises(WorkerFailed, match=r"The game second was not started within 0\.3 s") as caught:
+            games.start(["sleep", "600"], log=tmp_path / "second", environment={"A": "x" * size})
+        raised.append(caught.value)
+
+    os.kill(games.keeper_pid, signal.SIGSTOP)
+    try:
+        thread = threading.Thread(target=start, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert raised, "it still waits"
+    finally:
+        os.kill(games.keeper_pid, signal.SIGCONT)
+    monkeypatch.undo()
+    third = games.start(["true"], log=tmp_path / "third").wait(20)
+    assert third is not None
+    assert third.code == 0
+    eventually(lambda: games.running == [first], 20)
 
 
 def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> None:

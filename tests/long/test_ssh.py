@@ -19,6 +19,7 @@ from ludus.cluster.record import write_job
 from ludus.cluster.ssh import SshOrchestrator, _settings_text
 from ludus.errors import UsageError, WorkerFailed
 from ludus.testing.orchestrator_contract import BEATING, ended, is_still, until
+from tests.cli.programs import program
 from tests.long.record import record
 from tests.system import ssh_rig
 
@@ -60,6 +61,13 @@ def begun(orchestrator: SshOrchestrator, rig: ssh_rig.SshRig) -> tuple[str, list
     return job_id, beats
 
 
+def mended(job_id: str) -> tuple[int, str]:
+    """By the command: its exit code, and what it says."""
+    with program("jobs", "mend", job_id, listens=False) as running:
+        code, _, err = running.finish()
+    return code, err
+
+
 def looked(orchestrator: SshOrchestrator, job_id: str, reason: str, timeout_s: float = 60) -> JobStatus:
     """Until the status says so."""
     deadline = time.monotonic() + timeout_s
@@ -74,7 +82,10 @@ def nothing_runs(rig: ssh_rig.SshRig, orchestrator: SshOrchestrator) -> list[lis
     return [ssh_rig.until_gone(rig, host) for host in range(3) if rig.hosts._hosts[host].on]
 
 
-def test_a_worker_that_loses_power_is_reported_and_comes_back(rig: ssh_rig.SshRig, orchestrator: SshOrchestrator) -> None:
+def test_a_worker_that_loses_power_is_reported_and_comes_back(
+    rig: ssh_rig.SshRig, orchestrator: SshOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(orchestrator.directory.parent))
     job_id, beats = begun(orchestrator, rig)
     rig.power_off(2)
     status = looked(orchestrator, job_id, f"{rig.hosts.address(2)} does not answer since")
@@ -84,10 +95,10 @@ def test_a_worker_that_loses_power_is_reported_and_comes_back(rig: ssh_rig.SshRi
     rig.power_on(2)
     looked(orchestrator, job_id, f"its part on {rig.hosts.address(2)} is over")
     assert is_still(beats[2])
-    assert orchestrator.mend(job_id) == [rig.hosts.address(2)]
+    assert mended(job_id) == (0, f"ludus: {job_id} is started again on {rig.hosts.address(2)}\n")
     until(lambda: not is_still(beats[2]))
     assert orchestrator.status(job_id).reason == ""
-    assert orchestrator.mend(job_id) == [], "there is nothing to mend"
+    assert mended(job_id) == (0, f"ludus: nothing is missing of {job_id}\n")
     (rig.shared / "over").touch()
     status = ended(orchestrator, job_id)
     assert (status.state, status.reason) == ("succeeded", "")

@@ -11,11 +11,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.errors import LudusError, UnknownName, UsageError
+from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,6 +35,9 @@ _AWAY_S = 1800.0
 """A backend that could not be asked for so long is not waited for any longer."""
 
 _CANCEL_S = 900.0
+_READ_S = 2.0
+"""What a job had written is read in this, and in twice the time that it took to count it; or is not there any more."""
+
 _COLOURS = {"pending": "yellow", "running": "green", "succeeded": "green", "cancelled": "yellow", "failed": "red"}
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="As `ludus submit` said it, or its beginning; or Slurm's number.")]
@@ -167,8 +171,19 @@ class Found:
     def id(self) -> str:
         return self.status.id
 
+    @property
+    def runs(self) -> dict[str, str]:
+        """Experiment → where its run or sweep is, of those that the job has begun, as far as that can be seen from this machine."""
+        from ludus.cluster.record import RUN
+        from ludus.experiment.note import Note
+
+        place = Path(self.status.logs).parent
+        if not place.is_absolute() or place.name != self.id:  # on another machine; or of somebody who does it differently
+            return {}
+        return Note.read(place / RUN)._places
+
     def to_json(self) -> dict[str, Any]:
-        return {"on": self.on, **asdict(self.status)}
+        return {"on": self.on, **asdict(self.status), "runs": self.runs}
 
 
 def find(word: str, on: str | None = None) -> Found:
@@ -177,7 +192,8 @@ def find(word: str, on: str | None = None) -> Found:
     backends = list(orchestrators(on))
     for name, orchestrator in backends:
         try:
-            return Found(name, orchestrator, orchestrator.status(word))
+            with _of_ones_own(name):
+                return Found(name, orchestrator, orchestrator.status(word))
         except UnknownName:
             continue
         except LudusError as error:  # it knows the job, and cannot say how it fares; or does not know whether it knows it
@@ -209,17 +225,30 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
     from ludus.cluster.cluster import ORCHESTRATORS, open_orchestrator
 
     if on is not None:
-        yield on, open_orchestrator(on)
+        with _of_ones_own(on):
+            opened = open_orchestrator(on)
+        yield on, opened
         return
-    for name in (*ORCHESTRATORS, *remembered()):
+    for name in ORCHESTRATORS:
         with suppress(UsageError):
             yield name, open_orchestrator(name)
+    for name in remembered():
+        try:
+            with _of_ones_own(name):
+                opened = open_orchestrator(name)
+        except UsageError:  # it cannot be imported from this directory
+            continue
+        except LudusError as error:
+            say(f"left out: {error}")
+            continue
+        yield name, opened
 
 
 def _listed(backends: Sequence[tuple[str, Orchestrator]], troubles: list[LudusError]) -> Iterator[Found]:
     for name, orchestrator in backends:
         try:
-            listed = orchestrator.list()
+            with _of_ones_own(name):
+                listed = orchestrator.list()
         except LudusError as error:
             troubles.append(error)
             continue
@@ -233,6 +262,22 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 # -- orchestrators of the user's own --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _of_ones_own(name: str) -> Iterator[None]:
+    """What the user's code raises, which may be anything, is no end of what is asked about all other jobs. Raises WorkerFailed for it."""
+    try:
+        yield
+    except LudusError:
+        raise
+    except Exception as error:
+        if ":" not in name:
+            raise  # ours: a bug, which is not to be hidden
+        raise WorkerFailed(
+            f"The orchestrator {name} failed: {type(error).__name__}: {error}.",
+            "`--on local` looks at the jobs of this machine only.",
+        ) from error
 
 
 def remember(name: str) -> None:
@@ -325,29 +370,27 @@ def main_role(status: JobStatus) -> str | None:
 
 
 def _lines(found: Found, role: str | None, follow: bool, tail: int | None) -> Iterator[str]:
-    """Of `tail` lines and then the following ones, each once: what was read for the tail is counted for each process, and left out."""
+    """`tail`: only so many of those that are there already. To follow, one reading gives them and what comes; another only counts."""
     if tail is None:
         yield from found.orchestrator.logs(found.id, role=role, follow=follow)
         return
+    if not follow:
+        yield from deque(found.orchestrator.logs(found.id, role=role, follow=False), maxlen=tail)
+        return
+    from ludus.cli.tail import tailed
+
     names = [process.name for process in found.status.processes if role in (None, process.role)]
 
     def whose(line: str) -> str:
         name = line.partition(": ")[0]
         return name if len(names) > 1 and name in names else ""
 
-    last: deque[str] = deque(maxlen=tail)
-    read: Counter[str] = Counter()
-    for line in found.orchestrator.logs(found.id, role=role, follow=False):
-        last.append(line)
-        read[whose(line)] += 1
-    yield from last
-    if not follow:
-        return
-    for line in found.orchestrator.logs(found.id, role=role, follow=True):
-        if read[whose(line)] > 0:
-            read[whose(line)] -= 1
-        else:
-            yield line
+    began = time.monotonic()
+    there = Counter(map(whose, found.orchestrator.logs(found.id, role=role, follow=False)))
+    took_s = time.monotonic() - began
+    yield from tailed(
+        found.orchestrator.logs(found.id, role=role, follow=True), tail, there, whose, within_s=_READ_S + 2 * took_s
+    )
 
 
 # -- as people read it --------------------------------------------------------------------------------------------------
@@ -384,14 +427,17 @@ def _table(jobs: Sequence[Found], now: float) -> RenderableType:
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("id", "on", "state", "exit", "age", "place"):
-        table.add_column(name, no_wrap=name != "place", overflow="fold", justify="right" if name in ("exit", "age") else "left")
+    for name in ("id", "on", "state", "exit", "age", "place", "run"):
+        wide = name in ("place", "run")
+        table.add_column(name, no_wrap=not wide, overflow="fold", justify="right" if name in ("exit", "age") else "left")
     for job in jobs:
         status = job.status
         code = "–" if status.exit_code is None else str(status.exit_code)
         since = age(now - status.submitted_at) if status.submitted_at else "–"
         state = Text(status.state, style=_COLOURS.get(status.state, ""))
-        table.add_row(Text(job.id), Text(job.on), state, code, since, Text(status.place or _hosts(status) or "–"))
+        runs = ", ".join(place.partition("?")[0].rstrip("/").rpartition("/")[2] for place in job.runs.values())
+        place = status.place or _hosts(status)
+        table.add_row(Text(job.id), Text(job.on), state, code, since, Text(place or "–"), Text(runs or "–"))
     return table
 
 
@@ -414,6 +460,7 @@ def _page(found: Found, now: float) -> RenderableType:
         "reason": status.reason,
         "submitted": f"{age(now - status.submitted_at)} ago" if status.submitted_at else "",
         "place": status.place,
+        "run": "\n".join(found.runs.values()),
         "logs": status.logs,
     }
     for name, value in facts.items():

@@ -102,6 +102,7 @@ def submit(
 
     ludus submit --on slurm --nodes 3 --time 02:00:00 -- train ALE/Pong-v5 --run APPO --num-workers auto
     """
+    from ludus.cluster.cluster import checked
     from ludus.cluster.target import Target, launched, load_target, opened
 
     say: Say = _unsaid if quiet else jobs.say
@@ -111,7 +112,7 @@ def submit(
     target = begun.merged(
         on=on, name=name, nodes=nodes, min_nodes=min_nodes, learner_nodes=learner_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
         environment=_environment(begun, env), secrets=_more(begun.secrets, secret), setup=_more(begun.setup, setup),
-        python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=identity, known_hosts=known_hosts,
+        python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=_absolute(identity), known_hosts=_absolute(known_hosts),
         copy=_more(begun.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
         extra=_more(begun.extra, extra), requeue=requeue, signal_s=signal_s,
     )  # fmt: skip
@@ -119,6 +120,7 @@ def submit(
         _enter(Path(target.workdir))
     launch = launched(target, words or [], os.environ)
     check_command(command_of(launch.job))
+    checked(launch.job, os.environ)  # also before a dry run: what would be refused is not printed
     for notice in launch.notices:
         say(notice)
     orchestrator = opened(target)
@@ -134,6 +136,14 @@ def submit(
         raise typer.Exit(run_interactively(target, orchestrator, launch.job))
     else:
         _submit(target.on, orchestrator, launch.job, say, wait=wait, as_json=as_json)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """It is needed again when somebody asks for the job, from whatever directory."""
+    try:
+        return path and path.expanduser().absolute()
+    except RuntimeError as error:
+        raise UsageError(f"{path} is in the home of a user that is not known here.") from error
 
 
 def _enter(workdir: Path) -> None:

@@ -30,6 +30,7 @@ PORT = 6006
 _PORTS, _ATTEMPTS = 100, 5
 _READY_S, _END_S, _AGAIN_S = 90.0, 5.0, 30.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 # what listens everywhere is reached at
 _EVENTS = "events."
 
 
@@ -44,7 +45,7 @@ def tensorboard(
 ) -> None:
     """Show the curves of a run in TensorBoard, and say how to see them from another machine. Ctrl-C ends it."""
     if print_:
-        print(Forwarding.of(os.environ).line(port or PORT))
+        print(Forwarding.of(os.environ).line(port or PORT, host))
         return
     if host not in _LOOPBACK:
         print(f"ludus: everybody who reaches {host} on this port can look: TensorBoard has no password", file=sys.stderr)
@@ -79,14 +80,14 @@ class Forwarding:
             return Forwarding(user, node)
         return Forwarding(user, address or here, port)
 
-    def line(self, port: int, ours: int = PORT) -> str:
-        """To be typed on the user's own machine; then TensorBoard is at its port `ours`."""
+    def line(self, port: int, host: str = "127.0.0.1", ours: int = PORT) -> str:
+        """To be typed on the user's own machine; then what listens at `host` here is at its port `ours`."""
         words = ["ssh", "-N"]
         if self.jump:
             words += ["-J", self.jump]
         if self.port != 22:
             words += ["-p", str(self.port)]
-        return shlex.join([*words, "-L", f"{ours}:127.0.0.1:{port}", f"{self.user}@{self.host}"])
+        return shlex.join([*words, "-L", f"{ours}:{_bracketed(_EVERY.get(host, host))}:{port}", f"{self.user}@{self.host}"])
 
 
 def _server(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -98,17 +99,19 @@ def _server(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _jump(user: str, host: str, port: int) -> str:
-    there = f"[{host}]" if ":" in host else host
-    return f"{user}@{there}" + (f":{port}" if port != 22 else "")
+    return f"{user}@{_bracketed(host)}" + (f":{port}" if port != 22 else "")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def announcement(run: str, host: str, port: int, forwarding: Forwarding) -> str:
-    at = f"[{host}]" if ":" in host else host
-    lines = [f"TensorBoard of {run}: http://{at}:{port}/ (Ctrl-C ends it)"]
+    lines = [f"TensorBoard of {run}: http://{_bracketed(host)}:{port}/ (Ctrl-C ends it)"]
     if host in _LOOPBACK:
         lines += [
             "From another machine, type there:",
-            f"  {forwarding.line(port)}",
+            f"  {forwarding.line(port, host)}",
             f"and open http://127.0.0.1:{PORT}/ there.",
         ]
     return "\n".join(lines)

@@ -59,7 +59,10 @@ class Machine(Strict):
 
 
 class Target(Strict):
-    """Paths of `iplist`, `identity`, `known_hosts` and `copy` are of this machine; `workdir` and `python` of those that it runs on."""
+    """Paths of `iplist`, `identity`, `known_hosts` and `copy` are of this machine; `workdir` and `python` of those that it runs on.
+
+    What each means to people is the table of docs/jobs.md.
+    """
 
     on: str = Field("local", description="local, ssh, slurm, or module:Class")
     name: str | None = None
@@ -177,7 +180,10 @@ def load_target(path: Path) -> Target:
         raise ConfigError(f"{path} is no mapping.", "Its lines are `key: value`, the first one perhaps `on: slurm`.")
     target = _validated(found, str(path))
     named = {name: getattr(target, name) for name in ("iplist", "identity", "known_hosts")}
-    return target.model_copy(update={name: _beside(path, where) for name, where in named.items() if where is not None})
+    found_beside: dict[str, Any] = {name: _beside(path, where) for name, where in named.items() if where is not None}
+    if target.copy_:
+        found_beside["copy_"] = tuple(_beside(path, where) for where in target.copy_)
+    return target.model_copy(update=found_beside)
 
 
 def launched(target: Target, words: Sequence[str], environ: Mapping[str, str]) -> Launch:
@@ -243,5 +249,8 @@ def _complaint(error: pydantic.ValidationError, source: str) -> ConfigError:
 
 
 def _beside(path: Path, named: Path) -> Path:
-    named = named.expanduser()
-    return named if named.is_absolute() or named.exists() else path.parent / named
+    """Never in the working directory: the same file means the same machines wherever it is submitted from."""
+    try:
+        return path.absolute().parent / named.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {named} is in the home of a user that is not known here.") from error

@@ -47,6 +47,7 @@ from ludus.experiment.parts import (
     opened,
     share,
     whole_episodes,
+    without_far_learners,
 )
 from ludus.experiment.result import Result as Result
 from ludus.experiment.run import Run, holds_run, run_directory
@@ -525,7 +526,7 @@ class Prepared:
 
 
 def _train(prepared: Prepared, sinks: Sequence[Sink], announce: Announce | None = None) -> Result:
-    with stop_on_signals() as stop, training(prepared, sinks, stop, announce) as ours:
+    with stop_on_signals() as stop, training(prepared, sinks, stop, announce, alone=False) as ours:
         waiting = _Waiting(ours.parts, announce) if ours.address is not None and announce is not None else None
         ours.advance(lambda: stop() or (waiting is not None and waiting()))
         return ours.conclude(f"interrupted ({stop.name})")
@@ -537,11 +538,17 @@ def training(
     sinks: Sequence[Sink] = (),
     interrupted: Callable[[], bool] = lambda: False,
     announce: Announce | None = None,
+    *,
+    alone: bool = True,
 ) -> Iterator[Training]:
-    """A training in this process, to be advanced as far as one likes. Everything is closed at the end."""
+    """A training in this process, to be advanced as far as one likes. Everything is closed at the end.
+
+    `alone`: one of many, such as a trial of a sweep; learners of other machines that this process knows of are not for it.
+    """
     resolved, before = prepared.resolved, prepared.before
     given = (resolved, prepared.open_run, before, sinks, prepared.environment_seed, prepared.counting_on, interrupted, announce)
     with (
+        without_far_learners() if alone else contextlib.nullcontext(),
         contextlib.ExitStack() as last,  # what the others say while they end is carried too
         assembled(*given) as parts,
         StatusWriter(

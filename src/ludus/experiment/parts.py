@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -31,7 +30,7 @@ from ludus.model.pool import LocalPool
 from ludus.runtime.far_entrance import FarEntrance
 from ludus.runtime.learners import share_learning
 from ludus.runtime.machine import usable_cores
-from ludus.runtime.surroundings import Surroundings
+from ludus.runtime.surroundings import LEARNERS, Surroundings
 from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Trainer
 from ludus.training.twin import Twinned
@@ -175,6 +174,17 @@ def has_far_learners() -> bool:
     """Whether learners of other machines come to the training of this process: it is the main role of a job that has some."""
     job = Surroundings.of(os.environ)
     return job is not None and job.learners > 0
+
+
+@contextlib.contextmanager
+def without_far_learners() -> Iterator[None]:
+    """Nor do they come to what this process starts meanwhile."""
+    hidden = os.environ.pop(LEARNERS, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[LEARNERS] = hidden
 
 
 def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig) -> Run:

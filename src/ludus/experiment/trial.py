@@ -93,7 +93,6 @@ class Attempt:
             seed = run.config().get("config", {}).get("seed", 0)
             data = {**data, "config": {**configs.canonical(data.get("config") or {}), "seed": seed}}
             values = _with_seed(values, seed)
-        os.environ.pop(LEARNERS, None)  # those come to one training, and this is one of many, in a process of its own
         resolved = experiment.resolve(data)
         prepared, exploited = self._prepared(resolved, run, pointer)
         self._training = self._stack.enter_context(experiment.training(prepared, [self._latest]))

@@ -220,7 +220,10 @@ class Games:
         environment = dict(os.environ if environment is None else environment)
         log = log.absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _START_S
         ours, theirs = socket.socketpair()
+        # An environment may be larger than what a socket holds, and a keeper that is stopped reads nothing.
+        ours.settimeout(_START_S)
         game = GameProcess(name or log.stem, kind, log, ours, on_exit)
         with contextlib.closing(theirs):
             self._hand_over(game, ours, theirs)
@@ -231,7 +234,7 @@ class Games:
             log=str(log),
             log_bytes=log_bytes,
         )
-        if not game._begun.wait(_START_S):
+        if not game._begun.wait(max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(OSError):
                 ours.shutdown(socket.SHUT_RDWR)
             raise WorkerFailed(f"The game {game.name} was not started within {_START_S:g} s.", "Is this machine overloaded?")
@@ -310,9 +313,8 @@ class Games:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
             except OSError as error:
                 self._forget(game)
-                raise WorkerFailed(
-                    f"The game {game.name} cannot be started: {error}.", "Its keeper was killed; try again."
-                ) from error
+                hint = "Its keeper does not answer." if isinstance(error, TimeoutError) else "Its keeper was killed; try again."
+                raise WorkerFailed(f"The game {game.name} cannot be started: {error}.", hint) from error
 
     def _revive(self) -> None:
         """A keeper that was killed took its games along; the next ones have another."""
@@ -338,6 +340,7 @@ class Games:
 
 def _start_keeper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
+    ours.settimeout(_START_S)
     with contextlib.closing(theirs):
         keeper = subprocess.Popen(  # noqa: S603 - this interpreter, with a program of ours
             [sys.executable, "-P", "-m", "ludus.game.keeper", str(theirs.fileno()), str(os.getpid())],

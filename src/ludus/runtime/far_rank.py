@@ -35,7 +35,7 @@ def main() -> int:
         try:
             learn_for(f"tcp://{host}:{port}", token)
             why = "the first learner has left"
-        except WorkerFailed as error:
+        except (WorkerFailed, UsageError) as error:  # one that dies while it greets us seems to refuse our token
             why = str(error)
         if why != said:
             log.info("%s; it is looked for again", why)
