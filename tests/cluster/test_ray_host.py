@@ -285,6 +285,7 @@ def train(rig: Rig, *options: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.system
+@pytest.mark.long
 def test_a_training_joins_the_ray_of_its_job_which_is_pinned_and_private_and_leaves_nothing(tmp_path: Path) -> None:
     shm = set(os.listdir("/dev/shm"))
     with rig(tmp_path, 3) as job:
