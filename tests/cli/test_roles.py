@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import stat
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,10 @@ from ludus.cli import cluster, learner, roles
 from ludus.cli.actor import address_of, is_set, number_of
 from ludus.cluster import roles as jobs
 from ludus.cluster.cluster import Job, Role, wait
+from ludus.cluster.iplist import Part, load_iplist
 from ludus.cluster.local import LocalOrchestrator
+from ludus.cluster.ssh import SshNode, SshOrchestrator, SshSettings
+from ludus.cluster.whereabouts import Here
 from ludus.errors import UnknownName, UsageError
 from ludus.runtime.machine import usable_cores
 from ludus.runtime.surroundings import FIRST_PORT
@@ -49,6 +56,12 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc: its workers come by `ludus actor start`"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
+        (("learner", *START, "CartPole-v1", "-n", "2", "--upload-dir", "s3://AK:geheim@h/b"), "A password in a command is seen"),
+        (("learner", *START, "CartPole-v1", "-n", "2", "--token-file", "learner.iplist/x"), "learner.iplist/x cannot be written"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--token-file", "/proc/nope/x"),
+            "/proc/nope/x cannot be written: No such",
+        ),
         (("learner", *START, "CartPole-v1", "-n", "2", "--node", "3"), "--node 3: learner.iplist has 1 machines"),
         (("learner", "start", "--iplist", "missing", "x"), "The list of machines missing cannot be read"),
         (("actor", "start", "--iplist", "far.iplist"), "There is no token in"),
@@ -69,6 +82,7 @@ def test_what_cannot_be_is_told_and_nothing_is_started(
     if message:
         assert said.code == 2
         assert message in one_line(said)
+        assert "geheim" not in said.out + said.err
     else:
         assert said.code == 0
         assert "none is running here" in said.out
@@ -89,6 +103,15 @@ def test_a_port_that_somebody_has_is_told(call: Call) -> None:
     assert said.code == 2
     assert f"Port {port} of this machine is in use. Choose another one with --port" in said.err
     assert LocalOrchestrator().list() == []
+
+
+@pytest.mark.parametrize("words", [("--redis-password", "geheim"), ("--redis-password=geheim",)])
+def test_the_password_of_an_old_ray_is_dropped_and_never_shown(call: Call, words: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = call("learner", *START, "CartPole-v1", *words, "-n", "2", "--port", str(taken.getsockname()[1]))
+    assert "--redis-password is ignored" in said.out
+    assert "geheim" not in said.out + said.err
+    assert "is in use" in said.err
 
 
 def test_where_nothing_was_started_there_is_nothing_to_show(call: Call) -> None:
@@ -182,31 +205,113 @@ def test_what_would_lead_processes_astray_is_dropped_and_said() -> None:
 # -- jobs of this machine ---------------------------------------------------------------------------------------------------
 
 
-def sleeping(part: str, place: str) -> Job:
-    return Job(part, (Role("main", ("sleep", "600")),), "main", place=place)
+PLACE = "10.0.0.2:9610"
 
 
-def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    orchestrator = LocalOrchestrator()
+def sleeping(part: str, place: str, subject: jobs.Subject | None = None) -> Job:
+    told = subject.environment() if subject else {}
+    return Job(part, (Role("main", ("sleep", "600"), environment=told),), "main", place=place)
+
+
+@pytest.fixture
+def orchestrator() -> Iterator[LocalOrchestrator]:
+    found = LocalOrchestrator()
+    yield found
+    for status in found.list():
+        found.cancel(status.id, at_once=True)
+        wait(found, status.id, 30)
+
+
+def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(
+    capsys: pytest.CaptureFixture[str], orchestrator: LocalOrchestrator
+) -> None:
     others = [orchestrator.submit(sleeping("actor", "10.0.0.2:7000")), orchestrator.submit(sleeping("learner", "10.0.0.2:9610"))]
     others += [orchestrator.submit(sleeping("actor", ""))]  # somebody's job that happens to be called so
-    try:
-        first = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
-        assert first.state == "running"
-        assert "stop actor: none of this run is running here" in capsys.readouterr().out
-        second = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
-        assert f"{first.id} has ended" in capsys.readouterr().out
-        assert orchestrator.status(first.id).state == "cancelled"
-        assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
-        assert [status.id for status in roles.mine(orchestrator, "actor")] == [others[0], second.id]
-        with pytest.raises(UsageError, match=r"There are 2 actors here: .*Say which one: --port PORT; or --all"):
-            roles.stop("actor", None, False, False)
-        roles.stop("actor", 7000, False, False)
-        assert [status.id for status in roles.mine(orchestrator, "actor")] == [second.id]
-    finally:
-        for status in orchestrator.list():
-            orchestrator.cancel(status.id, at_once=True)
-            wait(orchestrator, status.id, 30)
+    first = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
+    assert first.state == "running"
+    assert "stop actor: none of this run is running here" in capsys.readouterr().out
+    second = roles.begin(sleeping("actor", "10.0.0.2:9610"), orchestrator, "actor")
+    assert f"{first.id} has ended" in capsys.readouterr().out
+    assert orchestrator.status(first.id).state == "cancelled"
+    assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
+    assert [status.id for status in roles.mine(orchestrator, "actor")] == [others[0], second.id]
+    with pytest.raises(UsageError, match=r"There are 2 actors here: .*Say which one: --port PORT; or --all"):
+        roles.stop("actor", None, False, False)
+    roles.stop("actor", 7000, False, False)
+    assert [status.id for status in roles.mine(orchestrator, "actor")] == [second.id]
+
+
+def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_that_is_said(
+    orchestrator: LocalOrchestrator,
+) -> None:
+    def subject(directory: str, *experiments: str) -> Job:
+        return sleeping("learner", PLACE, jobs.Subject(directory, experiments))
+
+    first = roles.begin(subject("/a", "cartpole"), orchestrator, "learner")
+    for other in (subject("/b", "cartpole"), subject("/a", "pong"), subject("/a", "cartpole", "pong")):
+        with pytest.raises(UsageError) as caught:
+            roles.begin(other, orchestrator, "learner")
+        assert f"Another training is at {PLACE}: {first.id}, which trains cartpole in /a; this is" in str(caught.value)
+        assert "another --port" in str(caught.value)
+        assert "ludus learner stop --port 9610, or --replace here" in str(caught.value)
+    assert [status.id for status in roles.mine(orchestrator, "learner")] == [first.id]
+    second = roles.begin(subject("/a"), orchestrator, "learner")  # --resume RUN
+    third = roles.begin(subject("/b", "pong"), orchestrator, "learner", replaces=True)
+    assert [orchestrator.status(each.id).state for each in (first, second, third)] == ["cancelled", "cancelled", "running"]
+
+
+def test_of_starts_at_the_same_time_one_goes_on_and_the_next_ends_what_it_began(orchestrator: LocalOrchestrator) -> None:
+    class Hurried(LocalOrchestrator):
+        """Somebody else begins just when it does."""
+
+        def submit(self, job: Job) -> str:
+            with pytest.raises(UsageError, match=r"Another start of the actor at 10\.0\.0\.2:9610 has been under way"):
+                roles.begin(job, LocalOrchestrator(), "actor", turn_s=0.2)
+            return super().submit(job)
+
+    first = roles.begin(sleeping("actor", PLACE), Hurried(), "actor")
+    assert [status.id for status in roles.mine(orchestrator, "actor")] == [first.id]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: roles.begin(sleeping("actor", PLACE), orchestrator, "actor"), range(2)))
+    (left,) = roles.mine(orchestrator, "actor")
+    assert left.id in {status.id for status in both}
+
+
+def test_a_start_waits_for_no_other_role_or_port(orchestrator: LocalOrchestrator) -> None:
+    with ExitStack() as stack:
+        others: list[tuple[Part, str]] = [("actor", PLACE), ("learner", PLACE), ("actor", "10.0.0.2:7000")]
+        for part, place in others:
+            stack.enter_context(roles.turn(orchestrator, part, place, 0.0))
+        with pytest.raises(UsageError, match="under way"):
+            stack.enter_context(roles.turn(orchestrator, "actor", PLACE, 0.0))
+    with roles.turn(orchestrator, "actor", PLACE, 0.0):  # given back
+        assert [path.name.split("-")[:2] for path in (orchestrator.directory.parent / "roles").glob("actor-9*")] == [
+            ["actor", "9610"]
+        ]
+
+
+def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> None:
+    Path("x.yaml").write_text(FILE)
+    listed = load_iplist(Path("learner.iplist"))
+    meeting = jobs.Meeting(Here(0, "127.0.0.1", "127.0.0.1"), tmp_path / "token", tmp_path / "logs")
+    found = {
+        words: jobs.Subject.of(learner._learning(listed, meeting, words, 0, 9.0)[0])
+        for words in (("-f", "x.yaml"), ("-f", "x.yaml", "--experiment-name", "mine"), ("--resume", "somewhere"))
+    }
+    here = str(tmp_path)
+    assert list(found.values()) == [jobs.Subject(here, names) for names in (("cartpole",), ("mine",), ())]
+
+
+def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:
+    job_id = orchestrator.submit(sleeping("learner", PLACE))
+    (orchestrator.directory / job_id / "job.json").write_text("{")
+    said = call("learner", "status", "--nodes")
+    assert said.code == 0
+    assert f"{job_id}  running" in said.out
+    assert "job.json is damaged" in said.err
+    (told,) = call("learner", "status", "--nodes", "--json").json
+    assert (told["id"], told["machines"]) == (job_id, [])
+    assert "job.json is damaged" in told["trouble"]
 
 
 def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Path) -> None:
@@ -235,20 +340,105 @@ def test_status_shows_the_run_and_where_its_workers_are(call: Call, tmp_path: Pa
 # -- clusters ---------------------------------------------------------------------------------------------------------------
 
 
+def standing(name: str, job_id: str, token: str = "") -> cluster.Standing:
+    found = cluster.Standing(name, job_id)
+    found.write(cluster.JOB, job_id)
+    if token:
+        found.write(cluster.TOKEN, token)
+    return found
+
+
 def test_a_cluster_is_remembered_with_its_token_for_its_owner_alone(tmp_path: Path) -> None:
-    standing = cluster.Standing("games", "games-20261116-1-ab")
-    standing.write("secret" * 10)
-    assert cluster.find("games") == cluster.chosen(None) == cluster.chosen("games") == standing
-    assert standing.token == tmp_path / "state" / "clusters" / "games" / "token"
-    assert stat.S_IMODE(standing.token.stat().st_mode) == 0o600
-    assert stat.S_IMODE(standing.directory.stat().st_mode) == 0o700
-    cluster.Standing("other", "other-1").write("x")
+    games = standing("games", "games-20261116-1-ab", "secret" * 10)
+    assert cluster.find("games") == cluster.chosen(None) == cluster.chosen("games") == games
+    assert games.token == tmp_path / "state" / "clusters" / "games" / "token"
+    assert stat.S_IMODE(games.token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(games.directory.stat().st_mode) == 0o700
+    standing("other", "other-1")
     with pytest.raises(UsageError, match=r"There are 2 clusters: games, other. Say which one"):
         cluster.chosen(None)
     with pytest.raises(UnknownName, match=r"There is no cluster 'gmaes'.*Did you mean 'games'"):
         cluster.chosen("gmaes")
-    standing.remove()
+    games.remove()
     assert cluster.find("games") is None
+    assert not games.directory.exists()
+
+
+def test_a_path_is_not_the_name_of_a_cluster_and_what_others_have_put_there_is_theirs(call: Call, tmp_path: Path) -> None:
+    precious = tmp_path / "x" / "precious"
+    precious.parent.mkdir()
+    precious.touch()
+    (tmp_path / "x" / "job").write_text("hi")
+    for name in (str(tmp_path / "x"), "../../x"):
+        assert f"There is no cluster {name!r}" in one_line(call("cluster", "down", name))
+    games = standing("games", "games-1")
+    (games.directory / "notes").touch()
+    assert "the cluster games is down" in call("cluster", "down", "games").out
+    assert [path.name for path in games.directory.iterdir()] == ["notes"]
+    assert sorted(path.name for path in precious.parent.iterdir()) == ["job", "precious"]
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A program in place of SSH that runs the command, its last word, on this machine; it refuses while a file `refuse` is beside it."""
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\n[ -e {program.parent}/refuse ] && echo "ssh: connect to host h: Connection refused" >&2 && exit 255\n'
+        f"[ -e {program.parent}/once ] && mv {program.parent}/once {program.parent}/refuse\n"
+        'for last; do :; done; exec sh -c "$last"\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    yield program
+    (program.parent / "refuse").unlink(missing_ok=True)
+    with SshOrchestrator() as there:
+        for status in there.list():
+            there.cancel(status.id, at_once=True)
+            wait(there, status.id, 30)
+
+
+def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh: Path) -> None:
+    with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
+        games = standing("games", there.submit(sleeping("games", "")))
+    (ssh.parent / "refuse").touch()
+    said = call("cluster", "down")
+    assert said.code == 1
+    assert "The cluster games may still be up: its first machine, 127.0.0.1, does not answer" in said.err
+    assert "is down" not in said.out
+    again = call("cluster", "up", "--iplist", "learner.iplist", "--name", "games")
+    assert again.code == 1
+    assert "may still be up" in one_line(again)
+    assert cluster.find("games") == games
+    (ssh.parent / "refuse").unlink()
+    assert "the cluster games is down" in call("cluster", "down").out
+    assert cluster.find("games") is None
+    with SshOrchestrator() as there:
+        assert there.status(games.id).state == "cancelled"
+
+
+def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh: Path) -> None:
+    with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
+        standing("games", there.submit(sleeping("games", "")))
+    (ssh.parent / "refuse").touch()
+    assert call("cluster", "down", "--forget").code == 0
+    assert cluster.find("games") is None
+
+
+def test_a_cluster_that_was_started_is_known_also_when_it_could_not_be_asked_for_its_token(call: Call, ssh: Path) -> None:
+    python = ssh.parent / "python"  # which has a Ray that only sleeps
+    python.write_text(f'#!/bin/sh\ncase "$*" in *ray_host*) exec sleep 600;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    (ssh.parent / "once").touch()  # one connection, and no other
+    said = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(python), "--wait", "0")
+    assert said.code == 1
+    assert "Connection refused" in said.err
+    found = cluster.find("cluster")
+    assert found is not None
+    (ssh.parent / "refuse").unlink()
+    with SshOrchestrator() as there:
+        assert there.status(found.id).state == "running"
+    assert call("cluster", "down").code == 0
 
 
 def test_a_page_says_what_is_up_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:

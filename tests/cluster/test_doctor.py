@@ -31,7 +31,7 @@ from ludus.cluster.doctor.limits import Bound, Cores, Files, Memory, Shared, Thr
 from ludus.cluster.doctor.needs import Needs
 from ludus.cluster.doctor.network import Ports, Tick
 from ludus.cluster.doctor.places import Place
-from ludus.cluster.doctor.queue import Partition, Queue, Wanted
+from ludus.cluster.doctor.queue import Kind, Partition, Queue, Wanted
 from ludus.cluster.doctor.tokens import Token
 from ludus.cluster.doctor.troubles import Scene
 from ludus.game.opengl import OpenGL
@@ -151,6 +151,29 @@ def test_shared_memory(shared: Shared | None, status: Status, said: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("shared", "status", "said"),
+    [
+        (Shared(8 * GB, 8 * GB), "ok", "LUDUS_SHM=/big: 8.0 GB, 8.0 GB free; needed 64 MB of weights + 8 rings × 32 MB = 320 MB"),
+        (Shared(GB, 100 << 20), "failed", "100 MB free"),
+        (Shared(GB, GB, writable=False), "failed", "not writable"),
+        (None, "failed", "there is none"),
+    ],
+)
+def test_shared_memory_that_was_moved_is_not_replaced_by_another(shared: Shared | None, status: Status, said: str) -> None:
+    found = limits.judge_moved("/big", shared, replace(EIGHT, ray=True))
+    assert (found.status, said in found.found) == (status, True), found
+    assert status == "ok" or "LUDUS_SHM" in found.fix
+
+
+def test_the_store_of_ray_stays_where_it_was_when_rings_are_moved() -> None:
+    needs = replace(EIGHT, ray=True)
+    assert limits.judge_store(Shared(GB, GB), needs).status == "ok"
+    little = limits.judge_store(Shared(64 << 20, 64 << 20), needs)
+    assert (little.status, "needed 512 MB of Ray's store" in little.found) == ("failed", True), little
+    assert limits.judge_store(None, needs).status == "warning"
+
+
+@pytest.mark.parametrize(
     ("files", "status", "fix"),
     [
         (Files(1024, 4096), "ok", ""),
@@ -249,7 +272,9 @@ def test_versions(have: Mapping[str, str], ray: bool, expected: Mapping[str, Sta
     [
         ({}, "torch", "ok"),
         ({"torch": "2.13.0+cu126"}, "torch", "ok"),
-        ({"torch": "2.12.0+cpu"}, "torch", "warning"),
+        ({"torch": "2.12.0+cpu"}, "torch", "failed"),
+        ({"torch": "2.13.1+cpu"}, "torch", "failed"),
+        ({"torch": ""}, "torch", "failed"),
         ({"ray": "2.59.0"}, "ray", "failed"),
         ({"ray": ""}, "ray", "failed"),
         ({"ludus": "0.2.0"}, "ludus", "failed"),
@@ -264,6 +289,19 @@ def test_versions_on_all_nodes(other: Mapping[str, str], check: str, status: Sta
     assert [finding.status for finding in found.values() if finding.check != f"{check} on all nodes"] == ["ok"] * 3
     if status != "ok":
         assert ": b" in found[f"{check} on all nodes"].found, "whose it is"
+
+
+def test_a_machine_that_only_starts_runs_needs_neither_pytorch_nor_ray() -> None:
+    bare = {"python": "3.11.7", "ludus": "0.1.0", "torch": "", "ray": "2.1.0"}
+    found = {finding.check: finding for finding in versions.judge_versions(bare, ray=True, launcher=True)}
+    assert {check: finding.status for check, finding in found.items()} == {
+        "python": "ok",
+        "ludus": "ok",
+        "torch": "skipped",
+        "ray": "skipped",
+    }
+    assert found["torch"].found.startswith("not installed")
+    assert found["ray"].found.startswith("2.1.0")
 
 
 def test_a_machine_that_only_starts_runs_is_held_to_its_ludus_alone() -> None:
@@ -411,10 +449,29 @@ def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Sta
         (Token("V", "/t", "other"), "failed", "not a file"),
         (Token("", "/t", "file"), "ok", "private"),
         (Token("", "/t", "file", mode=0o644), "warning", "mode 0644"),
+        (Token("", "/t", "file", role=True), "ok", "/t, private"),
+        (Token("", "/t", "file", mode=0o644, role=True), "failed", "mode 0644"),
+        (Token("V", "/t", "none", why="No such file", role=True), "failed", "not there"),
+        (Token("V", "/t", "file", plain=False, role=True), "failed", "holds no token"),
+        (Token("V", "/t", "file", length=5000, role=True), "failed", "holds no token"),
     ],
 )
 def test_tokens(token: Token, status: Status, said: str) -> None:
     (found,) = tokens.judge_tokens([token], {})
+    assert (found.status, said in found.found) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "said"),
+    [
+        ({"a": "x", "b": "x"}, "ok", "the same on 2 of 2"),
+        ({"a": "x", "b": "y", "c": "x"}, "failed", "they differ (one: a, c; one: b)"),
+        ({"a": "x", "b": ""}, "failed", "they differ (one: a; none: b)"),
+        ({"a": "", "b": ""}, "skipped", "none has one yet"),
+    ],
+)
+def test_tokens_on_all_nodes(told: Mapping[str, str], status: Status, said: str) -> None:
+    found = tokens.judge_same(told)
     assert (found.status, said in found.found) == (status, True), found
 
 
@@ -513,6 +570,71 @@ def test_graphics(seen: graphics.Graphics, needed: bool, statuses: tuple[Status,
     assert all(finding.fix for finding in found if finding.status in ("warning", "failed"))
 
 
+@pytest.mark.parametrize(
+    ("seen", "status", "said"),
+    [
+        (graphics.Graphics(NEW, NO_OSMESA, silent="none"), "warning", "by EGL, which has no windows"),
+        (graphics.Graphics(NEW, NO_OSMESA, silent="none", xvfb=True, choice="none"), "warning", "for LUDUS_SCREEN=none"),
+        (graphics.Graphics(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True), "ok", "by a private Xvfb"),
+        (graphics.Graphics(NEW, NO_OSMESA, GLX, display=":0"), "ok", "by the screen :0"),
+        (graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"), "failed", "nothing can draw"),
+    ],
+)
+def test_a_program_of_its_own_draws_on_a_screen(seen: graphics.Graphics, status: Status, said: str) -> None:
+    found = graphics.judge_graphics(seen, needed=True, window=True)[0]
+    assert (found.status, said in found.found) == (status, True), found
+    assert status == "ok" or found.fix
+
+
+@pytest.mark.parametrize(
+    ("seen", "statuses", "said"),
+    [
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True, choice="xvfb"),
+            ("ok", "skipped", "ok", "skipped", "ok"),
+            "by a private Xvfb",
+        ),
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True, choice="xvfb"),
+            ("warning", "skipped", "ok", "skipped", "failed"),
+            "no private screen works",
+        ),
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True),
+            ("ok", "skipped", "ok", "skipped", "warning"),
+            "by EGL",
+        ),
+        (
+            graphics.Graphics(NO_EGL, NO_OSMESA, silent="nobody", display=":9", xvfb=True, choice="none"),
+            ("warning", "warning", "skipped", "skipped", "skipped"),
+            "LUDUS_SCREEN=none",
+        ),
+    ],
+)
+def test_what_is_said_of_screens_is_what_was_chosen(seen: graphics.Graphics, statuses: tuple[Status, ...], said: str) -> None:
+    found = graphics.judge_graphics(seen, needed=False)
+    assert tuple(finding.status for finding in found) == statuses, found
+    assert said in found[0].found
+    assert seen.choice != "none" or "private" not in " ".join(finding.found + finding.fix for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("choice", "xvfb", "said"),
+    [
+        ("", False, ""),
+        ("auto", False, ""),
+        ("none", False, ""),
+        ("xvfb", True, ""),
+        ("xvfb", False, "no Xvfb"),
+        ("bogus", True, "'bogus'"),
+    ],
+)
+def test_a_choice_by_which_no_environment_could_be_made_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
+    found = graphics.judge_choice({"LUDUS_SCREEN": choice}, xvfb=xvfb)
+    assert [(finding.check, finding.status) for finding in found] == ([("LUDUS_SCREEN", "failed")] if said else [])
+    assert all(said in finding.found and finding.fix for finding in found)
+
+
 def test_other_systems_have_a_screen() -> None:
     assert [finding.status for finding in graphics.judge_graphics(None, needed=True)] == ["skipped"]
 
@@ -605,6 +727,47 @@ def test_no_bytes_are_too_damaged_to_be_read(head: bytes, tail: bytes) -> None:
         assert binary.read_elf(data) is None or isinstance(binary.read_elf(data), Elf)
 
 
+def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> bytes:
+    """A file with nothing but the tables that the loader reads."""
+    strings, entries = b"\0", []
+    for tag, text in [*((1, name) for name in needed), (15, rpath), (29, runpath)]:
+        if text:
+            entries.append((tag, len(strings)))
+            strings += text.encode() + b"\0"
+    at = 64 + 2 * 56
+    dynamic = b"".join(struct.pack("<qQ", *entry) for entry in [*entries, (5, at), (0, 0)])
+    total = at + len(strings) + len(dynamic)
+    headers = struct.pack("<IIQQQQQQ", 1, 4, 0, 0, 0, total, total, 1)
+    headers += struct.pack("<IIQQQQQQ", 2, 4, at + len(strings), 0, 0, len(dynamic), len(dynamic), 1)
+    head = elf()[:32] + struct.pack("<Q", 64) + elf()[40:56] + struct.pack("<H", 2) + elf()[58:]
+    return head + headers + strings + dynamic
+
+
+@pytest.mark.parametrize(
+    ("rpath", "runpath", "own", "missing"),
+    [
+        ("$ORIGIN/lib", "", {}, ()),
+        ("", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
+        ("$ORIGIN/lib", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
+        ("$ORIGIN/lib", "", {"runpath": "/nowhere"}, ("libb.so (wanted by liba.so)",)),
+        ("", "$ORIGIN/lib", {"runpath": "$ORIGIN"}, ()),
+        ("", "$ORIGIN/lib", {"rpath": "${ORIGIN}"}, ()),
+        ("/nowhere", "", {}, ("liba.so",)),
+    ],
+)
+def test_libraries_are_searched_as_the_loader_does(
+    tmp_path: Path, rpath: str, runpath: str, own: Mapping[str, str], missing: tuple[str, ...]
+) -> None:
+    """An RPATH counts for all that is loaded below, a RUNPATH for its owner alone; one with a RUNPATH inherits none."""
+    game, lib = tmp_path / "game", tmp_path / "lib"
+    lib.mkdir()
+    game.write_bytes(linked(("liba.so",), rpath, runpath))
+    (lib / "liba.so").write_bytes(linked(("libb.so",), **own))
+    (lib / "libb.so").write_bytes(linked())
+    assert binary.look_binary(game, {}).missing == missing
+    assert binary.look_binary(game, {"LD_LIBRARY_PATH": str(lib)}).missing == ()
+
+
 X86 = Elf("x86_64", 64, "/lib64/ld-linux-x86-64.so.2", ("libc.so.6", "libGL.so.1"))
 GAME = Binary("/g", "elf", True, X86, X86.interpreter)
 
@@ -659,13 +822,29 @@ def test_slurms_times(text: str, seconds: int) -> None:
     assert queue.seconds_of(text) == seconds
 
 
-MAIN = Partition("main", True, 7200, (1, 2, 0, 3), 36, 4000, "gpu:2")
+def test_the_accelerators_of_a_node_are_counted() -> None:
+    said = {
+        "gpu:2": 2,
+        "gpu": 1,
+        "gpu:a100": 1,
+        "gpu:a100:4(S:0-1)": 4,
+        "gpu:a:2,gpu:b:1,shard:8": 3,
+        "(null)": 0,
+        "craynetwork:4": 0,
+    }
+    assert {gres: queue.gpus_of(gres) for gres in said} == said
+
+
+MAIN = Partition("main", True, 7200, (Kind(3, 2, 36, gpus=2),))
+MIXED = queue.read_partitions(
+    "gpu|up|1-00:00:00|0/4/0/4|8+|16000+|(null)\nother|up|infinite|0/1/0/1|4|1000|(null)\ngpu|up|1-00:00:00|0/2/0/2|64|256000|gpu:a100:4\n"
+)
 UP = Queue(controller="Slurmctld(primary) at vm is UP", partitions=(MAIN,))
 
 
 def test_what_sinfo_says_is_read() -> None:
     text = "main|up|2:00:00|1/2/0/3|36|4000|gpu:2\nbig|drain|infinite|0/0/1/1|128+|512000+|(null)\nsinfo: error: something\n"
-    big = Partition("big", False, queue.INFINITE, (0, 0, 1, 1), 128, 512_000, "")
+    big = Partition("big", False, queue.INFINITE, (Kind(1, 0, 128, more=True),))
     assert queue.read_partitions(text) == (MAIN, big)
 
 
@@ -677,10 +856,23 @@ def test_what_sinfo_says_is_read() -> None:
         (UP, Wanted("main", "03:00:00"), ("ok", "failed"), "--time 03:00:00 is more than main allows"),
         (UP, Wanted("", "03:00:00"), ("ok", "ok", "failed"), "more than main allows"),
         (UP, Wanted("main", nodes=4), ("ok", "failed"), "4 nodes are wanted, and main has 3"),
-        (UP, Wanted("main", cpus=64), ("ok", "failed"), "64 cores are wanted"),
+        (UP, Wanted("main", cpus=64), ("ok", "failed"), "1 node with 64 cores wanted, and main has none"),
+        (UP, Wanted("main", gpus=3), ("ok", "failed"), "1 node with 3 accelerators wanted, and main has none"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", gpus=1), ("ok", "ok"), "6 nodes, 6 idle, 8 cores or more each"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=5), ("ok", "ok"), "6 nodes"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=7), ("ok", "failed"), "7 nodes are wanted, and gpu has 6"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=2, cpus=32), ("ok", "ok"), "6 nodes"),
+        (
+            replace(UP, partitions=MIXED),
+            Wanted("gpu", nodes=3, cpus=32),
+            ("ok", "warning"),
+            "whether 3 nodes of them have 32 cores",
+        ),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=3, cpus=32, gpus=1), ("ok", "failed"), "gpu has 2 of them"),
+        (replace(UP, partitions=MIXED), Wanted("other", cpus=5), ("ok", "failed"), "1 node with 5 cores wanted"),
         (UP, Wanted("main", gpus=1), ("ok", "ok"), "3 nodes"),
-        (replace(UP, partitions=(replace(MAIN, gres=""),)), Wanted("main", gpus=1), ("ok", "failed"), "has none"),
-        (replace(UP, partitions=(replace(MAIN, nodes=(3, 0, 0, 3)),)), Wanted("main"), ("ok", "warning"), "no node is idle"),
+        (replace(UP, partitions=(replace(MAIN, kinds=(Kind(3, 2, 36),)),)), Wanted("main", gpus=1), ("ok", "failed"), "has none"),
+        (replace(UP, partitions=(replace(MAIN, kinds=(Kind(3, 0, 36),)),)), Wanted("main"), ("ok", "warning"), "no node is idle"),
         (replace(UP, partitions=(replace(MAIN, up=False),)), Wanted("main"), ("ok", "failed"), "main is down"),
         (UP, Wanted("gpu"), ("ok", "failed"), "none of that name"),
         (replace(UP, partitions=()), Wanted(), ("ok", "failed"), "sinfo names none"),

@@ -19,11 +19,13 @@ import pytest
 
 import ludus
 from ludus.cluster.connection import SshNode, SshSettings, explained, ssh_words
+from ludus.cluster.doctor import consultation
 from ludus.cluster.doctor.consultation import ALL, INSIDE, MODULE, Consultation, in_allocation, of_allocation
 from ludus.cluster.doctor.examination import Request
 from ludus.cluster.doctor.finding import Finding, healthy
 from ludus.cluster.doctor.nodes import Node, ask
 from ludus.cluster.target import Target
+from ludus.errors import UsageError
 from tests.system.slurm_rig import slurm_rig
 from tests.tools import need
 
@@ -133,6 +135,21 @@ def test_all_machines_are_asked_at_once_and_compared(sshd: Sshd, tmp_path: Path)
     assert not healthy(found)
 
 
+def test_a_list_of_machines_is_asked_for_one_token(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are this machine, and so is its token; what a machine says of it tells nobody what it is."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("feedfacecafebeef")
+    (tmp_path / "iplist").write_text(f"127.0.0.1 root {sshd.port} 1\n127.0.0.2 root {sshd.port} 1\n")
+    target = sshd.target().merged(iplist=tmp_path / "iplist", environment={"LUDUS_TOKEN_FILE": str(token)})
+    together = of_node(Consultation(Request(quick=True), target, ANSWER_S).findings({}), ALL)
+    assert (together["token on all nodes"].status, together["token on all nodes"].found) == ("ok", "the same on 2 of 2")
+    node = node_of(sshd.settings("127.0.0.1"))
+    (first,), (again,) = (ask([node], Request(quick=True, launcher=True, key=key), target.environment, ANSWER_S) for key in "ab")
+    assert first.token
+    assert first.token != again.token
+
+
 def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) -> None:
     whole = sshd.settings("127.0.0.1")
     spoilt = {
@@ -227,6 +244,40 @@ def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
     assert {"--partition=main", "--account=games"} <= set(words)
     assert words[-7:] == ["--on", "slurm", "--time", "02:00:00", "--memory", "redis://host:1", "--json"]
     assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", INSIDE: "1"}
+
+
+def test_a_password_is_taken_out_however_it_was_typed() -> None:
+    for asked in (["--memory=redis://:hunter22@host:1"], ["--memory", "redis://:hunter22@host:1"]):
+        words, environ = in_allocation(Target(on="slurm"), asked, {})
+        assert "hunter22" not in " ".join(words)
+        assert "redis://host:1" in words[-2]
+        assert environ["LUDUS_MEMORY_PASSWORD"] == "hunter22"
+    for asked in (["--store=s3://key:hunter22@host/b"], ["--store", "s3://key:hunter22@host/b"]):
+        with pytest.raises(UsageError) as refused:
+            in_allocation(Target(on="slurm"), asked, {})
+        assert "--store" in refused.value.message
+        assert "hunter22" not in str(refused.value)
+
+
+@pytest.mark.parametrize("deaf", ["", "TERM"])
+def test_an_allocation_is_given_back_when_nobody_answers_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: str
+) -> None:
+    """Killed at once, salloc could not do that; and it may wait for ever for what it runs, but for SIGHUP."""
+    salloc, heard = tmp_path / "salloc", tmp_path / "heard"
+    salloc.write_text(
+        f"#!{sys.executable}\nimport signal, sys, time\n"
+        f"def end(number, _):\n    open({str(heard)!r}, 'a').write(signal.Signals(number).name + ' ')\n"
+        f"    number == signal.SIG{deaf or 'ALRM'} or sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end)\nsignal.signal(signal.SIGHUP, end)\n"
+        "while True:\n    time.sleep(600)\n"
+    )
+    salloc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(consultation, "_END_S", 1.0)
+    (found,) = of_allocation(Target(on="slurm").merged(time="5"), [], dict(os.environ), 1.0, around_s=1.0)
+    assert "no answer within 2 s" in found.found
+    assert heard.read_text().split() == (["SIGTERM", "SIGHUP"] if deaf else ["SIGTERM"])
 
 
 def test_no_allocation_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

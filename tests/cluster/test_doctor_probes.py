@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import json
 import os
 import resource
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ludus.cluster.doctor import binary, graphics, limits, network, places, services, tokens, trial, troubles
+from ludus.cluster.doctor import binary, examination, graphics, limits, network, places, services, tokens, trial, troubles
 from ludus.cluster.doctor.examination import Pending, Request, examine
 from ludus.cluster.doctor.finding import Finding
 from ludus.game import display
@@ -226,6 +228,94 @@ def test_a_small_shared_memory_and_a_full_disk_are_noticed(doctor: Callable[...,
     assert "No space left" in found["store"]["found"]
 
 
+def test_shared_memory_that_was_moved_is_looked_at_where_it_is(doctor: Callable[..., Any], tmp_path: Path) -> None:
+    """As the line of a small one says: set LUDUS_SHM to a directory with more room."""
+    _mounts()
+    wide, script = (
+        tmp_path / "wide",
+        'mount -t tmpfs -o size=300m tmpfs /dev/shm && mount -t tmpfs -o size=1g tmpfs "$0" && exec "$@"',
+    )
+    wide.mkdir()
+    wrapper = ("unshare", "--mount", "sh", "-c", script, str(wide))
+    _, found = doctor("--quick", "--num-workers", "16", wrapper=wrapper, LUDUS_SHM=str(wide))
+    assert found["shared memory"]["status"] == "ok"
+    assert f"LUDUS_SHM={wide}: 1.0 GB" in found["shared memory"]["found"]
+
+
+def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> Finding:
+        return by_check(examine(Request(quick=True, launcher=True)).findings)["token"]
+
+    for name in ("RAY_AUTH_TOKEN_PATH", "LUDUS_JOB_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "gone"))
+    assert told().status == "failed"
+    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) is not there" in told().found
+    monkeypatch.delenv("LUDUS_TOKEN_FILE")
+    assert told().status == "skipped"
+    token = tmp_path / "state" / "token"
+    token.parent.mkdir()
+    token.write_text("feedfacecafebeef")
+    token.chmod(0o644)
+    assert (told().status, told().fix.split(";")[0]) == ("failed", f"chmod 600 {token}")
+    token.chmod(0o600)
+    assert (told().status, told().found) == ("ok", f"{token}, private")
+
+
+def test_a_choice_of_screens_that_is_none_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_SCREEN", "bogus")
+    found = by_check(examine(Request(quick=True)).findings)["LUDUS_SCREEN"]
+    assert (found.status, "auto, xvfb, none" in found.fix) == ("failed", True)
+
+
+def test_a_machine_that_only_starts_runs_is_not_asked_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def without(package: str) -> str:
+        if package in ("ray", "torch"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    found = by_check(examine(Request(ray=True, launcher=True, quick=True)).findings)
+    assert (found["ray"].status, found["torch"].status) == ("skipped", "skipped")
+    assert by_check(examine(Request(ray=True, quick=True)).findings)["ray"].status == "failed"
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Path]:
+    """A file system whose server never answers: whoever looks at it waits until it is gone."""
+    _mounts()
+    place = tmp_path / "hanging"
+    place.mkdir()
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"/dev/fuse: {error.strerror}")
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    system = ctypes.CDLL(None, use_errno=True)
+    if system.mount(b"hanging", os.fsencode(place), b"fuse", 0, options) != 0:
+        os.close(server)
+        pytest.skip(f"no FUSE: {os.strerror(ctypes.get_errno())}")
+    yield place
+    os.close(server)  # then those who wait are told that it is gone
+    system.umount2(os.fsencode(place), 2)
+
+
+def test_a_file_system_that_hangs_holds_up_nobody(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "LOOK_S", 0.5)
+    monkeypatch.setenv("LUDUS_TOKEN_FILE", str(hanging / "token"))
+    monkeypatch.setenv("LUDUS_SHM", str(hanging / "shm"))
+    monkeypatch.setenv("PYTHONPATH", str(hanging))
+    found = by_check(examine(Request(quick=True, key="k")).findings)
+    for check in ("token", "known troubles", "shared memory"):
+        assert found[check].status == "failed", found[check]
+        assert "no answer within" in found[check].found
+    assert found["open files"].status == "ok", "the others are looked at all the same"
+
+
 def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
     """As another user: the superuser is not held to it."""
     if os.geteuid() != 0:
@@ -284,7 +374,8 @@ def test_a_port_that_somebody_listens_on_is_not_free() -> None:
     assert network.look_ports([port]).asked == {port: True}
 
 
-def test_tokens_are_looked_for_where_they_are_used(tmp_path: Path) -> None:
+def test_tokens_are_looked_for_where_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
     (tmp_path / ".ray").mkdir()
     usual, own = tmp_path / ".ray" / "auth_token", tmp_path / "own"
     for path in (usual, own):
@@ -297,6 +388,24 @@ def test_tokens_are_looked_for_where_they_are_used(tmp_path: Path) -> None:
         (str(own), "file"),
     ]
     assert tokens.look_tokens({"HOME": str(tmp_path / "elsewhere")}) == []
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "token").write_text("0" * 64)
+    nothing_else = {"HOME": str(tmp_path / "elsewhere")}
+    assert [token.path for token in tokens.look_tokens(nothing_else)] == [str(tmp_path / "state" / "token")]
+    (chosen,) = tokens.look_tokens({**nothing_else, "LUDUS_TOKEN_FILE": str(own)})
+    assert (chosen.path, chosen.named, chosen.role) == (str(own), "LUDUS_TOKEN_FILE", True)
+
+
+def test_a_fingerprint_is_that_of_one_token_and_one_look(tmp_path: Path) -> None:
+    one, same, other = tmp_path / "one", tmp_path / "same", tmp_path / "other"
+    one.write_text("a" * 64)
+    same.write_text("a" * 64 + "\n")
+    other.write_text("b" * 64)
+    of = [tokens.fingerprint({"LUDUS_TOKEN_FILE": str(path)}, "key") for path in (one, same, other, tmp_path / "gone")]
+    assert of[0] == of[1] != of[2]
+    assert of[3] == ""
+    assert tokens.fingerprint({"LUDUS_TOKEN_FILE": str(one)}, "another") != of[0]
+    assert "a" * 8 not in of[0]
 
 
 def test_a_package_on_the_path_is_not_taken_for_its_own_shadow(tmp_path: Path) -> None:
@@ -382,7 +491,7 @@ def test_graphics_fall_back_to_a_private_screen_where_display_leads_nowhere() ->
 
 
 ENVIRONMENTS = """
-import os, threading, time
+import os, subprocess, threading, time
 import gymnasium
 
 def raising(**_):
@@ -395,6 +504,32 @@ def threaded(**_):
     for _ in range(7):
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     return gymnasium.make("CartPole-v1")
+
+def with_games(**_):
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    games = [
+        subprocess.Popen(["sleep", "600"]),
+        subprocess.Popen(["sleep", "600"], start_new_session=True, **quiet),
+        subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 600; done"], start_new_session=True, **quiet),
+    ]
+    launcher = subprocess.run("setsid sleep 600 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, text=True)
+    with open("games", "w") as file:
+        print(*(game.pid for game in games), launcher.stdout, file=file)
+    if os.environ.get("CRASHES"):
+        os.abort()
+    return gymnasium.make("CartPole-v1")
+
+class Closing(gymnasium.Wrapper):
+    def close(self):
+        open("closed", "w").close()
+        if os.environ.get("HANGS"):
+            time.sleep(600)
+
+def closing(**_):
+    return Closing(gymnasium.make("CartPole-v1"))
+
+def leaving(**_):
+    raise SystemExit(3)
 
 def on_a_screen(**_):
     from ludus.game import x11
@@ -423,6 +558,63 @@ def test_an_environment_that_fails_says_why(environments: dict[str, str]) -> Non
     raised = trial.look_trial("my_environments:raising", environments)
     assert "the licence has run out" in raised.why
     assert "signal 6" in trial.look_trial("my_environments:crashing", environments).why
+    assert "SystemExit: 3" in trial.look_trial("my_environments:leaving", environments).why
+
+
+@pytest.mark.parametrize("crashes", ["", "1"])
+def test_games_of_an_environment_are_no_hindrance_and_end_with_it(
+    environments: dict[str, str], tmp_path: Path, crashes: str
+) -> None:
+    """In its session or in their own, quiet or not, deaf to signals, or left by their parent."""
+    tried = trial.look_trial("my_environments:with_games", {**environments, "LUDUS_SCREEN": "none", "CRASHES": crashes})
+    assert ("signal 6" in tried.why) if crashes else (tried.why == "")
+    games = [int(pid) for pid in (tmp_path / "games").read_text().split()]
+    assert len(games) == 4
+    assert not [pid for pid in games if _runs(pid)]
+    assert crashes or tried.processes >= 4
+
+
+def test_an_environment_is_closed(environments: dict[str, str], tmp_path: Path) -> None:
+    assert trial.look_trial("my_environments:closing", environments).why == ""
+    assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.long
+def test_an_environment_that_cannot_be_closed_is_judged_all_the_same(environments: dict[str, str], tmp_path: Path) -> None:
+    assert trial.look_trial("my_environments:closing", {**environments, "HANGS": "1"}).why == ""
+    assert (tmp_path / "closed").exists()
+
+
+def test_games_end_when_whoever_asked_is_killed(environments: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(
+        "import subprocess, time\n"
+        "def game(**_):\n"
+        "    started = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "    with open('pid.tmp', 'w') as file:\n"
+        "        file.write(str(started.pid))\n"
+        "    import os; os.rename('pid.tmp', 'pid')\n"
+        "    time.sleep(600)\n"
+    )
+    script = "from ludus.cluster.doctor import trial; trial.look_trial('waiting:game', timeout_s=500)"
+    with subprocess.Popen([sys.executable, "-c", script], env={**environments, "LUDUS_SCREEN": "none"}) as asking:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < deadline, "the game was not started"
+            time.sleep(0.01)
+        asking.kill()
+    pid = int((tmp_path / "pid").read_text())
+    while _runs(pid):
+        assert time.monotonic() < deadline + 10, "the game would sleep for ten minutes"
+        time.sleep(0.01)
+
+
+def test_a_private_screen_of_an_environment_leaves_no_files(environments: dict[str, str], tmp_path: Path) -> None:
+    need("Xvfb")
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    tried = trial.look_trial("my_environments:on_a_screen", {**environments, "LUDUS_SCREEN": "xvfb", "TMPDIR": str(temporary)})
+    assert tried.why == ""
+    assert list(temporary.iterdir()) == []
 
 
 def test_an_environment_that_needs_a_screen_gets_one(environments: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.cluster.iplist import MAX_NODES, Listed, load_iplist, read_iplist
+from ludus.cluster.iplist import MAX_NODES, Listed, is_of_one, load_iplist, read_iplist
 from ludus.cluster.ssh import SshNode
 from ludus.documents import dump_yaml
 from ludus.errors import ConfigError
@@ -72,6 +72,11 @@ def test_the_list_of_a_tutorial_is_read_as_it_stands(tmp_path: Path) -> None:
         ("a;reboot", "neither an address"),
         ("10.0.0.256", "line 1: the host '10.0.0.256' is no address"),
         ("10.0.0", "is no address"),
+        ("0.0.0.0 root", "line 1: the host 0.0.0.0 is not the address of one machine"),
+        ("a\n255.255.255.255", "line 2: the host 255.255.255.255 is not the address of one machine"),
+        ("224.0.0.1", "not the address of one machine"),
+        ("::", "not the address of one machine"),
+        ("ff02::1", "not the address of one machine"),
         ("fe80::g", "is no address"),
         ("a:22", "is no address"),
         ("# 1\nlearner_ip root 36000 1", "line 2: learner_ip is still what the example says"),
@@ -175,8 +180,8 @@ def test_a_file_that_is_no_list_is_told_so(tmp_path: Path) -> None:
 
 
 hosts = st.one_of(
-    st.ip_addresses(v=4).map(str),
-    st.ip_addresses(v=6).map(str),
+    st.ip_addresses(v=4).filter(is_of_one).map(str),
+    st.ip_addresses(v=6).filter(is_of_one).map(str),
     st.from_regex(r"[a-z][a-z0-9]{0,8}(\.[a-z0-9]{1,8})?", fullmatch=True),
 )
 machines = st.builds(

@@ -63,7 +63,14 @@ def test_what_runs_on_one_machine_is_not_put_on_several() -> None:
         made("train", "x", "--address=h:1", nodes=2)
 
 
-@pytest.mark.parametrize("words", [["train", "x", "--redis-password", "s3cret"], ["train", "--redis-password=s3cret", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "x", "--redis-password", "s3cret"],
+        ["train", "--redis-password=s3cret", "x"],
+        ["train", "--redis_password=s3cret", "x"],
+    ],
+)
 def test_the_password_of_an_old_ray_is_dropped_and_never_seen(words: list[str]) -> None:
     found = made(*words, nodes=2)
     assert "s3cret" not in repr(found)
@@ -91,3 +98,14 @@ def test_a_command_is_needed(words: list[str]) -> None:
 @pytest.mark.parametrize("words", [["train", "-f", "a b/§ü.yaml"], ["train"], ["export", "../../x"]])
 def test_a_job_has_a_name_whatever_it_is_about(words: list[str]) -> None:
     assert checked(made(*words).job).name.startswith(words[0])
+
+
+def test_learners_of_other_nodes_are_awaited_by_the_training_alone() -> None:
+    job = checked(made("train", "x", nodes=3, learner_nodes=2, wait_s=90.0).job)
+    ray, learner, main = job.roles
+    assert (learner.at, learner.restart, learner.command[-1]) == ((1,), "always", "ludus.runtime.far_rank")
+    assert main.environment == {"LUDUS_JOB_LEARNERS": "1", "LUDUS_JOB_WAIT_S": "90"}
+    assert ray.environment == learner.environment == {}
+    for words, nodes in ((["tune", "x"], 3), (["train", "x"], 1)):
+        with pytest.raises(UsageError, match="learn on 2 of"):
+            made(*words, nodes=nodes, learner_nodes=2)

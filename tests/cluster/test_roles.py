@@ -15,6 +15,7 @@ from ludus.cluster.cluster import checked
 from ludus.cluster.iplist import NodeList, read_iplist
 from ludus.cluster.roles import (
     Meeting,
+    Subject,
     cluster_job,
     copy_line,
     joining_job,
@@ -96,6 +97,12 @@ def test_an_interface_chooses_among_the_addresses_of_a_name() -> None:
     named = FakeNetwork(HEAD.cards, {"node2": "10.0.0.2", "node3": "10.0.0.3"})
     assert locate(NAMES, {}, network=named) == Here(0, "10.0.0.2", "10.0.0.2")
     assert locate(NAMES, {"NET_CARD_NAME": "eth1"}, network=named) == Here(0, "192.168.1.2", "192.168.1.2")
+
+
+def test_a_name_that_stands_for_every_address_is_nobodys() -> None:
+    blocked = FakeNetwork({"lo": "127.0.0.1", "all": "0.0.0.0", "eth0": "10.0.0.9"}, {"node2": "0.0.0.0"})
+    with pytest.raises(UsageError, match="nobody knows the address of node2"):
+        locate(NAMES, {}, network=blocked, must=False)
 
 
 def test_an_interface_with_another_address_than_the_list_has_is_an_error() -> None:
@@ -233,6 +240,20 @@ def test_a_run_of_one_machine_alone_listens_there_alone() -> None:
         assert all(role.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" for role in job.roles)
     far = learner_job(ONE, meeting(Here(0, "10.0.0.2", "10.0.0.2")), ["x"], {})
     assert all("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in role.environment for role in far.roles)
+
+
+def test_two_learners_are_of_one_run_when_they_were_started_in_one_place_for_the_same() -> None:
+    first = Subject("/a", ("cart pole", "pong"))
+    assert first.is_same_run(Subject("/a", ("pong", "cart pole")))
+    assert first.is_same_run(Subject("/a"))
+    assert Subject("/a").is_same_run(first)
+    assert not first.is_same_run(Subject("/a", ("pong",)))
+    assert not first.is_same_run(Subject("/b", ("cart pole", "pong")))
+    assert not first.is_same_run(Subject("/b"))
+    here = meeting(Here(0, "10.0.0.2", "10.0.0.2"))
+    assert Subject.of(learner_job(ONE, here, ["x"], {}, subject=first)) == first
+    assert Subject.of(learner_job(ONE, here, ["x"], {})) is None
+    assert Subject.of(joining_job("actor", ONE, here, {}, cpus=1)) is None
 
 
 def test_secrets_are_named_and_never_written() -> None:

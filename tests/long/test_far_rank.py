@@ -149,7 +149,17 @@ class Machines:
         (shared / "token").write_text("0123456789abcdef" * 2)
         (shared / "token").chmod(0o600)
         self._job = Surroundings((hosts.address(0), hosts.address(1)), 0, 17_000, SHARED / "token", wait_s=120.0, learners=1)
-        words = ["train", "CartPole-v1", "--project", SHARED, "--trial", "run", "--stop", f"timesteps={STEPS}", "--quiet"]
+        words: list[str | Path] = [
+            "train",
+            "CartPole-v1",
+            "--project",
+            SHARED,
+            "--trial",
+            "run",
+            "--stop",
+            f"timesteps={STEPS}",
+            "--quiet",
+        ]
         words += ["--num-envs", "8", "--set", "evaluation_duration=0", "--set", "train_batch_size=2048", "--checkpoint-freq", "2"]
         words += ["--set", "torch_threads=1", "--set", "learner_threads=1"]
         self.training = self._start(0, self._job, "ludus.cli.main", *words)

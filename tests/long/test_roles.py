@@ -71,6 +71,29 @@ def test_learners_on_two_machines_share_every_gradient(tmp_path: Path) -> None:
             roles.until(lambda at=host: roles.left(at) == [], 30)  # type: ignore[misc]
 
 
+def test_an_actor_waits_for_a_learner_and_is_replaced_by_its_second_start(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    env = {"ACTOR_NUM": "2", "NO_MODEL_POOL": "1"}
+    try:
+        machine.start("actor", env=env)
+        earlier = machine.status("actor")["id"]
+        assert f"{earlier} has ended" in machine.start("actor", env=env)
+        machine.start("learner", *TRAINING, "--num-workers", "2", "--stop", "time_s=800")
+        first = machine.status("learner")["id"]
+        elsewhere = machine.ludus(
+            "learner", "start", "--iplist", machine.list, "--port", str(machine.port), "Acrobot-v1", "-n", "2", code=2
+        )
+        assert f"{first}, which trains" in elsewhere
+        said = machine.start("learner", *TRAINING, "--num-workers", "2", "--stop", "timesteps=2000")
+        assert f"{first} has ended" in said
+        machine.until(lambda: machine.state_of("learner") == "succeeded", 2 * BUSY_S)
+        assert machine.state_of("actor") == "running"
+    finally:
+        machine.ludus("learner", "stop", code=None)
+        machine.ludus("actor", "stop", code=None)
+    assert machine.left() == []
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_on_one_machine_with_and_without_a_model_pool_of_its_own(tmp_path: Path, shares: bool) -> None:
     machine = Machine(tmp_path)

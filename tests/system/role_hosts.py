@@ -70,7 +70,7 @@ class Machine:
 
     def state_of(self, part: str) -> str:
         """Without the command, which takes a moment: of its newest job."""
-        return next(job.state for job in reversed(LocalOrchestrator(self.state).list()) if job.name == part)
+        return next((job.state for job in reversed(LocalOrchestrator(self.state).list()) if job.name == part), "none")
 
     def log(self, name: str) -> str:
         path = self.logs / name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -61,6 +60,7 @@ _Port = Annotated[
     int | None,
     typer.Option("--port", min=1024, max=65533, help="Of its head. Default: one that is free there.", show_default=False),
 ]
+_Forget = Annotated[bool, typer.Option("--forget", help="Do not mind a first machine that does not answer: it is gone for good.")]
 _Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait until all machines are in it.")]
 
 
@@ -90,7 +90,9 @@ def up(
         if standing is None or not _mended(orchestrator, standing, listed):
             say(f"starting Ray on {len(listed.nodes)} machines: {', '.join(node.host for node in listed.nodes)}")
             standing = Standing(name, orchestrator.submit(job))
-            standing.write(_token(settings, standing.id))
+            _remember(orchestrator, standing)
+        if not standing.token.exists():
+            standing.write(TOKEN, _token(_settings(orchestrator, standing), standing.id))
         missing = _gathered(orchestrator, standing, time.monotonic() + wait)
         _explain(orchestrator, standing)
     if missing:
@@ -114,20 +116,28 @@ def status(name: _Which = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def down(name: _Which = None) -> None:
-    """End it, on all machines: what was started by `up`, and nothing else."""
+def down(name: _Which = None, forget: _Forget = False) -> None:
+    """End it, on all machines: what was started by `up`, and nothing else. Exit code 1: its first machine could not be told."""
     from ludus.cluster.cluster import wait
     from ludus.cluster.ssh import SshOrchestrator
 
     standing = chosen(name)
     with SshOrchestrator() as orchestrator:
         try:
-            orchestrator.cancel(standing.id)
+            try:
+                orchestrator.cancel(standing.id)
+            except (
+                WorkerFailed
+            ) as error:  # it is cancelled as far as that can be; others than the first machine end by themselves
+                say(str(error))
             wait(orchestrator, standing.id, _DOWN_S)
+            if not forget and (head := _silent_head(orchestrator, standing)):
+                raise WorkerFailed(
+                    f"The cluster {standing.name} may still be up: its first machine, {head}, does not answer.",
+                    f"Try again when it is back; if it never will be: ludus cluster down {standing.name} --forget",
+                )
         except UnknownName:
             say(f"nothing is known of {standing.id} any more")
-        except WorkerFailed as error:  # it is cancelled as far as that can be; whoever does not answer ends by itself
-            say(str(error))
     standing.remove()
     say(f"the cluster {standing.name} is down")
 
@@ -150,32 +160,42 @@ class Standing:
     def token(self) -> Path:
         return self.directory / TOKEN
 
-    def write(self, token: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """JOB or TOKEN. The first is what makes it known; the other can be asked for again. Raises OSError, UsageError."""
         from ludus.cluster.record import make_private
 
         for directory in (_home().parent, _home(), self.directory):
             make_private(directory)
-        for name, text in ((TOKEN, token), (JOB, self.id)):
-            aside = self.directory / f".{name}.{os.getpid()}"
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(aside, self.directory / name)
+        aside = self.directory / f".{name}.{os.getpid()}"
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(aside, self.directory / name)
 
     def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        asides = [path for name in (TOKEN, JOB) for path in self.directory.glob(f".{name}.*")]
+        for path in (*asides, self.token, self.directory / JOB):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # somebody has put something else there, which is theirs
+            self.directory.rmdir()
 
 
 def find(name: str) -> Standing | None:
-    with suppress(OSError):
-        return Standing(name, (_home() / name / JOB).read_text(encoding="utf-8").strip())
+    """By its name alone: a path is none."""
+    if name in _known():
+        with suppress(OSError):
+            return Standing(name, (_home() / name / JOB).read_text(encoding="utf-8").strip())
     return None
+
+
+def _known() -> list[str]:
+    return sorted(path.parent.name for path in _home().glob(f"*/{JOB}"))
 
 
 def chosen(name: str | None) -> Standing:
     """Raises UnknownName."""
     from ludus.plugins import did_you_mean
 
-    known = sorted(path.parent.name for path in _home().glob(f"*/{JOB}"))
+    known = _known()
     if name is None and len(known) > 1:
         raise UsageError(f"There are {len(known)} clusters: {', '.join(known)}.", "Say which one.")
     found = find(name if name is not None else known[0]) if name is not None or known else None
@@ -194,12 +214,38 @@ def _home() -> Path:
 # -- bringing it up -------------------------------------------------------------------------------------------------------
 
 
+def _remember(orchestrator: SshOrchestrator, standing: Standing) -> None:
+    """At once: what nobody knows of nobody can take down."""
+    try:
+        standing.write(JOB, standing.id)
+    except BaseException:  # also ^C
+        with suppress(LudusError):
+            orchestrator.cancel(standing.id)
+        raise
+
+
+def _silent_head(orchestrator: SshOrchestrator, standing: Standing) -> str:
+    """Its first machine, when that did not answer last time. What runs there needs no other machine to go on."""
+    from ludus.cluster.ssh import Entry
+
+    entry = Entry(orchestrator.directory / standing.id)
+    with suppress(OSError):  # forgotten
+        head = entry.settings().nodes[0].host
+        return head if head in entry.known().silent else ""
+    return ""
+
+
 def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList) -> bool:
     """Start again what is missing of it; False: nothing of it is left. Raises UsageError where it stands on other machines."""
     try:
         over = orchestrator.status(standing.id).over
     except UnknownName:
         over = True
+    if over and (head := _silent_head(orchestrator, standing)):
+        raise WorkerFailed(
+            f"The cluster {standing.name} was to be taken down, and may still be up: its first machine, {head}, does not answer.",
+            f"When it is back, or if it never will be: ludus cluster down {standing.name} (--forget); or give the new one another --name.",
+        )
     if over:
         say(f"the cluster {standing.name} was up before and has ended: it is started anew")
         standing.remove()

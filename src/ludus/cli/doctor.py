@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,7 +65,11 @@ def doctor(
     }  # fmt: skip
     target = _target(file, options)
     if target is not None and target.on == "slurm" and time is not None and not quick and _outside():
-        found = of_allocation(target, sys.argv[2:], os.environ, timeout)
+        again = {
+            **options, "file": file, "memory": memory, "store": store, "num-workers": num_workers, "env": env, "game": game,
+            "local-dir": local_dir, "port": port, "timeout": timeout,
+        }  # fmt: skip
+        found = of_allocation(target, _words(again), os.environ, timeout)
     else:
         found = Consultation(request, target, timeout).findings(os.environ)
     if as_json:
@@ -86,6 +90,15 @@ def _target(file: Path | None, options: dict[str, Any]) -> Target | None:
     if options["iplist"] is not None and options["on"] is None:
         options = {**options, "on": "ssh"}
     return base.merged(**options)
+
+
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """The same command, spelt anew from what was understood: however it was typed."""
+    found = []
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value] * (value is not None):
+            found += [f"--{name.replace('_', '-')}", str(each)]
+    return found
 
 
 def _outside() -> bool:

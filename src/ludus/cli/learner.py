@@ -40,22 +40,25 @@ def start(
     token_file: r.TokenFile = None,
     log_dir: r.LogDir = None,
     wait: _Wait = 86_400.0,
+    replace: r.Replace = False,
 ) -> None:
     """Train what the further arguments say, which are those of `ludus train`; without any, ./experiment.yaml. It goes on by itself.
 
-    On the first machine of the list; on others: learn with it, once more for each slot. A second start ends the first one.
+    On the first machine of the list; on others: learn with it, once more for each slot. A second start of a run ends the first one.
     """
     from ludus.cluster import roles
     from ludus.cluster.iplist import load_iplist
+    from ludus.cluster.launch import cleaned
     from ludus.cluster.local import LocalOrchestrator
     from ludus.cluster.whereabouts import locate
 
+    (_, *words), said = cleaned(["train", *ctx.args])
     listed = load_iplist(iplist)
     here = locate(listed, os.environ, node)
     meeting = r.meeting_of(here, port, token_file, log_dir)
-    said: list[str] = []
     if here.node == 0:
-        job, said = _learning(listed, meeting, ctx.args, num, wait)
+        job, more = _learning(listed, meeting, words, num, wait)
+        said += more
         made = roles.need_token(meeting.token_file, listed, create=True)
     else:
         made = roles.need_token(meeting.token_file, listed, create=False)
@@ -67,12 +70,12 @@ def start(
     r.show_list(listed, here, port)
     for notice in (*r.clean(os.environ), *said):
         r.say(notice)
-    if here.node != 0 and ctx.args:
-        r.say(f"{' '.join(ctx.args)}: without meaning here, the first machine of the list says what is trained")
+    if here.node != 0 and words:
+        r.say(f"{' '.join(words)}: without meaning here, the first machine of the list says what is trained")
     if made:
         r.say(f"a token was made: {meeting.token_file}; every other machine needs it, for example by")
         print(roles.copy_line(meeting.token_file, listed), flush=True)
-    status = r.begin(job, LocalOrchestrator(), "learner")
+    status = r.begin(job, LocalOrchestrator(), "learner", replaces=replace)
     r.say(f"{status.id} is {status.state}")
     r.say(f"log: {meeting.logs / 'learner' / ('train.log' if here.node == 0 else 'rank_*.log')}")
 
@@ -97,10 +100,11 @@ def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wa
     given = list(words) or (["-f", str(there)] if there else [])
     asked = training_of(given) if given else Training(None, None)
     found, said = roles.train_words(words, listed, workers=asked.workers, learners=asked.learners, experiment=there)
-    _check(found)
+    names = _checked(found)
     here, elsewhere = asked.learners or listed.head.slots, roles.learners_elsewhere(listed)
     said.append(f"learner_num: {here + elsewhere}" + f" ({elsewhere} on other machines)" * bool(elsewhere))
-    return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s), said
+    subject = roles.Subject(str(Path.cwd()), names)
+    return roles.learner_job(listed, meeting, found, os.environ, cpus=num, wait_s=wait_s, subject=subject), said
 
 
 class Training(NamedTuple):
@@ -111,8 +115,8 @@ class Training(NamedTuple):
     experiments: Mapping[str, dict[str, Any]] = {}
 
 
-def _check(words: Sequence[str]) -> None:
-    """Whether it can be trained, before anything is started whose log nobody reads. Raises ConfigError."""
+def _checked(words: Sequence[str]) -> tuple[str, ...]:
+    """The experiments that can be trained, before anything is started whose log nobody reads. Raises ConfigError."""
     from ludus.errors import ConfigError
     from ludus.experiment import complaints
 
@@ -120,6 +124,7 @@ def _check(words: Sequence[str]) -> None:
     wrong = [line for name, data in found.items() for line in complaints.of_experiment({"name": name, **data})]
     if wrong:
         raise ConfigError("\n".join(wrong))
+    return tuple(found)
 
 
 def training_of(words: Sequence[str]) -> Training:
@@ -139,7 +144,7 @@ def training_of(words: Sequence[str]) -> Training:
     settings = {"num_workers": workers, "num_learners": given["num_learners"]}
     named = train.environment_of(given["env"], given["env_option"], None)
     found = train.experiments_from(
-        source, given["experiment"], None, {"env": named}, {}, settings, train.mapping_of("--config", given["config"]),
+        source, given["experiment"], given["experiment_name"], {"env": named}, {}, settings, train.mapping_of("--config", given["config"]),
         given["set_"] or [], custom=given["custom_parameter"] or (), say=lambda sentence: None,
     )  # fmt: skip
     configs = [_config(data) for data in found.values()]

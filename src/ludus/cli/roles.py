@@ -6,15 +6,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.errors import LudusError, UsageError
+from ludus.errors import Damaged, LudusError, UsageError
 
 if TYPE_CHECKING:
     from ludus.cluster.cluster import Job, JobStatus
@@ -32,6 +32,8 @@ _STRAY = ("LD_PRELOAD", "RAY_ADDRESS", "ip_head")
 
 _BEGIN_S = 5.0
 _LOOK_S = 0.1
+_TURN_S = 600.0
+"""Longer than an earlier role may take to save what it has, and the next one to start."""
 
 IpList = Annotated[
     Path,
@@ -55,6 +57,7 @@ OnlyPort = Annotated[
     int | None, typer.Option("--port", metavar="PORT", help="Only of the run with this port.", show_default=False)
 ]
 All = Annotated[bool, typer.Option("--all", help="Of all runs, where there are several.")]
+Replace = Annotated[bool, typer.Option("--replace", help="End another training of this machine that has the port.")]
 AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill it, without a checkpoint.")]
 Machines = Annotated[
     bool, typer.Option("--nodes", help="Ask the head, too, which machines are and were in its Ray; that takes some seconds.")
@@ -114,20 +117,91 @@ def mine(orchestrator: LocalOrchestrator, part: Part, port: int | None = None, *
     return found
 
 
-def begin(job: Job, orchestrator: LocalOrchestrator, part: Part) -> JobStatus:
-    """End this run's earlier role here, if there is one, and start this one. Raises UsageError, WorkerFailed."""
-    earlier = [status for status in mine(orchestrator, part) if status.place == job.place]
-    say(f"stop {part}" if earlier else f"stop {part}: none of this run is running here")
-    for status in earlier:
-        end(orchestrator, status)
-    if part == "learner":
-        _check_ports(job)
-    say(f"start {part}")
-    job_id = orchestrator.submit(job)
-    deadline = time.monotonic() + _BEGIN_S
-    while (status := orchestrator.status(job_id)).state == "pending" and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    return status
+def begin(job: Job, orchestrator: LocalOrchestrator, part: Part, *, replaces: bool = False, turn_s: float = _TURN_S) -> JobStatus:
+    """End this run's earlier role here, if there is one, and start this one; one start after the other. Raises UsageError, WorkerFailed.
+
+    `replaces`: end it also when it is another run's.
+    """
+    with turn(orchestrator, part, job.place, turn_s):
+        earlier = [status for status in mine(orchestrator, part) if status.place == job.place]
+        if not replaces:
+            for status in earlier:
+                _check_run(job, orchestrator, status)
+        say(f"stop {part}" if earlier else f"stop {part}: none of this run is running here")
+        for status in earlier:
+            end(orchestrator, status)
+        if part == "learner":
+            _check_ports(job)
+        say(f"start {part}")
+        job_id = orchestrator.submit(job)
+        deadline = time.monotonic() + _BEGIN_S
+        while (status := orchestrator.status(job_id)).state == "pending" and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return status
+
+
+@contextmanager
+def turn(orchestrator: LocalOrchestrator, part: Part, place: str, within_s: float) -> Iterator[None]:
+    """Of those on this machine who start that role with that port, one at a time. Raises UsageError when it takes others too long.
+
+    The system forgets a lock with whoever had it. The name of the machine is in the file's: homes are shared.
+    """
+    from ludus.cluster.record import host, make_private
+
+    folder = make_private(make_private(orchestrator.directory.parent) / "roles")
+    path = folder / f"{part}-{place.rpartition(':')[2]}-{host()}.lock"
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Set LUDUS_STATE_DIR to another directory.") from error
+    try:
+        deadline, told = time.monotonic() + within_s, False
+        while not _is_ours(lock, path):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"Another start of the {part} at {place} has been under way on this machine for {within_s:g} s.",
+                    f"Look at it: ludus {part} status.",
+                )
+            if not told:
+                say(f"another start of this {part} is under way: waiting for it")
+                told = True
+            time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_ours(lock: int, path: Path) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be locked: {error.strerror}.", "Set LUDUS_STATE_DIR to a directory on a disk of this machine."
+        ) from error
+    return True
+
+
+def _check_run(job: Job, orchestrator: LocalOrchestrator, earlier: JobStatus) -> None:
+    """A training is ended by a start of the same one; by another only when that is wanted. Raises UsageError."""
+    from ludus.cluster.record import JobDirectory
+    from ludus.cluster.roles import Subject
+
+    ours = Subject.of(job)
+    try:
+        theirs = Subject.of(JobDirectory(orchestrator.directory / earlier.id).job())
+    except Damaged:  # whose it is cannot be said any more
+        return
+    if ours is None or theirs is None or ours.is_same_run(theirs):
+        return
+    raise UsageError(
+        f"Another training is at {job.place}: {earlier.id}, which trains {theirs}; this is {ours}.",
+        f"Give this one another --port, on all its machines; or end that one: ludus learner stop --port {job.place.rpartition(':')[2]}, "
+        "or --replace here.",
+    )
 
 
 def end(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = False) -> None:
@@ -181,7 +255,11 @@ def show_status(part: Part, port: int | None, as_json: bool, *, machines: bool =
     told = [_told(status) for status in shown]
     if machines:
         for status, each in zip(shown, told, strict=True):
-            each["machines"] = [] if status.over else _machines_of(orchestrator, status)
+            each["machines"], each["trouble"] = [], ""
+            try:
+                each["machines"] = [] if status.over else _machines_of(orchestrator, status)
+            except LudusError as error:  # that the head does not answer is one of the things to be seen
+                each["trouble"] = str(error)
     if as_json:
         print(json.dumps(told))
     elif not shown:
@@ -214,6 +292,8 @@ def _print(status: JobStatus, told: dict[str, Any]) -> None:
     if told["run"]:
         print(f"  run      {told['run']}")
     print(f"  logs     {status.logs}")
+    if told.get("trouble"):
+        print(f"  {told['trouble']}", file=sys.stderr)
 
 
 def _run_of(status: JobStatus) -> str:

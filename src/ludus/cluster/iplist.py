@@ -46,6 +46,7 @@ _FORM = "A line is `address user port slots`, for example `10.0.0.2 root 22 1`."
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*\.?")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.@\\-]{0,63}\$?")
 _NUMBERS = re.compile(r"[0-9.]+")
+_EVERYBODY = ipaddress.IPv4Address("255.255.255.255")
 _EXAMPLES = ("learner_ip", "node_ip", "your_ip", "ip")
 """What tutorials have in the place of an address."""
 
@@ -203,13 +204,21 @@ def _address(where: str, name: str, given: object) -> str:
         raise ConfigError(f"{where}: {bare} is still what the example says.", "Put the address of the machine in its place.")
     if ":" in bare or _NUMBERS.fullmatch(bare):
         try:
-            return str(ipaddress.ip_address(bare))
+            found = ipaddress.ip_address(bare)
         except ValueError:
             raise ConfigError(f"{where}: the {name} {bare[:100]!r} is no address.", _FORM) from None
+        if not is_of_one(found):
+            raise ConfigError(f"{where}: the {name} {bare} is not the address of one machine.", _FORM)
+        return str(found)
     # What begins with a dash would be an option of ssh.
     if bare != word or len(bare) > 253 or not _HOST.fullmatch(bare):
         raise ConfigError(f"{where}: the {name} {str(given)[:100]!r} is neither an address nor the name of a machine.", _FORM)
     return bare
+
+
+def is_of_one(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Not all addresses of whoever listens, nor a group of machines, nor everybody."""
+    return not (address.is_unspecified or address.is_multicast or address == _EVERYBODY)
 
 
 def _word(where: str, name: str, given: object, is_one: Callable[[str], bool]) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 from ludus.cluster.cluster import Job, Restart, Role
 from ludus.errors import UsageError
 from ludus.memory.exchange import PASSWORD
-from ludus.runtime.surroundings import LEARNERS
+from ludus.runtime.surroundings import LEARNERS, WAIT
 
 MAIN, RAY, WORKER, LEARNER = "main", "ray", "worker", "learner"
 SECRETS = (
@@ -62,14 +62,14 @@ def launch(
 
     `learner_nodes`: so many of the first nodes have a learner; that of the first is the training itself. Raises UsageError.
     """
-    words, notices = _cleaned(list(words))
+    words, notices = cleaned(words)
     way = way_of(words)
     if way == "one" and nodes > 1:
         raise UsageError(
             f"`ludus {words[0]}` runs on one machine, and the job has {nodes} nodes.",
             "Leave --nodes out; train, tune and fleet worker use several.",
         )
-    ray = nodes if way == "ray" and nodes > 1 and not any(word.split("=")[0] in _OWN_RAY for word in words) else 0
+    ray = nodes if way == "ray" and nodes > 1 and not any(_option(word) in _OWN_RAY for word in words) else 0
     if way == "ray" and nodes > 1 and not ray:
         raise UsageError(
             f"The job has {nodes} nodes and a Ray of its own, and the command names another cluster or none.",
@@ -93,7 +93,7 @@ def launch(
     if ray:
         others = tuple(_ray_roles(interpreter, nodes, cpus, gpus, dict(environment or {})))
     if learner_nodes > 1:
-        main = replace(main, environment={**main.environment, LEARNERS: str(learner_nodes - 1)})
+        main = replace(main, environment={**main.environment, LEARNERS: str(learner_nodes - 1), WAIT: f"{wait_s:g}"})
         at = tuple(range(1, learner_nodes))
         words_there = (interpreter, "-P", "-m", "ludus.runtime.far_rank")
         others += (Role(LEARNER, words_there, len(at), "always", dict(environment or {}), main.cpus, main.gpus, at),)
@@ -131,8 +131,9 @@ def _ray_roles(
     return roles
 
 
-def _cleaned(words: list[str]) -> tuple[list[str], list[str]]:
-    """Without what must not be seen in a list of processes."""
+def cleaned(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command without what must not be seen in a list of processes, and what is to be said about that. Raises UsageError."""
+    words = list(words)
     if words[:1] == ["ludus"]:
         words = words[1:]
     if words[:1] == [WORKER]:
@@ -143,7 +144,7 @@ def _cleaned(words: list[str]) -> tuple[list[str], list[str]]:
     notices: list[str] = []
     rest = iter(words)
     for word in rest:
-        if word.split("=")[0] == _IGNORED:
+        if _option(word) == _IGNORED:
             if "=" not in word:
                 next(rest, None)
             notices.append(f"{_IGNORED} is ignored: Ray has no such password any more; every job has a token of its own")
@@ -151,10 +152,16 @@ def _cleaned(words: list[str]) -> tuple[list[str], list[str]]:
         if _PASSWORD_INSIDE.search(word):
             raise UsageError(
                 "A password in a command is seen by everyone on the machines it runs on.",
-                f"Leave it out of the URL, and set {PASSWORD} here: it is handed on.",
+                f"Leave it out of the URL, and set {PASSWORD} here, or for a store AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: "
+                "they are handed on.",
             )
         kept.append(word)
     return kept, notices
+
+
+def _option(word: str) -> str:
+    """Its name; underscores do as well as dashes."""
+    return word.split("=")[0].replace("_", "-")
 
 
 def _of(values: Sequence[int | None], node: int) -> int:
@@ -162,7 +169,7 @@ def _of(values: Sequence[int | None], node: int) -> int:
 
 
 def _named(words: Sequence[str]) -> str:
-    return next(word.split("=")[0] for word in words if word.split("=")[0] in _OWN_RAY)
+    return next(word.split("=")[0] for word in words if _option(word) in _OWN_RAY)
 
 
 def _name(words: Sequence[str]) -> str:

@@ -42,6 +42,9 @@ TOKEN_FILE = "LUDUS_TOKEN_FILE"  # noqa: S105 - the name of a variable
 TOKEN = "token"  # noqa: S105
 GAMECORE = "GAMECORE_SERVER_ADDR"
 
+TRAINS = "LUDUS_LEARNER_TRAINS"
+"""Names of experiments, as words of a shell: beside PWD, what a learner is known by (`Subject`)."""
+
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096
 _PYTHON = (sys.executable, "-P", "-m")
 _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -63,6 +66,35 @@ class Meeting:
         return f"{_bracketed(self.here.head)}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What the learner of a machine was started for: by it a start that goes on with a run is told from one that would end another's.
+
+    `directory`: where that was, and so where its runs are. `experiments`: none where --resume names a run, which has its own.
+    """
+
+    directory: str
+    experiments: tuple[str, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        return {"PWD": self.directory, TRAINS: shlex.join(self.experiments)}
+
+    @staticmethod
+    def of(job: Job) -> Subject | None:
+        """None: it trains nothing, but joins what is trained elsewhere; or somebody else has started it."""
+        told = next((role.environment for role in job.roles if role.name == job.main), {})
+        if not told.get("PWD") or TRAINS not in told:
+            return None
+        return Subject(told["PWD"], tuple(shlex.split(told[TRAINS])))
+
+    def is_same_run(self, other: Subject) -> bool:
+        unsaid = not self.experiments or not other.experiments
+        return self.directory == other.directory and (unsaid or set(self.experiments) == set(other.experiments))
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.experiments) or 'a run'} in {self.directory}"
+
+
 def check_family(*addresses: str) -> None:
     """Raises UsageError."""
     for address in addresses:
@@ -77,7 +109,14 @@ def check_family(*addresses: str) -> None:
 
 
 def learner_job(
-    listed: NodeList, meeting: Meeting, words: Sequence[str], environ: Mapping[str, str], *, cpus: int = 0, wait_s: float = WAIT_S
+    listed: NodeList,
+    meeting: Meeting,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    cpus: int = 0,
+    wait_s: float = WAIT_S,
+    subject: Subject | None = None,
 ) -> Job:
     """On the head: Ray, the door, and the training itself. `words`: of `ludus train`. `cpus`: workers that may run here, too.
 
@@ -88,7 +127,7 @@ def learner_job(
     addresses += (ANYBODY,) * (wanted - len(addresses))
     around = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
     told, logs = told_of(around), meeting.logs / LEARNER
-    trains = told_of(replace(around, learners=learners_elsewhere(listed)))
+    trains = told_of(replace(around, learners=learners_elsewhere(listed))) | (subject.environment() if subject else {})
     return Job(
         LEARNER,
         (
@@ -225,7 +264,7 @@ def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
     """See that the secret of the run is there, and private; True: it was made just now. Raises UsageError."""
     made = False
     if create and not path.exists():
-        make_private(path.parent) if path.parent == state_home() else path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path)
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
@@ -238,6 +277,16 @@ def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
             ) from error
     _check_token(path, listed)
     return made
+
+
+def _make_folder(path: Path) -> None:
+    if path.parent == state_home():
+        make_private(path.parent)
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"The token {path} cannot be written: {error.strerror}.", "Name another place: --token-file.") from error
 
 
 def _check_token(path: Path, listed: NodeList) -> None:

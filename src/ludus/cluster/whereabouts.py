@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ludus.cluster.iplist import NodeList
+from ludus.cluster.iplist import NodeList, is_of_one
 from ludus.errors import UsageError
 
 CARD = "NET_CARD_NAME"
@@ -159,7 +159,8 @@ def _of_card(name: str, network: Network) -> str:
 def _first(network: Network, host: str) -> str:
     if _is_address(host):
         return host
-    return next(iter(network.resolve(host)), "")
+    # Lists of names that shall not be reached have 0.0.0.0 for them, which every machine takes for its own.
+    return next((address for address in network.resolve(host) if is_of_one(ipaddress.ip_address(address))), "")
 
 
 def _is_address(host: str) -> bool:

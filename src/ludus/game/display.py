@@ -50,13 +50,13 @@ def without_screen(environ: Mapping[str, str] | None = None) -> bool:
 
 def provide() -> None:
     """Before any environment is made: a screen where somebody has said that it needs one. Raises MissingExtra, ConfigError."""
-    if _choice(os.environ) == "xvfb":
+    if chosen(os.environ) == "xvfb":
         keep_screen()
 
 
 def prepare(entry_point: str) -> None:
     """For an environment that will be filmed, whose code is at `entry_point`. Raises MissingExtra when nothing can draw."""
-    choice = _choice(os.environ)
+    choice = chosen(os.environ)
     if choice == "xvfb":
         keep_screen()
         return
@@ -160,8 +160,8 @@ def screen(choice: str = "", size: str = SIZE, environ: Mapping[str, str] | None
     `choice`: as in LUDUS_SCREEN, which it goes before. The private screen ends with the block. Raises MissingExtra, WorkerFailed.
     """
     environ = os.environ if environ is None else environ
-    chosen = _choice({SCREEN: choice} if choice else environ)
-    if chosen == "none" or (chosen == "auto" and not without_screen(environ)):
+    wanted = chosen({SCREEN: choice} if choice else environ)
+    if wanted == "none" or (wanted == "auto" and not without_screen(environ)):
         yield {}
         return
     with PrivateScreen(size) as private:
@@ -181,17 +181,26 @@ def keep_screen() -> None:
             del os.environ["SDL_VIDEODRIVER"]
 
 
+def end_screen() -> None:
+    """The one that was kept, for a process that ends without saying goodbye."""
+    with _lock:
+        for private in _kept:
+            private.close()
+        _kept.clear()
+
+
 def find_xvfb() -> str | None:
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return None
     return shutil.which("Xvfb") or shutil.which("Xvfb", path="/usr/bin:/usr/local/bin:/usr/X11R6/bin:/opt/X11/bin")
 
 
-def _choice(environ: Mapping[str, str]) -> str:
-    chosen = environ.get(SCREEN) or "auto"
-    if chosen not in CHOICES:
-        raise ConfigError(f"{SCREEN}={chosen!r} is no choice of a screen.", f"It is one of: {', '.join(CHOICES)}.")
-    return chosen
+def chosen(environ: Mapping[str, str]) -> str:
+    """One of CHOICES. Raises ConfigError."""
+    said = environ.get(SCREEN) or "auto"
+    if said not in CHOICES:
+        raise ConfigError(f"{SCREEN}={said!r} is no choice of a screen.", f"It is one of: {', '.join(CHOICES)}.")
+    return said
 
 
 def _wayland(environ: Mapping[str, str]) -> bool:

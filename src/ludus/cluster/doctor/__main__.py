@@ -2,7 +2,7 @@
 
     ← {"hello": {"host": …, "versions": {…}}}
     → {"clock": 1}                                   ← {"time": seconds since the epoch}
-    → {"look": {…}, "environment": {…}}              ← {"finding": {…}} … {"end": how many}
+    → {"look": {…}, "environment": {…}}              ← {"finding": {…}} … {"end": how many, "token": its fingerprint}
 
 What is asked comes over the input, and so do secrets: neither is ever in a command line. Lines that are ours begin with a mark: modules
 and login scripts like to talk.
@@ -32,10 +32,10 @@ def main() -> None:
             _say({"time": time.time()})
         elif "look" in asked:
             os.environ.update({str(name): str(value) for name, value in asked.get("environment", {}).items()})
-            findings = examine(Request.of(asked["look"])).findings
-            for finding in findings:  # each on a line of its own: srun breaks long ones
+            examined = examine(Request.of(asked["look"]))
+            for finding in examined.findings:  # each on a line of its own: srun breaks long ones
                 _say({"finding": finding.to_json()})
-            _say({"end": len(findings)})
+            _say({"end": len(examined.findings), "token": examined.token})
     sys.stdout.flush()
     os._exit(0)  # a look that hangs must not keep us
 

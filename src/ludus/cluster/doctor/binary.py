@@ -11,7 +11,8 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,9 @@ class Elf:
     bits: int
     interpreter: str = ""
     needed: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
+    rpaths: tuple[str, ...] = ()
+    """Searched for whatever is loaded below it too; none where it has `runpaths`, which are for its own libraries alone."""
+    runpaths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ def _read_elf(data: bytes) -> Elf | None:
             dynamic = offset, length
     if dynamic is None:
         return Elf(machine, bits, interpreter)
-    needed, paths = _dynamic(data, *dynamic, wide, order, loads)
-    return Elf(machine, bits, interpreter, tuple(needed), tuple(paths))
+    return Elf(machine, bits, interpreter, *_dynamic(data, *dynamic, wide, order, loads))
 
 
 def _program_header(data: bytes, at: int, wide: bool, order: str) -> tuple[int, int, int, int]:
@@ -103,7 +105,8 @@ def _program_header(data: bytes, at: int, wide: bool, order: str) -> tuple[int, 
 
 def _dynamic(
     data: bytes, offset: int, length: int, wide: bool, order: str, loads: list[tuple[int, int, int]]
-) -> tuple[list[str], list[str]]:
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """What it needs, and its two kinds of paths."""
     size, form = (16, f"{order}qQ") if wide else (8, f"{order}iI")
     entries = []
     for at in range(offset, offset + length, size):
@@ -113,20 +116,20 @@ def _dynamic(
         entries.append((tag, value))
     strings = next((value for tag, value in entries if tag == _DT_STRTAB), None)
     if strings is None:
-        return [], []
+        return (), (), ()
     start = next((file + strings - address for address, file, span in loads if address <= strings < address + span), None)
     if start is None:
-        return [], []
+        return (), (), ()
 
     def text(value: int) -> str:
         end = data.index(b"\0", start + value)
         return data[start + value : end].decode()
 
-    needed = [text(value) for tag, value in entries if tag == _DT_NEEDED]
-    runpaths = [text(value) for tag, value in entries if tag == _DT_RUNPATH] or [
-        text(v) for tag, v in entries if tag == _DT_RPATH
-    ]
-    return needed, [part for paths in runpaths for part in paths.split(":") if part]
+    def all_of(wanted: int) -> tuple[str, ...]:
+        return tuple(text(value) for tag, value in entries if tag == wanted)
+
+    rpaths, runpaths = (tuple(p for each in all_of(tag) for p in each.split(":") if p) for tag in (_DT_RPATH, _DT_RUNPATH))
+    return all_of(_DT_NEEDED), () if runpaths else rpaths, runpaths
 
 
 def _head(path: Path, most: int = 8 * _MOST_BYTES) -> bytes:
@@ -204,27 +207,48 @@ def _missing(path: Path, elf: Elf, environ: Mapping[str, str]) -> Iterator[str]:
     """Libraries that are nowhere, each with who wants it; those of libraries too."""
     cache = _cache()
     seen: set[str] = set()
-    rest = [(path, elf)]
-    while rest:
-        owner, tables = rest.pop()
-        for name in tables.needed:
+    rest = deque([_Loaded(path, elf)])
+    while rest:  # whom the loader asks for a library decides about where it is looked for: in its order, level by level
+        owner = rest.popleft()
+        for name in owner.elf.needed:
             if name in seen or len(seen) > _MOST_LIBRARIES:
                 continue
             seen.add(name)
-            found, read = _find(name, owner, tables, elf, environ, cache)
+            found, read = _find(name, owner, environ, cache)
             if found is None:
-                yield name if owner == path else f"{name} (wanted by {owner.name})"
+                yield name if owner.path == path else f"{name} (wanted by {owner.path.name})"
             elif read is not None:
-                rest.append((found, read))
+                rest.append(_Loaded(found, read, owner))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A program or a library, and which one wanted it."""
+
+    path: Path
+    elf: Elf
+    by: _Loaded | None = None
+
+    def expanded(self, paths: Sequence[str]) -> list[str]:
+        origin = str(self.path.resolve().parent)
+        return [each.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for each in paths]
+
+    def inherited(self) -> list[str]:
+        """Its RPATH, and those of all above it."""
+        above = self.by.inherited() if self.by is not None else []
+        return [*self.expanded(self.elf.rpaths), *above]
 
 
 def _find(
-    name: str, owner: Path, tables: Elf, elf: Elf, environ: Mapping[str, str], cache: Mapping[str, tuple[str, ...]]
+    name: str, owner: _Loaded, environ: Mapping[str, str], cache: Mapping[str, tuple[str, ...]]
 ) -> tuple[Path | None, Elf | None]:
     """Where the loader would find it, for this kind of program; it passes over those of others."""
-    origin = str(owner.resolve().parent)
-    own = [each.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for each in tables.paths]
-    searched = [*environ.get("LD_LIBRARY_PATH", "").split(":"), *own]
+    elf = owner.elf
+    searched = [
+        *([] if elf.runpaths else owner.inherited()),
+        *environ.get("LD_LIBRARY_PATH", "").split(":"),
+        *owner.expanded(elf.runpaths),
+    ]
     candidates = [name] if "/" in name else [f"{each}/{name}" for each in searched if each]
     candidates += cache.get(name, ())
     candidates += [f"{each}/{name}" for each in _DIRECTORIES]

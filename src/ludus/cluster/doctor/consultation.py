@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import secrets
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +18,7 @@ from ludus.cluster.doctor.examination import Examination, Request, examine, this
 from ludus.cluster.doctor.finding import Finding, failed, skipped
 from ludus.cluster.doctor.nodes import ANSWER_S, Answer, Explain, Node, ask, finding_of
 from ludus.cluster.doctor.queue import Wanted, allocated, judge_queue, look_queue, seconds_of, step_words
+from ludus.cluster.doctor.tokens import judge_same
 from ludus.cluster.doctor.versions import judge_agreement
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.memory.exchange import PASSWORD, split_password
@@ -28,8 +32,8 @@ ALLOCATION = "SLURM_JOB_NODELIST"
 INSIDE = "LUDUS_DOCTOR_ALLOCATED"
 """Set in an allocation that was made for the doctor: it makes no second one."""
 
-_PENDING_S, _LOOK_MINUTES, _SPARE_S = 120, 10, 60.0
-"""For an allocation that is made for us: how long we wait for it, how long it is at most; and for what goes on around it."""
+_PENDING_S, _LOOK_MINUTES, _SPARE_S, _END_S = 120, 10, 60.0, 10.0
+"""For an allocation that is made for us: how long we wait for it, how long it is at most; for what goes on around it, and for its end."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,10 @@ class Consultation:
             for at, each in enumerate(settings.nodes)
         ]
         here, answers = self._asked(nodes, tuple(each.reached for each in settings.nodes), target, environ, shared=False)
-        return [*here.findings, *_of_answers(answers, here)]
+        found = [*here.findings, *_of_answers(answers, here)]
+        told = {answer.node: answer.token for answer in answers if answer.token is not None}
+        # Roles are started by lists, and share one token; a job that is submitted brings its own to each machine.
+        return [*found, judge_same(told).at(ALL)] if target.iplist is not None and told else found
 
     def _of_slurm(self, target: Target, environ: Mapping[str, str]) -> list[Finding]:
         wanted = Wanted(target.partition or "", target.time or "", target.size, target.cpus or 0, target.gpus)
@@ -89,7 +96,7 @@ class Consultation:
         """This machine, which only starts the run, and the others, at the same time."""
         several = max(1, len(nodes) or target.size)
         each = None if self.request.workers is None else -(-self.request.workers // several)
-        there = replace(self.request, workers=each, ray=several > 1, nodes=addresses, shared=shared)
+        there = replace(self.request, workers=each, ray=several > 1, nodes=addresses, shared=shared, key=secrets.token_hex(16))
         answers = ask(nodes, there, _handed_on(target, environ), self.timeout_s) if nodes else []
         here = examine(replace(there, launcher=True, env="", game="", memory="", store=""))
         return replace(here, findings=tuple(finding.at(this_machine()) for finding in here.findings)), answers
@@ -135,7 +142,8 @@ def _explained_step(name: str) -> Explain:
 
 
 def in_allocation(target: Target, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The same command within `salloc`: what is run, and with which environment. A password in an address goes into the latter. Pure."""
+    """The same command within `salloc`: what is run, and with which environment. A password in the address of the memory goes into
+    the latter. Pure. Raises UsageError for one in another address."""
     minutes = min(_LOOK_MINUTES, max(1, seconds_of(target.time or "infinite") // 60))
     options = [
         "salloc",
@@ -150,36 +158,68 @@ def in_allocation(target: Target, words: Sequence[str], environ: Mapping[str, st
         "reservation": target.reservation, "nodelist": target.nodelist, "exclude": target.exclude,
     }  # fmt: skip
     options += [f"--{name}={value}" for name, value in named.items() if value]
-    said, secret = [], {INSIDE: "1"}
+    said, secret, before = [], {INSIDE: "1"}, ""
     for word in words:
-        url, password = split_password(word) if "://" in word else (word, None)
-        said.append(url)
-        if password is not None:
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        url, password = split_password(value) if "://" in value else (value, None)
+        said.append(f"{option}{equals}{url}" if word.startswith("--") else url)
+        before = option
+        if password is not None and option == "--memory":
             secret[PASSWORD] = password
+        elif password is not None:
+            raise UsageError(f"The address of {option} has a password in it.", "Leave it out: its variables are handed on.")
     inner = [sys.executable, "-P", "-m", "ludus.cli.main", "doctor", *(word for word in said if word != "--json"), "--json"]
     return [*options, *target.extra, *inner], {**environ, **secret}
 
 
-def of_allocation(target: Target, words: Sequence[str], environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> list[Finding]:
-    """What the same command finds in an allocation that is made for it and given back. Where there is none, that is a finding."""
+def of_allocation(
+    target: Target,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    timeout_s: float = ANSWER_S,
+    around_s: float = _PENDING_S + _SPARE_S,
+) -> list[Finding]:
+    """What the same command finds in an allocation that is made for it and given back. Where there is none, that is a finding.
+
+    `timeout_s`: for the look; `around_s`: for waiting before and after it.
+    """
     command, variables = in_allocation(target, words, environ)
+    within_s = timeout_s + around_s
     try:
-        done = subprocess.run(  # noqa: S603
-            command, env=variables, capture_output=True, text=True, timeout=_PENDING_S + timeout_s + _SPARE_S, check=False
+        process = subprocess.Popen(  # noqa: S603
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    except subprocess.TimeoutExpired:
-        return [_no_nodes(f"no answer within {_PENDING_S + timeout_s + _SPARE_S:.0f} s")]
     except OSError as error:
         return [_no_nodes(f"salloc cannot be run: {error.strerror}")]
-    lines = done.stdout.strip().splitlines()
+    with process:
+        try:
+            out, err = process.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            return [_no_nodes(f"no answer within {within_s:.0f} s")]
+        finally:
+            _given_back(process)
+    lines = out.strip().splitlines()
     try:
         found = [finding_of(said) for said in json.loads(lines[-1])]
     except (IndexError, ValueError, TypeError):
         last = next(
-            (line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), f"salloc ended with {done.returncode}"
+            (line.strip() for line in reversed(err.splitlines()) if line.strip()), f"salloc ended with {process.returncode}"
         )
         return [_no_nodes(last[:300])]
     return [finding for finding in found if finding is not None]
+
+
+def _given_back(process: subprocess.Popen[str]) -> None:
+    """End salloc so that its nodes are free: one that is killed leaves them allocated until their time is up.
+
+    It hands SIGTERM on to what it runs, and ends after that; at SIGHUP it gives them back without waiting.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
 
 
 def _no_nodes(why: str) -> Finding:

@@ -29,6 +29,7 @@ from ludus.cluster.doctor.finding import Finding, failed, skipped, without_secre
 from ludus.cluster.doctor.needs import Needs
 from ludus.cluster.ray_host import block_size
 from ludus.errors import LudusError
+from ludus.game import display
 from ludus.runtime.surroundings import PORTS
 
 LOOK_S = 20.0
@@ -57,6 +58,8 @@ class Request:
     shared: bool = False
     launcher: bool = False
     quick: bool = False
+    key: str = field(default="", repr=False)
+    """With it the tokens of several machines are compared; the same for all, another for each look."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,8 +77,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Examination:
+    """`token`: the fingerprint of the one by which roles know each other; empty: there is none, or nobody asked."""
+
     findings: tuple[Finding, ...]
     versions: Mapping[str, str]
+    token: str = ""
 
 
 def examine(request: Request) -> Examination:
@@ -86,29 +92,38 @@ def examine(request: Request) -> Examination:
     cores = limits.look_cores(groups)
     tried = Pending("environment", lambda: trial.look_trial(request.env)) if request.env and not request.quick else None
     slow = {name: Pending(name, look) for name, look in _slow(request, found, environ, cores.whole).items()}
-    findings = versions.judge_versions(found, ray=request.ray)
+    last = {name: Pending(name, look) for name, look in _last(request, environ, cores.whole).items()}
+    token = Pending("token", lambda: tokens.fingerprint(environ, request.key) if request.key else "")
+    findings = versions.judge_versions(found, ray=request.ray, launcher=request.launcher)
     game = tried.result(trial.TRIAL_S + 2 * LOOK_S) if tried is not None else None
     needs = Needs(cores.whole if request.workers is None else request.workers, cores.whole, request.ray, *_measured(game))
     if not request.launcher:
-        findings += _limits(needs, cores, groups, environ)
+        shared = Pending("shared memory", lambda: limits.shared_findings(environ, needs))  # LUDUS_SHM may name any file system
+        first, rest = _limits(needs, cores, groups, environ)
+        findings += [*first, *shared.findings(time.monotonic() + LOOK_S), *rest]
     end = time.monotonic() + LOOK_S
     findings += [finding for look in slow.values() for finding in look.findings(end)]
     if game is not None:
         findings.append(game if isinstance(game, Finding) else trial.judge_trial(game))
-    findings += tokens.judge_tokens(tokens.look_tokens(environ), environ)
-    findings += troubles.judge_scene(troubles.look_scene(environ, cores.whole))
+    findings += [finding for look in last.values() for finding in look.findings(end)]
     if (proxy := network.judge_proxies(environ, request.nodes)) is not None:
         findings.append(proxy)
     secrets = request.secrets
-    return Examination(tuple(without_secrets(finding, secrets) for finding in findings), found)
+    told = token.result(end - time.monotonic())
+    return Examination(
+        tuple(without_secrets(finding, secrets) for finding in findings), found, told if isinstance(told, str) else ""
+    )
 
 
-def _limits(needs: Needs, cores: limits.Cores, groups: limits.Groups, environ: Mapping[str, str]) -> list[Finding]:
+def _limits(
+    needs: Needs, cores: limits.Cores, groups: limits.Groups, environ: Mapping[str, str]
+) -> tuple[list[Finding], list[Finding]]:
+    """What the kernel says, which does not hang; shared memory is shown between them."""
     threads = limits.look_threads(groups)
     return [
         limits.judge_cores(cores, needs, environ),
         limits.judge_memory(limits.look_memory(groups), needs),
-        limits.judge_shared(limits.look_shared(), needs),
+    ], [
         limits.judge_files(limits.look_files(), needs),
         limits.judge_threads(threads, needs),
         limits.judge_maps(threads, needs),
@@ -137,11 +152,19 @@ def _slow(request: Request, found: Mapping[str, str], environ: Mapping[str, str]
     if request.game:
         looks["game"] = lambda: [binary.judge_binary(binary.look_binary(Path(request.game).expanduser()))]
     if not request.launcher:
-        looks["graphics"] = lambda: graphics.judge_graphics(graphics.look_graphics(), needed=draws)
+        looks["screen"] = lambda: graphics.judge_choice(environ, xvfb=display.find_xvfb() is not None)
+        looks["graphics"] = lambda: graphics.judge_graphics(graphics.look_graphics(), needed=draws, window=bool(request.game))
     if request.quick:
         for name in ("memory server", "store", "graphics", "gpu"):  # they ask others
             if name in looks:
                 looks[name] = lambda name=name: [skipped(name, "left out by --quick")]  # type: ignore[misc]
+    return looks
+
+
+def _last(request: Request, environ: Mapping[str, str], cores: int) -> dict[str, Look]:
+    """Of files that anybody may have put on a file system that hangs: they are looked at quickly, or not at all."""
+    looks: dict[str, Look] = {"token": lambda: tokens.judge_tokens(tokens.look_tokens(environ), environ)}
+    looks["known troubles"] = lambda: troubles.judge_scene(troubles.look_scene(environ, cores))
     return looks
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ludus.cluster.doctor.finding import Finding, failed, ok, skipped, warning
-from ludus.errors import LudusError
+from ludus.errors import ConfigError, LudusError
 from ludus.game import display, x11
 from ludus.game.opengl import OpenGL, tried
 
@@ -36,8 +36,12 @@ class Graphics:
     screen: OpenGL | None = None
     silent: str = ""
     private: OpenGL | None = None
+    refused: str = ""
+    """Why none was started, though there is an Xvfb."""
     xvfb: bool = False
     display: str = ""
+    choice: str = "auto"
+    """What LUDUS_SCREEN says."""
 
 
 def look_graphics(environ: Mapping[str, str] | None = None) -> Graphics | None:
@@ -45,36 +49,62 @@ def look_graphics(environ: Mapping[str, str] | None = None) -> Graphics | None:
     if not sys.platform.startswith("linux"):
         return None
     environ = os.environ if environ is None else environ
-    silent = x11.silence(environ)
+    silent, choice, xvfb = x11.silence(environ), _choice(environ), display.find_xvfb() is not None
+    wanted = choice == "xvfb" or (choice == "auto" and bool(silent))
     with ThreadPoolExecutor(4) as pool:
         egl, osmesa = pool.submit(tried, "egl", environ), pool.submit(tried, "osmesa", environ)
         screen = None if silent else pool.submit(tried, "glx", environ)
-        private = pool.submit(_private, environ) if silent and display.find_xvfb() else None
+        private = pool.submit(_private, environ) if wanted and xvfb else None
         return Graphics(
             egl.result(),
             osmesa.result(),
             screen.result() if screen else None,
             silent,
-            private.result() if private else None,
-            display.find_xvfb() is not None,
+            *(private.result() if private else (None, "")),
+            xvfb,
             environ.get(x11.DISPLAY, ""),
+            choice,
         )
 
 
-def _private(environ: Mapping[str, str]) -> OpenGL:
+def _choice(environ: Mapping[str, str]) -> str:
+    """One that is none is a finding of its own: `judge_choice`."""
+    try:
+        return display.chosen(environ)
+    except ConfigError:
+        return "auto"
+
+
+def _private(environ: Mapping[str, str]) -> tuple[OpenGL | None, str]:
     try:
         with display.screen("xvfb") as variables:
-            return tried("glx", {**environ, **variables})
+            return tried("glx", {**environ, **variables}), ""
     except LudusError as error:
-        return OpenGL("glx", why=error.message)
+        return None, error.message
 
 
-def judge_graphics(graphics: Graphics | None, *, needed: bool) -> list[Finding]:
-    """The first says what will be used. `needed`: a game was named that draws; without one, nothing here is a failure."""
+def judge_choice(environ: Mapping[str, str], *, xvfb: bool) -> list[Finding]:
+    """Of LUDUS_SCREEN, where it would keep every environment from being made. `xvfb`: there is one."""
+    try:
+        choice = display.chosen(environ)
+    except ConfigError as error:
+        return [failed(display.SCREEN, error.message, error.hint)]
+    if choice == "xvfb" and not xvfb:
+        return [failed(display.SCREEN, "xvfb: every environment wants a private screen, and there is no Xvfb", _APT["xvfb"])]
+    return []
+
+
+def judge_graphics(graphics: Graphics | None, *, needed: bool, window: bool = False) -> list[Finding]:
+    """The first says what will be used. `needed`: a game was named that draws; without one, nothing here is a failure.
+
+    `window`: it is a program of its own, which draws on a screen, and knows nothing of EGL.
+    """
     if graphics is None:
         return [skipped("graphics", "looked at on Linux only; other systems have a screen")]
-    best = _best(graphics)
-    found = [_drawing(best, needed)]
+    best = _best(graphics, window=window) or _best(graphics)
+    found = [_drawing(best, graphics.choice, needed)]
+    if window and best is not None and best[0] in _NAMES.values() and found[0].status == "ok":
+        found = [_windowless(graphics, best[0])]
     found.append(_screen(graphics))
     for way in ("egl", "osmesa"):
         found.append(_way(getattr(graphics, way), best))
@@ -82,25 +112,33 @@ def judge_graphics(graphics: Graphics | None, *, needed: bool) -> list[Finding]:
     return found
 
 
-def _best(graphics: Graphics) -> tuple[str, OpenGL] | None:
-    """In the order in which it is chosen: hardware before software, a screen before none."""
+def _best(graphics: Graphics, *, window: bool = False) -> tuple[str, OpenGL] | None:
+    """In the order in which it is chosen: hardware before software, a screen before none. `window`: only what has one."""
+    private = ("a private Xvfb", graphics.private)
     ways = [
         (f"the screen {graphics.display}", graphics.screen),
-        ("EGL", graphics.egl),
-        ("OSMesa", graphics.osmesa),
-        ("a private Xvfb", graphics.private),
+        *([] if window else [("EGL", graphics.egl), ("OSMesa", graphics.osmesa)]),
+        *([private] if graphics.choice == "auto" else []),
     ]
+    ways = [private] if graphics.choice == "xvfb" else ways  # then nothing else is asked
     return next(((name, way) for name, way in ways if way is not None and way.works), None)
 
 
-def _drawing(best: tuple[str, OpenGL] | None, needed: bool) -> Finding:
+def _windowless(graphics: Graphics, name: str) -> Finding:
+    said = f"by {name}, which has no windows: a game that opens one finds no screen"
+    if graphics.xvfb and graphics.choice == "none":
+        return warning("graphics", f"{said}, for {display.SCREEN}=none", f"unset {display.SCREEN}, or start it without graphics.")
+    return warning("graphics", said, f"{_APT['xvfb']}; or start it without graphics.")
+
+
+def _drawing(best: tuple[str, OpenGL] | None, choice: str, needed: bool) -> Finding:
     if best is None:
-        said = "nothing can draw here: no screen answers, and neither EGL nor OSMesa nor Xvfb works"
-        return (
-            failed("graphics", said, _APT["egl"])
-            if needed
-            else warning("graphics", f"{said}; no videos, no games with pictures", _APT["egl"])
-        )
+        said, fix = "nothing can draw here: no screen answers, and neither EGL nor OSMesa nor Xvfb works", _APT["egl"]
+        if choice == "xvfb":
+            said, fix = f"nothing can draw here: {display.SCREEN}=xvfb, and no private screen works", _APT["xvfb"]
+        if choice == "none":
+            said = f"nothing can draw here: no screen answers, {display.SCREEN}=none, and neither EGL nor OSMesa works"
+        return failed("graphics", said, fix) if needed else warning("graphics", f"{said}; no videos, no games with pictures", fix)
     name, way = best
     said = f"by {name}: OpenGL {way.version}{', by software' if way.by_software else ''}"
     if way.number < LEAST:
@@ -121,13 +159,16 @@ def _screen(graphics: Graphics) -> Finding:
             f"{graphics.display} answers, without OpenGL: {why}",
             "apt-get install libgl1 libglx-mesa0 libgl1-mesa-dri",
         )
+    private = graphics.xvfb and graphics.choice != "none"
     if not graphics.display:
         return skipped(
             "X server",
-            "DISPLAY is not set; a game that needs a screen gets a private one" if graphics.xvfb else "DISPLAY is not set",
+            "DISPLAY is not set; a game that needs a screen gets a private one" if private else "DISPLAY is not set",
         )
-    fallback = "a private Xvfb is used instead" if graphics.xvfb else f"unset DISPLAY, or {_APT['xvfb']}"
-    return warning("X server", graphics.silent, f"unset DISPLAY; {fallback}." if graphics.xvfb else fallback)
+    if graphics.choice == "none":
+        return warning("X server", graphics.silent, f"unset DISPLAY; {display.SCREEN}=none: nothing is used instead.")
+    fallback = "a private Xvfb is used instead" if private else f"unset DISPLAY, or {_APT['xvfb']}"
+    return warning("X server", graphics.silent, f"unset DISPLAY; {fallback}." if private else fallback)
 
 
 def _way(way: OpenGL, best: tuple[str, OpenGL] | None) -> Finding:
@@ -146,6 +187,12 @@ def _xvfb(graphics: Graphics, best: tuple[str, OpenGL] | None) -> Finding:
             "Xvfb", "not installed: games that insist on a screen find none" if graphics.silent else "not installed", _APT["xvfb"]
         )
     private = graphics.private
+    if graphics.choice == "none":
+        return skipped("Xvfb", f"installed; not used, for {display.SCREEN}=none")
+    if graphics.refused and graphics.choice == "xvfb":
+        return failed("Xvfb", f"{display.SCREEN}=xvfb, and no environment gets a screen: {graphics.refused}", _APT["xvfb"])
+    if graphics.refused:
+        return warning("Xvfb", f"it is installed, and a private screen is not to be had: {graphics.refused}", _APT["xvfb"])
     if private is None:
         return ok("Xvfb", "installed; not needed, for a screen answers")
     if private.works:

@@ -16,6 +16,9 @@ from ludus.cluster.doctor.needs import Needs
 UNLIMITED = 1 << 60
 """Kernels say it in several ways, all of them above this."""
 
+SHM = "LUDUS_SHM"
+"""The variable that moves rings and weights (runtime/hub.py)."""
+
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _SHM_LEAST = 256 << 20
 """With less free, rings are in the temporary directory instead (runtime/hub.py)."""
@@ -271,6 +274,36 @@ def judge_memory(memory: Memory | None, needs: Needs) -> Finding:
     return ok("memory", said)
 
 
+def shared_findings(environ: Mapping[str, str], needs: Needs) -> list[Finding]:
+    """Where the run will have it: in /dev/shm, but for rings and weights that LUDUS_SHM moves elsewhere."""
+    if SHM not in environ:
+        return [judge_shared(look_shared(), needs)]
+    found = [judge_moved(environ[SHM], look_shared(Path(environ[SHM])), needs)]
+    return [*found, judge_store(look_shared(), needs)] if needs.ray else found
+
+
+def judge_moved(directory: str, shared: Shared | None, needs: Needs) -> Finding:
+    """Nothing is used in its place: whoever names a directory gets that one."""
+    other = f"Set {SHM} to a directory of yours that is there, or unset it."
+    if shared is None or not shared.writable:
+        return failed("shared memory", f"{SHM}={directory}: {'there is none' if shared is None else 'it is not writable'}", other)
+    said = f"{SHM}={directory}: {size(shared.total)}, {size(shared.free)} free; needed {needs.rings_said()}"
+    if shared.free < needs.rings:
+        return failed("shared memory", said, f"Set {SHM} to a directory with more room, or unset it.")
+    return ok("shared memory", said)
+
+
+def judge_store(shared: Shared | None, needs: Needs) -> Finding:
+    check, wanted = "shared memory of Ray", needs.store_said()
+    if shared is None or not shared.writable:
+        what = "there is none" if shared is None else "it is not writable"
+        return warning(
+            check, f"{_SHM}: {what}; Ray's store goes to a disk, which is slower", "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+        )
+    said = f"{_SHM}: {size(shared.total)}, {size(shared.free)} free; needed {wanted}"
+    return ok(check, said) if shared.free >= needs.store else failed(check, said, _bigger(needs.store))
+
+
 def judge_shared(shared: Shared | None, needs: Needs) -> Finding:
     if shared is None or not shared.writable:
         what = "there is none" if shared is None else "it is not writable"
@@ -280,16 +313,17 @@ def judge_shared(shared: Shared | None, needs: Needs) -> Finding:
             "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
         )
     said = f"{_SHM}: {size(shared.total)}, {size(shared.free)} free; needed {needs.shared_said()}"
-    bigger = f"mount -o remount,size={_rounded(needs.shared)}G /dev/shm; in containers --shm-size={_rounded(needs.shared)}g"
+    bigger = _bigger(needs.shared)
     if shared.free < _SHM_LEAST:
         return warning("shared memory", f"{said}; with so little, rings go to the temporary directory, which is slower", bigger)
     if shared.free < needs.shared:
-        return failed("shared memory", said, f"{bigger}; or set LUDUS_SHM to a directory with more room.")
+        return failed("shared memory", said, f"{bigger}; or set {SHM} to a directory with more room.")
     return ok("shared memory", said)
 
 
-def _rounded(count: int) -> int:
-    return -(-2 * count // (1 << 30))
+def _bigger(count: int) -> str:
+    rounded = -(-2 * count // (1 << 30))
+    return f"mount -o remount,size={rounded}G /dev/shm; in containers --shm-size={rounded}g"
 
 
 def judge_files(files: Files, needs: Needs) -> Finding:

@@ -19,7 +19,7 @@ MAIN_BYTES, WORKER_BYTES, RAY_BYTES, RAY_CORE_BYTES = 600 << 20, 150 << 20, 500 
 """Of memory; workers share what they have in common, which is most of it."""
 
 RING_BYTES, RAY_STORE_BYTES, WEIGHTS_BYTES = 32 << 20, 512 << 20, 64 << 20
-"""In /dev/shm: the ring of a worker, the store of a Ray that we start, the weights that all of them read."""
+"""Of shared memory: the ring of a worker, the store of a Ray that we start, the weights that all of them read."""
 
 RUN_BYTES, TEMP_BYTES, STATE_BYTES = 2 << 30, 1 << 30, 100 << 20
 """Of free disk: checkpoints and logs of a run; sockets, Ray's logs and what is spilled; records and logs of jobs."""
@@ -78,11 +78,29 @@ class Needs:
 
     @property
     def shared(self) -> int:
-        return WEIGHTS_BYTES + self.workers * RING_BYTES + (RAY_STORE_BYTES if self.ray else 0)
+        return self.rings + self.store
 
     def shared_said(self) -> str:
-        parts = [f"{_mb(WEIGHTS_BYTES)} of weights", f"{self.workers} rings × {_mb(RING_BYTES)}"]
-        return _sum([*parts, *([f"{_mb(RAY_STORE_BYTES)} of Ray's store"] if self.ray else [])], _mb(self.shared))
+        return _sum([*self._ring_parts(), *([f"{_mb(self.store)} of Ray's store"] if self.ray else [])], _mb(self.shared))
+
+    @property
+    def rings(self) -> int:
+        """And the weights: what LUDUS_SHM moves."""
+        return WEIGHTS_BYTES + self.workers * RING_BYTES
+
+    def rings_said(self) -> str:
+        return _sum(self._ring_parts(), _mb(self.rings))
+
+    def _ring_parts(self) -> list[str]:
+        return [f"{_mb(WEIGHTS_BYTES)} of weights", f"{self.workers} rings × {_mb(RING_BYTES)}"]
+
+    @property
+    def store(self) -> int:
+        """Which Ray has in /dev/shm, whatever LUDUS_SHM says."""
+        return RAY_STORE_BYTES if self.ray else 0
+
+    def store_said(self) -> str:
+        return f"{_mb(self.store)} of Ray's store"
 
 
 def _each(own: str, games: str) -> str:

@@ -43,9 +43,12 @@ class Node:
 
 @dataclass
 class Answer:
+    """`token`: the fingerprint of the one that roles have there; empty: there is none; None: it was not said."""
+
     node: str
     findings: list[Finding] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    token: str | None = None
 
 
 def ask(nodes: Sequence[Node], request: Request, environment: Mapping[str, str], timeout_s: float = ANSWER_S) -> list[Answer]:
@@ -97,6 +100,7 @@ def _converse(line: _Line, node: Node, answer: Answer, request: Request, environ
     while "end" not in (said := line.receive()):
         if (finding := finding_of(said.get("finding"))) is not None:
             answer.findings.append(finding)
+    answer.token = str(said["token"]) if "token" in said else None
 
 
 def finding_of(said: Any) -> Finding | None:

@@ -13,21 +13,46 @@ from ludus.cluster.doctor.finding import Finding, failed, ok, several, warning
 PROGRAMS = ("sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
 _ASK_S = 10.0
 _FORM = "%R|%a|%l|%F|%c|%m|%G"
-_LINE = re.compile(r"([^|]*)\|(\w+)\|([^|]*)\|(\d+)/(\d+)/(\d+)/(\d+)\|(\d+)\+?\|(\d+)\+?\|(.*)")
+_LINE = re.compile(r"([^|]*)\|(\w+)\|([^|]*)\|(\d+)/(\d+)/(\d+)/(\d+)\|(\d+)(\+?)\|\d+\+?\|(.*)")
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]*[^:,()\d][^:,()]*)?(?::(\d+))?(?=[,(]|$)")
 INFINITE = 1 << 40
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Nodes with the same accelerators. `cpus`: of the smallest; `more`: others of them have more, and nobody says how many."""
+
+    nodes: int
+    idle: int
+    cpus: int
+    more: bool = False
+    gpus: int = 0
+
+    def has(self, wanted: Wanted, *, perhaps: bool = False) -> bool:
+        """Each of them; `perhaps`: some of them may."""
+        return self.gpus >= wanted.gpus and (self.cpus >= wanted.cpus or (perhaps and self.more))
+
+
+@dataclass(frozen=True)
 class Partition:
-    """`seconds`: that a job may take at most. `nodes`: allocated, idle, other, all. `cpus`, `memory_mb`: of its smallest node."""
+    """`seconds`: that a job may take at most. `kinds`: sinfo has a line for each."""
 
     name: str
     up: bool
     seconds: int
-    nodes: tuple[int, int, int, int]
-    cpus: int = 0
-    memory_mb: int = 0
-    gres: str = ""
+    kinds: tuple[Kind, ...]
+
+    @property
+    def nodes(self) -> int:
+        return sum(kind.nodes for kind in self.kinds)
+
+    @property
+    def idle(self) -> int:
+        return sum(kind.idle for kind in self.kinds)
+
+    def fitting(self, wanted: Wanted, *, perhaps: bool = False) -> int:
+        """Nodes that have what is wanted of each."""
+        return sum(kind.nodes for kind in self.kinds if kind.has(wanted, perhaps=perhaps))
 
 
 @dataclass(frozen=True)
@@ -42,7 +67,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Wanted:
-    """By the job; empty or 0: what Slurm gives by itself."""
+    """By the job; empty or 0: what Slurm gives by itself. `cpus`, `gpus`: of each node."""
 
     partition: str = ""
     time: str = ""
@@ -70,18 +95,21 @@ def _run(words: Sequence[str]) -> str:
 
 
 def read_partitions(text: str) -> tuple[Partition, ...]:
-    """What sinfo says in our form. A line that is not understood is left out. Pure."""
-    found = []
+    """What sinfo says in our form: a line for each kind of accelerator in a partition. One that is not understood is left out. Pure."""
+    found: dict[str, Partition] = {}
     for line in text.splitlines():
         matched = _LINE.fullmatch(line.strip())
         if matched is not None:
-            name, state, time, *counts, cpus, memory, gres = matched.groups()
-            allocated, idle, other, total = map(int, counts)
-            gres = "" if gres in ("(null)", "N/A") else gres
-            found.append(
-                Partition(name, state == "up", seconds_of(time), (allocated, idle, other, total), int(cpus), int(memory), gres)
-            )
-    return tuple(found)
+            name, state, time, _, idle, _, total, cpus, more, gres = matched.groups()
+            kind = Kind(int(total), int(idle), int(cpus), bool(more), gpus_of(gres))
+            known = found[name].kinds if name in found else ()
+            found[name] = Partition(name, state == "up", seconds_of(time), (*known, kind))
+    return tuple(found.values())
+
+
+def gpus_of(gres: str) -> int:
+    """Of one node, from what Slurm says of its resources: `gpu:a100:4(S:0-1),shard:8` has 4. Pure."""
+    return sum(int(number or 1) for number in _GPUS.findall(re.sub(r"\([^()]*\)", "", gres)))
 
 
 def seconds_of(text: str) -> int:
@@ -128,10 +156,16 @@ def judge_queue(queue: Queue, wanted: Wanted) -> list[Finding]:
 
 
 def _judge(partition: Partition, wanted: Wanted) -> Finding:
-    check, said = f"partition {partition.name}", f"{_nodes(partition)}, {partition.cpus} cores each, {_time(partition.seconds)}"
+    check, said = f"partition {partition.name}", f"{_nodes(partition)}, {_cores(partition)}, {_time(partition.seconds)}"
     if short := _short(partition, wanted):
         return failed(check, f"{said}; {short}", "Ask for less, or for another partition: `sinfo`.")
-    if not partition.nodes[1]:
+    if partition.fitting(wanted) < wanted.nodes:
+        return warning(
+            check,
+            f"{said}; whether {several(wanted.nodes, 'node')} of them have {several(wanted.cpus, 'core')}, sinfo does not say",
+            f"`sinfo -N -p {partition.name} -o '%N %c %G'` says what each has.",
+        )
+    if not partition.idle:
         return warning(check, f"{said}; no node is idle", "The job will wait: `squeue --start` says how long.")
     return ok(check, said)
 
@@ -140,20 +174,28 @@ def _short(partition: Partition, wanted: Wanted) -> str:
     """What it does not allow."""
     if not partition.up:
         return f"{partition.name} is down"
-    if wanted.nodes > partition.nodes[3]:
-        return f"{several(wanted.nodes, 'node')} are wanted, and {partition.name} has {partition.nodes[3]}"
+    if wanted.nodes > partition.nodes:
+        return f"{several(wanted.nodes, 'node')} are wanted, and {partition.name} has {partition.nodes}"
     if wanted.time and seconds_of(wanted.time) > partition.seconds:
         return f"--time {wanted.time} is more than {partition.name} allows"
-    if wanted.cpus > partition.cpus > 0:
-        return f"{wanted.cpus} cores are wanted of each node, and some of {partition.name} have {partition.cpus}"
-    if wanted.gpus and "gpu" not in partition.gres:
+    if wanted.gpus and not any(kind.gpus for kind in partition.kinds):
         return f"accelerators are wanted, and {partition.name} has none"
+    fitting = partition.fitting(wanted, perhaps=True)
+    if fitting < wanted.nodes:
+        each = [several(wanted.cpus, "core")] * bool(wanted.cpus) + [several(wanted.gpus, "accelerator")] * bool(wanted.gpus)
+        return f"{several(wanted.nodes, 'node')} with {' and '.join(each)} wanted, and {partition.name} has {fitting or 'none'} of them"
     return ""
 
 
+def _cores(partition: Partition) -> str:
+    least, most = (bound(kind.cpus for kind in partition.kinds) for bound in (min, max))
+    if least == most and not any(kind.more for kind in partition.kinds):
+        return f"{least} cores each"
+    return f"{least} cores or more each" if any(kind.more for kind in partition.kinds) else f"{least} to {most} cores each"
+
+
 def _nodes(partition: Partition) -> str:
-    _, idle, _, total = partition.nodes
-    return f"{several(total, 'node')}, {idle} idle"
+    return f"{several(partition.nodes, 'node')}, {partition.idle} idle"
 
 
 def _time(seconds: int) -> str:

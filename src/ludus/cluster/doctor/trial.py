@@ -1,6 +1,8 @@
 """An environment made, reset and stepped a few times, in a process of its own: does it work here, and what does one of it take?
 
-Run as a program with the name of an environment, it says so as JSON. That runs the environment's code, as a training would.
+Run as a program with the name of an environment and a time, it says so as JSON. That runs the environment's code, as a training would.
+There are two processes: the player, which has the environment, and its keeper, which tells what became of it, whatever it was, and
+ends all that it has started, in whichever session.
 """
 
 from __future__ import annotations
@@ -8,23 +10,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ludus.cluster.doctor.finding import Finding, failed, ok, several, size, skipped, warning
 from ludus.errors import LudusError
 from ludus.game import display
+from ludus.pids import adopt_orphans, descendants, end_descendants, reap, send, started
 
 TRIAL_S = 30.0
 STEPS = 5
 _MARK = "ludus-trial "
-_END_S = 5.0
+_CLOSE_S, _LEAVE_S, _END_S = 5.0, 1.0, 10.0
+"""For the environment to be closed; for what is left then, between being asked to end and being ended; for the keeper, to do all that."""
+
+_TICK_S = 0.05
+_MOST_SAID = 100_000
 
 
 @dataclass(frozen=True)
@@ -62,23 +71,29 @@ def look_trial(env: str, environ: Mapping[str, str] | None = None, timeout_s: fl
 
 
 def _tried(env: str, environ: Mapping[str, str], timeout_s: float) -> Trial:
-    words = [sys.executable, "-P", "-m", __name__, env]
-    with subprocess.Popen(  # noqa: S603 - ourselves
-        words, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return Trial(env, why=f"it was not made, reset and stepped {STEPS} times within {timeout_s:.0f} s")
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # with whatever games it has started
+    words = [sys.executable, "-P", "-m", __name__, env, str(timeout_s)]
+    with tempfile.TemporaryFile() as errors:  # games hold on to what they write to: a pipe would not end before them
+        with subprocess.Popen(  # noqa: S603 - ourselves
+            words, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        ) as keeper:
+            try:
+                out, _ = keeper.communicate(timeout=timeout_s + _CLOSE_S + _LEAVE_S + 2 * _END_S)
+            except subprocess.TimeoutExpired:
+                keeper.kill()
+                return _late(env, timeout_s)
+        size = os.fstat(errors.fileno()).st_size
+        said = os.pread(errors.fileno(), _MOST_SAID, max(0, size - _MOST_SAID)).decode(errors="replace")
     told = [line for line in out.decode(errors="replace").splitlines() if line.startswith(_MARK)]
     if told:
         return Trial(**json.loads(told[-1].removeprefix(_MARK)))
-    said = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
-    ended = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-    return Trial(env, why=f"its process ended with {ended}{f': {said[-1][:200]}' if said else ''}")
+    code = int(out.split()[-1]) if out.split() else keeper.returncode
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    last = next((line.strip()[:200] for line in reversed(said.splitlines()) if line.strip()), "")
+    return Trial(env, why=f"its process ended with {ended}{f': {last}' if last else ''}")
+
+
+def _late(env: str, timeout_s: float) -> Trial:
+    return Trial(env, why=f"it was not made, reset and stepped {STEPS} times within {timeout_s:.0f} s")
 
 
 def judge_trial(trial: Trial) -> Finding:
@@ -99,16 +114,112 @@ def judge_trial(trial: Trial) -> Finding:
     return ok("environment", said)
 
 
-# -- in the child ---------------------------------------------------------------------------------------------------------
+# -- the keeper -----------------------------------------------------------------------------------------------------------
 
 
-def _play(name: str) -> Trial:
+def main(name: str, timeout_s: float) -> None:
+    adopt_orphans()  # before anything is started: games that leave their parent come to us
+    reader, writer = os.pipe()
+    player = os.fork()  # of a process with one thread
+    if player == 0:
+        os.close(reader)
+        os.dup2(2, 1)  # what the environment says is none of the answer
+        _player(name, writer)
+    os.close(writer)
+    told, code = _awaited(player, reader, timeout_s)
+    _end_all(player)
+    if not told and code is None:
+        told = f"{_MARK}{json.dumps(asdict(_late(name, timeout_s)))}"
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, f"{told or code}\n".encode())
+    os._exit(0)
+
+
+def _awaited(player: int, reader: int, timeout_s: float) -> tuple[str, int | None]:
+    """The line that the player says, and its exit code; without them when its time is over, or nobody wants to know any more.
+
+    Once it has said it, it has a little time for closing what it opened.
+    """
+    data, end = b"", time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    poll.register(1, 0)  # an error there: whoever asked is gone
+    while True:
+        left = end - time.monotonic()
+        if (code := _exit_code(player)) is not None or left <= 0:
+            data += b"".join(_available(reader))
+            return data.decode(errors="replace").strip() if data.endswith(b"\n") else "", code
+        for file, event in poll.poll(1000 * min(left, _TICK_S)):  # a process that ends makes no noise on all systems
+            if file == 1 and event & (select.POLLERR | select.POLLHUP):
+                return "", None
+            if file == reader:
+                more = os.read(reader, 1 << 16)
+                data += more
+                if not more:
+                    poll.unregister(reader)
+                if more and data.endswith(b"\n"):
+                    end = time.monotonic() + _CLOSE_S
+
+
+def _available(reader: int) -> Iterator[bytes]:
+    while select.select([reader], [], [], 0)[0] and (more := os.read(reader, 1 << 16)):
+        yield more
+
+
+def _exit_code(player: int) -> int | None:
+    with contextlib.suppress(ChildProcessError):
+        pid, status = os.waitpid(player, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+    return 0
+
+
+def _end_all(player: int) -> None:
+    """First they are asked, so that they clean up; a screen of our own removes its files."""
+    if not sys.platform.startswith("linux"):  # where those below cannot be seen: at least those that stayed together
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(player, signal.SIGKILL)
+    end = time.monotonic() + _LEAVE_S
+    for pid in descendants(os.getpid()):
+        if (since := started(pid)) is not None:
+            send(pid, since, signal.SIGKILL if pid == player else signal.SIGTERM)  # the player is asked no more: its time is over
+    while time.monotonic() < end and descendants(os.getpid()):
+        reap()
+        time.sleep(_TICK_S / 5)  # an end that nothing here can wait for
+    end_descendants(_END_S)
+
+
+# -- the player -----------------------------------------------------------------------------------------------------------
+
+
+def _player(name: str, writer: int) -> NoReturn:
+    """Says what it found, then closes what it opened: that may hang."""
+    os.setsid()
+    adopt_orphans()  # so that games that leave their parent are counted
+    sys.path.insert(0, "")  # `module:function` is looked for here too, as with `ludus train`
+    made: list[Any] = []
+    try:
+        found = _play(name, made)
+    except LudusError as error:
+        found = Trial(name, why=error.message, hint=error.hint)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; it is the answer
+        found = Trial(name, why=f"it raised {type(error).__name__}: {error}"[:500])
+    os.write(writer, f"{_MARK}{json.dumps(asdict(found))}\n".encode())
+    for env in made:
+        with contextlib.suppress(Exception):  # it has been judged
+            env.close()
+    display.end_screen()
+    os._exit(0)  # threads that do not end when asked must not keep us
+
+
+def _play(name: str, made: list[Any]) -> Trial:
+    """`made`: for what has to be closed."""
     from ludus.errors import EnvironmentFault
     from ludus.game.environment import make_one
 
     before, start = _taken(), time.perf_counter()
     try:
         env = make_one(name)
+        made.append(env)
     except EnvironmentFault as error:
         if "not a gymnasium.Env" in error.message:  # of several agents, or a vector of environments
             return Trial(
@@ -134,8 +245,6 @@ def _action(env: Any, observation: Any) -> Any:
 
 def _taken() -> tuple[int, int, int]:
     """Threads, bytes and further processes of this one and all below it."""
-    from ludus.pids import descendants
-
     pids = [os.getpid(), *descendants(os.getpid())]
     threads = memory = 0
     for pid in pids:
@@ -145,18 +254,5 @@ def _taken() -> tuple[int, int, int]:
     return threads, memory, len(pids) - 1
 
 
-def main(name: str) -> None:
-    sys.path.insert(0, "")  # `module:function` is looked for here too, as with `ludus train`
-    try:
-        found = _play(name)
-    except LudusError as error:
-        found = Trial(name, why=error.message, hint=error.hint)
-    except Exception as error:  # the user's code may raise anything; it is the answer
-        found = Trial(name, why=f"it raised {type(error).__name__}: {error}"[:500])
-    sys.stdout.write(f"\n{_MARK}{json.dumps(asdict(found))}\n")
-    sys.stdout.flush()
-    os._exit(0)  # games that do not end when asked are ended by whoever started us
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], float(sys.argv[2]))

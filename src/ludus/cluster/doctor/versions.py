@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 
 import ludus
-from ludus.cluster.doctor.finding import Finding, failed, ok, skipped, warning
+from ludus.cluster.doctor.finding import Finding, failed, ok, skipped
 
 LEAST_PYTHON = (3, 11)
 LEAST = {"torch": (2, 6), "ray": (2, 52)}
@@ -34,8 +34,10 @@ def _version(package: str) -> str:
     return found if importlib.util.find_spec(package) is not None else ""
 
 
-def judge_versions(versions: Mapping[str, str], *, ray: bool, executable: str = sys.executable) -> list[Finding]:
-    """`ray`: whether the run needs it."""
+def judge_versions(
+    versions: Mapping[str, str], *, ray: bool, launcher: bool = False, executable: str = sys.executable
+) -> list[Finding]:
+    """`ray`: whether the run needs it. `launcher`: this machine only starts the run, and needs neither Ray nor PyTorch for it."""
     python = versions["python"]
     found = [ok("python", f"{python} ({executable})")]
     if _numbers(python) < LEAST_PYTHON:
@@ -43,7 +45,9 @@ def judge_versions(versions: Mapping[str, str], *, ray: bool, executable: str = 
     found.append(ok("ludus", versions["ludus"]))
     for package, least in LEAST.items():
         version = versions.get(package, "")
-        if not version and package == "ray" and not ray:
+        if launcher:
+            found.append(skipped(package, f"{version or 'not installed'}; starting a run does not need it"))
+        elif not version and package == "ray" and not ray:
             found.append(skipped("ray", "not installed; a run on one machine does not need it", _INSTALL["ray"]))
         elif not version:
             found.append(failed(package, "not installed", _INSTALL[package]))
@@ -55,7 +59,7 @@ def judge_versions(versions: Mapping[str, str], *, ray: bool, executable: str = 
 
 
 def judge_agreement(nodes: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """One finding for each package. Python may differ in its last number: nothing that is exchanged depends on it."""
+    """One finding for each package. Python may differ in its last number, PyTorch in its build: nothing that is exchanged depends on it."""
     found = []
     for package in _EQUAL:
         have = {node: _told(package, versions.get(package, "")) for node, versions in nodes.items() if package in versions}
@@ -65,13 +69,10 @@ def judge_agreement(nodes: Mapping[str, Mapping[str, str]]) -> list[Finding]:
             found.append(ok(check, f"{different[0] or 'not installed' if different else 'nobody answered'}"))
             continue
         by = "; ".join(f"{version or 'none'}: {', '.join(n for n in have if have[n] == version)}" for version in different)
-        if package == "torch":  # another build of the same version is fine: CPU on some nodes, CUDA on others
-            same = len({version.partition("+")[0] for version in different}) == 1
-            if same:
-                found.append(ok(check, f"one version, several builds ({by})"))
-                continue
-        remedy = f"Install one version of {package} on all of them."
-        found.append(failed(check, by, remedy) if package in ("ludus", "ray", "python") else warning(check, by, remedy))
+        if package == "torch" and len({version.partition("+")[0] for version in different}) == 1:
+            found.append(ok(check, f"one version, several builds ({by})"))  # CPU on some nodes, CUDA on others
+            continue
+        found.append(failed(check, by, f"Install one version of {package} on all of them."))
     return found
 
 
