@@ -26,6 +26,9 @@ def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "RAY_AUTH_MODE",
         "LD_PRELOAD",
         "LUDUS_JOB_TOKEN_FILE",
+        "LUDUS_TOKEN_FILE",
+        "LUDUS_SCREEN",
+        "LUDUS_SHM",
         "http_proxy",
         "https_proxy",
     ):
@@ -94,6 +97,26 @@ def test_what_makes_no_sense_is_refused(call: Call, options: tuple[str, ...], sa
     refused = call("doctor", "--quick", *options)
     assert refused.code == 2
     assert said in one_line(refused)
+
+
+def test_an_allocation_is_asked_for_with_the_same_options_and_without_the_password(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salloc = tmp_path / "bin" / "salloc"
+    salloc.parent.mkdir()
+    salloc.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho "$LUDUS_MEMORY_PASSWORD" > {tmp_path}/password\nexit 1\n')
+    salloc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{salloc.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    options = ("--on=slurm", "--time=5", "--memory=redis://:swordfish@127.0.0.1:1", "--port=80", "--port=81", "--num-workers=3")
+    said = call("doctor", "--json", *options)
+    assert said.code == 1
+    words = (tmp_path / "words").read_text()
+    assert "swordfish" not in words + said.out + said.err
+    assert (tmp_path / "password").read_text() == "swordfish\n"
+    for option in ("--on slurm", "--time 5", "--memory redis://127.0.0.1:1", "--port 80", "--port 81", "--num-workers 3"):
+        assert option in words
+    assert "None" not in words
 
 
 def test_machines_come_from_the_file_of_the_cluster(call: Call, tmp_path: Path) -> None:

@@ -294,12 +294,15 @@ def test_what_a_learner_is_started_for_is_recorded_with_it(tmp_path: Path) -> No
     Path("x.yaml").write_text(FILE)
     listed = load_iplist(Path("learner.iplist"))
     meeting = jobs.Meeting(Here(0, "127.0.0.1", "127.0.0.1"), tmp_path / "token", tmp_path / "logs")
-    found = {
-        words: jobs.Subject.of(learner._learning(listed, meeting, words, 0, 9.0)[0])
-        for words in (("-f", "x.yaml"), ("-f", "x.yaml", "--experiment-name", "mine"), ("--resume", "somewhere"))
+    trained = {
+        ("-f", "x.yaml"): ("cartpole",),
+        ("-f", "x.yaml", "--experiment-name", "mine"): ("mine",),
+        ("CartPole-v1", "-n", "2"): ("CartPole-v1",),
+        ("Acrobot-v1", "-n", "2"): ("Acrobot-v1",),
+        ("--resume", "somewhere"): (),
     }
-    here = str(tmp_path)
-    assert list(found.values()) == [jobs.Subject(here, names) for names in (("cartpole",), ("mine",), ())]
+    found = {words: jobs.Subject.of(learner._learning(listed, meeting, words, 0, 9.0)[0]) for words in trained}
+    assert found == {words: jobs.Subject(str(tmp_path), names) for words, names in trained.items()}
 
 
 def test_status_shows_what_it_knows_also_when_the_head_cannot_be_asked(call: Call, orchestrator: LocalOrchestrator) -> None:

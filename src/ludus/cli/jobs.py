@@ -180,7 +180,7 @@ class Found:
         place = Path(self.status.logs).parent
         if not place.is_absolute() or place.name != self.id:  # on another machine; or of somebody who does it differently
             return {}
-        return Note.read(place / RUN)._places
+        return Note.read(place / RUN).places
 
     def to_json(self) -> dict[str, Any]:
         return {"on": self.on, **asdict(self.status), "runs": self.runs}

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The learner of a run on a list of machines, started on the first of them.", no_args_is_help=True)
 
 EXPERIMENT = "experiment.yaml"
+UNNAMED = "default"
+"""What an experiment is called that was given as an environment and options: its environment says more."""
+
 _ELSEWHERE = {
     "address": "--address: the run has a Ray of its own",
     "distributed": "-dc: its workers come by `ludus actor start`",
@@ -116,7 +119,7 @@ class Training(NamedTuple):
 
 
 def _checked(words: Sequence[str]) -> tuple[str, ...]:
-    """The experiments that can be trained, before anything is started whose log nobody reads. Raises ConfigError."""
+    """Whether it can be trained, before anything is started whose log nobody reads; what it is, by names. Raises ConfigError."""
     from ludus.errors import ConfigError
     from ludus.experiment import complaints
 
@@ -124,7 +127,7 @@ def _checked(words: Sequence[str]) -> tuple[str, ...]:
     wrong = [line for name, data in found.items() for line in complaints.of_experiment({"name": name, **data})]
     if wrong:
         raise ConfigError("\n".join(wrong))
-    return tuple(found)
+    return tuple(str(data.get("env")) if name == UNNAMED else name for name, data in found.items())
 
 
 def training_of(words: Sequence[str]) -> Training:

@@ -41,6 +41,10 @@ class Note:
             return cls(path, trouble=f"it cannot be read: {error.strerror}")
         return cls(path, *_places(data))
 
+    @property
+    def places(self) -> dict[str, str]:
+        return dict(self._places)
+
     def place(self, experiment: str) -> str | None:
         """Where its run or sweep is; None: it has not begun."""
         return self._places.get(experiment)

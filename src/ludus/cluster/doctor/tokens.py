@@ -83,7 +83,7 @@ def fingerprint(environ: Mapping[str, str], key: str) -> str:
 
 def judge_same(told: Mapping[str, str]) -> Finding:
     """`told`: the fingerprint of each machine of a list; with another token, or none, it could not join a run of theirs."""
-    check, different = "token on all nodes", {told[node]: node for node in reversed(told)}
+    check, different = "token on all nodes", list(dict.fromkeys(told.values()))
     if not any(told.values()):
         return skipped(
             check,
@@ -92,7 +92,7 @@ def judge_same(told: Mapping[str, str]) -> Finding:
         )
     if len(different) == 1:
         return ok(check, f"the same on {len(told)} of {len(told)}")
-    groups = (([node for node in told if told[node] == value], value) for value in dict.fromkeys(told.values()))
+    groups = (([node for node in told if told[node] == value], value) for value in different)
     said = "; ".join(f"{'one' if value else 'none'}: {', '.join(nodes)}" for nodes, value in groups)
     return failed(
         check, f"they differ ({said})", "Copy the file of the first machine to the others, with scp -p (docs/roles.md)."
