@@ -22,7 +22,21 @@ LAYERS = [
     {"training", "league"},
     {"model", "buffer"},
     {"game", "games", "memory", "store"},
-    {"types", "tree", "spaces", "errors", "config", "plugins", "metrics", "documents", "spellings", "statistics", "logfile", "pids", "repeats"},
+    {
+        "types",
+        "tree",
+        "spaces",
+        "errors",
+        "config",
+        "plugins",
+        "metrics",
+        "documents",
+        "spellings",
+        "statistics",
+        "logfile",
+        "pids",
+        "repeats",
+    },
 ]
 """From top to bottom; a module may import from its own room and from below. `testing` is outside: it tests them all."""
 
