@@ -68,6 +68,7 @@ from ludus.runtime.in_process import InProcess
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.runtime.program import Handle, Program
+from ludus.runtime.surroundings import Surroundings
 from ludus.training.algorithm import Algorithm
 from ludus.training.trainer import Progress, Trainer
 from ludus.types import DEFAULT_MODEL
@@ -190,7 +191,7 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
         config = configs.algorithm_config(alone.algorithm.Config, any_batch)
         if announce is not None:
             announce("measuring the environment …")
-        chosen, why = choose_workers(alone.experiment.env, alone.algorithm, config, inner, cores)
+        chosen, why = choose_workers(alone.experiment.env, alone.algorithm, config, inner, cores * _nodes_of_job())
     if chosen == 0 and inner.get("sampling") == "pipelined":
         chosen = 1
     said = f"num_workers: {chosen} ({why})"
@@ -198,6 +199,20 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
     if announce is not None:
         announce(said)
     return {**data, "config": {**inner, "num_workers": chosen}}
+
+
+def _nodes_of_job() -> int:
+    """Machines that the Ray of the job will have, if this process belongs to one; they are taken to be alike."""
+    job = Surroundings.of(os.environ)
+    return len(job.nodes) if job is not None and job.ray else 1
+
+
+def _announce_idle_nodes(resolved: Resolved, announce: Announce | None) -> None:
+    nodes = _nodes_of_job()
+    if nodes > 1 and not resolved.config.workers and announce is not None:
+        announce(
+            f"this run has no workers: the other {nodes - 1} of the job's {nodes} nodes have nothing to sample; set --num-workers"
+        )
 
 
 def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: ClusterOptions | None) -> None:
@@ -251,6 +266,7 @@ def start(
     e = resolved.experiment
     _check_tracking(resolved, announce)
     _announce_iterations(resolved, announce)
+    _announce_idle_nodes(resolved, announce)
     before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial) if place is None else directory_of(place)
     Run.check_free(directory)
