@@ -29,7 +29,7 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-long: setup
 	$(BIN)/python -m bench.longrun

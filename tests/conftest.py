@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 from tests.s3 import s3_proxy as s3_proxy
@@ -8,3 +9,11 @@ from tests.s3 import s3_url as s3_url
 
 settings.register_profile("ludus", deadline=None)  # a busy machine is not a bug
 settings.load_profile("ludus")
+
+LONGEST_FIRST = ("system", "experiment", "remote", "runtime", "cluster", "cli", "training", "memory", "serve", "model")
+"""Files that take long, and have few tests, would else be the last ones: one process would wait for the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"tests/{folder}/": place for place, folder in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: next((place for start, place in order.items() if item.nodeid.startswith(start)), len(order)))

@@ -65,6 +65,7 @@ SPREAD = Job(
 def test_what_would_be_sent_and_run_is_as_it_was(name: str, settings: SshSettings, asked: Job, tmp_path: Path) -> None:
     """LUDUS_WRITE_GOLDEN=1 writes the files anew; then read the difference."""
     rendered = SshOrchestrator(tmp_path, settings).render(asked)
+    rendered = {file: text.replace(sys.executable, "/here/bin/python") for file, text in rendered.items()}
     if os.environ.get("LUDUS_WRITE_GOLDEN"):
         for file, text in rendered.items():
             (GOLDEN / name / file).parent.mkdir(parents=True, exist_ok=True)

@@ -647,14 +647,18 @@ def environment(settings: Mapping[str, str], remove: tuple[str, ...] = ()) -> It
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray puts its own handler of SIGTERM in the place of ours."""
+    """Ray would put its own handler of SIGTERM in the place of ours, also while it starts: then the process ends with code 15."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    its = _ray()._private.utils
+    puts = its.set_sigterm_handler
+    its.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
+        its.set_sigterm_handler = puts
         for number, handler in before.items():
             signal.signal(number, handler)
 
