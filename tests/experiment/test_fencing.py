@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -26,6 +26,7 @@ from ludus.store.store import Store, open_store
 from tests.mounts import sshfs_mounts
 from tests.s3 import Server
 
+_BLOCK = 1000  # versions of the first owner are below it, those of the next one above
 _WAIT_S = 90.0
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -111,7 +112,12 @@ def fence_one_off(store: Store, begin: list[str], place: str, tmp_path: Path, en
         for pid in reversed(stopped):
             os.kill(pid, signal.SIGCONT)
         assert first.wait(_WAIT_S) == 1, first_log.read_text()
-    assert fingerprints(store) == before, first_log.read_text()
+    after = fingerprints(store)
+    assert {name: after.get(name) for name in before} == before, first_log.read_text()
+    # A write that it was stopped in the middle of may still come to its end: weights under a number that nobody else will ever have.
+    late = after.keys() - before.keys()
+    assert len(late) <= 1, late
+    assert all(name.startswith("models/") and int(PurePosixPath(name).stem) < _BLOCK for name in late), late
     newest = checkpoint.newest(store)
     assert newest.state["progress"]["iterations"] == reached + 8
     assert newest.state["models"]["model"]["incarnation"] == 2
