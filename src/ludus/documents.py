@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -44,6 +45,21 @@ def _integer(loader: _Loader, node: Any) -> int:
 
 
 _Loader.add_constructor(_INT, _integer)
+
+
+def read_text(path: Path, max_bytes: int, hint: str = "") -> str:
+    """Of a small file that somebody has written by hand. Raises ConfigError, with `hint`, for what is none."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.", hint) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8.", hint) from error
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path} is larger than {max_bytes} bytes.", hint)
+    return text
 
 
 def parse_yaml(text: str, source: str) -> Any:

@@ -29,7 +29,7 @@ class Home:
     """A state directory and a working directory of this module's own."""
 
     def __init__(self, top: Path) -> None:
-        self.work, self.state = top / "work", top / "state"
+        self.work, self.state = top / "desk", top / "state"
         self.work.mkdir()
         self.orchestrator = LocalOrchestrator(self.state)
 
@@ -61,8 +61,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """This process in a working directory of its own; jobs that it starts are ended."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
     monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
     yield tmp_path
     orchestrator = LocalOrchestrator(tmp_path / "state")
@@ -159,7 +159,7 @@ def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.Mon
 
 
 def test_a_dry_run_shows_what_would_be_done_and_touches_nothing(call: Call, here: Path) -> None:
-    (here / "work" / "cluster.yaml").write_text("on: local\nname: dry\nenvironment: {A: file, B: file}\n")
+    (here / "desk" / "cluster.yaml").write_text("on: local\nname: dry\nenvironment: {A: file, B: file}\n")
     before = tree(here)
     options = ("--dry-run", "-f", "cluster.yaml", "--env", "A=option", "--grace-s", "7")
     said = call("submit", *options, "--", "train", "CartPole-v1", "--stop", "time_s=1")
@@ -217,7 +217,7 @@ def test_an_option_that_the_command_does_not_have_is_said_at_once(call: Call, he
         assert "ludus train" in answer.err
         assert "No such option" in answer.err
         assert answer.out == ""
-    assert list(here.iterdir()) == [here / "work"]
+    assert list(here.iterdir()) == [here / "desk"]
 
 
 def test_the_password_of_older_trainers_is_ignored_and_nowhere_to_be_seen(call: Call, here: Path) -> None:
@@ -244,10 +244,10 @@ def test_secrets_are_handed_on_by_name(call: Call, here: Path, monkeypatch: pyte
 
 def test_a_key_that_is_named_here_is_found_from_elsewhere(call: Call, here: Path) -> None:
     words = ("--on", "ssh", "--iplist", "nodes", "--identity", "keys/id", "--known-hosts", "known")
-    (here / "work" / "nodes").write_text("10.0.0.2 root 22 1\n")
+    (here / "desk" / "nodes").write_text("10.0.0.2 root 22 1\n")
     shown = call("submit", *words, "--dry-run", "--json", "--", "presets", "list").json["files"]["commands.txt"]
-    assert f"-i {here}/work/keys/id" in shown
-    assert f"UserKnownHostsFile={here}/work/known" in shown
+    assert f"-i {here}/desk/keys/id" in shown
+    assert f"UserKnownHostsFile={here}/desk/known" in shown
 
 
 # -- Slurm --------------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_without_slurm_it_is_said_what_is_missing(call: Call, here: Path, monkey
     assert shown["on"] == "slurm"
     assert shown["files"]["command"].startswith("salloc ")
     assert "#SBATCH --nodes=2" in shown["files"]["job.sbatch"]
-    assert list(here.iterdir()) == [here / "work"]
+    assert list(here.iterdir()) == [here / "desk"]
 
 
 # -- orchestrators of one's own -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ludus.cluster.cluster import ORCHESTRATORS, PLANNED
+from ludus.documents import read_text
 from ludus.errors import ConfigError, UsageError
 from ludus.memory.exchange import PASSWORD, split_password
 from ludus.plugins import did_you_mean
@@ -70,18 +71,7 @@ class FleetFile:
 
 def load_fleet_file(path: Path) -> FleetFile:
     """Raises ConfigError with the key that is wrong."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8.") from error
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(
-            f"{path} is larger than {_MAX_BYTES} bytes.", "It is meant to have a section [ludus] or [coach], and a few keys."
-        )
+    text = read_text(Path(path), _MAX_BYTES, "It is meant to have a section [ludus] or [coach], and a few keys.")
     try:
         return read_fleet_file(text, Path(path).parent)
     except ConfigError as error:

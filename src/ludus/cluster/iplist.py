@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from ludus.cluster.ssh import SshNode
-from ludus.documents import parse_yaml
+from ludus.documents import parse_yaml, read_text
 from ludus.errors import ConfigError
 from ludus.plugins import did_you_mean
 
@@ -83,16 +83,7 @@ class NodeList:
 
 def load_iplist(path: Path) -> NodeList:
     """Raises ConfigError with the line that is wrong."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"The list of machines {path} cannot be read: {error.strerror}.", _FORM) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8.", _FORM) from error
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes.", f"Is it a list of machines? {_FORM}")
+    text = read_text(path, _MAX_BYTES, _FORM)
     return read_iplist(text, str(path))
 
 

@@ -24,7 +24,7 @@ from ludus.cluster.iplist import load_iplist
 from ludus.cluster.launch import Launch, launch
 from ludus.cluster.slurm import SlurmGroup, SlurmSettings
 from ludus.cluster.ssh import SshNode, SshSettings
-from ludus.documents import parse_yaml
+from ludus.documents import parse_yaml, read_text
 from ludus.errors import ConfigError, UsageError
 from ludus.plugins import did_you_mean
 
@@ -165,16 +165,7 @@ _ONLY: Mapping[str, tuple[str, ...]] = {
 
 def load_target(path: Path) -> Target:
     """Raises ConfigError with the key that is wrong. Paths in it are looked for beside it."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8.") from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes.", "It is meant to have a few keys.")
+    text = read_text(path, MAX_BYTES, "It is meant to have a few keys, the first one perhaps `on: slurm`.")
     found = parse_yaml(text, str(path))
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no mapping.", "Its lines are `key: value`, the first one perhaps `on: slurm`.")
