@@ -63,7 +63,7 @@ START = ("start", "--iplist", "learner.iplist")
             "/proc/nope/x cannot be written: No such",
         ),
         (("learner", *START, "CartPole-v1", "-n", "2", "--node", "3"), "--node 3: learner.iplist has 1 machines"),
-        (("learner", "start", "--iplist", "missing", "x"), "The list of machines missing cannot be read"),
+        (("learner", "start", "--iplist", "missing", "x"), "missing cannot be read: No such file or directory"),
         (("actor", "start", "--iplist", "far.iplist"), "There is no token in"),
         (
             ("actor", "start", "--iplist", "far.iplist", "--no-model-pool"),
