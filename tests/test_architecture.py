@@ -17,7 +17,7 @@ LAYERS = [
     {"experiment", "remote"},
     {"cluster"},
     {"runtime"},
-    {"serve"},
+    {"serve", "gamecore"},
     {"actor"},
     {"training", "league"},
     {"model", "buffer"},
