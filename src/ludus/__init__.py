@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ludus.errors import LudusError as LudusError
     from ludus.errors import Refused as Refused
     from ludus.experiment.experiment import Result as Result
+    from ludus.game.gamecore import GamecoreClient as GamecoreClient
     from ludus.game.registry import register_env as register_env
     from ludus.model.policy import Policy as Policy
     from ludus.remote import fake as fake
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Actor": "ludus.actor.actor",
     "Agent": "ludus.remote.agent",
+    "GamecoreClient": "ludus.game.gamecore",
     "LudusError": "ludus.errors",
     "Policy": "ludus.model.policy",
     "Refused": "ludus.errors",
@@ -73,6 +75,7 @@ _WHERE = {
 __all__ = [
     "Actor",
     "Agent",
+    "GamecoreClient",
     "LudusError",
     "Policy",
     "Refused",

@@ -17,6 +17,7 @@ from ludus.tree import Array, Tree, map_tree
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
 
 DEFAULT_MODEL = "model"
 

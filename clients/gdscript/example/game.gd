@@ -5,18 +5,23 @@
 #     godot3-server --path clients/gdscript/example --fixed-fps 60 --matches=3000
 #     ludus serve RUN                                                                      then, live:
 #     godot3 --path clients/gdscript/example --deadline=12
+#     ludus gamecore serve --games examples/gamecore/catalogue.yaml                        or started by a gamecore server
 #
 # In training every action counts, so the game waits for each of them. Live (--deadline, in milliseconds) it never waits longer
-# than a frame allows: a late action is replaced by the one before.
+# than a frame allows: a late action is replaced by the one before. A gamecore server says by the environment what is to be played
+# (docs/gamecore.md); without an actor the game then plays by itself, by a rule.
 extends Node2D
 
 const Ludus = preload("res://ludus.gd")
 const METRE = 100.0
 const PUSH = 10.0
-const LIMIT = 500
 
 var options = {"url": "http://127.0.0.1:8000", "token": "", "matches": "1", "deadline": "0", "seed": "0"}
 var keys = false
+var alone = false  # nobody is asked: a rule plays
+var about = {}
+var limit = 500
+var played = []  # frames of every match
 var ludus
 var random = RandomNumberGenerator.new()
 var cart
@@ -38,8 +43,11 @@ func _ready():
 		keys = keys or argument == "--keys"
 		if parts.size() == 2 and options.has(parts[0]):
 			options[parts[0]] = parts[1]
+	var asked = {}
+	if OS.get_environment("LUDUS_GAME_CONFIG") != "":
+		read_config(asked)
 	random.seed = int(options["seed"])
-	var asked = {"token": options["token"]}
+	asked["token"] = options["token"]
 	if int(options["deadline"]) > 0:
 		asked["deadline_ms"] = int(options["deadline"])
 		asked["fallback"] = "repeat"
@@ -47,6 +55,48 @@ func _ready():
 	ludus = Ludus.new(options["url"], asked)
 	position = Vector2(512, 400)
 	begin()
+
+
+# What a gamecore server says. The first camp is ours; the game has no other.
+func read_config(asked):
+	var file = File.new()
+	var told = null
+	if file.open(OS.get_environment("LUDUS_GAME_CONFIG"), File.READ) == OK:
+		told = JSON.parse(file.get_as_text()).result
+		file.close()
+	if not told is Dictionary:
+		printerr("LUDUS_GAME_CONFIG does not name a file with what is to be played")
+		OS.exit_code = 2
+		get_tree().quit()
+		alone = true
+		return
+	about = {"match": told["runtime_id"]}
+	options["seed"] = str(told["seed"])
+	options["matches"] = str(told["options"].get("matches", 1))
+	options["token"] = OS.get_environment("LUDUS_GAME_TOKEN_0")
+	if told["max_frames"] != null:
+		limit = int(min(limit, told["max_frames"]))
+	alone = told["camps"].empty() or told["camps"][0] == null
+	if not alone:
+		options["url"] = told["camps"][0]["url"]
+		asked["timeout_ms"] = int(told["camps"][0]["timeout_s"] * 1000)
+		asked["deadline_ms"] = asked["timeout_ms"]
+
+
+# For the server: aside first, so that it is there whole or not at all.
+func write_result():
+	var path = OS.get_environment("LUDUS_GAME_RESULT")
+	if path == "":
+		return
+	var stood = played.min() >= limit
+	var file = File.new()
+	if file.open(path + ".tmp", File.WRITE) != OK:
+		printerr("the result cannot be written: ", path)
+		OS.exit_code = 1
+		return
+	file.store_string(JSON.print({"winner": 0 if stood else null, "frames": played, "player": "script" if alone else "actor"}))
+	file.close()
+	Directory.new().rename(path + ".tmp", path)
 
 
 func begin():
@@ -76,17 +126,19 @@ func begin():
 	joint.node_a = cart.get_path()
 	joint.node_b = pole.get_path()
 	frames = 0
-	if not keys and not ludus.start({}, Ludus.raw_start()):
+	if asks() and not ludus.start(about, Ludus.raw_start()):
 		give_up()
 
 
 func _physics_process(_delta):
-	if fell() or frames >= LIMIT:
+	if fell() or frames >= limit:
 		finish()
 		return
 	var action = 0
 	if keys:
 		action = 1 if Input.is_action_pressed("ui_right") else 0
+	elif alone:
+		action = 1 if pole.rotation + 0.3 * pole.angular_velocity + 0.0005 * cart.position.x + 0.001 * cart.linear_velocity.x > 0 else 0
 	elif not ludus.tick(seen(0.0 if frames == 0 else 1.0, false)):
 		if ludus.error == "lost":
 			begin()
@@ -98,6 +150,10 @@ func _physics_process(_delta):
 	cart.applied_force = Vector2(PUSH * METRE * (1 if action == 1 else -1), 0)
 	frames += 1
 	update()
+
+
+func asks() -> bool:
+	return not keys and not alone
 
 
 func fell() -> bool:
@@ -116,10 +172,13 @@ func seen(reward: float, last: bool) -> PoolByteArray:
 
 func finish():
 	matches += 1
+	played.append(frames)
 	print("match %d: %d frames, %d missed" % [matches, frames, ludus.missed])
-	if not keys and not ludus.end(seen(1.0, true)) and ludus.error != "lost":
+	if asks() and not ludus.end(seen(1.0, true)) and ludus.error != "lost":
 		give_up()
 	elif matches >= int(options["matches"]):
+		write_result()
+		set_physics_process(false)
 		get_tree().quit()
 	else:
 		begin()

@@ -22,6 +22,8 @@ from ludus.cli import (
     export,
     fake,
     fleet,
+    gamecore,
+    games,
     jobs,
     learner,
     new,
@@ -52,6 +54,8 @@ app.add_typer(config.app, name="config")
 app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)
+app.add_typer(gamecore.app, name="gamecore")
+app.add_typer(games.app, name="games")
 app.add_typer(fleet.app, name="fleet")
 app.command("submit", context_settings=submit.SETTINGS)(submit.submit)
 app.add_typer(jobs.app, name="jobs")

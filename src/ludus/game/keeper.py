@@ -12,6 +12,9 @@ game starts stays below its guard, whatever it does to get away: orphans fall to
 is left: if the owner does, keeper and guards hear it on their lines; if the keeper does, the kernel tells the guards; if a guard
 does, the kernel kills the game, and the rest falls to the keeper, which ends it.
 
+A *warm* keeper has imported a module before it obeys (`warm.py`), and says on its own line whether it could. A game of that module
+is a fork of the guard, where another is a program that it executes; all else is the same.
+
 Standard library only.
 """
 
@@ -29,9 +32,10 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from ludus import pids
+from ludus.game.warm import CannotBeWarm, Warm
 from ludus.logfile import MAX_BYTES, CountingLog
 
 LAST_LINES = 20
@@ -88,7 +92,7 @@ def _heard(number: int, frame: FrameType | None) -> None:
 class Guard:
     """One game, from its start until nothing of it is left."""
 
-    def __init__(self, line: socket.socket, order: dict[str, Any], signals: Signals) -> None:
+    def __init__(self, line: socket.socket, order: dict[str, Any], signals: Signals, warm: Warm | None) -> None:
         self._line, self._signals = line, signals
         self._words = b""
         self._game = 0
@@ -101,18 +105,17 @@ class Guard:
         self._began = self._ticked = time.monotonic()
         self._looks, self._threads = 0, 0
         self._log = CountingLog(Path(order["log"]), order.get("log_bytes", MAX_BYTES))
-        self._process = self._start(order)
-        assert self._process.stdout is not None
-        self._pipe = self._process.stdout
+        self._game, self._pipe = self._fork(order, warm) if order["warm"] else self._execute(order)
+        say(line, started=self._game, guard=os.getpid())
         os.set_blocking(self._pipe.fileno(), False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._pipe, selectors.EVENT_READ, self._copy)
         self._selector.register(line, selectors.EVENT_READ, self._hear)
         self._selector.register(signals, selectors.EVENT_READ, self._heed)
 
-    def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _execute(self, order: dict[str, Any]) -> tuple[int, IO[bytes]]:
         parent = os.getpid()
-        process = subprocess.Popen(  # noqa: S603 # the owner's order is from whoever may start games here
+        self._process = subprocess.Popen(  # noqa: S603 # the owner's order is from whoever may start games here
             order["command"],
             env=order["environment"],
             cwd=order["directory"],
@@ -122,9 +125,14 @@ class Guard:
             start_new_session=True,
             preexec_fn=lambda: pids.end_with(parent, signal.SIGKILL),  # there are no threads here
         )
-        self._game = process.pid
-        say(self._line, started=process.pid, guard=parent)
-        return process
+        assert self._process.stdout is not None
+        return self._process.pid, self._process.stdout
+
+    def _fork(self, order: dict[str, Any], warm: Warm | None) -> tuple[int, IO[bytes]]:
+        if warm is None:
+            raise ValueError("its keeper is not warm")
+        pid, pipe = warm.start(order, (self._line, self._signals))
+        return pid, open(pipe, "rb", buffering=0)
 
     def run(self) -> None:
         while not self._is_over():
@@ -241,7 +249,7 @@ class Guard:
             time.sleep(0.005)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
 
 
-def _guard(line: socket.socket, keeper: int) -> None:
+def _guard(line: socket.socket, keeper: int, warm: Warm | None) -> None:
     pids.adopt_orphans()
     signals = Signals()
     pids.end_with(keeper, signal.SIGTERM)
@@ -253,7 +261,7 @@ def _guard(line: socket.socket, keeper: int) -> None:
             if not data:
                 return
             words += data
-        guard = Guard(line, json.loads(words), signals)
+        guard = Guard(line, json.loads(words), signals, warm)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         say(line, failed=getattr(error, "strerror", None) or str(error), file=str(getattr(error, "filename", None) or ""))
         return
@@ -266,8 +274,8 @@ def _guard(line: socket.socket, keeper: int) -> None:
 class Keeper:
     """Forks a guard for each line that it is handed, until its owner is gone or hangs up."""
 
-    def __init__(self, control: socket.socket, owner: int) -> None:
-        self._control, self._pid = control, os.getpid()
+    def __init__(self, control: socket.socket, owner: int, warm: Warm | None) -> None:
+        self._control, self._pid, self._warm = control, os.getpid(), warm
         self._guards: set[int] = set()
         self._over = False
         self._signals = Signals()
@@ -329,7 +337,7 @@ class Keeper:
             self._control.close()
             if self._owner_fd is not None:
                 os.close(self._owner_fd)
-            _guard(line, self._pid)
+            _guard(line, self._pid, self._warm)
             code = 0
         except BaseException:  # it ends here, and the keeper clears up after it
             import traceback
@@ -357,10 +365,38 @@ class Keeper:
                     os.kill(pid, signal.SIGKILL)
 
 
+def _warm_up(name: str, control: socket.socket, owner: int) -> Warm:
+    """What a failure has left here, memory and threads, goes with a new program in this very process: a keeper that is not warm."""
+
+    def look(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != owner:  # nobody listens to its line in the meantime
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
+    warm, failure = None, ""
+    try:
+        warm = Warm(name)
+    except CannotBeWarm as error:
+        failure = str(error)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    say(control, failed=failure)
+    if warm is None:
+        control.set_inheritable(True)
+        os.execv(sys.executable, keeper_command(control.fileno(), owner))  # noqa: S606
+    return warm
+
+
+def keeper_command(control: int, owner: int, warm: str = "") -> list[str]:
+    """That starts a keeper; `control`: a descriptor that it inherits."""
+    return [sys.executable, "-P", "-m", "ludus.game.keeper", str(control), str(owner), *([warm] if warm else [])]
+
+
 def main(words: list[str]) -> None:
-    control, owner = int(words[0]), int(words[1])
+    control, owner = socket.socket(fileno=int(words[0])), int(words[1])
     pids.adopt_orphans()
-    os.set_inheritable(control, False)
+    control.set_inheritable(False)
     # What the owner ignores or blocks outlives exec, and must not reach the games.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (
@@ -373,9 +409,10 @@ def main(words: list[str]) -> None:
         signal.SIGTTOU,
     ):
         signal.signal(number, signal.SIG_DFL)
+    warm = _warm_up(words[2], control, owner) if words[2:] else None
     gc.collect()
     gc.freeze()  # a collection in a guard would copy pages that all of them share
-    Keeper(socket.socket(fileno=control), owner).run()
+    Keeper(control, owner, warm).run()
 
 
 if __name__ == "__main__":

@@ -5,12 +5,18 @@
         ended = game.wait(timeout_s=600) or game.stop(grace_s=5)
         print(ended)  # "ended with code 0"; ended.last_lines
 
-The processes between us and the games, and why there are any, are in `keeper.py`.
+Games that are written in Python, and import much, start in milliseconds and share what they import as forks of one process:
+
+    with Games(warm="mygame.main") as games:
+        game = games.start(["mygame", "--headless"], warm=True, log=Path("logs/game-1.log"))
+
+What the module must be like is in `warm.py`. The processes between us and the games, and why there are any, are in `keeper.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -18,7 +24,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +34,18 @@ from typing import Any
 
 from ludus import logfile, pids
 from ludus.errors import WorkerFailed
+from ludus.game.keeper import keeper_command
 from ludus.game.limits import require_room, thread_limits
+from ludus.game.warm import ONE_THREAD
 from ludus.logfile import MAX_BYTES
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
+WARM_S = 120.0
+"""So long may a module take that is imported by a warm keeper; measured: 15 s for one that compiles all that it has with numba."""
+
+_WARM_TRIES = 3
 _START_S = 10.0
 _GONE_S = 15.0
 """After a kill: longer than a guard tries, so that it can say what it could not kill."""
@@ -162,22 +173,78 @@ class GameProcess:
                 log.exception("what was to be done at the end of the game %s failed", self.name)
 
 
+class _Keeper:
+    """The process that starts games here, and our line to it."""
+
+    def __init__(self, warm: str, environment: Mapping[str, str] | None) -> None:
+        self.began = time.monotonic()
+        self.control, theirs = socket.socketpair()
+        self.control.settimeout(_START_S)
+        with contextlib.closing(theirs):
+            self.process = subprocess.Popen(  # noqa: S603 - this interpreter, with a program of ours
+                keeper_command(theirs.fileno(), os.getpid(), warm),
+                env={**(os.environ if environment is None else environment), **ONE_THREAD} if warm else None,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C at a terminal is not for it
+            )
+        self.is_ready = threading.Event()
+        """It takes orders, or is gone."""
+        if not warm:
+            self.is_ready.set()
+        self.is_warm = not warm
+        """Or need not be."""
+        self.failure = ""
+        self._words = b""
+
+    def hear(self) -> bool:
+        """Read what it says. False: that was the last."""
+        try:
+            data = self.control.recv(_CHUNK)
+        except OSError:
+            data = b""
+        self._words += data
+        if self._words.endswith(b"\n"):
+            self.failure = json.loads(self._words)["failed"]
+            self.is_warm = True
+            return False
+        if not data:
+            self.end()
+        return bool(data)
+
+    def end(self) -> None:
+        """Its exit code is known then."""
+        try:
+            self.process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the keeper of games (process %d) did not end and is killed", self.process.pid)
+            self.process.kill()
+            self.process.wait(_GONE_S)
+
+
 class Games:
     """Starts games and looks after them; when it is closed, or this process is gone, however that happened, so are they.
 
     It costs one thread here, one small process for all games (`keeper.py`), and for each game a small process and a descriptor.
     Do not use it in a fork of the process that made it.
+
+    `warm`: a module of which games can be started as forks (`warm.py`); it is imported in the background, in an `environment`
+    (this process's if None) that only the process which imports it has. If that fails, commands can still be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warm: str = "", environment: Mapping[str, str] | None = None) -> None:
+        self._warm, self._environment = warm, environment
+        self._warm_failure: str | None = None
+        self._warm_deaths = 0
         self._lock = threading.Lock()
         self._running: dict[int, GameProcess] = {}  # by the descriptor of its line
         self._peaks: dict[str, int] = {}
         self._closed = self._over = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._control, self._keeper = _start_keeper()
+        self._selector.register(self._woken, selectors.EVENT_READ, functools.partial(self._woken.recv, _CHUNK))
+        self._keeper = self._start_keeper()
         self._thread = threading.Thread(target=self._listen, name="ludus-games", daemon=True)
         self._thread.start()
 
@@ -194,12 +261,29 @@ class Games:
 
     @property
     def keeper_pid(self) -> int:
-        return self._keeper.pid
+        return self._keeper.process.pid
+
+    @property
+    def warm_failure(self) -> str | None:
+        """Why no game can be a fork of the module; None: it can, or that is not known yet."""
+        return self._warm_failure
+
+    def wait_until_warm(self, timeout_s: float = WARM_S) -> None:
+        """Raises WorkerFailed if the module cannot be kept warm, or is not yet."""
+        if not self._warm:
+            raise WorkerFailed("No module is kept warm here.", "Name one: Games(warm=MODULE).")
+        self._wait_until_ready(timeout_s)
+        if self._warm_failure is not None:
+            raise WorkerFailed(
+                f"The module {self._warm} cannot be kept warm: {self._warm_failure}.",
+                "Start its games as commands, or correct it.",
+            )
 
     def start(
         self,
         command: Sequence[str | os.PathLike[str]],
         *,
+        warm: bool = False,
         log: Path,
         name: str = "",
         kind: str = "",
@@ -214,12 +298,19 @@ class Games:
         `command` is run as it is, without a shell; a relative program is looked up in the PATH of `environment` (this process's
         if None). `kind`: games of one kind have about as many threads (the name of the program, if not given); `threads`: how
         many, if that is known in advance. `on_exit` is called once, in the thread that all games share: it must be quick.
+
+        `warm`: a fork of the module that is kept warm, whose `main` is called with `command[1:]`; the first of it is no more than a
+        name. The first such game waits until the module is imported.
         """
         kind = kind or Path(command[0]).name
         self._require_room(kind, threads)
         environment = dict(os.environ if environment is None else environment)
         log = log.absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
+        if warm:
+            self.wait_until_warm()
+        elif self._warm:
+            self._wait_until_ready(WARM_S)
         deadline = time.monotonic() + _START_S
         ours, theirs = socket.socketpair()
         # An environment may be larger than what a socket holds, and a keeper that is stopped reads nothing.
@@ -233,6 +324,8 @@ class Games:
             directory=str(directory.absolute()) if directory else None,
             log=str(log),
             log_bytes=log_bytes,
+            name=game.name,
+            warm=warm,
         )
         if not game._begun.wait(max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(OSError):
@@ -257,13 +350,11 @@ class Games:
         deadline = time.monotonic() + grace_s + _GONE_S
         for game in games:
             game.wait(max(0.0, deadline - time.monotonic()))
-        self._control.close()  # from here on the keeper ends whatever is left, and itself
-        try:
-            self._keeper.wait(_GONE_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the keeper of games (process %d) did not end and is killed", self._keeper.pid)
-            self._keeper.kill()
-            self._keeper.wait(_GONE_S)
+        keeper = self._keeper
+        if not keeper.is_ready.is_set():
+            keeper.process.terminate()  # it has started nothing, and does not listen yet
+        self._hang_up(keeper)  # from here on it ends whatever is left, and itself
+        keeper.end()
         self._over = True
         self._wake.send(b".")
         self._thread.join(_GONE_S)
@@ -307,29 +398,24 @@ class Games:
                 raise WorkerFailed(f"The game {game.name} cannot be started: Games is closed.")
             self._revive()
             self._running[ours.fileno()] = game
-            self._selector.register(ours, selectors.EVENT_READ, game)
+            self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear_game, game))
             self._wake.send(b".")
             try:
-                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+                socket.send_fds(self._keeper.control, [b"."], [theirs.fileno()])
             except OSError as error:
                 self._forget(game)
                 hint = "Its keeper does not answer." if isinstance(error, TimeoutError) else "Its keeper was killed; try again."
                 raise WorkerFailed(f"The game {game.name} cannot be started: {error}.", hint) from error
 
-    def _revive(self) -> None:
-        """A keeper that was killed took its games along; the next ones have another."""
-        if self._keeper.poll() is not None:
-            self._control.close()
-            self._control, self._keeper = _start_keeper()
-
     def _listen(self) -> None:
         while not self._over:
             for key, _ in self._selector.select():
-                if key.data is None:
-                    self._woken.recv(_CHUNK)
-                elif not key.data._hear():
-                    with self._lock:
-                        self._forget(key.data)
+                key.data()
+
+    def _hear_game(self, game: GameProcess) -> None:
+        if not game._hear():
+            with self._lock:
+                self._forget(game)
 
     def _forget(self, game: GameProcess) -> None:
         self._peaks[game.kind] = max(self._peaks.get(game.kind, 1), game.threads)
@@ -337,16 +423,59 @@ class Games:
             self._selector.unregister(game._line)
             game._line.close()
 
+    # -- the keeper
 
-def _start_keeper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(_START_S)
-    with contextlib.closing(theirs):
-        keeper = subprocess.Popen(  # noqa: S603 - this interpreter, with a program of ours
-            [sys.executable, "-P", "-m", "ludus.game.keeper", str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C at a terminal is not for it
-        )
-    return ours, keeper
+    def _start_keeper(self) -> _Keeper:
+        warm = self._warm if self._warm_failure is None else ""
+        keeper = _Keeper(warm, self._environment)
+        if warm:
+            self._selector.register(keeper.control, selectors.EVENT_READ, functools.partial(self._hear_keeper, keeper))
+            self._wake.send(b".")
+        return keeper
+
+    def _hear_keeper(self, keeper: _Keeper) -> None:
+        if keeper.hear():
+            return
+        with self._lock:
+            self._warm_failure = self._warm_failure or keeper.failure or None
+            with contextlib.suppress(KeyError, ValueError):  # it was hung up
+                self._selector.unregister(keeper.control)
+        keeper.is_ready.set()
+
+    def _revive(self) -> None:
+        """A keeper that was killed took its games along; the next ones have another."""
+        code = self._keeper.process.poll()
+        if code is None:
+            return
+        if not self._keeper.is_warm:
+            self._warm_deaths += 1
+            if self._warm_deaths >= _WARM_TRIES:
+                self._warm_failure = f"its process {GameExit(code)} when it was imported, {_WARM_TRIES} times in a row"
+        self._hang_up(self._keeper)
+        self._keeper = self._start_keeper()
+
+    def _hang_up(self, keeper: _Keeper) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it was not listened to any more
+            self._selector.unregister(keeper.control)
+        keeper.control.close()
+        keeper.is_ready.set()
+
+    def _wait_until_ready(self, timeout_s: float) -> None:
+        """Until a keeper takes orders, be it warm or not; raises WorkerFailed if none does within this time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                self._revive()
+                keeper = self._keeper
+            if keeper.is_ready.wait(max(0.0, deadline - time.monotonic())):
+                if keeper.process.poll() is None:
+                    return
+            elif time.monotonic() < keeper.began + WARM_S:
+                raise WorkerFailed(f"The module {self._warm} was not imported within {timeout_s:g} s.", "Give it more time.")
+            else:
+                with self._lock:
+                    self._warm_failure = f"it was not imported within {WARM_S:g} s"
+                keeper.process.kill()
+                keeper.end()

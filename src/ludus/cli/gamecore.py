@@ -1,0 +1,499 @@
+"""`ludus gamecore`: a server that starts games, and what can be asked of it from the shell."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli.jobs import TIMED_OUT, age
+from ludus.errors import DeadlineMissed, LudusError, UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ludus.game.gamecore import Camp, GamecoreClient, GameState
+
+app = typer.Typer(help="Games as processes: a server that starts them, and what can be asked of it.", no_args_is_help=True)
+
+PORT = 23432
+"""As `game.gamecore.PORT`, which is not imported before a command needs it."""
+
+TEST_HEROES = "190,173,117/141,111,107"
+_TEST_S = 600.0
+_COLOURS = {
+    "starting": "yellow",
+    "running": "green",
+    "finished": "green",
+    "stopped": "yellow",
+    "crashed": "red",
+    "timed-out": "red",
+    "lost": "red",
+}
+_RULE = ("rule", "none")
+
+_Id = Annotated[str, typer.Argument(metavar="ID", help="The runtime_id of the game.")]
+_Server = Annotated[
+    str | None,
+    typer.Option("--server", metavar="HOST:PORT|URL", help="Default: this machine. [GAMECORE_SERVER_ADDR]", show_default=False),
+]
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", metavar="FILE", help="The token of the server. [LUDUS_GAMECORE_TOKEN_FILE]", show_default=False),
+]
+_Json = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
+_Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", min=0.0, metavar="S", help=f"Seconds; then exit with {TIMED_OUT}.", show_default=False),
+]
+_Game = Annotated[
+    str | None,
+    typer.Option("--game", metavar="NAME", help="Of the catalogue. Default: the first that plays the mode.", show_default=False),
+]
+_Mode = Annotated[str | None, typer.Option("--mode", metavar="NvN", help="Default: as the heroes say.", show_default=False)]
+_Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same match.", show_default=False)]
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = PORT,
+    games: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Which games there are: a YAML file. Default: the Arena.", show_default=False),
+    ] = None,
+    max_games: Annotated[int, typer.Option(min=1, help="At once, of all kinds.")] = 200,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Tokens that callers must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Read again "
+            "when it changes.",
+            show_default=False,
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where games and their logs go. Default: by the port.", show_default=False),
+    ] = None,
+    supervise: Annotated[bool, typer.Option("--supervise", help="Start it again when it dies.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")] = False,
+) -> None:
+    """Start, watch and stop games for whoever asks. Only games of the catalogue are started. Ctrl-C ends it and all its games."""
+    from ludus.gamecore.server import Settings
+    from ludus.gamecore.server import serve as run
+
+    def announce(host: str, port: int) -> None:
+        if as_json:
+            print(json.dumps({"host": host, "port": port}), flush=True)
+        else:
+            print(f"gamecore server at http://{host}:{port}; `ludus gamecore test --server {host}:{port}` tries it", flush=True)
+
+    settings = Settings(host=host, port=port, games=games, max_games=max_games, token_file=token_file, state_dir=state_dir)
+    run(settings, supervise=supervise, announce=announce)
+
+
+@app.command("test")
+def try_out(
+    mode: _Mode = None,
+    heroes: Annotated[str, typer.Option("--heroes", metavar="ID,…/ID,…", help="Of both camps.")] = TEST_HEROES,
+    game: _Game = None,
+    seed: _Seed = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, metavar="S", help="Then it is stopped.")] = _TEST_S,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> None:
+    """One match of the built-in rule AI against itself, from start to end: does the server work? Exit code 0 if so."""
+    camps = _heroes(heroes)
+    with _client(server, token_file) as client:
+        runtime_id = f"test-{secrets.token_hex(4)}"
+        lineup = {"heroes": camps} | ({"mode": mode} if mode else {})
+        began = time.monotonic()
+        client.start_game(runtime_id, [None] * len(camps), lineup, eval_mode=True, game=game, seed=seed)
+        _say(f"{runtime_id} plays {heroes.replace('/', ' against ')} on {client.server}, all by rule AI")
+        try:
+            ended = client.wait_game(runtime_id, timeout)
+        except BaseException as error:  # also when interrupted: nobody else knows of this game
+            if not isinstance(error, LudusError) or isinstance(error, DeadlineMissed):
+                client.stop_game(runtime_id)
+            if isinstance(error, DeadlineMissed):
+                _say(f"{runtime_id} was not over after {timeout:g} s, and was stopped")
+                raise typer.Exit(TIMED_OUT) from None
+            raise
+        _show(ended, as_json)
+        if ended.state != "stopped":
+            _say(f"the server works; start to end took {time.monotonic() - began:.1f} s")
+    raise typer.Exit(1 if ended.state == "stopped" else 0)
+
+
+@app.command()
+def start(
+    runtime_id: _Id,
+    mode: _Mode = None,
+    heroes: Annotated[
+        str | None,
+        typer.Option("--heroes", metavar="ID,…/ID,…", help=f"Of both camps, e.g. {TEST_HEROES}.", show_default=False),
+    ] = None,
+    camp: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--camp",
+            metavar="rule|HOST:PORT|URL",
+            help="Who plays: the game's own AI, or the actor there. Once for each camp, in order. Default: rule.",
+            show_default=False,
+        ),
+    ] = None,
+    actor_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The token that these actors ask for.", show_default=False)
+    ] = None,
+    game: _Game = None,
+    eval_mode: Annotated[bool, typer.Option("--eval", help="An evaluation: from the beginning, nothing of it is saved.")] = False,
+    seed: _Seed = None,
+    max_frames: Annotated[int | None, typer.Option(min=1, help="The match ends there.", show_default=False)] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option("--limit", min=0.1, metavar="S", help="The game is ended after so many seconds.", show_default=False),
+    ] = None,
+    start_from: Annotated[
+        str | None, typer.Option(metavar="NAME|any", help="A saved state to begin with.", show_default=False)
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Games of one task are listed together.", show_default=False)] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="What else the game takes; repeatable.", show_default=False),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it is over, as `ludus gamecore wait`.")] = False,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> None:
+    """Start a game. The same again, while it runs, starts no second one."""
+    camps = None if heroes is None else _heroes(heroes)
+    lineup = {key: value for key, value in (("mode", mode), ("heroes", camps)) if value is not None}
+    with _client(server, token_file, max_frames) as client:
+        state = client.start_game(
+            runtime_id,
+            _actors(camp, actor_token_file),
+            lineup or None,
+            eval_mode,
+            task,
+            game=game,
+            seed=seed,
+            start_from=start_from,
+            timeout_s=limit,
+            options=_options(option or ()),
+        )
+        if wait:
+            raise typer.Exit(_await(client, runtime_id, None, as_json))
+    _show(state, as_json)
+
+
+@app.command()
+def wait(
+    runtime_id: _Id,
+    timeout: _Timeout = None,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> None:
+    """Until a game is over. Exit code 0 when it came to its end, 1 when it did not."""
+    with _client(server, token_file) as client:
+        raise typer.Exit(_await(client, runtime_id, timeout, as_json))
+
+
+@app.command()
+def stop(
+    runtime_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Games.")],
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            "--grace", min=0.0, max=60.0, metavar="S", help="To end by itself, before it is killed.", show_default=False
+        ),
+    ] = None,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> None:
+    """End games, and everything that they have started."""
+    with _client(server, token_file) as client:
+        missing = []
+        for runtime_id in runtime_ids:
+            state = client.stop_game(runtime_id, grace_s=grace)
+            if state is None:
+                missing.append(runtime_id)
+            else:
+                _show(state, as_json)
+        if missing:
+            raise _unknown(client, missing)
+
+
+@app.command("list")
+def list_games(
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="WORD", help="Only those: running, crashed, …", show_default=False)
+    ] = None,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> None:
+    """A table of games: those that run, and those that are over and not forgotten."""
+    if state is not None and state not in _COLOURS:
+        from ludus.plugins import did_you_mean
+
+        raise UsageError(f"--state is {state!r}.", did_you_mean(state, _COLOURS))
+    with _client(server, token_file) as client:
+        found = client.list(state)
+    if as_json:
+        print(json.dumps([game.to_json() for game in found]))
+    elif found:
+        _console().print(_table(found, time.time()))
+    else:
+        _say(f"no games{'' if state is None else f' that are {state}'} on {client.server}")
+
+
+@app.command()
+def status(
+    runtime_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A game; without it, the server.", show_default=False)
+    ] = None,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+    as_json: _Json = False,
+) -> None:
+    """How a game fares, or how it ended; or how the server does."""
+    with _client(server, token_file) as client:
+        if runtime_id is not None:
+            state = client.state(runtime_id)
+            if as_json:
+                print(json.dumps(state.to_json()))
+            else:
+                _console().print(_page(state))
+            return
+        health, games = client.health(), client.list()
+        counts = dict(Counter(game.state for game in games))
+        if as_json:
+            print(json.dumps({"server": client.server, "health": health, "games": counts}))
+            return
+        told = ", ".join(f"{count} {state}" for state, count in counts.items())
+        print(f"{client.server} is up; games: {told or 'none'}")
+
+
+@app.command()
+def logs(
+    runtime_id: _Id,
+    lines: Annotated[int, typer.Option("--tail", "-n", min=1, max=10_000, help="The last so many lines.")] = 1000,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+) -> None:
+    """What a game has written."""
+    with _client(server, token_file) as client:
+        text = client.logs(runtime_id, lines)
+    if text:
+        print(text, end="" if text.endswith("\n") else "\n")
+
+
+@app.command()
+def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: _Json = False) -> None:
+    """Which games the server can start, and what they take."""
+    with _client(server, token_file) as client:
+        found = client.catalogue()
+    if as_json:
+        print(json.dumps(found))
+        return
+    _console().print(_catalogue(found.get("games") or {}))
+
+
+@app.command()
+def clear(
+    tasks: Annotated[bool, typer.Option("--tasks", help="And all tasks.")] = False,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+) -> None:
+    """Forget all games that are over, with their logs."""
+    with _client(server, token_file) as client:
+        forgotten = client.clear().get("forgotten", 0)
+        if tasks:
+            client.task_clear()
+    _say(f"{forgotten} games are forgotten{', and all tasks' if tasks else ''}")
+
+
+# -- asking ---------------------------------------------------------------------------------------------------------------
+
+
+def _client(server: str | None, token_file: Path | None, max_frames: int | None = None) -> GamecoreClient:
+    from ludus.game.gamecore import GamecoreClient
+
+    return GamecoreClient(server, token_file=token_file, max_frame_num=max_frames or -1)
+
+
+def _await(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool) -> int:
+    """Wait, and show how it ended; the exit code."""
+    with _detached_by_interrupt(runtime_id):
+        try:
+            # 0 s is a look, not for ever, which is what it would be for the client.
+            ended = client.wait_game(runtime_id, math.inf if timeout is None else max(timeout, 1e-3))
+        except DeadlineMissed as missed:
+            _say(missed.message)
+            return TIMED_OUT
+        except LudusError:
+            if as_json and (state := client.state(runtime_id)).over:
+                print(json.dumps(state.to_json()))
+            raise
+    _show(ended, as_json)
+    return 1 if ended.state == "stopped" else 0
+
+
+@contextmanager
+def _detached_by_interrupt(runtime_id: str) -> Iterator[None]:
+    """Ctrl-C ends the waiting, not the game."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say(f"{runtime_id} goes on; `ludus gamecore stop {runtime_id}` ends it")
+        raise typer.Exit(130) from None
+
+
+def _unknown(client: GamecoreClient, missing: Sequence[str]) -> UnknownName:
+    from ludus.plugins import did_you_mean
+
+    known = [game.runtime_id for game in client.list()]
+    return UnknownName(f"There is no game {', '.join(map(repr, missing))} on {client.server}.", did_you_mean(missing[0], known))
+
+
+def _heroes(given: str) -> list[list[int]]:
+    """190,173/141,111 → the heroes of each camp."""
+    try:
+        return [[int(hero) for hero in camp.split(",")] for camp in given.split("/")]
+    except ValueError:
+        raise UsageError(f"--heroes is {given!r}.", f"It looks like {TEST_HEROES}: camps by /, heroes by commas.") from None
+
+
+def _actors(given: Sequence[str] | None, token_file: Path | None) -> list[Camp] | None:
+    from ludus.game.protocol import read_token
+
+    token = read_token(token_file)
+    if token is not None and not any(camp not in _RULE for camp in given or ()):
+        raise UsageError("--actor-token-file is for actors, and there is none.", "Say where they are: --camp HOST:PORT.")
+    if not given:
+        return None
+    return [None if camp in _RULE else {"address": camp, "token": token} for camp in given]
+
+
+def _options(given: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in given:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--option is {word!r}.", "It looks like speed=15.")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+# -- as people read it ----------------------------------------------------------------------------------------------------
+
+
+def _say(sentence: str) -> None:
+    print(f"ludus: {sentence}", file=sys.stderr, flush=True)
+
+
+def _show(state: GameState, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(state.to_json()), flush=True)
+        return
+    print(state.told(), flush=True)
+    if state.over and state.result is not None:
+        print(f"  {_result(state)}", flush=True)
+
+
+def _result(state: GameState) -> str:
+    if not isinstance(state.result, dict):
+        return "" if state.result is None else json.dumps(state.result)
+    return ", ".join(f"{key} {_plain(value)}" for key, value in state.result.items())
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    # Piped, nothing is squeezed or coloured: an id that is cut cannot be copied.
+    return console if console.is_terminal else Console(width=10_000, soft_wrap=True)
+
+
+def _table(games: Sequence[GameState], now: float) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    numbers = ("exit", "age", "cpu", "memory", "restarts")
+    for name in ("id", "game", "mode", "state", *numbers, "result"):
+        table.add_column(name, no_wrap=name != "result", overflow="fold", justify="right" if name in numbers else "left")
+    for game in games:
+        words = (game.runtime_id, game.game or "–", game.mode or "–")
+        figures = (
+            "–" if game.exit_code is None else str(game.exit_code),
+            age(now - game.started) if game.started else "–",
+            "–" if game.cpu_s is None else f"{game.cpu_s:.1f} s",
+            "–" if game.memory_mb is None else f"{game.memory_mb:.0f} MB",
+            str(game.restarts),
+        )
+        said = _result(game) if game.state == "finished" else game.reason
+        table.add_row(*map(Text, words), Text(game.state, style=_COLOURS.get(game.state, "")), *figures, Text(said or "–"))
+    return table
+
+
+def _page(game: GameState) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = {
+        "game": f"{game.runtime_id} ({', '.join(filter(None, (game.game, game.mode, 'evaluation' if game.eval_mode else '')))})",
+        "state": game.state,
+        "reason": game.reason,
+        "exit code": "" if game.exit_code is None else str(game.exit_code),
+        "time": "" if game.seconds is None else f"{game.seconds:.1f} s",
+        "process": "" if game.pid is None else str(game.pid),
+        "cpu": "" if game.cpu_s is None else f"{game.cpu_s:.1f} s",
+        "memory": "" if game.memory_mb is None else f"{game.memory_mb:.1f} MB",
+        "threads": "" if game.threads is None else str(game.threads),
+        "restarts": str(game.restarts or ""),
+        "seed": "" if game.seed is None else str(game.seed),
+        "start from": game.start_from or "",
+        "task": game.task_id or "",
+        "result": _result(game),
+        "last lines": "\n".join(game.last_lines),
+    }
+    page = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        if value:
+            page.add_row(name, Text(value, style=_COLOURS.get(value, "") if name == "state" else ""))
+    return page
+
+
+def _catalogue(games: dict[str, Any]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("game", "modes", "running", "saved states", "options"):
+        table.add_column(name, overflow="fold", justify="right" if name in ("running", "saved states") else "left")
+    for name, entry in games.items():
+        words = (name, ", ".join(entry.get("modes") or ()) or "any")
+        options = ", ".join(entry.get("options") or ()) or "–"
+        table.add_row(*map(Text, words), str(entry.get("running", "–")), str(entry.get("states", "–")), Text(options))
+    return table

@@ -1,0 +1,501 @@
+"""All games of one server: started, watched, ended, started again, remembered. Every method belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ludus import pids
+from ludus.errors import Refused, WorkerFailed
+from ludus.game.process import GameExit, GameProcess, Games
+from ludus.gamecore import home as homes
+from ludus.gamecore.catalogue import Catalogue, Entry
+from ludus.gamecore.home import Home
+from ludus.gamecore.launch import Place, launch
+from ludus.gamecore.order import Order, shown
+from ludus.gamecore.status import State, Status, verdict
+from ludus.gamecore.tasks import Tasks
+from ludus.gamecore.usage import Usage, usage
+
+log = logging.getLogger(__name__)
+
+SAMPLE_S = 2.0
+GONE_S = 20.0
+"""A guard that has not spoken for so long after its game was to be gone will not any more."""
+
+_STARTS, _DISK = 8, 4
+"""Threads: a start takes some milliseconds, and up to ten seconds on a machine that is overloaded."""
+
+_FIRST_LINE_S = 0.1
+_PORTS = 1000
+_SEEDS = 1 << 31
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of what a server holds."""
+
+    games: int = 200
+    """At once."""
+    keep: int = 1000
+    """Games that are over, with their directories."""
+    keep_bytes: int = 4_000_000_000
+
+
+class Match:
+    """One game of the hall."""
+
+    def __init__(self, order: Order, entry: Entry, place: Place, status: Status, now: float) -> None:
+        self.order, self.entry, self.place, self.status = order, entry, place, status
+        self.start_from: Path | None = None
+        self.saves = False
+        self.process: GameProcess | None = None
+        self.began = now
+        """On the clock of the loop."""
+        self.deadline = now + (order.timeout_s or entry.limits.seconds)
+        self.begun, self.over, self.wanted = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        """The first life has begun or failed; nothing of it is left; somebody wants its end."""
+        self.failure: WorkerFailed | None = None
+        self.asked: tuple[State, str] | None = None
+        self.gone_by = float("inf")
+        self.bytes = 0
+
+    @property
+    def warm(self) -> str | None:
+        return None
+
+    def end(self, state: State, reason: str, grace_s: float) -> None:
+        """Ask its process to end, as what and why; the first to ask says so. A shorter grace replaces a longer."""
+        if self.asked is None:
+            self.asked = state, reason
+        self.gone_by = min(self.gone_by, asyncio.get_running_loop().time() + grace_s + GONE_S)
+        self.wanted.set()
+        if self.process is not None:
+            self.process.ask_to_stop(grace_s)
+
+    def shown(self, now: float) -> dict[str, Any]:
+        if not self.status.is_over:
+            self.status.seconds = round(now - self.began, 3)
+        return self.status.to_json()
+
+
+class Hall:
+    """`surroundings`: the environment of which games inherit a part."""
+
+    def __init__(self, catalogue: Catalogue, home: Home, bounds: Bounds, surroundings: Mapping[str, str] = os.environ) -> None:
+        self.catalogue, self.home, self.bounds = catalogue, home, bounds
+        self._surroundings = surroundings
+        self._matches: dict[str, Match] = {}
+        self._known: dict[str, Status] = {}
+        """Those that are over, the oldest first: also from earlier lives of the server."""
+        self._bytes: dict[str, int] = {}
+        self.tasks = Tasks(home.directory / "tasks.jsonl")
+        self._lives: set[asyncio.Task[None]] = set()
+        self._ports: deque[int] = deque(maxlen=_PORTS)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """(game, what happened)."""
+        self._closing = False
+        self._starts = ThreadPoolExecutor(_STARTS, "gamecore-start")
+        self._disk = ThreadPoolExecutor(_DISK, "gamecore-disk")
+        self._games: Games | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Hall:
+        self._games = Games()
+        for status in await self._in(self._disk, self.home.load):
+            self._known[status.runtime_id] = status
+            self._bytes[status.runtime_id] = await self._in(self._disk, self.home.size, self.home.place(status.runtime_id))
+            if status.state == "lost":
+                self.counts[status.game, "lost"] += 1
+        await self._in(self._disk, self.tasks.load)
+        await self._in(self._disk, self.home.empty_trash)
+        self._watching = asyncio.create_task(self._watch_all())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Stop all games and wait until nothing of them is left."""
+        if self._closing:
+            return
+        self._closing = True
+        for match in self.running:
+            match.end("stopped", "The server was ended.", min(grace_s, match.entry.grace_s))
+        if self._lives:
+            await asyncio.wait(self._lives, timeout=grace_s + GONE_S)
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        if self._games is not None:
+            await asyncio.to_thread(self._games.close, 0.0)
+        for pool in (self._starts, self._disk):
+            await asyncio.to_thread(pool.shutdown)
+
+    # -- what callers ask for
+
+    @property
+    def running(self) -> list[Match]:
+        return [match for match in self._matches.values() if not match.status.is_over]
+
+    async def start(self, order: Order) -> tuple[Match, bool]:
+        """The game, and whether it was started for this order (else it runs already). Raises Refused."""
+        present = self._matches.get(order.runtime_id)
+        if present is not None:
+            if present.order != order:
+                raise Refused(
+                    409,
+                    "conflict",
+                    f"{order.runtime_id} runs already, and with another order.",
+                    "Stop it first, or choose another runtime_id.",
+                )
+            await self._begun(present)
+            return present, False
+        match = self._admit(order)
+        life = asyncio.create_task(self._live(match))
+        self._lives.add(life)
+        life.add_done_callback(self._lives.discard)
+        await self._begun(match)
+        return match, True
+
+    def status(self, runtime_id: str) -> dict[str, Any]:
+        """Raises Refused."""
+        match = self._matches.get(runtime_id)
+        if match is not None:
+            return match.shown(asyncio.get_running_loop().time())
+        if runtime_id in self._known:
+            return self._known[runtime_id].to_json()
+        raise Refused(404, "unknown_id", f"There is no game {shown(runtime_id)}.", "It was never started, or it is forgotten.")
+
+    def exists(self, runtime_id: str) -> bool:
+        """Whether it runs, or is being started."""
+        return runtime_id in self._matches
+
+    async def look(self, runtime_id: str) -> dict[str, Any]:
+        """Its status with what it uses now. Raises Refused."""
+        match = self._matches.get(runtime_id)
+        if match is not None and match.process is not None:
+            self._note(match, await self._in(self._disk, _usage_of, match))
+        return self.status(runtime_id)
+
+    def list(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
+        """The oldest first."""
+        now = asyncio.get_running_loop().time()
+        found = [*(status.to_json() for status in self._known.values()), *(match.shown(now) for match in self._matches.values())]
+        return [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
+
+    async def wait(self, runtime_id: str, timeout_s: float) -> dict[str, Any]:
+        """Its status when it is over, or after so long. Raises Refused."""
+        match = self._matches.get(runtime_id)
+        if match is not None:
+            await _set_within(match.over, timeout_s)
+            if match.status.is_over:
+                return match.status.to_json()  # also if it was forgotten, or played again, meanwhile
+        return self.status(runtime_id)
+
+    async def stop(self, runtime_id: str, grace_s: float | None = None) -> dict[str, Any]:
+        """Raises Refused for one that never was; one that is over is as it is."""
+        match = self._matches.get(runtime_id)
+        if match is None:
+            return self.status(runtime_id)
+        grace_s = match.entry.grace_s if grace_s is None else grace_s
+        match.end("stopped", "It was stopped.", grace_s)
+        await _set_within(match.over, grace_s + GONE_S + 5.0)
+        return match.status.to_json()
+
+    async def log(self, runtime_id: str, lines: int) -> list[str]:
+        """Raises Refused."""
+        self.status(runtime_id)
+        return await self._in(self._disk, homes.last_lines, self.home.place(runtime_id).log, lines)
+
+    async def forget(self, runtime_id: str) -> None:
+        """Raises Refused for one that runs."""
+        self.status(runtime_id)
+        if runtime_id in self._matches:
+            raise Refused(409, "conflict", f"{runtime_id} still runs.", "Stop it first.")
+        self._drop(runtime_id)
+        await self._in(self._disk, self.home.empty_trash)
+
+    async def clear(self) -> int:
+        """Forget all that are over."""
+        gone = list(self._known)
+        for runtime_id in gone:
+            self._drop(runtime_id)
+        await self._in(self._disk, self.home.empty_trash)
+        return len(gone)
+
+    # -- one life after the other
+
+    def _admit(self, order: Order) -> Match:
+        running = self.running
+        entry = self.catalogue.games[order.game]
+        if self._closing:
+            raise Refused(503, "closing", "This server is being ended.", "Try another one.", 1)
+        if len(running) >= self.bounds.games:
+            raise Refused(503, "full", f"{len(running)} games run, and no more may (--max-games).", "Try again later.", 1)
+        alike = sum(match.order.game == order.game for match in running)
+        if entry.limits.games is not None and alike >= entry.limits.games:
+            raise Refused(503, "full", f"{alike} games of {order.game} run, and no more may.", "Try again later.", 1)
+        start_from = None
+        if order.start_from is not None:
+            start_from = self.home.choose_state(order.game, order.start_from, must_exist=order.must_resume)
+        seed = random.randrange(_SEEDS) if order.seed is None else order.seed  # noqa: S311
+        status = Status(
+            order.runtime_id,
+            order.game,
+            order.mode,
+            started=time.time(),
+            eval_mode=order.eval_mode,
+            task_id=order.task_id,
+            seed=seed,
+            start_from=start_from.name if start_from else None,
+        )
+        place = self.home.place(order.runtime_id)
+        match = Match(order, entry, place, status, asyncio.get_running_loop().time())
+        match.start_from = start_from
+        match.saves = entry.states is not None and not order.eval_mode and random.random() < entry.states.ratio  # noqa: S311
+        self._known.pop(order.runtime_id, None)
+        self._bytes.pop(order.runtime_id, None)
+        self._matches[order.runtime_id] = match
+        return match
+
+    async def _begun(self, match: Match) -> None:
+        await match.begun.wait()
+        if match.failure is not None:
+            raise Refused(500, "cannot_start", match.failure.message, match.failure.hint)
+
+    async def _live(self, match: Match) -> None:
+        """From its first start to its end."""
+        status = match.status
+        try:
+            while True:
+                exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
+                try:
+                    match.process = await self._in(self._starts, self._start, match, exited)
+                except WorkerFailed as error:
+                    match.failure = error if not match.begun.is_set() else None
+                    await self._finish(match, "crashed", str(error))
+                    return
+                ended = await self._watch(match, exited)
+                how = verdict(ended.code, str(ended), match.asked, status.restarts, match.entry.restart)
+                status.exit_code, status.last_lines = ended.code, list(ended.last_lines)
+                status.pid = match.process = None
+                if ended.left:
+                    how = type(how)(how.state, f"{how.reason} Processes {list(ended.left)} could not be killed.".strip())
+                if how.again_s is None:
+                    await self._finish(match, how.state, how.reason)
+                    return
+                await self._pause(match, how.reason, how.again_s)
+                if match.asked is not None and match.asked[0] != "crashed":
+                    await self._finish(match, *match.asked)
+                    return
+                match.asked = None
+                match.wanted.clear()
+        except Exception:  # whatever it is, nobody may wait for this game for ever
+            log.exception("%s: looking after it failed", status.runtime_id)
+            if match.process is not None:
+                match.process.ask_to_stop(0.0)
+            await self._finish(match, "crashed", "The server failed to look after it; see its log.")
+        finally:
+            match.begun.set()
+
+    def _start(self, match: Match, exited: asyncio.Future[GameExit]) -> GameProcess:
+        """In a thread: it blocks until the program runs."""
+        order, status, place = match.order, match.status, match.place
+        loop, limits = exited.get_loop(), match.entry.limits
+        assert self._games is not None
+        if match.begun.is_set():
+            with contextlib.suppress(OSError):
+                place.result.unlink()
+        else:
+            try:
+                self.home.make(place, order.config(status.seed, str(match.start_from) if match.start_from else None))
+            except OSError as error:
+                raise WorkerFailed(f"{place.directory} cannot be made: {error.strerror}.", "Is the disk full?") from error
+        states = self.home.states_of(order.game) if match.saves else None
+        what = launch(self.catalogue, order, place, states, self._surroundings, self._free_port)
+
+        def on_exit(game: GameProcess) -> None:
+            assert game.exit is not None
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, exited, game.exit)
+
+        process = self._games.start(
+            what.command,
+            log=place.log,
+            name=order.runtime_id,
+            kind=order.game,
+            environment=what.environment,
+            directory=what.directory,
+            threads=limits.threads,
+            log_bytes=max(1, int(limits.log_mb * 500_000)),  # there are two files
+            on_exit=on_exit,
+        )
+        status.pid = process.pid
+        loop.call_soon_threadsafe(self._has_begun, match, process)
+        began = {pid: since for pid in (process.pid, process.guard) if (since := pids.started(pid)) is not None}
+        self.home.save(status, began)
+        return process
+
+    def _has_begun(self, match: Match, process: GameProcess) -> None:
+        first = not match.begun.is_set()
+        match.process = process
+        if not match.status.is_over:
+            match.status.state = "starting" if match.entry.limits.start_s is not None else "running"
+            match.status.reason = ""
+        if match.asked is not None:  # while it was being started
+            process.ask_to_stop(match.entry.grace_s)
+        match.begun.set()
+        log.info("%s: %s %s, process %d", match.status.runtime_id, match.order.game, "begins" if first else "begins again", process.pid)
+        self.counts[match.order.game, "started" if first else "restarted"] += 1
+
+    async def _watch(self, match: Match, exited: asyncio.Future[GameExit]) -> GameExit:
+        """Until it has ended, by itself or because it took too long."""
+        loop, limits = asyncio.get_running_loop(), match.entry.limits
+        begun = loop.time()
+        while not exited.done():
+            now = loop.time()
+            if now >= match.gone_by:
+                return GameExit(None, killed=True)
+            due = [match.gone_by, match.deadline if match.asked is None else now + 1.0]
+            if match.status.state == "starting":
+                due.append(now + _FIRST_LINE_S)
+                if match.place.log.exists() and match.place.log.stat().st_size:
+                    match.status.state = "running"
+                elif limits.start_s is not None and now >= begun + limits.start_s and match.asked is None:
+                    match.end("crashed", f"It said nothing within {limits.start_s:g} s of its start.", 0.0)
+            if now >= match.deadline and match.asked is None:
+                match.end("timed-out", f"It ran for longer than {match.deadline - match.began:g} s.", match.entry.grace_s)
+            await asyncio.wait([exited], timeout=max(0.0, min(due) - loop.time()))
+        return exited.result()
+
+    async def _pause(self, match: Match, reason: str, seconds: float) -> None:
+        """Before its next life."""
+        status = match.status
+        status.state, status.restarts = "starting", status.restarts + 1
+        status.reason = f"{reason[:1].upper()}{reason[1:]}; it is started again in {seconds:g} s."
+        log.warning("%s: %s", status.runtime_id, status.reason)
+        match.gone_by = float("inf")
+        if match.asked is not None and match.asked[0] == "crashed":
+            match.asked = None
+            match.wanted.clear()
+        await _set_within(match.wanted, min(seconds, max(0.0, match.deadline - asyncio.get_running_loop().time())))
+        if match.asked is None and asyncio.get_running_loop().time() >= match.deadline:
+            match.asked = "timed-out", f"It ran for longer than {match.deadline - match.began:g} s."
+
+    async def _finish(self, match: Match, state: State, reason: str) -> None:
+        status = match.status
+        result, wrong = await self._in(self._disk, homes.read_result, match.place.result)
+        status.pid = None
+        status.result, status.reason = result, " ".join(filter(None, (reason, wrong)))
+        status.finished = time.time()
+        status.seconds = round(asyncio.get_running_loop().time() - match.began, 3)
+        status.state = state
+        self._matches.pop(status.runtime_id, None)
+        self._known[status.runtime_id] = status
+        self.counts[status.game, state] += 1
+        if status.task_id is not None:
+            self.tasks.add(status)
+        log.log(logging.WARNING if state in ("crashed", "timed-out") else logging.INFO, "%s: %s %s", status.runtime_id, state, reason)
+        match.over.set()
+        match.begun.set()
+        await self._in(self._disk, self._file_away, match)
+        self._forget_oldest()
+
+    def _file_away(self, match: Match) -> None:
+        """What may wait for the disk once a game is over."""
+        if match.place.directory.exists():
+            self.home.save(match.status)
+            match.bytes = self.home.size(match.place)
+        if match.status.task_id is not None:
+            self.tasks.write()
+        if match.entry.states is not None:
+            self.home.prune_states(match.order.game, match.entry.states)
+
+    def _forget_oldest(self) -> None:
+        total = sum(self._bytes.values())
+        for runtime_id in list(self._known):
+            if len(self._known) <= self.bounds.keep and total <= self.bounds.keep_bytes:
+                return
+            total -= self._bytes.get(runtime_id, 0)
+            self._drop(runtime_id)
+
+    def _drop(self, runtime_id: str) -> None:
+        self._known.pop(runtime_id, None)
+        self._bytes.pop(runtime_id, None)
+        self.home.discard(self.home.place(runtime_id))
+
+    # -- watching
+
+    async def _watch_all(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            try:
+                matches = [match for match in self.running if match.process is not None]
+                for match, used in await self._in(self._disk, _usages, matches):
+                    self._note(match, used)
+                await self._in(self._disk, self.home.empty_trash)
+            except Exception:  # the games go on
+                log.exception("looking at the games failed")
+
+    def _note(self, match: Match, used: Usage) -> None:
+        status, limits = match.status, match.entry.limits
+        if status.is_over or match.process is None or not used.threads:
+            return
+        status.cpu_s, status.memory_mb, status.threads = round(used.cpu_s, 2), round(used.memory_mb, 1), used.threads
+        if match.asked is not None:
+            return
+        if limits.memory_mb is not None and used.memory_mb > limits.memory_mb:
+            match.end("crashed", f"It used {used.memory_mb:,.0f} MB, and {limits.memory_mb:,} may be used.", 0.0)
+        elif limits.threads is not None and used.threads > limits.threads:
+            match.end("crashed", f"It had {used.threads:,} threads, and {limits.threads:,} are allowed.", 0.0)
+
+    # -- small things
+
+    async def _in(self, pool: ThreadPoolExecutor, function: Callable[..., _Found], *given: Any) -> _Found:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
+
+    def _free_port(self) -> int:
+        """One that was free just now, and was not given to another game lately."""
+        for _ in range(_PORTS):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            if port not in self._ports:
+                break
+        self._ports.append(port)
+        return port
+
+
+def _settle(exited: asyncio.Future[GameExit], how: GameExit) -> None:
+    if not exited.done():
+        exited.set_result(how)
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _usage_of(match: Match) -> Usage:
+    process = match.process
+    return Usage() if process is None or not process.guard else usage(process.guard, shared=match.warm is not None)
+
+
+def _usages(matches: list[Match]) -> list[tuple[Match, Usage]]:
+    return [(match, _usage_of(match)) for match in matches]

@@ -1,0 +1,279 @@
+"""Where a server keeps what it knows: one directory per game, saved states, its log. One server at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import stat
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from ludus import logfile, pids
+from ludus.errors import Refused, UsageError
+from ludus.gamecore.catalogue import NAME, States
+from ludus.gamecore.launch import CONFIG, Place
+from ludus.gamecore.order import ANY, shown
+from ludus.gamecore.status import Status
+
+log = logging.getLogger(__name__)
+
+PRIVATE = 0o700
+MAX_RESULT = 256_000
+MAX_LOG_BYTES = 1_000_000
+_MAX_RECORD = 2_000_000
+_REAP_S = 10.0
+_ASIDE_S = 3600.0
+"""A state that was begun so long ago and never got its name is nobody's."""
+
+
+def default_directory(port: int) -> Path:
+    """LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus; and below it one for each port."""
+    own, shared = os.environ.get("LUDUS_STATE_DIR"), os.environ.get("XDG_STATE_HOME")
+    if own:
+        base = Path(own).absolute()
+    elif shared and Path(shared).is_absolute():  # the specification says to ignore others
+        base = Path(shared) / "ludus"
+    else:
+        base = Path.home() / ".local" / "state" / "ludus"
+    return base / "gamecore" / str(port)
+
+
+class Home:
+    """The directory, locked for as long as this is open. Methods may wait for the disk; they may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self.games, self.states, self._trash = (self.directory / name for name in ("games", "states", "trash"))
+        self.log = self.directory / "gamecore-server.log"
+        try:
+            for path in (self.directory, self.games, self.states, self._trash):
+                path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.directory} cannot be used: {error.strerror}.", "Choose another by --state-dir.") from error
+        self._lock = _locked(self.directory / "lock")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def __enter__(self) -> Home:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- games
+
+    def place(self, runtime_id: str) -> Place:
+        return Place(self.games / runtime_id)
+
+    def make(self, place: Place, config: dict[str, Any]) -> None:
+        """Anew: what an earlier game of this id left is gone."""
+        self.discard(place)
+        place.directory.mkdir(mode=PRIVATE)
+        write_private(place.config, json.dumps(config).encode())
+
+    def discard(self, place: Place) -> Path | None:
+        """Out of the way at once; `empty_trash` takes its time."""
+        away = self._trash / uuid.uuid4().hex
+        try:
+            os.rename(place.directory, away)
+        except FileNotFoundError:
+            return None
+        return away
+
+    def empty_trash(self) -> None:
+        for path in self._trash.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def save(self, status: Status, processes: dict[int, str] | None = None) -> None:
+        """`processes`: by number, with when they began. A full disk costs the record, not the game."""
+        place = self.place(status.runtime_id)
+        try:
+            write_private(place.record, json.dumps({"status": status.to_json(), "processes": processes or {}}).encode())
+        except OSError as error:
+            log.warning("the record of %s cannot be written: %s", status.runtime_id, error)
+
+    def load(self) -> list[Status]:
+        """Of all games that are known here, the oldest first. Those that ran are lost, and nothing of them runs any more."""
+        found: list[Status] = []
+        processes: dict[int, str] = {}
+        for directory in self.games.iterdir():
+            place = Place(directory)
+            try:
+                data = json.loads(_read(place.record, _MAX_RECORD))
+                status = Status.from_json(data["status"])
+                if status.runtime_id != directory.name or NAME.fullmatch(directory.name) is None:
+                    raise ValueError("it is the record of another game")
+                began = {int(pid): str(since) for pid, since in data["processes"].items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                log.warning("%s is no record of a game (%s) and is removed", place.record, error)
+                self.discard(place)
+                continue
+            if not status.is_over:
+                processes |= began
+            found.append(status)
+        self.reap(processes)
+        for status in found:
+            if not status.is_over:
+                status.state, status.pid, status.finished = "lost", None, time.time()
+                status.reason = "The server was killed while it ran."
+                status.last_lines = logfile.tail(self.place(status.runtime_id).log, 20)
+                self.save(status)
+        return sorted(found, key=lambda status: (status.finished or 0.0, status.started))
+
+    def reap(self, processes: dict[int, str]) -> None:
+        """End whatever a server that was killed left behind. Its guards do that; this is for when they were killed too."""
+        deadline = time.monotonic() + _REAP_S
+        mark = f"{CONFIG}={self.games}{os.sep}"
+        while left := {*_alive(processes), *_marked(mark)}:
+            if time.monotonic() > deadline:
+                log.error("these processes of lost games could not be killed: %s", sorted(left))
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
+
+    def size(self, place: Place) -> int:
+        """Bytes of all that a game left in its directory."""
+        total = 0
+        for folder, _, names in os.walk(place.directory):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
+        return total
+
+    # -- saved states
+
+    def states_of(self, game: str) -> Path:
+        directory = self.states / game
+        directory.mkdir(mode=PRIVATE, exist_ok=True)
+        return directory
+
+    def saved(self, game: str) -> list[Path]:
+        """The oldest first."""
+        found: list[tuple[float, Path]] = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.states / game) as entries:
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False) and NAME.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
+        return [path for _, path in sorted(found)]
+
+    def choose_state(self, game: str, name: str, *, must_exist: bool) -> Path | None:
+        """Raises Refused if there is none of this name."""
+        saved = self.saved(game)
+        if name == ANY:
+            if saved or not must_exist:
+                return random.choice(saved) if saved else None  # noqa: S311
+            raise Refused(404, "unknown_state", f"There is no saved state of {game}.", "Play matches that save some first.")
+        for path in saved:
+            if path.name == name:
+                return path
+        raise Refused(404, "unknown_state", f"{game} has no saved state {shown(name)}.", "Name one that exists, or say any.")
+
+    def prune_states(self, game: str, keep: States) -> None:
+        saved = self.saved(game)
+        room = keep.keep_mb * 1e6
+        for count, path in enumerate(reversed(saved)):
+            with contextlib.suppress(OSError):
+                room -= path.stat().st_size
+                if count >= keep.keep or room < 0:
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            for path in (self.states / game).iterdir():
+                if path.name.startswith(".") and time.time() - path.lstat().st_mtime > _ASIDE_S:
+                    path.unlink()
+
+
+def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """What a game wrote as its result, and what is wrong with it."""
+    try:
+        data = json.loads(_read(path, MAX_RESULT), parse_constant=_not_finite)
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return None, f"Its result cannot be read: {error}."
+    return (data, "") if isinstance(data, dict) else (None, "Its result is not a JSON object.")
+
+
+def last_lines(path: Path, lines: int) -> list[str]:
+    """Of a log with the one before it; at most MAX_LOG_BYTES of it."""
+    data = b""
+    for place in (path, logfile.before(path)):
+        with contextlib.suppress(OSError), open(place, "rb") as file:
+            room = MAX_LOG_BYTES - len(data)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - room))
+            data = file.read(room) + data
+        if data.count(b"\n") > lines or len(data) >= MAX_LOG_BYTES:
+            break
+    return data.decode(errors="replace").splitlines()[-lines:] if lines else []
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Whole or not at all, for this user alone."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Of a plain file: one that a game made into a pipe or a link elsewhere is none."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path.name} is not a plain file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    return data
+
+
+def _not_finite(word: str) -> float:
+    raise ValueError(f"{word} is not a number in JSON")
+
+
+def _locked(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(handle, 32).decode(errors="replace").strip()
+        os.close(handle)
+        raise UsageError(
+            f"Another gamecore server (process {holder or '?'}) uses {path.parent}.", "End it, or choose another --state-dir."
+        ) from error
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle
+
+
+def _alive(processes: dict[int, str]) -> list[int]:
+    found = [pid for pid, since in processes.items() if pids.alive(pid, since)]
+    return [*found, *(below for pid in found for below in pids.descendants(pid))]
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that were started as games of this home."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc").iterdir():
+            # A killed process has no environment any more, also while nobody has taken its exit code.
+            if entry.name.isdigit() and any(variable.startswith(mark) for variable in pids.environment(int(entry.name))):
+                found.append(int(entry.name))
+    return found

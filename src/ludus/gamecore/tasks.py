@@ -1,0 +1,80 @@
+"""Results of games that were started for a task, kept although their ids are used again; bounded, and written down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from ludus.gamecore.status import Status
+
+log = logging.getLogger(__name__)
+
+KEEP = 20_000
+_MAX_LINE = 600_000
+
+
+class Tasks:
+    """One line per game that is over. Anything but `load` and `write` is quick."""
+
+    def __init__(self, path: Path, keep: int = KEEP) -> None:
+        self._path, self._keep = path, keep
+        self._games: deque[dict[str, Any]] = deque(maxlen=keep)
+        self._lock = threading.Lock()
+        self._unwritten: list[dict[str, Any]] = []
+        self._lines = 0
+        self._rewrite = False
+
+    def __len__(self) -> int:
+        return len(self._games)
+
+    def ids(self) -> list[str]:
+        return list(dict.fromkeys(game["task_id"] for game in self._games))
+
+    def of(self, task_id: str) -> list[dict[str, Any]]:
+        return [game for game in self._games if game["task_id"] == task_id]
+
+    def add(self, status: Status) -> None:
+        told = {**status.to_json(), "last_lines": status.last_lines[-1:]}
+        with self._lock:
+            self._games.append(told)
+            self._unwritten.append(told)
+
+    def remove(self, task_id: str | None = None) -> None:
+        """Of one task; None: of all."""
+        with self._lock:
+            left = [] if task_id is None else [game for game in self._games if game["task_id"] != task_id]
+            self._games = deque(left, maxlen=self._keep)
+            self._rewrite = True
+
+    def load(self) -> None:
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            while line := file.readline(_MAX_LINE):
+                self._lines += 1
+                try:
+                    told = json.loads(line)
+                    Status.from_json(told)
+                    str.encode(told["task_id"])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue  # half a line, of a server that was killed
+                self._games.append(told)
+
+    def write(self) -> None:
+        """What is new; all of it, if the file has become twice as long as it must be. May wait for the disk."""
+        with self._lock:
+            if self._rewrite or self._lines + len(self._unwritten) > 2 * self._keep:
+                self._rewrite, self._lines = False, 0
+                mode, games = "wb", list(self._games)
+            else:
+                mode, games = "ab", self._unwritten
+            self._unwritten = []
+            self._lines += len(games)
+            try:
+                with open(self._path, mode) as file:
+                    file.writelines(json.dumps(game).encode() + b"\n" for game in games)
+            except OSError as error:
+                log.warning("%s cannot be written: %s", self._path, error)

@@ -1,0 +1,239 @@
+"""A surface to draw on: smooth shapes and text in the measures of a design, whatever the size of the picture.
+
+Everything is drawn twice as large as it is shown and averaged at the end, which makes edges smooth and moves things by half pixels.
+The letters are those that come with matplotlib: the same on every machine, so that the same state is the same picture.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from ludus.errors import MissingExtra
+from ludus.tree import Array
+
+OVERSAMPLING: Final = 2
+_SPRITE_OVERSAMPLING: Final = 4
+_TEXTS: Final = 1024  # that are kept; a picture has about a hundred
+_SPRITES: Final = 512
+
+Colour = tuple[int, ...]
+"""Red, green, blue, and if it is translucent its opacity."""
+Anchor = Literal["left", "middle", "right"]
+Point = tuple[float, float]
+
+
+def mixed(a: Colour, b: Colour, share: float) -> Colour:
+    """`share` of b, the rest of a."""
+    return tuple(round(x + (y - x) * share) for x, y in zip(a[:3], b[:3], strict=True))
+
+
+def faded(colour: Colour, opacity: float) -> Colour:
+    return (*colour[:3], round(255 * max(0.0, min(1.0, opacity))))
+
+
+class Canvas:
+    """`scale`: pixels of the finished picture for one of the design."""
+
+    def __init__(self, ground: Image.Image, scale: float, store: Store | None = None) -> None:
+        self.image = ground
+        self.k = scale * OVERSAMPLING
+        self.store = store or Store()
+        self._draw = ImageDraw.Draw(ground, "RGBA")
+
+    # -- shapes -------------------------------------------------------------------------------------------------------
+
+    def circle(self, at: Point, radius: float, fill: Colour | None = None, edge: Colour | None = None, width: float = 1) -> None:
+        r = radius * self.k
+        x, y = at[0] * self.k, at[1] * self.k
+        self._draw.ellipse((x - r, y - r, x + r, y + r), fill, edge, max(1, round(width * self.k)) if edge else 0)
+
+    def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
+        """Angles in degrees, clockwise from three o'clock."""
+        r = radius * self.k
+        x, y = at[0] * self.k, at[1] * self.k
+        self._draw.arc((x - r, y - r, x + r, y + r), start, end, colour, max(1, round(width * self.k)))
+
+    def pie(self, at: Point, radius: float, start: float, end: float, colour: Colour) -> None:
+        r = radius * self.k
+        x, y = at[0] * self.k, at[1] * self.k
+        self._draw.pieslice((x - r, y - r, x + r, y + r), start, end, colour)
+
+    def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
+        """A broken circle."""
+        step = 360 / count
+        for i in range(count):
+            start = turn + i * step
+            self.arc(at, radius, start, start + step * 0.55, colour, width)
+
+    def line(self, a: Point, b: Point, colour: Colour, width: float) -> None:
+        self._draw.line((a[0] * self.k, a[1] * self.k, b[0] * self.k, b[1] * self.k), colour, max(1, round(width * self.k)))
+
+    def polygon(self, points: Sequence[Point], fill: Colour | None, edge: Colour | None = None, width: float = 1) -> None:
+        scaled = [(x * self.k, y * self.k) for x, y in points]
+        self._draw.polygon(scaled, fill)
+        if edge is not None:
+            self._draw.line([*scaled, scaled[0]], edge, max(1, round(width * self.k)), joint="curve")
+
+    def box(
+        self,
+        left: float,
+        top: float,
+        width: float,
+        height: float,
+        fill: Colour | None = None,
+        edge: Colour | None = None,
+        round_by: float = 0.0,
+        edge_width: float = 1,
+    ) -> None:
+        k = self.k
+        where = (round(left * k), round(top * k), round((left + width) * k) - 1, round((top + height) * k) - 1)
+        if where[2] < where[0] or where[3] < where[1]:
+            return
+        thick = max(1, round(edge_width * k)) if edge else 0
+        if round_by:
+            self._draw.rounded_rectangle(where, round_by * k, fill, edge, thick)
+        else:
+            self._draw.rectangle(where, fill, edge, thick)
+
+    # -- text and sprites ---------------------------------------------------------------------------------------------
+
+    def text(
+        self, at: Point, text: str, size: float, colour: Colour, anchor: Anchor = "left", bold: bool = True, halo: float = 0.0
+    ) -> None:
+        """Centred vertically on `at`; `halo`: a dark rim, so that it can be read on anything."""
+        mask, rise = self.store.text(text, max(1, round(size * self.k)), bold, 0)
+        x = at[0] * self.k - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor]
+        y = at[1] * self.k - rise
+        if halo:
+            rim = max(1, round(halo * self.k))
+            shade, _ = self.store.text(text, max(1, round(size * self.k)), bold, rim)
+            self.image.paste((8, 12, 16), (round(x) - rim, round(y) - rim), shade)
+        self.image.paste(colour[:3], (round(x), round(y)), mask)
+
+    def text_width(self, text: str, size: float, bold: bool = True) -> float:
+        return self.store.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
+
+    def sprite(self, key: tuple[object, ...], at: Point, half: float, paint: Callable[[SpriteCanvas], None]) -> None:
+        """Paint once, show often: `paint` draws into a square from −half to half, and is told apart from others by its key."""
+        image = self.store.sprite((*key, half), half * self.k, half, paint)
+        self.image.paste(image, (round(at[0] * self.k - image.width / 2), round(at[1] * self.k - image.height / 2)), image)
+
+    def finished(self) -> Image.Image:
+        return self.image.reduce(OVERSAMPLING)
+
+
+class Store:
+    """Texts and sprites that were drawn before, the newest of them. Of one scale."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[tuple[str, int, bool, int], tuple[Image.Image, float]] = OrderedDict()
+        self._sprites: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
+
+    def text(self, text: str, size: int, bold: bool, rim: int) -> tuple[Image.Image, float]:
+        """Its opacity, and how far its middle is below its upper edge."""
+        key = text, size, bold, rim
+        found = self._texts.get(key)
+        if found is None:
+            font = _font(size, bold)
+            width = max(1, math.ceil(font.getlength(text)))
+            ascent, descent = font.getmetrics()
+            mask = Image.new("L", (width + 2 * rim, ascent + descent + 2 * rim))
+            ImageDraw.Draw(mask).text((rim, rim), text, 255, font, stroke_width=rim)
+            found = mask, ascent - 0.36 * size  # capitals are 0.73 of the size high
+            self._texts[key] = found
+            if len(self._texts) > _TEXTS:
+                self._texts.popitem(last=False)
+        else:
+            self._texts.move_to_end(key)
+        return found
+
+    def sprite(
+        self, key: tuple[object, ...], half_pixels: float, half: float, paint: Callable[[SpriteCanvas], None]
+    ) -> Image.Image:
+        found = self._sprites.get(key)
+        if found is None:
+            side = 2 * math.ceil(half_pixels)
+            large = Image.new("RGBA", (side * _SPRITE_OVERSAMPLING, side * _SPRITE_OVERSAMPLING))
+            canvas = SpriteCanvas(large, side * _SPRITE_OVERSAMPLING / (2 * half), half)
+            paint(canvas)
+            found = canvas.image.reduce(_SPRITE_OVERSAMPLING)
+            self._sprites[key] = found
+            if len(self._sprites) > _SPRITES:
+                self._sprites.popitem(last=False)
+        else:
+            self._sprites.move_to_end(key)
+        return found
+
+
+class SpriteCanvas(Canvas):
+    """Its origin is in its middle. Translucent layers are laid over one another, which drawing into an RGBA image does not do."""
+
+    def __init__(self, image: Image.Image, k: float, half: float) -> None:
+        super().__init__(image, k / OVERSAMPLING)
+        self._half = half
+
+    def _over(self, draw: Callable[[Canvas], None]) -> None:
+        layer = Canvas(Image.new("RGBA", self.image.size), self.k / OVERSAMPLING)
+        draw(layer)
+        self.image.alpha_composite(layer.image)
+
+    def _at(self, at: Point) -> Point:
+        return at[0] + self._half, at[1] + self._half
+
+    def circle(self, at: Point, radius: float, fill: Colour | None = None, edge: Colour | None = None, width: float = 1) -> None:
+        self._over(lambda layer: layer.circle(self._at(at), radius, fill, edge, width))
+
+    def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
+        self._over(lambda layer: layer.arc(self._at(at), radius, start, end, colour, width))
+
+    def line(self, a: Point, b: Point, colour: Colour, width: float) -> None:
+        self._over(lambda layer: layer.line(self._at(a), self._at(b), colour, width))
+
+    def polygon(self, points: Sequence[Point], fill: Colour | None, edge: Colour | None = None, width: float = 1) -> None:
+        self._over(lambda layer: layer.polygon([self._at(point) for point in points], fill, edge, width))
+
+    def glow(self, radius: float, colour: Colour, opacity: float, power: float = 2.0) -> None:
+        """Light around the middle that fades outwards."""
+        side = self.image.width
+        offsets = (np.arange(side) + 0.5 - side / 2) / (radius * self.k)
+        distance = np.sqrt(offsets[:, None] ** 2 + offsets[None, :] ** 2)
+        strength = np.clip(1.0 - distance, 0.0, 1.0) ** power * opacity
+        self.image.alpha_composite(_tinted(strength, colour))
+
+    def shade(self, at: Point, radius: float, opacity: float) -> None:
+        """A soft shadow on the ground."""
+        side = self.image.width
+        reach = (np.arange(side) + 0.5 - side / 2) / self.k
+        distance = np.hypot((reach - at[0])[None, :], (reach - at[1])[:, None]) / radius
+        strength = np.clip((1.0 - distance) * 2.5, 0.0, 1.0) * opacity
+        self.image.alpha_composite(_tinted(strength, (0, 0, 0)))
+
+
+def _tinted(strength: Array, colour: Colour) -> Image.Image:
+    pixels = np.empty((*strength.shape, 4), np.uint8)
+    pixels[..., :3] = colour[:3]
+    pixels[..., 3] = (strength * 255).astype(np.uint8)
+    return Image.fromarray(pixels, "RGBA")
+
+
+@lru_cache(maxsize=64)
+def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
+    path = _letters() / ("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
+    return ImageFont.truetype(str(path), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+@lru_cache(maxsize=1)
+def _letters() -> Path:
+    spec = importlib.util.find_spec("matplotlib")  # found, not imported: that would take longer than the picture
+    if spec is None or spec.origin is None:
+        raise MissingExtra("Pictures need matplotlib, for its letters.", "pip install matplotlib")
+    return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"

@@ -1,0 +1,390 @@
+"""Hosts matches: asks the actors of all of them at once, plays what they answer, and tells them how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.games.arena.bodies import Action, Form, Reply, Seen, Step, options_of, refusal
+from ludus.games.arena.heroes import HEROES, TABLE
+from ludus.games.arena.layout import ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, RULES, TICKS_PER_SECOND
+from ludus.games.arena.match import Match, Remote, outcome
+from ludus.games.arena.talk import Heard, Talk
+
+log = logging.getLogger(__name__)
+
+HERO_TABLE: Final = hashlib.blake2b(TABLE.tobytes(), digest_size=8).hexdigest()
+"""Changes when a hero does."""
+_SILENT_S: Final = 20.0
+"""A camp whose heroes are all dead for longer is asked nevertheless: sessions end by silence."""
+_STOP_S: Final = 2.0
+"""For telling the actors, when we are told to stop."""
+_LOGGED: Final = 20
+"""Refusals of one match that are logged; the others are counted."""
+
+
+class Playing(Protocol):
+    """What we need of `ludus.games.arena.arena.Arena`."""
+
+    @property
+    def units(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def match(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def entities(self) -> npt.NDArray[np.float32]: ...
+    @property
+    def scalars(self) -> npt.NDArray[np.float32]: ...
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]: ...
+    @property
+    def target_mask(self) -> npt.NDArray[np.bool_]: ...
+    @property
+    def reward(self) -> npt.NDArray[np.float32]: ...
+    @property
+    def over(self) -> npt.NDArray[np.bool_]: ...
+    @property
+    def winner(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def tick(self) -> npt.NDArray[np.int32]: ...
+    def observe(self) -> None: ...
+    def step(self, actions: npt.NDArray[np.int32]) -> None: ...
+    def legal(self, actions: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]: ...
+    def script(self, names: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]: ...
+    def save(self, m: int) -> bytes: ...
+    def hash(self, m: int) -> str: ...
+
+
+class Recording(Protocol):
+    """Keeps what is played."""
+
+    def add(self, actions: npt.NDArray[np.int32]) -> None: ...
+
+
+@dataclass
+class Line:
+    """A session, and the heroes that are played through it."""
+
+    m: int
+    match: Match
+    camp: int
+    heroes: Sequence[int]
+    form: Form
+    talk: Talk
+    asked: float = 0.0
+
+
+class Host:
+    """M matches in one Arena, a decision of all of them at a time."""
+
+    def __init__(
+        self,
+        arena: Playing,
+        matches: Sequence[Match],
+        *,
+        states: Path | None = None,
+        recordings: Mapping[int, Recording] | None = None,
+    ) -> None:
+        """`states`: where a state of every match is kept, of a moment chosen at random."""
+        self.arena, self.matches = arena, matches
+        self.results: dict[int, dict[str, Any]] = {}
+        self._options = matches[0].plan.options
+        self._states, self._recordings = states, recordings or {}
+        self._kept: dict[int, tuple[int, bytes]] = {}
+        self._chance = random.Random(matches[0].plan.seed)
+        self._decisions = 0
+        self._logged = [0] * len(matches)
+        self._began = time.monotonic()
+        self._lines = [line for m, match in enumerate(matches) for line in self._lines_of(m, match)]
+
+    async def run(self) -> None:
+        """Until all matches are over. Cancelled once, it stops them, tells the actors, and returns."""
+        try:
+            for m, match in enumerate(self.matches):
+                if match.plan.max_ticks is not None:
+                    self.arena.match[m, LIMIT] = min(int(self.arena.match[m, LIMIT]), match.plan.max_ticks)
+            await self._begin()
+            at = time.monotonic()
+            while self._going():
+                await self._decide()
+                await self._finish()
+                at = await self._pause(at)
+        except asyncio.CancelledError:
+            for match in self.matches:
+                match.end("stopped")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_S):
+                    await self._finish()
+        finally:
+            self._summarise()
+            for line in self._lines:
+                await line.talk.close()
+
+    def _going(self) -> bool:
+        return not all(match.reason for match in self.matches)
+
+    # -- sessions
+
+    def _lines_of(self, m: int, match: Match) -> list[Line]:
+        made = []
+        options, plan = match.plan.options, match.plan
+        rows = self.arena.units[m, HERO_ROW, : match.heroes].tolist()
+        ids = [HEROES[row].id for row in rows]
+        for camp, player in enumerate(plan.camps):
+            if not isinstance(player, Remote):
+                continue
+            heroes = match.heroes_of(camp)
+            lone = options.sessions == "hero"
+            for group in [[hero] for hero in heroes] if lone else [heroes]:
+                form = Form(options.format, options_of(self.arena.units.shape[2]), lone=lone)
+                about = {
+                    "game": "arena",
+                    "rules": RULES,
+                    "hero_table": HERO_TABLE,
+                    "mode": plan.mode,
+                    "camp": camp,
+                    "seats": [match.seat_of(hero) for hero in group],
+                    "heroes": [ids[: plan.size], ids[plan.size :]],
+                    "ticks_per_second": TICKS_PER_SECOND,
+                    "ticks_per_decision": int(self.arena.match[m, EVERY]),
+                    "eval_mode": plan.eval_mode,
+                }
+                name = f"{plan.runtime_id}-{camp}" + (f"-{group[0] % plan.size}" if lone else "")
+                talk = Talk(player, name, plan.runtime_id, form.start(about), options.patience_s)
+                made.append(Line(m, match, camp, group, form, talk, time.monotonic()))
+        return made
+
+    async def _begin(self) -> None:
+        self._began = time.monotonic()
+        for line, heard in zip(self._lines, await asyncio.gather(*(line.talk.start() for line in self._lines)), strict=True):
+            if heard.gone:
+                self._lose(line, heard.why)
+        self._drop_lost()
+        await self._finish()
+
+    def _lose(self, line: Line, why: str) -> None:
+        if line.camp not in line.match.lost:
+            log.error("%s: the actor of camp %d is gone: %s", line.match.plan.runtime_id, line.camp, why)
+        line.match.lose(line.camp, why)
+
+    def _drop_lost(self) -> None:
+        self._lines = [line for line in self._lines if line.camp not in line.match.lost]
+
+    # -- one decision
+
+    async def _decide(self) -> None:
+        arena = self.arena
+        arena.observe()
+        asked = self._asked()
+        if asked:
+            heard = await asyncio.gather(*(self._ask(line, heroes) for line, heroes in asked))
+        else:
+            heard = []
+            await asyncio.sleep(0)  # a signal is heard in between
+        actions = np.zeros((len(self.matches), self.matches[0].heroes, len(HEADS)), np.int32)
+        names = np.full(actions.shape[:2], -1, np.int8)
+        chosen: list[tuple[Line, int, Action]] = []
+        for (line, heroes), one in zip(asked, heard, strict=True):
+            for hero, action in self._heard(line, heroes, one, names).items():
+                actions[line.m, hero] = action
+                chosen.append((line, hero, action))
+        if asked:
+            self._check(chosen, actions, names)
+            self._drop_lost()
+        for m, match in enumerate(self.matches):
+            if not match.reason:
+                np.copyto(names[m], match.script, where=match.script >= 0)
+        if (names >= 0).any():
+            np.copyto(actions, arena.script(names), where=(names >= 0)[..., None])
+        if self._going():
+            self._play(actions)
+
+    def _asked(self) -> list[tuple[Line, list[int]]]:
+        """Who is asked now, for which heroes: those alive."""
+        alive = self.arena.units[:, ALIVE]
+        now, asked = time.monotonic(), []
+        for line in self._lines:
+            if line.match.reason:
+                continue
+            heroes: list[int] = [hero for hero in line.heroes if alive[line.m, hero]]
+            if not heroes and now - line.asked > _SILENT_S:
+                heroes = list(line.heroes)
+            if heroes:
+                line.asked = now
+                asked.append((line, heroes))
+        return asked
+
+    def _ask(self, line: Line, heroes: Sequence[int]) -> Any:
+        m, match = line.m, line.match
+        steps = [Step(match.seat_of(hero), match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
+        wrong = {match.seat_of(hero): why for hero in line.heroes if (why := match.told.pop(hero, ""))}
+        if not wrong:
+            return line.talk.tick(line.form.steps(steps))
+        return line.talk.tick(line.form.steps(steps, {"refused": wrong}), line.form.steps(steps))
+
+    def _seen(self, m: int, hero: int) -> Seen:
+        arena = self.arena
+        return Seen(arena.entities[m, hero], arena.scalars[m, hero], arena.target_mask[m, hero])
+
+    def _heard(self, line: Line, heroes: Sequence[int], heard: Heard, names: npt.NDArray[np.int8]) -> dict[int, Action]:
+        """Actions of the heroes that were asked for; who has none is entered into `names`, where the rule is to stand in."""
+        match = line.match
+        if heard.reply is None:
+            for hero in heroes:
+                match.counts[hero].late += 1
+                self._stand_in(line, hero, names)
+            if heard.gone:
+                self._lose(line, heard.why)
+            elif heard.fresh:
+                match.forget(line.heroes)
+            else:
+                self._complain(line, f"no answer: {heard.why}")
+            return {}
+        seats = {match.seat_of(hero): hero for hero in heroes}
+        reply: Reply = line.form.read(heard.reply, seats)
+        for hero in heroes:
+            match.acted[hero] = True
+        for name, why in reply.wrong.items():
+            hero = seats.get(name, heroes[0])
+            self._refuse(line, hero, why if name in seats else f"answered for {name!r}: {why}", garbled=True)
+            if name in seats:
+                self._stand_in(line, hero, names)
+        return {seats[name]: action for name, action in reply.actions.items()}
+
+    def _check(
+        self, chosen: Sequence[tuple[Line, int, Action]], actions: npt.NDArray[np.int32], names: npt.NDArray[np.int8]
+    ) -> None:
+        """Whether what the actors chose is allowed."""
+        legal = self.arena.legal(actions)
+        for line, hero, action in chosen:
+            m = line.m
+            if not legal[m, hero]:
+                why = refusal(action, self.arena.mask[m, hero], self.arena.target_mask[m, hero])
+                self._refuse(line, hero, why, garbled=False)
+                actions[m, hero] = 0
+                self._stand_in(line, hero, names)
+
+    def _stand_in(self, line: Line, hero: int, names: npt.NDArray[np.int8]) -> None:
+        if self._options.on_illegal == "rule":
+            names[line.m, hero] = line.match.rule
+
+    def _refuse(self, line: Line, hero: int, why: str, *, garbled: bool) -> None:
+        line.match.refuse(hero, why, garbled=garbled)
+        self._complain(line, f"{line.match.seat_of(hero)} refused: {why}")
+
+    def _complain(self, line: Line, what: str) -> None:
+        self._logged[line.m] += 1
+        if self._logged[line.m] <= _LOGGED:
+            log.warning("%s, camp %d: %s", line.match.plan.runtime_id, line.camp, what)
+        if self._logged[line.m] == _LOGGED:
+            log.warning("%s: further ones are counted only.", line.match.plan.runtime_id)
+
+    def _play(self, actions: npt.NDArray[np.int32]) -> None:
+        """Matches that have ended otherwise than by the rules must not be among those that go on."""
+        arena = self.arena
+        for recording in self._recordings.values():
+            recording.add(actions)
+        arena.step(actions)
+        self._decisions += 1
+        for m, match in enumerate(self.matches):
+            if match.reason:
+                continue
+            match.reward(arena.reward[m])
+            if arena.over[m]:
+                winner = int(arena.winner[m])
+                reason = "time is up" if winner < 0 else f"the base of camp {1 - winner} has fallen"
+                match.end(reason, winner=None if winner < 0 else winner, completed=True)
+            elif self._states is not None and self._chance.random() * self._decisions < 1:
+                self._kept[m] = int(arena.tick[m]), arena.save(m)  # every moment of the match is as likely to be the last one kept
+
+    async def _pause(self, at: float) -> float:
+        """As long as the pace asks for. When the last decision ended, or should have."""
+        if not self._options.pace:
+            return at
+        at += int(self.arena.match[0, EVERY]) / self._options.pace
+        left_s = at - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+            return at
+        return time.monotonic()  # late: it is not caught up with
+
+    # -- ends
+
+    async def _finish(self) -> None:
+        """Tell those whose match is over, and keep what came of it."""
+        over = [m for m, match in enumerate(self.matches) if match.reason and m not in self.results]
+        if not over:
+            return
+        self.arena.observe()
+        for m in over:
+            self.results[m] = self._result(m)
+            log.info("%s: %s after %d ticks", self.matches[m].plan.runtime_id, self.matches[m].reason, self.arena.tick[m])
+            self._keep(m)
+        ending = [line for line in self._lines if line.m in over]
+        self._lines = [line for line in self._lines if line.m not in over]
+        try:
+            await asyncio.gather(*(self._end(line) for line in ending))
+        finally:
+            for line in ending:
+                await line.talk.close()
+
+    def _end(self, line: Line) -> Any:
+        """Whoever won or lost saw the end; whoever was interrupted, or ran out of time, sees where it was cut."""
+        match, m = line.match, line.m
+        decided = match.winner is not None
+        steps = [
+            Step(
+                match.seat_of(hero),
+                match.take(hero),
+                None if decided else self._seen(m, hero),
+                terminated=decided,
+                truncated=not decided,
+            )
+            for hero in line.heroes
+            if match.acted[hero]
+        ]
+        return line.talk.end(line.form.steps(steps, {"result": self.results[m]}), line.form.steps(steps))
+
+    def _result(self, m: int) -> dict[str, Any]:
+        arena = self.arena
+        seconds = time.monotonic() - self._began
+        return outcome(self.matches[m], arena.units[m], int(arena.tick[m]), seconds, arena.hash(m))
+
+    def _summarise(self) -> None:
+        """What was not told to anybody any more."""
+        for m in range(len(self.matches)):
+            self.results.setdefault(m, self._result(m))
+
+    def _keep(self, m: int) -> None:
+        if self._states is None or m not in self._kept or not self.matches[m].completed:
+            return
+        tick, data = self._kept.pop(m)
+        name = f"{self.matches[m].plan.runtime_id}-{tick}"
+        try:
+            write_aside(self._states / name, data)
+        except OSError as error:  # the match itself was played
+            log.warning("%s: the state was not kept: %s", name, error)
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Whole, or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(data)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+

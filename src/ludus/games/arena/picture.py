@@ -1,0 +1,480 @@
+"""A match from above: the field, everybody on it, what they are doing, and the score around it.
+
+The same state is the same picture, to the byte. With `camp` it is what that camp sees, and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from ludus.errors import UsageError
+from ludus.games.arena import layout, panels, tokens
+from ludus.games.arena.canvas import OVERSAMPLING, Canvas, Colour, Point, SpriteCanvas, Store, faded, mixed
+from ludus.games.arena.ground import MARGIN, ground
+from ludus.games.arena.heroes import (
+    DASHES,
+    HEROES,
+    S_COOLDOWN,
+    S_EFFECT,
+    S_RANGE,
+    S_SIZE,
+    S_WINDUP,
+    SKILL_COLUMNS,
+    SKILLS_AT,
+    TABLE,
+)
+from ludus.games.arena.layout import ALIVE, CAMP, KIND, RADIUS, X, Y
+from ludus.games.arena.panels import Box, badge, bar
+from ludus.games.arena.rules import BUSH_SIGHT, CREEP_SIGHT, MEND_COOLDOWN, RECALL_TICKS, SIGHT, TOWER_SIGHT
+from ludus.games.arena.tokens import BRIGHT, CAMPS, INK, PALE
+from ludus.tree import Array
+from ludus.types import Ints32
+
+WIDTH: Final = 1280
+SMALL: Final = 640
+NAMES: Final = ("Blue", "Orange")
+MIN_WIDTH, MAX_WIDTH = 160, 7_680
+
+_FLASH = 6  # ticks for which a blow or a skill is still seen
+_WHITE = (255, 255, 255)
+_MENDED = (140, 240, 170)
+_SLOWED = (150, 200, 255)
+
+
+@dataclass(frozen=True)
+class Design:
+    """Where things are, in measures that do not depend on the size of the picture. A small picture has no panels, and larger coins."""
+
+    width: float
+    score: float
+    panels: float
+
+    @property
+    def per_mm(self) -> float:
+        return self.width / (layout.LENGTH + 2 * MARGIN)
+
+    @property
+    def field(self) -> Box:
+        return Box(0, self.score, self.width, (layout.WIDTH + 2 * MARGIN) * self.per_mm)
+
+    @property
+    def height(self) -> float:
+        return self.score + self.field.height + self.panels
+
+
+FULL: Final = Design(1280, 62, 172)
+PLAIN: Final = Design(800, 38, 0)
+_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 13.0, 5.6, 7.4, 17.0, 27.0  # radii: larger than life, or nobody would see them
+
+
+class Painter:
+    """Paints matches of `size` against `size`, all at one size of picture; keeps the ground and the sprites."""
+
+    def __init__(
+        self,
+        size: int,
+        width: int = WIDTH,
+        *,
+        full: bool | None = None,
+        camp: int | None = None,
+        names: tuple[str, str] = NAMES,
+    ) -> None:
+        """`full`: with panels; unless said, when there is room for them."""
+        if not MIN_WIDTH <= width <= MAX_WIDTH:
+            raise UsageError(f"A picture {width} pixels wide cannot be painted.", f"Ask for {MIN_WIDTH} to {MAX_WIDTH}.")
+        if camp not in (None, 0, 1):
+            raise UsageError(f"There is no camp {camp!r}.", "Ask for 0, 1, or neither for a picture that shows everything.")
+        self.size, self.camp, self.names = size, camp, names
+        self.design = FULL if (width >= 960 if full is None else full) else PLAIN
+        self.width = width // 2 * 2
+        self._scale = self.width / self.design.width
+        self.height = round(self.design.height * self._scale) // 2 * 2
+        self._store = Store()
+        self._ground = self._painted_ground()
+
+    def paint(self, units: Ints32, match: Ints32) -> Image.Image:
+        """`units[FIELDS, U]` and `match[MATCH_FIELDS]` of one match."""
+        self._check(units, match)
+        canvas = Canvas(self._ground.copy(), self._scale, self._store)
+        scene = _Scene(canvas, self.design, units, match, self.camp)
+        scene.paint()
+        if match[layout.OVER]:
+            panels.banner(canvas, self.design.field, match, self.names)
+        panels.score(
+            canvas, Box(0, 0, self.design.width, self.design.score), units, match, self.names, small=not self.design.panels
+        )
+        if self.design.panels:
+            below = Box(0, self.design.field.bottom, self.design.width, self.design.panels)
+            hidden = [not scene.shows(slot) for slot in range(2 * self.size)]
+            panels.panels(canvas, below, units, match, hidden)
+        return canvas.finished()
+
+    def rgb(self, units: Ints32, match: Ints32) -> Array:
+        """uint8 [height, width, 3]."""
+        return np.array(self.paint(units, match))
+
+    def _check(self, units: Ints32, match: Ints32) -> None:
+        expected = (layout.FIELDS, layout.units_of(self.size))
+        if units.shape != expected or match.shape != (layout.MATCH_FIELDS,):
+            raise UsageError(
+                f"A state {list(units.shape)}, {list(match.shape)} is not one match of {self.size} against {self.size}.",
+                f"Give units {list(expected)} and match [{layout.MATCH_FIELDS}] of one match, as arena.units[m], arena.match[m].",
+            )
+
+    def _painted_ground(self) -> Image.Image:
+        field = self.design.field
+        top, bottom = round(field.top * self._scale), round(field.bottom * self._scale)
+        whole = Image.new("RGB", (self.width, self.height), panels.BACK)
+        whole.paste(Image.fromarray(ground(self.width, bottom - top, CAMPS)), (0, top))
+        return whole.resize((self.width * OVERSAMPLING, self.height * OVERSAMPLING), Image.Resampling.NEAREST)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()
+
+
+def save_png(image: Image.Image, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(image))
+    return path
+
+
+# -- the field ----------------------------------------------------------------------------------------------------------
+
+
+class _Scene:
+    """One moment. Every method paints one kind of thing; their order is what lies above what."""
+
+    def __init__(self, canvas: Canvas, design: Design, units: Ints32, match: Ints32, camp: int | None) -> None:
+        self.canvas, self.units, self.camp = canvas, units, camp
+        self.size, self.tick = int(match[layout.SIZE]), int(match[layout.TICK])
+        self.design, self.mm = design, design.per_mm
+
+    def paint(self) -> None:
+        self._fog()
+        self._ranges()
+        self._wind_ups()
+        self._fallen()
+        for slot in self._living(layout.TOWER, layout.BASE):
+            self._building(slot)
+        for slot in self._living(layout.MELEE, layout.RANGED, layout.SIEGE):
+            self._creep(slot)
+        self._blows()
+        self._flashes()
+        heroes = sorted(self._living(layout.HERO), key=lambda slot: (int(self.units[Y, slot]), slot))
+        for slot in heroes:
+            self._hero(slot)
+        self._leaves()
+        self._labels(heroes)
+
+    def shows(self, slot: int) -> bool:
+        """Whether the one who looks may know where a unit is."""
+        return self.camp is None or int(self.units[CAMP, slot]) == self.camp or bool(self.units[layout.SEEN, slot])
+
+    def _living(self, *kinds: int) -> Iterator[int]:
+        for slot in range(self.units.shape[1]):
+            if self.units[ALIVE, slot] and int(self.units[KIND, slot]) in kinds and self.shows(slot):
+                yield slot
+
+    def _at(self, slot: int) -> Point:
+        return self._point(int(self.units[X, slot]), int(self.units[Y, slot]))
+
+    def _point(self, x: float, y: float) -> Point:
+        field = self.design.field
+        return field.left + (x + MARGIN) * self.mm, field.top + (y + MARGIN) * self.mm
+
+    def _skill(self, slot: int, skill: int, column: int) -> int:
+        return int(TABLE[int(self.units[layout.HERO_ROW, slot]), SKILLS_AT + (skill - 1) * SKILL_COLUMNS + column])
+
+    # -- on the ground --------------------------------------------------------------------------------------------------
+
+    def _fog(self) -> None:
+        """Dark is what the camp does not see."""
+        if self.camp is None:
+            return
+        field = self.design.field
+        coarse = 4.0
+        light = Image.new("L", (math.ceil(field.width / coarse), math.ceil(field.height / coarse)))
+        draw = ImageDraw.Draw(light)
+        for slot in range(self.units.shape[1]):
+            if not self.units[ALIVE, slot] or int(self.units[CAMP, slot]) != self.camp:
+                continue
+            kind = int(self.units[KIND, slot])
+            sight = SIGHT if kind == layout.HERO else TOWER_SIGHT if kind in (layout.TOWER, layout.BASE) else CREEP_SIGHT
+            x, y = self._at(slot)
+            x, y, r = x / coarse, (y - field.top) / coarse, (sight + int(self.units[RADIUS, slot])) * self.mm / coarse
+            draw.ellipse((x - r, y - r, x + r, y + r), fill=255)
+        light = light.filter(ImageFilter.GaussianBlur(2))
+        box = tuple(round(side * self.canvas.k) for side in (field.left, field.top, field.right, field.bottom))
+        dark = light.point([round((255 - level) * 0.66) for level in range(256)])
+        self.canvas.image.paste((6, 10, 14), box, dark.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.BILINEAR))
+
+    def _ranges(self) -> None:
+        """How far a tower that shoots reaches, and at whom."""
+        for slot in self._living(layout.TOWER, layout.BASE):
+            target = int(self.units[layout.TARGET, slot])
+            if target < 0 or not self.shows(target):
+                continue
+            camp = int(self.units[CAMP, slot])
+            radius = (int(self.units[layout.RANGE, slot]) + int(self.units[RADIUS, slot])) * self.mm
+            self.canvas.circle(self._at(slot), radius, faded(CAMPS[camp], 0.07))
+            self.canvas.dashes(self._at(slot), radius, faded(PALE[camp], 0.6), 1.4, 48, self.tick % 15 * 0.5)
+            self.canvas.line(self._at(slot), self._at(target), faded(PALE[camp], 0.22), 1.2)
+
+    def _wind_ups(self) -> None:
+        for slot in self._living(layout.HERO):
+            skill = int(self.units[layout.CAST, slot])
+            if skill in (1, 2, 3):
+                whole = max(1, self._skill(slot, skill, S_WINDUP))
+                self._shape(slot, skill, 1 - int(self.units[layout.CAST_LEFT, slot]) / whole, 1.0)
+            elif skill == layout.RECALLING:
+                self._recall(slot, 1 - int(self.units[layout.CAST_LEFT, slot]) / RECALL_TICKS)
+
+    def _flashes(self) -> None:
+        """Skills that have just taken effect: the newest of each hero, if nothing broke it off."""
+        for slot in self._living(layout.HERO):
+            if self.units[layout.CAST, slot] or self.units[layout.STUN, slot]:
+                continue
+            since = [
+                self._skill(slot, skill, S_COOLDOWN)
+                - self._skill(slot, skill, S_WINDUP)
+                - int(self.units[layout.COOLDOWN_1 + skill - 1, slot])
+                for skill in (1, 2, 3)
+            ]
+            fresh = [(ticks, skill) for skill, ticks in enumerate(since, 1) if 0 <= ticks < _FLASH]
+            if fresh:
+                ticks, skill = min(fresh)
+                self._shape(slot, skill, 1.0, 1 - ticks / _FLASH, struck=True)
+
+    def _shape(self, slot: int, skill: int, done: float, strength: float, struck: bool = False) -> None:
+        """Where a skill hits: at a unit, along a line, in an area. It fills while it is wound up, and flashes when it strikes."""
+        camp = int(self.units[CAMP, slot])
+        colour = mixed(CAMPS[camp], _WHITE, 0.55) if struck else CAMPS[camp]
+        fill, edge = (0.42 * strength, 0.95 * strength) if struck else (0.16, 0.95)
+        reach = self._skill(slot, skill, S_RANGE) * self.mm
+        half = self._skill(slot, skill, S_SIZE) * self.mm
+        if skill == 3:
+            at = self._point(int(self.units[layout.CAST_X, slot]), int(self.units[layout.CAST_Y, slot]))
+            self.canvas.circle(at, half, faded(colour, fill), faded(PALE[camp], edge), 1.8)
+            if not struck:
+                self.canvas.circle(at, half * done, faded(colour, 0.26))
+                self.canvas.line(self._at(slot), at, faded(PALE[camp], 0.4), 1.2)
+        elif skill == 2:
+            self._line(slot, reach, half, done, colour, fill, edge, struck)
+        else:
+            target = int(self.units[layout.CAST_TARGET, slot])
+            if 0 <= target < self.units.shape[1] and self.shows(target):
+                a, b = self._at(slot), self._at(target)
+                if struck:
+                    self._bolt(a, b, colour, strength, 3.4)
+                    self.canvas.circle(b, 17 + 7 * (1 - strength), None, faded(colour, strength), 2.4)
+                else:
+                    self.canvas.line(a, b, faded(colour, 0.75), 1.6)
+                    self.canvas.dashes(b, 19 - 4 * done, faded(PALE[camp], 0.95), 2, 6, self.tick * 9 % 360)
+
+    def _line(
+        self, slot: int, reach: float, half: float, done: float, colour: Colour, fill: float, edge: float, struck: bool
+    ) -> None:
+        ux, uy = int(self.units[layout.CAST_X, slot]) / 1024, int(self.units[layout.CAST_Y, slot]) / 1024
+        x, y = self._at(slot)
+        if struck and self._skill(slot, 2, S_EFFECT) == DASHES:  # the hero is where the line ended
+            x, y = x - ux * reach, y - uy * reach
+
+        def strip(length: float) -> list[Point]:
+            return [
+                (x - uy * half, y + ux * half),
+                (x + ux * length - uy * half, y + uy * length + ux * half),
+                (x + ux * (length + half * 0.9), y + uy * (length + half * 0.9)),
+                (x + ux * length + uy * half, y + uy * length - ux * half),
+                (x + uy * half, y - ux * half),
+            ]
+
+        self.canvas.polygon(strip(reach), faded(colour, fill), faded(PALE[int(self.units[CAMP, slot])], edge * 0.85), 1.5)
+        if not struck:
+            self.canvas.polygon(strip(reach * done), faded(colour, 0.3))
+
+    def _recall(self, slot: int, done: float) -> None:
+        camp = int(self.units[CAMP, slot])
+        at = self._at(slot)
+
+        def light(canvas: SpriteCanvas) -> None:
+            canvas.glow(30, mixed(CAMPS[camp], _WHITE, 0.5), 0.85, 1.2)
+
+        self.canvas.sprite(("recall", camp), at, 30, light)
+        self.canvas.dashes(at, 23, faded(_WHITE, 0.8), 1.8, 10, self.tick * 7 % 360)
+        self.canvas.arc(at, 19, -90, -90 + 360 * max(0.0, min(1.0, done)), faded(PALE[camp], 1.0), 3)
+
+    def _fallen(self) -> None:
+        """Ruins of towers, and where heroes died."""
+        for camp in (0, 1):
+            for which in range(layout.STRUCTURES):
+                slot = layout.structure_slot(self.size, camp, which)
+                if not self.units[ALIVE, slot]:
+                    radius = _BASE if which == layout.CORE else _TOWER
+                    self.canvas.sprite(("ruin", radius), self._at(slot), radius * 1.5, tokens.ruin(radius))
+        for slot in range(2 * self.size):
+            if not self.units[ALIVE, slot]:
+                camp, hero = int(self.units[CAMP, slot]), HEROES[int(self.units[layout.HERO_ROW, slot])]
+                at = self._at(slot)
+                self.canvas.sprite(("fallen", hero.archetype, camp), at, 18, tokens.coin(hero.archetype, camp, 11, dim=True))
+                left = -(-int(self.units[layout.RESPAWN, slot]) // layout.TICKS_PER_SECOND)
+                self.canvas.text((at[0], at[1] + 19), f"{left} s", 10.5, PALE[camp], "middle", halo=1.2)
+
+    # -- units ----------------------------------------------------------------------------------------------------------
+
+    def _building(self, slot: int) -> None:
+        camp, at = int(self.units[CAMP, slot]), self._at(slot)
+        if self.units[KIND, slot] == layout.BASE:
+            self.canvas.sprite(("base", camp), at, _BASE * 1.6, tokens.base(camp, _BASE))
+            self._health(slot, at[0], at[1] - _BASE - 12, 64, 6)
+        else:
+            self.canvas.sprite(("tower", camp), at, _TOWER * 1.7, tokens.tower(camp, _TOWER))
+            self._health(slot, at[0], at[1] - _TOWER - 11, 46, 5.5)
+
+    def _creep(self, slot: int) -> None:
+        camp, kind, at = int(self.units[CAMP, slot]), int(self.units[KIND, slot]), self._at(slot)
+        radius = _SIEGE if kind == layout.SIEGE else _CREEP
+        self._marks(slot, at, radius)
+        self.canvas.sprite(("creep", kind, camp), at, radius * 1.8, tokens.creep(kind, camp, radius))
+        if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
+            self._health(slot, at[0], at[1] - radius - 5.5, 17, 3)
+        self._stars(slot, at, radius)
+
+    def _hero(self, slot: int) -> None:
+        camp, at = int(self.units[CAMP, slot]), self._at(slot)
+        hero = HEROES[int(self.units[layout.HERO_ROW, slot])]
+        self._marks(slot, at, _HERO)
+        self.canvas.sprite(("hero", hero.archetype, camp), at, _HERO * 1.5, tokens.coin(hero.archetype, camp, _HERO))
+        if self.units[layout.SHIELD, slot] > 0:
+            self.canvas.circle(at, _HERO + 4.5, (210, 240, 255, 42), (226, 246, 255, 235), 2)
+            self.canvas.arc(at, _HERO + 4.5, 200, 260, (255, 255, 255, 255), 3)
+        since = MEND_COOLDOWN - int(self.units[layout.COOLDOWN_HEAL, slot])
+        if 0 <= since < 2 * _FLASH:
+            for dx, dy in ((-15, 2), (14, -5), (2, -16)):
+                x, y = at[0] + dx, at[1] + dy - since * 0.9
+                for wide, high in ((7.0, 2.4), (2.4, 7.0)):
+                    self.canvas.box(x - wide / 2, y - high / 2, wide, high, faded(_MENDED, 1 - since / (2 * _FLASH)))
+        self._stars(slot, at, _HERO)
+
+    def _marks(self, slot: int, at: Point, radius: float) -> None:
+        """Below a unit: whether it is slowed."""
+        if self.units[layout.SLOW, slot] > 0:
+            self.canvas.circle(at, radius + 4, faded(_SLOWED, 0.22))
+            self.canvas.dashes(at, radius + 4.5, faded(_SLOWED, 0.95), 2, 5, -self.tick * 4 % 360)
+
+    def _stars(self, slot: int, at: Point, radius: float) -> None:
+        """Around the head of whoever is stunned."""
+        if self.units[layout.STUN, slot] <= 0:
+            return
+        reach = radius * 1.02
+        for i in range(3):
+            turn = math.radians(self.tick * 14 + i * 120)
+            x, y = at[0] + reach * math.cos(turn), at[1] - radius * 0.45 + reach * 0.42 * math.sin(turn)
+            size = max(3.0, radius * 0.4)
+            self.canvas.polygon([(x + a, y + b) for a, b in tokens.star(5, size + 1.1, size * 0.55)], (*INK, 255))
+            self.canvas.polygon([(x + a, y + b) for a, b in tokens.star(5, size, size * 0.45)], (255, 226, 92, 255))
+
+    def _leaves(self) -> None:
+        """Over whoever stands in a bush, so that it is seen that he does."""
+        for bush_x, bush_y in layout.BUSHES:
+            inside = (self.units[X] - bush_x) ** 2 + (self.units[Y] - bush_y) ** 2 <= layout.BUSH_RADIUS**2
+            if not (inside & (self.units[ALIVE] == 1)).any():
+                continue
+
+            def paint(canvas: SpriteCanvas) -> None:
+                radius = layout.BUSH_RADIUS * self.mm
+                for i in range(40):
+                    turn, far = i * 2.399963, math.sqrt((i + 0.5) / 40) * radius * 0.93
+                    x, y = far * math.cos(turn), far * math.sin(turn)
+                    leaf = [(x + a, y + b) for a, b in _leaf(radius * 0.17, turn * 57.3 + 60)]
+                    canvas.polygon(leaf, (70 + i % 3 * 14, 148, 82, 118))
+
+            self.canvas.sprite(("leaves",), self._point(bush_x, bush_y), layout.BUSH_RADIUS * self.mm * 1.1, paint)
+
+    # -- blows ----------------------------------------------------------------------------------------------------------
+
+    def _blows(self) -> None:
+        for slot in range(self.units.shape[1]):
+            target = int(self.units[layout.TARGET, slot])
+            since = int(self.units[layout.PERIOD, slot]) - int(self.units[layout.READY, slot])
+            if not self.units[ALIVE, slot] or not 0 <= target < self.units.shape[1] or not 0 <= since < _FLASH:
+                continue
+            if not self.shows(slot) or not self.shows(target) or not self.units[layout.READY, slot]:
+                continue
+            self._blow(slot, target, 1 - since / _FLASH)
+
+    def _blow(self, slot: int, target: int, strength: float) -> None:
+        a, b, camp, kind = self._at(slot), self._at(target), int(self.units[CAMP, slot]), int(self.units[KIND, slot])
+        colour = mixed(CAMPS[camp], _WHITE, 0.45)
+        if self.units[layout.RANGE, slot] >= 3_000:
+            self._bolt(a, b, colour, strength, 4.0 if kind in (layout.TOWER, layout.BASE) else 2.4 if kind == layout.HERO else 1.5)
+            return
+        turn = math.degrees(math.atan2(a[1] - b[1], a[0] - b[0]))
+        radius = 15.0 if kind == layout.HERO else 8.0
+        self.canvas.arc(b, radius, turn - 55, turn + 55, faded(_WHITE, 0.95 * strength), 2.6 if kind == layout.HERO else 1.6)
+
+    def _bolt(self, a: Point, b: Point, colour: Colour, strength: float, width: float) -> None:
+        """Light from one to the other: wide and faint, narrow and bright, and a spark where it hits."""
+        self.canvas.line(a, b, faded(colour, 0.28 * strength), width * 2.6)
+        self.canvas.line(a, b, faded(colour, 0.75 * strength), width * 1.2)
+        self.canvas.line(a, b, faded(_WHITE, 0.95 * strength), width * 0.5)
+        self.canvas.circle(b, width * 2.6, faded(colour, 0.5 * strength))
+        self.canvas.circle(b, width * 1.3, faded(_WHITE, 0.9 * strength))
+
+    # -- above everything -----------------------------------------------------------------------------------------------
+
+    def _health(self, slot: int, x: float, y: float, width: float, height: float) -> None:
+        share = int(self.units[layout.HP, slot]) / max(1, int(self.units[layout.MAX_HP, slot]))
+        box = Box(x - width / 2, y - height / 2, width, height)
+        self.canvas.box(box.left - 1, box.top - 1, box.width + 2, box.height + 2, INK)
+        bar(self.canvas, box, share, CAMPS[int(self.units[CAMP, slot])], 0.0, (48, 52, 56))
+
+    def _labels(self, heroes: list[int]) -> None:
+        """Name, level, health and mana of every hero; those who stand together do not cover one another's."""
+        taken: list[Box] = []
+        top = self.design.field.top + 3
+        for slot in sorted(heroes, key=lambda s: (-int(self.units[Y, s]), s)):
+            x, y = self._at(slot)
+            box = Box(x - 25, max(top, y - _HERO - 24), 50, 21)
+            for _ in range(24):
+                if not any(_overlap(box, other) for other in taken):
+                    break
+                box = Box(box.left, max(top, box.top - 4), box.width, box.height)
+            taken.append(box)
+            if y - _HERO - box.bottom > 8:
+                self.canvas.line((x, box.bottom), (x, y - _HERO), faded(PALE[int(self.units[CAMP, slot])], 0.45), 1)
+            self._label(slot, box)
+
+    def _label(self, slot: int, box: Box) -> None:
+        camp, hero = int(self.units[CAMP, slot]), HEROES[int(self.units[layout.HERO_ROW, slot])]
+        most = max(1, int(self.units[layout.MAX_HP, slot]))
+        middle = box.left + box.width / 2
+        self.canvas.text((middle + 4, box.top + 5), hero.name, 9.5, PALE[camp], "middle", halo=1.1)
+        self.canvas.box(box.left + 5, box.top + 11, box.width - 5, 10.5, INK, None, 1.5)
+        hp = Box(box.left + 6, box.top + 12, box.width - 7, 5.6)
+        bar(self.canvas, hp, int(self.units[layout.HP, slot]) / most, CAMPS[camp], int(self.units[layout.SHIELD, slot]) / most, (52, 56, 60))
+        for part in range(250, most, 250):
+            self.canvas.box(hp.left + hp.width * part / most - 0.3, hp.top, 0.6, hp.height * 0.6, (*INK, 190))
+        mana = int(self.units[layout.MANA, slot]) / max(1, int(self.units[layout.MAX_MANA, slot]))
+        bar(self.canvas, Box(hp.left, hp.bottom + 0.8, hp.width, 2.4), mana, panels.MANA, 0.0, (44, 44, 54))
+        badge(self.canvas, box.left + 2, box.top + 15.5, 6.6, int(self.units[layout.LEVEL, slot]), camp)
+
+
+def _leaf(size: float, degrees: float) -> list[Point]:
+    c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    shape = ((-1.0, 0.0), (-0.3, -0.5), (0.4, -0.42), (1.0, 0.0), (0.4, 0.42), (-0.3, 0.5))
+    return [((x * c - y * s) * size, (x * s + y * c) * size) for x, y in shape]
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a.left < b.right and b.left < a.right and a.top < b.bottom and b.top < a.bottom

@@ -1,0 +1,122 @@
+"""A session with an actor: whatever the actor does, an answer comes back in time, or the word that there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from typing import Final, NamedTuple
+
+from ludus.errors import LudusError, Refused, Unreachable
+from ludus.game.client import AsyncClient
+from ludus.games.arena.match import Remote
+
+log = logging.getLogger(__name__)
+
+_OVER: Final = frozenset({404, 410, 500, 504})
+"""After these the session is no more; another one may be begun."""
+_NOT_NOW: Final = frozenset({429, 503})
+_UNUSABLE: Final = 422
+_SESSIONS: Final = 4
+"""Of one match, one after the other: an actor that fails again and again is as good as gone."""
+_END_S: Final = 5.0
+_CLOCK_S: Final = 0.05
+"""A wait may end so much too early."""
+
+
+class Heard(NamedTuple):
+    """The reply; or none, and why. `fresh`: another session has begun in its place. `gone`: there will be none any more."""
+
+    reply: bytes | None
+    why: str = ""
+    fresh: bool = False
+    gone: bool = False
+
+
+class Talk:
+    """One session after the other with one actor, until it is gone. Nothing but CancelledError is raised."""
+
+    def __init__(self, remote: Remote, name: str, match: str, start: bytes, patience_s: float) -> None:
+        """`name`: what the ids of the sessions begin with; `match` joins those of one match. `start`: the first body."""
+        self._remote, self._name, self._match, self._start_body = remote, name, match, start
+        self._limit_s = max(remote.timeout_s, patience_s)
+        # Its pauses grow by 0.2 s: so many of them fill the time, and the last error says what was wrong.
+        attempts = math.ceil(math.sqrt(10 * self._limit_s)) + 1
+        self._client = AsyncClient(remote.url, remote.token, self._limit_s, attempts)
+        self._session = ""
+        self._sessions = 0
+        self._since: float | None = None  # when it was first asked what it has not answered
+        self._informed = True  # until it turns out that it does not take what it may like to know
+
+    async def start(self) -> Heard:
+        """Begin a session."""
+        self._session = f"{self._name}-{uuid.uuid4().hex[:12]}"  # fresh: one of a game that was killed may still be open
+        self._sessions += 1
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._client.start(self._session, self._start_body, self._match)
+        except TimeoutError:
+            return self._given_up(f"{self._remote.url} did not begin a session within {self._limit_s:g} s.")
+        except LudusError as error:
+            return self._given_up(str(error))
+        self._since = None
+        return Heard(b"")
+
+    async def tick(self, body: bytes, without: bytes | None = None) -> Heard:
+        """`without`: the same body without what the actor may like to know, for one that does not take it."""
+        if without is not None and not self._informed:
+            body, without = without, None
+        self._since = self._since or time.monotonic()
+        try:
+            reply = await self._client.tick(self._session, body, self._remote.timeout_s)
+        except Refused as error:
+            if error.status == _UNUSABLE and without is not None:
+                self._informed = False
+                return await self.tick(without)
+            return await self._refused(error)
+        except Unreachable as error:
+            return self._silent(str(error))
+        self._since = None
+        return Heard(reply)
+
+    async def end(self, body: bytes, without: bytes | None = None) -> None:
+        """The match is over. An actor that does not hear it will find out by itself."""
+        if not self._session:
+            return
+        if without is not None and not self._informed:
+            body, without = without, None
+        try:
+            async with asyncio.timeout(min(self._limit_s, _END_S)):
+                await self._client.end(self._session, body)
+        except Refused as error:
+            if error.status == _UNUSABLE and without is not None:
+                self._informed = False
+                await self.end(without)
+                return
+            log.warning("%s: the end was refused: %s", self._session, error)
+        except (TimeoutError, LudusError) as error:
+            log.warning("%s: the end was not heard: %s", self._session, str(error) or "it took too long")
+        self._session = ""
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _refused(self, error: Refused) -> Heard:
+        why = f"{error.status} {error.error}: {error}"
+        if error.status in _NOT_NOW:
+            return self._silent(why)
+        if error.status not in _OVER or self._sessions >= _SESSIONS:
+            return self._given_up(why)
+        log.warning("%s: the session was lost, another one begins: %s", self._session, why)
+        heard = await self.start()
+        return heard if heard.gone else Heard(None, why, fresh=True)
+
+    def _silent(self, why: str) -> Heard:
+        """No answer this time. When that has been so for long enough, nobody is there."""
+        silent_s = 0.0 if self._since is None else time.monotonic() - self._since
+        return self._given_up(why) if silent_s >= self._limit_s - _CLOCK_S else Heard(None, why)
+
+    def _given_up(self, why: str) -> Heard:
+        return Heard(None, why, gone=True)

@@ -1,0 +1,44 @@
+"""`python -m ludus.games.doom`: one duel, as its environment says (docs/gamecore.md). Code 0: it was played to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+
+from ludus import plugins
+from ludus.errors import LudusError
+from ludus.games.doom.briefing import Briefing, write_result
+from ludus.games.doom.duel import Duel, Stopped
+
+
+def main() -> int:
+    try:
+        plugins.require("vizdoom", "doom", "The Doom duel")
+        briefing = Briefing.from_environment()
+        duel = Duel(briefing)
+        signal.signal(signal.SIGTERM, lambda *_: duel.stop())
+        signal.signal(signal.SIGINT, lambda *_: duel.stop())
+        result = duel.play()
+        write_result(briefing.result, result)
+    except Stopped:
+        return 128 + signal.SIGTERM
+    except LudusError as error:
+        _say(f"doom: {error}")
+        return error.exit_code
+    except Exception:
+        _say(traceback.format_exc())
+        return 1
+    _say(f"doom: {result}")
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    # Not by the usual way out: a thread that waits in the engine's library would be waited for by its destructors.
+    os._exit(main())

@@ -1,0 +1,78 @@
+"""What a game process is told by whoever started it: by its environment and one file, never by its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ludus.errors import UsageError
+
+CONFIG: Final = "LUDUS_GAME_CONFIG"
+RESULT: Final = "LUDUS_GAME_RESULT"
+TOKEN: Final = "LUDUS_GAME_TOKEN_"  # noqa: S105 - the name of a variable; a camp's number follows
+
+TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Camp:
+    """Where the actor of a camp listens."""
+
+    url: str
+    timeout_s: float = TIMEOUT_S
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Briefing:
+    runtime_id: str
+    camps: tuple[Camp | None, Camp | None]
+    """None: the game's own script plays it."""
+    directory: Path
+    """The game's own: it may write there."""
+    result: Path | None
+    seed: int = 0
+    max_frames: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Briefing:
+        """Raises UsageError."""
+        path = environment.get(CONFIG, "")
+        if not path:
+            raise UsageError(f"{CONFIG} is not set.", "It names the JSON file that says what is to be played.")
+        try:
+            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            camps = [*told.get("camps", ()), None, None][:2]
+            result = environment.get(RESULT)
+            return cls(
+                runtime_id=str(told["runtime_id"]),
+                camps=(_camp(camps[0], environment, 0), _camp(camps[1], environment, 1)),
+                directory=Path(path).resolve().parent,
+                result=Path(result) if result else None,
+                seed=int(told.get("seed") or 0),
+                max_frames=None if told.get("max_frames") is None else int(told["max_frames"]),
+                options=dict(told.get("options") or {}),
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(
+                f"{path} ({CONFIG}) cannot be used: {error!r}.", "See docs/gamecore.md for what it holds."
+            ) from error
+
+
+def _camp(told: Mapping[str, Any] | None, environment: Mapping[str, str], number: int) -> Camp | None:
+    if told is None:
+        return None
+    return Camp(str(told["url"]), float(told.get("timeout_s") or TIMEOUT_S), environment.get(f"{TOKEN}{number}") or None)
+
+
+def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    if path is not None:
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        aside.write_text(json.dumps(result, allow_nan=False), encoding="utf-8")
+        os.replace(aside, path)

@@ -1,0 +1,127 @@
+"""Who plays a camp of the duel: an actor that is asked over HTTP, or a script."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from ludus.errors import EnvironmentFault, LudusError
+from ludus.game.bodies import decode, encode
+from ludus.game.client import Client
+from ludus.games.doom.briefing import Camp
+from ludus.games.doom.engine import NOTHING, PRESSES, Seen
+
+RETRIES = 2
+_AIMED = 0.04
+"""So far off the middle of the picture a rocket still hits: it bursts over a few steps."""
+_DODGE = 0.3
+"""Of the decisions with the other one in sight, how many evade instead of aiming."""
+_LEFT, _RIGHT, _FIRE = 1, 2, 3
+
+
+class Player(Protocol):
+    """One of them is used by one thread."""
+
+    kind: str
+
+    def begin(self) -> None: ...
+
+    def act(self, seen: Seen, reward: float) -> int:
+        """`reward` is that of the action before, and of what happened until now."""
+        ...
+
+    def end(self, reward: float) -> None:
+        """The match was played to its end."""
+        ...
+
+    def leave(self) -> None:
+        """It was not; also after an error. Does not raise LudusError."""
+        ...
+
+
+class ActorPlayer:
+    """Asks the actor of its camp. Raises EnvironmentFault, which says whose actor it was."""
+
+    kind = "actor"
+
+    def __init__(self, number: int, camp: Camp, match: str) -> None:
+        self._number, self._camp, self._match = number, camp, match
+        self._client = Client(camp.url, camp.token, camp.timeout_s, RETRIES)
+        # An id may be played again, after a crash at once: the actor must not take that for the session it still has.
+        self._session = f"{match}.{number}.{uuid.uuid4().hex[:12]}"
+        self._open = False
+
+    def begin(self) -> None:
+        self._asked(lambda: self._client.start(self._session, match=self._match))
+        self._open = True
+
+    def act(self, seen: Seen, reward: float) -> int:
+        body = encode({"observation": seen.screen.tobytes(), "reward": reward}, "msgpack")
+        reply = self._asked(lambda: self._client.tick(self._session, body))
+        try:
+            action: Any = decode(reply)["action"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._senseless(reply) from error
+        if isinstance(action, bool) or not isinstance(action, int) or not 0 <= action < len(PRESSES):
+            raise self._senseless(reply)
+        return action
+
+    def end(self, reward: float) -> None:
+        body = encode({"reward": reward, "terminated": True}, "msgpack")
+        self._asked(lambda: self._client.end(self._session, body))
+        self._open = False
+        self._client.close()
+
+    def leave(self) -> None:
+        if self._open:
+            self._open = False
+            with suppress(LudusError):  # it may be the one whose fault it is; without an end it forgets the session after a while
+                self._client.end(self._session)
+        self._client.close()
+
+    def _asked(self, ask: Callable[[], bytes]) -> bytes:
+        try:
+            return ask()
+        except LudusError as error:
+            raise EnvironmentFault(
+                f"The actor of camp {self._number} at {self._camp.url} failed: {error.message}", error.hint
+            ) from error
+
+    def _senseless(self, reply: bytes) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"The actor of camp {self._number} at {self._camp.url} answered {reply[:60]!r}.",
+            f'An action is a msgpack map {{"action": 0 … {len(PRESSES) - 1}}}.',
+        )
+
+
+class ScriptPlayer:
+    """Steps in front of the other one and fires, and now and then aside."""
+
+    kind = "script"
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - a game
+        self._way, self._left = _LEFT, 0
+
+    def begin(self) -> None:
+        pass
+
+    def act(self, seen: Seen, reward: float) -> int:
+        if self._left > 0:
+            self._left -= 1
+            return self._way
+        if seen.enemy is None or self._random.random() < _DODGE:
+            self._way, self._left = self._random.choice((_LEFT, _RIGHT)), self._random.randrange(1, 6)
+            return self._way
+        if abs(seen.enemy) < _AIMED:
+            return NOTHING + _FIRE
+        return (_RIGHT if seen.enemy > 0 else _LEFT) + (_FIRE if abs(seen.enemy) < 2 * _AIMED else 0)
+
+    def end(self, reward: float) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
