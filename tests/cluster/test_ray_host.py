@@ -322,6 +322,7 @@ def test_a_training_joins_the_ray_of_its_job_which_is_pinned_and_private_and_lea
     job.until(lambda: not {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("plasma")}, 10)
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_nobody_is_let_in_with_another_token_and_a_head_that_never_comes_is_told(tmp_path: Path) -> None:
     with rig(tmp_path, 2, wait_s=1.0) as job:

@@ -17,47 +17,17 @@ import pytest
 import ludus
 from ludus.errors import DeadlineMissed, Refused, Unreachable, UsageError, WorkerFailed
 from ludus.game import GamecoreClient
-from ludus.game.gamecore import ADDRESS_VARIABLE, TOKEN_VARIABLE, GameState
-from ludus.gamecore.server import Running, Settings, running
+from ludus.game.gamecore import ADDRESS_VARIABLE, TOKEN_VARIABLE, Camp, GameState
+from ludus.gamecore.server import Running, running
+from ludus.gamecore.settings import Settings
 from tests.game.old_server import OldServer, old_server
-
-HEROES = [[{"hero_id": 190}, {"hero_id": 173}, {"hero_id": 117}], [{"hero_id": 141}, {"hero_id": 111}, {"hero_id": 107}]]
-LINEUP = {"mode": "3v3", "heroes": HEROES}
-
-TOY = """
-import json, os, signal, sys
-from pathlib import Path
-
-config = json.loads(Path(os.environ["LUDUS_GAME_CONFIG"]).read_text())
-print("the toy plays", config["mode"], flush=True)
-if config["options"]["behave"] == "crash":
-    sys.exit("the map is missing")
-if config["options"]["behave"] == "go on":
-    signal.pause()
-tokens = [os.environ.get(f"LUDUS_GAME_TOKEN_{camp}") for camp in (0, 1)]
-result = Path(os.environ["LUDUS_GAME_RESULT"])
-aside = result.with_suffix(".aside")
-aside.write_text(json.dumps({"winner": 1, "config": config, "tokens": tokens}))
-aside.replace(result)
-"""
-CATALOGUE = """
-games:
-  toy:
-    command: ["{python}", -P, -S, toy.py]
-    directory: .
-    modes: [1v1, 3v3]
-    options:
-      behave: {type: string, choices: [end, crash, go on], default: end}
-"""
+from tests.game.toy import HEROES, LINEUP, save
 
 
 @pytest.fixture(scope="module")
 def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A catalogue of one game that does as it is told."""
-    place = tmp_path_factory.mktemp("gamecore")
-    (place / "toy.py").write_text(TOY)
-    (place / "games.yaml").write_text(CATALOGUE)
-    return place / "games.yaml"
+    return save(tmp_path_factory.mktemp("gamecore"))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +53,7 @@ def old() -> Iterator[OldServer]:
 
 def test_a_game_is_told_what_was_asked_for_and_its_result_comes_back(server: Running) -> None:
     with GamecoreClient(server.url, gamecore_req_timeout=1500, max_frame_num=900) as client:
-        actors = [{"address": "10.0.0.5:8000", "token": "s3cret"}, ("10.0.0.6", 8001)]
+        actors: list[Camp] = [{"address": "10.0.0.5:8000", "token": "s3cret"}, ("10.0.0.6", 8001)]
         started = client.start_game("whole", actors, LINEUP, True, "task-1", seed=5)
         assert started.runtime_id == "whole"
         ended = client.wait_game("whole", 20)
@@ -109,11 +79,17 @@ def test_heroes_may_be_numbers_and_the_mode_is_counted(client: GamecoreClient, c
 
 
 def test_a_hero_has_what_its_kind_has_unless_it_says_otherwise(server: Running) -> None:
-    kinds = {190: {"skill_id": 80115, "symbol": [1, 2]}, "141": {"skill_id": 80107}}
+    kinds: dict[Any, dict[str, Any]] = {190: {"skill_id": 80115, "symbol": [1, 2]}, "141": {"skill_id": 80107}}
     with GamecoreClient(server.url, default_hero_config=kinds) as client:
         client.start_game("kinds", None, [[{"hero_id": 190, "skill_id": 7}], [141]])
         told = client.wait_game("kinds", 20).result["config"]
     assert told["heroes"] == [[{"hero_id": 190, "skill_id": 7, "symbol": [1, 2]}], [{"hero_id": 141, "skill_id": 80107}]]
+
+
+def test_the_task_may_stand_where_it_always_stood(client: GamecoreClient) -> None:
+    client.start_game("judged-7", [None, None], LINEUP, "7", True)
+    ended = client.wait_game("judged-7", 20)
+    assert (ended.task_id, ended.eval_mode) == ("7", True)
 
 
 def test_the_same_start_again_finds_the_game_and_another_one_is_refused(client: GamecoreClient) -> None:
@@ -136,7 +112,7 @@ def test_a_crash_is_raised_with_its_exit_code_and_last_lines(client: GamecoreCli
         client.wait_game("crash", 20)
     assert "Game 'crash' has crashed" in str(failed.value)
     assert "exit code 1" in str(failed.value)
-    assert "the toy plays 3v3\n  the map is missing" in str(failed.value)
+    assert "Its last lines:\n  the toy plays 3v3\n  the map is missing\n" in str(failed.value)
     assert "ludus gamecore logs crash" in failed.value.hint
     assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
     assert client.state("crash").state == "crashed"
@@ -228,10 +204,13 @@ def test_a_server_that_is_restarted_is_waited_for(games: Path) -> None:
     with ThreadPoolExecutor(1) as pool, GamecoreClient(f"127.0.0.1:{port}") as client:
         with running(settings):
             client.start_game("survivor", None, LINEUP, options={"behave": "go on"})
-            waiting = pool.submit(client.wait_game, "survivor", 30)
-            assert client.state("survivor").state in ("starting", "running")
-        with running(settings), contextlib.suppress(WorkerFailed):
-            assert waiting.result(30).over, "it was ended with its server, and the next one knows"
+        with pytest.raises(Unreachable):
+            client.state("survivor")
+        waiting = pool.submit(client.wait_game, "survivor", 30)
+        with running(settings):
+            assert waiting.result(30).state == "stopped", "it was ended with its server, and the next one knows"
+        with GamecoreClient(f"127.0.0.1:{port}") as stranger, pytest.raises(Unreachable):
+            stranger.wait_game("survivor")  # a server that never was there is not waited for
 
 
 # -- who may ask -------------------------------------------------------------------------------------------------------------
@@ -485,9 +464,15 @@ def test_addresses_are_read_as_people_write_them(given: str, url: str) -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for wrong in ({"timeout_s": 0}, {"gamecore_req_timeout": 0}, {"simulator_type": "remoet"}, {"token": "a\nb"}):
+    wrongs: list[dict[str, Any]] = [
+        {"timeout_s": 0},
+        {"gamecore_req_timeout": 0},
+        {"simulator_type": "remoet"},
+        {"token": "a\nb"},
+    ]
+    for wrong in wrongs:
         with pytest.raises(UsageError):
-            GamecoreClient("node1", **wrong)  # type: ignore[arg-type]
+            GamecoreClient("node1", **wrong)
     with pytest.raises(UsageError, match="Did you mean 'remote'"):
         GamecoreClient("node1", simulator_type="remoet")
 
@@ -496,7 +481,8 @@ def test_the_state_of_a_newer_server_is_understood() -> None:
     said = {"runtime_id": "a", "state": "running", "colour": "green", "last_lines": ["x"], "result": None}
     assert GameState.from_json(said) == GameState("a", "running", last_lines=("x",))
     assert GameState.from_json(GameState("a", "lost", exit_code=-9).to_json()) == GameState("a", "lost", exit_code=-9)
-    for nonsense in (None, [], {}, {"runtime_id": 3, "state": "running"}):
+    nonsensical: list[Any] = [None, [], {}, {"runtime_id": 3, "state": "running"}]
+    for nonsense in nonsensical:
         with pytest.raises(Refused):
             GameState.from_json(nonsense)
 

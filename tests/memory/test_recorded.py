@@ -260,6 +260,7 @@ def test_files_are_rotated_and_read_in_order(tmp_path: Path) -> None:
     assert {segments.model for segments in read_recorded(tmp_path)} == {"left/../wing"}
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_several_processes_write_side_by_side_and_keep_one_bound(tmp_path: Path) -> None:
     writers, each, limit = 4, 150, 400_000

@@ -136,6 +136,7 @@ def test_buffers_metrics_gateways_and_trainers_work_there(hub: Session, node: No
     until(lambda: any(row.get("from_afar") == 7.5 for row in read_jsonl(hub.directory / "metrics.jsonl")))
 
 
+@pytest.mark.long
 def test_the_workers_of_a_model_serve_other_machines_and_their_death_costs_nobody_an_answer(hub: Session, node: Node) -> None:
     model = ludus.RemoteModel("central", Scale(), forward_args=(X,), num_workers=2)
     processes = [hub.supervisor._processes[f"inference-central-{index}"] for index in range(2)]
@@ -196,6 +197,7 @@ def test_a_forked_copy_works_there_too_and_leaves_the_copy_of_the_weights_alone(
 # -- one copy of the weights for each machine
 
 
+@pytest.mark.long
 def test_two_processes_of_a_machine_share_one_copy_and_the_second_goes_on_when_the_first_is_killed(
     hub: Session, node: Node
 ) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.jobs import TIMED_OUT, age
-from ludus.errors import DeadlineMissed, LudusError, UnknownName, UsageError
+from ludus.errors import DeadlineMissed, LudusError, Refused, UnknownName, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,6 +39,7 @@ _COLOURS = {
     "timed-out": "red",
     "lost": "red",
 }
+_LINE = 120
 _RULE = ("rule", "none")
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The runtime_id of the game.")]
@@ -88,8 +89,8 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")] = False,
 ) -> None:
     """Start, watch and stop games for whoever asks. Only games of the catalogue are started. Ctrl-C ends it and all its games."""
-    from ludus.gamecore.server import Settings
     from ludus.gamecore.server import serve as run
+    from ludus.gamecore.settings import Settings
 
     def announce(host: str, port: int) -> None:
         if as_json:
@@ -114,7 +115,7 @@ def try_out(
 ) -> None:
     """One match of the built-in rule AI against itself, from start to end: does the server work? Exit code 0 if so."""
     camps = _heroes(heroes)
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         runtime_id = f"test-{secrets.token_hex(4)}"
         lineup = {"heroes": camps} | ({"mode": mode} if mode else {})
         began = time.monotonic()
@@ -179,7 +180,7 @@ def start(
     """Start a game. The same again, while it runs, starts no second one."""
     camps = None if heroes is None else _heroes(heroes)
     lineup = {key: value for key, value in (("mode", mode), ("heroes", camps)) if value is not None}
-    with _client(server, token_file, max_frames) as client:
+    with _asking(server, token_file, max_frames) as client:
         state = client.start_game(
             runtime_id,
             _actors(camp, actor_token_file),
@@ -206,7 +207,7 @@ def wait(
     as_json: _Json = False,
 ) -> None:
     """Until a game is over. Exit code 0 when it came to its end, 1 when it did not."""
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         raise typer.Exit(_await(client, runtime_id, timeout, as_json))
 
 
@@ -224,7 +225,7 @@ def stop(
     as_json: _Json = False,
 ) -> None:
     """End games, and everything that they have started."""
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         missing = []
         for runtime_id in runtime_ids:
             state = client.stop_game(runtime_id, grace_s=grace)
@@ -250,7 +251,7 @@ def list_games(
         from ludus.plugins import did_you_mean
 
         raise UsageError(f"--state is {state!r}.", did_you_mean(state, _COLOURS))
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         found = client.list(state)
     if as_json:
         print(json.dumps([game.to_json() for game in found]))
@@ -270,7 +271,7 @@ def status(
     as_json: _Json = False,
 ) -> None:
     """How a game fares, or how it ended; or how the server does."""
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         if runtime_id is not None:
             state = client.state(runtime_id)
             if as_json:
@@ -295,7 +296,7 @@ def logs(
     token_file: _TokenFile = None,
 ) -> None:
     """What a game has written."""
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         text = client.logs(runtime_id, lines)
     if text:
         print(text, end="" if text.endswith("\n") else "\n")
@@ -304,7 +305,7 @@ def logs(
 @app.command()
 def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: _Json = False) -> None:
     """Which games the server can start, and what they take."""
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         found = client.catalogue()
     if as_json:
         print(json.dumps(found))
@@ -319,7 +320,7 @@ def clear(
     token_file: _TokenFile = None,
 ) -> None:
     """Forget all games that are over, with their logs."""
-    with _client(server, token_file) as client:
+    with _asking(server, token_file) as client:
         forgotten = client.clear().get("forgotten", 0)
         if tasks:
             client.task_clear()
@@ -329,10 +330,18 @@ def clear(
 # -- asking ---------------------------------------------------------------------------------------------------------------
 
 
-def _client(server: str | None, token_file: Path | None, max_frames: int | None = None) -> GamecoreClient:
+@contextmanager
+def _asking(server: str | None, token_file: Path | None, max_frames: int | None = None) -> Iterator[GamecoreClient]:
+    """What the server finds wrong with a command, or does not know, is wrong usage."""
     from ludus.game.gamecore import GamecoreClient
 
-    return GamecoreClient(server, token_file=token_file, max_frame_num=max_frames or -1)
+    with GamecoreClient(server, token_file=token_file, max_frame_num=max_frames or -1) as client:
+        try:
+            yield client
+        except Refused as refused:
+            if refused.status in (400, 404):
+                raise UsageError(refused.message, refused.hint) from refused
+            raise
 
 
 def _await(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool) -> int:
@@ -418,9 +427,12 @@ def _show(state: GameState, as_json: bool) -> None:
 
 
 def _result(state: GameState) -> str:
+    """What fits into a line of it: the values that are not lists or mappings themselves."""
     if not isinstance(state.result, dict):
-        return "" if state.result is None else json.dumps(state.result)
-    return ", ".join(f"{key} {_plain(value)}" for key, value in state.result.items())
+        return "" if state.result is None else json.dumps(state.result)[:_LINE]
+    plain = [f"{key} {_plain(value)}" for key, value in state.result.items() if not isinstance(value, (dict, list))]
+    line = ", ".join(plain) + (", …" if len(plain) < len(state.result) else "")
+    return line if len(line) <= _LINE else line[: _LINE - 1] + "…"
 
 
 def _plain(value: object) -> str:
@@ -449,7 +461,7 @@ def _table(games: Sequence[GameState], now: float) -> RenderableType:
             "–" if game.exit_code is None else str(game.exit_code),
             age(now - game.started) if game.started else "–",
             "–" if game.cpu_s is None else f"{game.cpu_s:.1f} s",
-            "–" if game.memory_mb is None else f"{game.memory_mb:.0f} MB",
+            "–" if game.memory_mb is None or game.over else f"{game.memory_mb:.0f} MB",
             str(game.restarts),
         )
         said = _result(game) if game.state == "finished" else game.reason
@@ -469,13 +481,13 @@ def _page(game: GameState) -> RenderableType:
         "time": "" if game.seconds is None else f"{game.seconds:.1f} s",
         "process": "" if game.pid is None else str(game.pid),
         "cpu": "" if game.cpu_s is None else f"{game.cpu_s:.1f} s",
-        "memory": "" if game.memory_mb is None else f"{game.memory_mb:.1f} MB",
-        "threads": "" if game.threads is None else str(game.threads),
+        "memory": "" if game.memory_mb is None or game.over else f"{game.memory_mb:.1f} MB",
+        "threads": "" if game.threads is None or game.over else str(game.threads),
         "restarts": str(game.restarts or ""),
         "seed": "" if game.seed is None else str(game.seed),
         "start from": game.start_from or "",
         "task": game.task_id or "",
-        "result": _result(game),
+        "result": "" if game.result is None else json.dumps(game.result),
         "last lines": "\n".join(game.last_lines),
     }
     page = Table.grid(padding=(0, 2))

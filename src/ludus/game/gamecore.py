@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -53,6 +54,8 @@ _LOOK_S = 0.5
 _AWAY_S = 60.0
 """A server that is restarted is back by then; one that is not, is gone."""
 _AWAY_PAUSE_S = 0.5
+_AWAY = frozenset({502, 503, 504})
+"""What a server says that is about to go, or a proxy in its stead."""
 _SLACK_S = 5.0
 """For the answer to a wait, beyond the time that was waited."""
 _STOP_S = 30.0
@@ -126,10 +129,12 @@ class GameState:
 
     def told(self) -> str:
         """One sentence: how it fares, or how it ended."""
-        took = "" if self.seconds is None else f" {'after' if self.over else 'for'} {self.seconds:.1f} s"
+        brief = self.seconds is None or self.seconds < 0.05 or self.state == "lost"
+        took = "" if brief else f" {'after' if self.over else 'for'} {self.seconds:.1f} s"
         code = "" if self.exit_code is None or self.state in ("finished", "stopped") else f", exit code {self.exit_code}"
         again = f", restarted {self.restarts}×" if self.restarts else ""
-        why = f": {self.reason.rstrip('.')}" if self.reason and self.state != "finished" else ""
+        told = not self.reason or self.state in ("finished", "lost") or f"code {self.exit_code}" in self.reason
+        why = "" if told else f": {self.reason.rstrip('.')}"
         return f"Game {self.runtime_id!r} {_VERBS.get(self.state, 'is ' + self.state)}{took}{code}{again}{why}."
 
 
@@ -184,6 +189,7 @@ class GamecoreClient:
         self._max_frames = max_frame_num if max_frame_num > 0 else None
         self._defaults = {str(hero): dict(config) for hero, config in (default_hero_config or {}).items()}
         self._has_v1: bool | None = None
+        weakref.finalize(self, self._wire.close)  # most snippets never close it
 
     def __enter__(self) -> GamecoreClient:
         return self
@@ -207,8 +213,8 @@ class GamecoreClient:
         runtime_id: str,
         server_config: Sequence[Camp] | None = None,
         camp_config: Mapping[str, Any] | Sequence[Sequence[Any]] | None = None,
-        eval_mode: bool = False,
-        task_id: str | None = None,
+        eval_mode: bool | str | None = False,
+        task_id: str | bool | None = None,
         extra_abs_key_info: Mapping[str, Any] | None = None,
         *,
         game: str | None = None,
@@ -223,6 +229,7 @@ class GamecoreClient:
         {"hero_id": …} or just the number for each hero; the two lists alone will do. `game` is a name of the server's catalogue; default: the
         first that plays the mode. `start_from` names a saved state, or is "any". `timeout_s` ends the game, however far it is.
         """
+        judged, task = _flags(eval_mode, task_id)
         mode, heroes = _lineup(camp_config, self._defaults)
         order = _Order(
             runtime_id=_checked(runtime_id),
@@ -230,13 +237,13 @@ class GamecoreClient:
             mode=mode,
             heroes=heroes,
             camps=_camps(server_config, heroes, self._actor_s),
-            eval_mode=bool(eval_mode),
+            eval_mode=judged,
             seed=seed,
             max_frames=self._max_frames,
             timeout_s=timeout_s,
             start_from=start_from,
-            simulator="remote" if eval_mode else self._simulator,
-            task_id=task_id,
+            simulator="remote" if judged else self._simulator,
+            task_id=task,
             options=dict(options or {}),
             extra=dict(extra_abs_key_info or {}),
         )
@@ -247,7 +254,7 @@ class GamecoreClient:
                 log.warning("extra_abs_key_info is not kept: %s has no place for it", self.server)
             return GameState.from_json(self._ask("POST", "/v1/games", order.to_v1()))
         self._ask_v2("newGame", order.to_v2())
-        return GameState(order.runtime_id, "starting", mode=mode, eval_mode=order.eval_mode, task_id=task_id)
+        return GameState(order.runtime_id, "starting", mode=mode, eval_mode=judged, task_id=task)
 
     def wait_game(self, runtime_id: str, max_timeout_second: float = 0) -> GameState:
         """How the game ended: finished, or stopped by somebody. 0 seconds: however long it takes.
@@ -358,10 +365,11 @@ class GamecoreClient:
             left_s = until - time.monotonic()
             try:
                 state = self._look(runtime_id, max(0.0, min(left_s, _POLL_S)))
-            except Unreachable:
+            except (Unreachable, Refused) as error:
                 now = time.monotonic()
                 away = now if away is None else away
-                if now - away >= _AWAY_S or now >= until:
+                gone = isinstance(error, Refused) and error.status not in _AWAY
+                if gone or self._has_v1 is None or now - away >= _AWAY_S or now >= until:
                     raise
                 time.sleep(min(_AWAY_PAUSE_S, until - now))
                 continue
@@ -420,9 +428,9 @@ class GamecoreClient:
 
 def failure(state: GameState) -> WorkerFailed:
     """What is raised for a game that broke: how it ended, and the last that it said."""
-    lines = "".join(f"\n  {line}" for line in state.last_lines[-_SHOWN_LINES:])
-    shown = f" Its last lines:{lines}\n" if lines else " It has written nothing."
-    return WorkerFailed(state.told() + shown, f"All of its log: ludus gamecore logs {state.runtime_id}")
+    lines = "".join(f"  {line}\n" for line in state.last_lines[-_SHOWN_LINES:])
+    shown = f"Its last lines:\n{lines}All of it: ludus gamecore logs {state.runtime_id}" if lines else "It has written nothing."
+    return WorkerFailed(state.told(), shown)
 
 
 _SHOWN_LINES = 15
@@ -518,6 +526,13 @@ def _plain_address(actor: _Actor) -> Address:
         message = f"The server speaks only /v2, which knows an actor by address and port: not {actor.url!r} with its path, token or https."
         raise UsageError(message, "Use a server of ours: ludus gamecore serve.")
     return parts.hostname, parts.port or 80
+
+
+def _flags(eval_mode: object, task_id: object) -> tuple[bool, str | None]:
+    """(an evaluation, its task): older callers say the task first."""
+    if isinstance(task_id, bool) or not isinstance(eval_mode, (bool, type(None))):
+        eval_mode, task_id = task_id, eval_mode
+    return bool(eval_mode), None if task_id is None else str(task_id)
 
 
 def _checked(runtime_id: str) -> str:

@@ -32,11 +32,13 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from ludus import pids
-from ludus.game.warm import CannotBeWarm, Warm
 from ludus.logfile import MAX_BYTES, CountingLog
+
+if TYPE_CHECKING:
+    from ludus.game.warm import Warm
 
 LAST_LINES = 20
 """So many of a game's last lines are handed over with its exit code."""
@@ -367,6 +369,7 @@ class Keeper:
 
 def _warm_up(name: str, control: socket.socket, owner: int) -> Warm:
     """What a failure has left here, memory and threads, goes with a new program in this very process: a keeper that is not warm."""
+    from ludus.game.warm import CannotBeWarm, Warm
 
     def look(number: int, frame: FrameType | None) -> None:
         if os.getppid() != owner:  # nobody listens to its line in the meantime

@@ -193,8 +193,8 @@ class _Keeper:
         """It takes orders, or is gone."""
         if not warm:
             self.is_ready.set()
-        self.is_warm = not warm
-        """Or need not be."""
+        self.has_spoken = not warm
+        """It has said whether it is warm, and why not: its failure."""
         self.failure = ""
         self._words = b""
 
@@ -207,7 +207,7 @@ class _Keeper:
         self._words += data
         if self._words.endswith(b"\n"):
             self.failure = json.loads(self._words)["failed"]
-            self.is_warm = True
+            self.has_spoken = True
             return False
         if not data:
             self.end()
@@ -438,6 +438,7 @@ class Games:
             return
         with self._lock:
             self._warm_failure = self._warm_failure or keeper.failure or None
+            self._warm_deaths = 0 if keeper.has_spoken else self._warm_deaths
             with contextlib.suppress(KeyError, ValueError):  # it was hung up
                 self._selector.unregister(keeper.control)
         keeper.is_ready.set()
@@ -447,7 +448,7 @@ class Games:
         code = self._keeper.process.poll()
         if code is None:
             return
-        if not self._keeper.is_warm:
+        if not self._keeper.has_spoken:
             self._warm_deaths += 1
             if self._warm_deaths >= _WARM_TRIES:
                 self._warm_failure = f"its process {GameExit(code)} when it was imported, {_WARM_TRIES} times in a row"

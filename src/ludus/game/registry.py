@@ -23,6 +23,10 @@ _GYM_ID = re.compile(r"^(?:[\w:.-]+:)?(?:[\w:.-]+/)?[\w:.-]+-v\d+$")
 _EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": "pettingzoo", "mpe2": "pettingzoo"}
 _PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
 _NOT_SHOWN = ("phys2d", "tabular", "GymV")
+_OURS = {"ludus/Arena-1v1-v0": ("ludus.games.arena.gym:ArenaEnv", "ludus.games.arena.gym:ArenaVectorEnv")}
+"""Gymnasium environments of our own: whoever makes one, and many at once; imported when they are made."""
+_OURS_SEVERAL = {"ludus/Arena-3v3-v0": "ludus.games.arena.zoo:arena_3v3", "ludus/Arena-5v5-v0": "ludus.games.arena.zoo:arena_5v5"}
+"""Those with several agents."""
 _WHOLE = ("env_config", "config", "cfg", "settings", "context", "env_ctx", "ctx")
 """Names by which a function says that it takes `env_config` as one mapping."""
 
@@ -52,6 +56,7 @@ def factory_of(name: str) -> Factory | None:
     """Whoever makes it, unless that is Gymnasium. Raises UnknownName, MissingExtra."""
     if name in _registered:
         return _registered[name]
+    name = _OURS_SEVERAL.get(name, name)
     if ":" not in name or _GYM_ID.match(name):
         return None
     found = import_object(name)
@@ -97,7 +102,7 @@ def _unknown(name: str) -> UnknownName | MissingExtra:
     newer = _other_versions(name, known)
     if newer:
         return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
-    hint = did_you_mean(name, [*known, *_registered, "external"])
+    hint = did_you_mean(name, [*known, *_OURS_SEVERAL, *_registered, "external"])
     if not _GYM_ID.match(name) and ":" not in name:
         hint = (
             f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()
@@ -155,3 +160,12 @@ def _parameters(factory: Factory) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):  # one that is written in C tells nothing
         return {}
+
+
+def _register_ours() -> None:
+    for name, (one, many) in _OURS.items():
+        if name not in gym.registry:
+            gym.register(name, entry_point=one, vector_entry_point=many)
+
+
+_register_ours()

@@ -1,10 +1,10 @@
 """Which games a server can start, and how: a YAML file, read into values. What is not in it cannot be started.
 
-    games:
-      mygame:
-        command: [./mygame, --headless, --config, "{config}"]
-        modes: [1v1]
-        limits: {seconds: 1800, memory_mb: 2000}
+games:
+  mygame:
+    command: [./mygame, --headless, --config, "{config}"]
+    modes: [1v1]
+    limits: {seconds: 1800, memory_mb: 2000}
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Option(_Section):
     """Something else that a caller may set."""
 
     type: Literal["number", "integer", "boolean", "string"]
-    default: bool | int | float | str
+    default: bool | int | float | str | None = None
+    """None: the game is told only if the caller says something."""
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
@@ -113,7 +114,7 @@ class Option(_Section):
                 re.compile(self.pattern)
             except re.error as error:
                 raise ValueError(f"pattern is no regular expression: {error}") from error
-        if wrong := self.complaint(self.default):
+        if self.default is not None and (wrong := self.complaint(self.default)):
             raise ValueError(f"default is {self.default!r}: {wrong}")
         return self
 
@@ -152,8 +153,10 @@ def _words_of(wrapper: Any) -> Any:
     for item in wrapper:
         if isinstance(item, list):
             words += map(_word, item)
+        elif isinstance(item, str) and item in WRAPPERS:
+            words += WRAPPERS[item]
         else:
-            words += WRAPPERS.get(item, (_word(item),)) if isinstance(item, (str, int, float)) else [item]
+            words.append(_word(item))
     return tuple(words)
 
 
@@ -190,9 +193,10 @@ class Entry(_Section):
             name = found[1]
             if name is None and found[0] in ("{", "}"):
                 raise ValueError(f"{word!r} has a brace without its other half; a brace of its own is written twice")
-            known = {*PLACEHOLDERS, *(OPTION + option for option in self.options)}
+            known = {*PLACEHOLDERS, *(OPTION + key for key, option in self.options.items() if option.default is not None)}
             if name is not None and name not in known:
-                raise ValueError(f"{word!r} has a placeholder {name!r} that does not exist. {did_you_mean(name, known)}")
+                hint = f"{did_you_mean(name, known)} A brace of its own is written twice"
+                raise ValueError(f"{word!r} has a placeholder {name!r} that does not exist. {hint}")
 
     @property
     def uses_wine(self) -> bool:
@@ -208,7 +212,8 @@ class Entry(_Section):
                 raise Refused(400, "option", f"options.{name[:64]} does not exist.", did_you_mean(name, self.options))
             if wrong := self.options[name].complaint(value):
                 raise Refused(400, "option", f"options.{name} is {_shown(value)}: {wrong}.")
-        return {name: given.get(name, option.default) for name, option in self.options.items()}
+        defaults = {name: option.default for name, option in self.options.items() if option.default is not None}
+        return {**defaults, **given}
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:
@@ -292,6 +297,4 @@ def _complaint(error: pydantic.ValidationError, source: str) -> ConfigError:
     if first["type"] == "missing":
         return ConfigError(f"{source}: {where} is missing.")
     said = first["msg"].removeprefix("Value error, ")
-    end = "" if said.endswith("?") else "."
-    return ConfigError(f"{source}: {where}: {said[:1].lower()}{said[1:]}{end}")
-
+    return ConfigError(f"{source}: {where}: {said[:1].lower()}{said[1:]}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import socket
@@ -12,19 +13,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ludus import pids
 from ludus.errors import Refused, WorkerFailed
-from ludus.game.process import GameExit, GameProcess, Games
+from ludus.game.process import GameExit, GameProcess
 from ludus.gamecore import home as homes
 from ludus.gamecore.catalogue import Catalogue, Entry
 from ludus.gamecore.home import Home
 from ludus.gamecore.launch import Place, launch
 from ludus.gamecore.order import Order, shown
+from ludus.gamecore.starters import Starters
 from ludus.gamecore.status import State, Status, verdict
 from ludus.gamecore.tasks import Tasks
 from ludus.gamecore.usage import Usage, usage
@@ -38,7 +40,7 @@ GONE_S = 20.0
 _STARTS, _DISK = 8, 4
 """Threads: a start takes some milliseconds, and up to ten seconds on a machine that is overloaded."""
 
-_FIRST_LINE_S = 0.1
+_FIRST_LINE_S, _LOOK_S = 0.1, 5.0
 _PORTS = 1000
 _SEEDS = 1 << 31
 _Found = TypeVar("_Found")
@@ -61,7 +63,9 @@ class Match:
     def __init__(self, order: Order, entry: Entry, place: Place, status: Status, now: float) -> None:
         self.order, self.entry, self.place, self.status = order, entry, place, status
         self.start_from: Path | None = None
-        self.saves = False
+        self.saves = self.is_fork = False
+        self.log_bytes = 0
+        """Of its log, when this life began."""
         self.process: GameProcess | None = None
         self.began = now
         """On the clock of the loop."""
@@ -70,17 +74,14 @@ class Match:
         """The first life has begun or failed; nothing of it is left; somebody wants its end."""
         self.failure: WorkerFailed | None = None
         self.asked: tuple[State, str] | None = None
-        self.gone_by = float("inf")
-        self.bytes = 0
-
-    @property
-    def warm(self) -> str | None:
-        return None
+        self.grace_s = entry.grace_s
+        self.gone_by = math.inf
 
     def end(self, state: State, reason: str, grace_s: float) -> None:
         """Ask its process to end, as what and why; the first to ask says so. A shorter grace replaces a longer."""
         if self.asked is None:
-            self.asked = state, reason
+            self.asked, self.grace_s = (state, reason), grace_s
+        self.grace_s = min(grace_s, self.grace_s)
         self.gone_by = min(self.gone_by, asyncio.get_running_loop().time() + grace_s + GONE_S)
         self.wanted.set()
         if self.process is not None:
@@ -110,11 +111,11 @@ class Hall:
         self._closing = False
         self._starts = ThreadPoolExecutor(_STARTS, "gamecore-start")
         self._disk = ThreadPoolExecutor(_DISK, "gamecore-disk")
-        self._games: Games | None = None
+        self._starters: Starters | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Hall:
-        self._games = Games()
+        self._starters = Starters(self._surroundings)
         for status in await self._in(self._disk, self.home.load):
             self._known[status.runtime_id] = status
             self._bytes[status.runtime_id] = await self._in(self._disk, self.home.size, self.home.place(status.runtime_id))
@@ -141,12 +142,17 @@ class Hall:
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
-        if self._games is not None:
-            await asyncio.to_thread(self._games.close, 0.0)
+        if self._starters is not None:
+            await asyncio.to_thread(self._starters.close)
         for pool in (self._starts, self._disk):
             await asyncio.to_thread(pool.shutdown)
 
     # -- what callers ask for
+
+    @property
+    def known(self) -> int:
+        """Games that are over and not forgotten."""
+        return len(self._known)
 
     @property
     def running(self) -> list[Match]:
@@ -154,6 +160,9 @@ class Hall:
 
     async def start(self, order: Order) -> tuple[Match, bool]:
         """The game, and whether it was started for this order (else it runs already). Raises Refused."""
+        state = None
+        if order.start_from is not None and order.runtime_id not in self._matches:
+            state = await self._in(self._disk, self.home.choose_state, order.game, order.start_from, order.must_resume)
         present = self._matches.get(order.runtime_id)
         if present is not None:
             if present.order != order:
@@ -165,7 +174,7 @@ class Hall:
                 )
             await self._begun(present)
             return present, False
-        match = self._admit(order)
+        match = self._admit(order, state)
         life = asyncio.create_task(self._live(match))
         self._lives.add(life)
         life.add_done_callback(self._lives.discard)
@@ -176,7 +185,7 @@ class Hall:
         """Raises Refused."""
         match = self._matches.get(runtime_id)
         if match is not None:
-            return match.shown(asyncio.get_running_loop().time())
+            return self.shown(match)
         if runtime_id in self._known:
             return self._known[runtime_id].to_json()
         raise Refused(404, "unknown_id", f"There is no game {shown(runtime_id)}.", "It was never started, or it is forgotten.")
@@ -192,11 +201,12 @@ class Hall:
             self._note(match, await self._in(self._disk, _usage_of, match))
         return self.status(runtime_id)
 
-    def list(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
-        """The oldest first."""
+    def listed(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
+        """The oldest first; of their last lines only the very last."""
         now = asyncio.get_running_loop().time()
         found = [*(status.to_json() for status in self._known.values()), *(match.shown(now) for match in self._matches.values())]
-        return [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
+        chosen = [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
+        return [{**one, "last_lines": one["last_lines"][-1:]} for one in chosen]
 
     async def wait(self, runtime_id: str, timeout_s: float) -> dict[str, Any]:
         """Its status when it is over, or after so long. Raises Refused."""
@@ -217,10 +227,33 @@ class Hall:
         await _set_within(match.over, grace_s + GONE_S + 5.0)
         return match.status.to_json()
 
-    async def log(self, runtime_id: str, lines: int) -> list[str]:
+    async def log_lines(self, runtime_id: str, lines: int) -> list[str]:
         """Raises Refused."""
         self.status(runtime_id)
         return await self._in(self._disk, homes.last_lines, self.home.place(runtime_id).log, lines)
+
+    def shown(self, match: Match) -> dict[str, Any]:
+        return match.shown(asyncio.get_running_loop().time())
+
+    async def offered(self) -> dict[str, Any]:
+        """What can be asked for; not how it is started."""
+        alike = Counter(match.order.game for match in self.running)
+        found = {}
+        for name, entry in self.catalogue.games.items():
+            saved = await self._in(self._disk, self.home.saved, name)
+            found[name] = {
+                "modes": list(entry.modes),
+                "options": {key: option.model_dump(exclude_none=True) for key, option in entry.options.items()},
+                "limits": entry.limits.model_dump(exclude_none=True),
+                "states": len(saved),
+                "running": alike[name],
+            }
+        return found
+
+    async def forget_task(self, task_id: str | None) -> None:
+        """What is kept of the games of one task; None: of all."""
+        self.tasks.remove(task_id)
+        await self._in(self._disk, self.tasks.write)
 
     async def forget(self, runtime_id: str) -> None:
         """Raises Refused for one that runs."""
@@ -240,7 +273,7 @@ class Hall:
 
     # -- one life after the other
 
-    def _admit(self, order: Order) -> Match:
+    def _admit(self, order: Order, start_from: Path | None) -> Match:
         running = self.running
         entry = self.catalogue.games[order.game]
         if self._closing:
@@ -250,9 +283,6 @@ class Hall:
         alike = sum(match.order.game == order.game for match in running)
         if entry.limits.games is not None and alike >= entry.limits.games:
             raise Refused(503, "full", f"{alike} games of {order.game} run, and no more may.", "Try again later.", 1)
-        start_from = None
-        if order.start_from is not None:
-            start_from = self.home.choose_state(order.game, order.start_from, must_exist=order.must_resume)
         seed = random.randrange(_SEEDS) if order.seed is None else order.seed  # noqa: S311
         status = Status(
             order.runtime_id,
@@ -276,7 +306,7 @@ class Hall:
     async def _begun(self, match: Match) -> None:
         await match.begun.wait()
         if match.failure is not None:
-            raise Refused(500, "cannot_start", match.failure.message, match.failure.hint)
+            raise Refused(500, "cannot_start", match.failure.message, "The log of the server says more.")
 
     async def _live(self, match: Match) -> None:
         """From its first start to its end."""
@@ -284,27 +314,28 @@ class Hall:
         try:
             while True:
                 exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
+                assert self._starters is not None
+                match.is_fork = await self._starters.ready(match.order.game, match.entry)
                 try:
                     match.process = await self._in(self._starts, self._start, match, exited)
                 except WorkerFailed as error:
+                    log.error("%s", error)
                     match.failure = error if not match.begun.is_set() else None
-                    await self._finish(match, "crashed", str(error))
+                    await self._finish(match, "crashed", error.message)
                     return
                 ended = await self._watch(match, exited)
-                how = verdict(ended.code, str(ended), match.asked, status.restarts, match.entry.restart)
+                how = verdict(ended.code, f"It {ended}.", match.asked, status.restarts, match.entry.restart)
                 status.exit_code, status.last_lines = ended.code, list(ended.last_lines)
                 status.pid = match.process = None
                 if ended.left:
-                    how = type(how)(how.state, f"{how.reason} Processes {list(ended.left)} could not be killed.".strip())
+                    how = replace(how, reason=f"{how.reason} Processes {list(ended.left)} could not be killed.".strip())
                 if how.again_s is None:
                     await self._finish(match, how.state, how.reason)
                     return
                 await self._pause(match, how.reason, how.again_s)
-                if match.asked is not None and match.asked[0] != "crashed":
+                if match.asked is not None:
                     await self._finish(match, *match.asked)
                     return
-                match.asked = None
-                match.wanted.clear()
         except Exception:  # whatever it is, nobody may wait for this game for ever
             log.exception("%s: looking after it failed", status.runtime_id)
             if match.process is not None:
@@ -316,8 +347,8 @@ class Hall:
     def _start(self, match: Match, exited: asyncio.Future[GameExit]) -> GameProcess:
         """In a thread: it blocks until the program runs."""
         order, status, place = match.order, match.status, match.place
-        loop, limits = exited.get_loop(), match.entry.limits
-        assert self._games is not None
+        loop = exited.get_loop()
+        assert self._starters is not None
         if match.begun.is_set():
             with contextlib.suppress(OSError):
                 place.result.unlink()
@@ -327,6 +358,8 @@ class Hall:
             except OSError as error:
                 raise WorkerFailed(f"{place.directory} cannot be made: {error.strerror}.", "Is the disk full?") from error
         states = self.home.states_of(order.game) if match.saves else None
+        match.log_bytes = _size(place.log)
+        self.home.save(status)  # before there is anything that could be lost
         what = launch(self.catalogue, order, place, states, self._surroundings, self._free_port)
 
         def on_exit(game: GameProcess) -> None:
@@ -334,17 +367,7 @@ class Hall:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_settle, exited, game.exit)
 
-        process = self._games.start(
-            what.command,
-            log=place.log,
-            name=order.runtime_id,
-            kind=order.game,
-            environment=what.environment,
-            directory=what.directory,
-            threads=limits.threads,
-            log_bytes=max(1, int(limits.log_mb * 500_000)),  # there are two files
-            on_exit=on_exit,
-        )
+        process = self._starters.start(order.game, match.entry, what, place, order.runtime_id, on_exit, warm=match.is_fork)
         status.pid = process.pid
         loop.call_soon_threadsafe(self._has_begun, match, process)
         began = {pid: since for pid in (process.pid, process.guard) if (since := pids.started(pid)) is not None}
@@ -358,23 +381,25 @@ class Hall:
             match.status.state = "starting" if match.entry.limits.start_s is not None else "running"
             match.status.reason = ""
         if match.asked is not None:  # while it was being started
-            process.ask_to_stop(match.entry.grace_s)
+            process.ask_to_stop(match.grace_s)
         match.begun.set()
-        log.info("%s: %s %s, process %d", match.status.runtime_id, match.order.game, "begins" if first else "begins again", process.pid)
+        log.info(
+            "%s: %s %s, process %d", match.status.runtime_id, match.order.game, "begins" if first else "begins again", process.pid
+        )
         self.counts[match.order.game, "started" if first else "restarted"] += 1
 
     async def _watch(self, match: Match, exited: asyncio.Future[GameExit]) -> GameExit:
         """Until it has ended, by itself or because it took too long."""
         loop, limits = asyncio.get_running_loop(), match.entry.limits
-        begun = loop.time()
+        begun, silent = loop.time(), match.log_bytes
         while not exited.done():
             now = loop.time()
             if now >= match.gone_by:
                 return GameExit(None, killed=True)
-            due = [match.gone_by, match.deadline if match.asked is None else now + 1.0]
+            due = [match.deadline if match.asked is None else match.gone_by, now + _LOOK_S]
             if match.status.state == "starting":
                 due.append(now + _FIRST_LINE_S)
-                if match.place.log.exists() and match.place.log.stat().st_size:
+                if _size(match.place.log) != silent:
                     match.status.state = "running"
                 elif limits.start_s is not None and now >= begun + limits.start_s and match.asked is None:
                     match.end("crashed", f"It said nothing within {limits.start_s:g} s of its start.", 0.0)
@@ -387,44 +412,41 @@ class Hall:
         """Before its next life."""
         status = match.status
         status.state, status.restarts = "starting", status.restarts + 1
-        status.reason = f"{reason[:1].upper()}{reason[1:]}; it is started again in {seconds:g} s."
+        status.reason = f"{reason} It is started again in {seconds:g} s."
         log.warning("%s: %s", status.runtime_id, status.reason)
-        match.gone_by = float("inf")
-        if match.asked is not None and match.asked[0] == "crashed":
-            match.asked = None
-            match.wanted.clear()
+        match.asked, match.gone_by = None, math.inf
+        match.wanted.clear()
         await _set_within(match.wanted, min(seconds, max(0.0, match.deadline - asyncio.get_running_loop().time())))
         if match.asked is None and asyncio.get_running_loop().time() >= match.deadline:
             match.asked = "timed-out", f"It ran for longer than {match.deadline - match.began:g} s."
 
     async def _finish(self, match: Match, state: State, reason: str) -> None:
-        status = match.status
-        result, wrong = await self._in(self._disk, homes.read_result, match.place.result)
-        status.pid = None
-        status.result, status.reason = result, " ".join(filter(None, (reason, wrong)))
-        status.finished = time.time()
-        status.seconds = round(asyncio.get_running_loop().time() - match.began, 3)
-        status.state = state
+        """Written down before anybody is told: then the same id may be played again, in the same directory."""
+        seconds = round(asyncio.get_running_loop().time() - match.began, 3)
+        status = replace(match.status, state=state, reason=reason, pid=None, finished=time.time(), seconds=seconds)
+        size = await self._in(self._disk, self._file_away, match, status)
+        match.status = status
         self._matches.pop(status.runtime_id, None)
-        self._known[status.runtime_id] = status
+        self._known[status.runtime_id], self._bytes[status.runtime_id] = status, size
         self.counts[status.game, state] += 1
-        if status.task_id is not None:
-            self.tasks.add(status)
-        log.log(logging.WARNING if state in ("crashed", "timed-out") else logging.INFO, "%s: %s %s", status.runtime_id, state, reason)
+        level = logging.WARNING if state in ("crashed", "timed-out") else logging.INFO
+        log.log(level, "%s: %s", status.runtime_id, f"{state}: {status.reason}" if status.reason else state)
         match.over.set()
         match.begun.set()
-        await self._in(self._disk, self._file_away, match)
         self._forget_oldest()
-
-    def _file_away(self, match: Match) -> None:
-        """What may wait for the disk once a game is over."""
-        if match.place.directory.exists():
-            self.home.save(match.status)
-            match.bytes = self.home.size(match.place)
-        if match.status.task_id is not None:
-            self.tasks.write()
         if match.entry.states is not None:
-            self.home.prune_states(match.order.game, match.entry.states)
+            await self._in(self._disk, self.home.prune_states, match.order.game, match.entry.states)
+
+    def _file_away(self, match: Match, status: Status) -> int:
+        """In a thread. Returns how many bytes there are of it."""
+        status.result, wrong = homes.read_result(match.place.result)
+        status.reason = " ".join(filter(None, (status.reason, wrong)))
+        if match.place.directory.exists():
+            self.home.save(status)
+        if status.task_id is not None:
+            self.tasks.add(status)
+            self.tasks.write()
+        return self.home.size(match.place)
 
     def _forget_oldest(self) -> None:
         total = sum(self._bytes.values())
@@ -481,6 +503,12 @@ class Hall:
         return port
 
 
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
 def _settle(exited: asyncio.Future[GameExit], how: GameExit) -> None:
     if not exited.done():
         exited.set_result(how)
@@ -494,7 +522,7 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
 
 def _usage_of(match: Match) -> Usage:
     process = match.process
-    return Usage() if process is None or not process.guard else usage(process.guard, shared=match.warm is not None)
+    return Usage() if process is None or not process.guard else usage(process.guard, shared=match.is_fork)
 
 
 def _usages(matches: list[Match]) -> list[tuple[Match, Usage]]:

@@ -26,7 +26,7 @@ from ludus.gamecore.status import Status
 log = logging.getLogger(__name__)
 
 PRIVATE = 0o700
-MAX_RESULT = 256_000
+MAX_RESULT = 16_384
 MAX_LOG_BYTES = 1_000_000
 _MAX_RECORD = 2_000_000
 _REAP_S = 10.0
@@ -168,7 +168,7 @@ class Home:
                         found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
         return [path for _, path in sorted(found)]
 
-    def choose_state(self, game: str, name: str, *, must_exist: bool) -> Path | None:
+    def choose_state(self, game: str, name: str, must_exist: bool) -> Path | None:
         """Raises Refused if there is none of this name."""
         saved = self.saved(game)
         if name == ANY:

@@ -11,7 +11,7 @@ from typing import Any
 from ludus.gamecore.catalogue import OPTION, Catalogue, Entry, filled, holes
 from ludus.gamecore.order import Order
 
-CONFIG, RESULT, STATES, TOKEN = "LUDUS_GAME_CONFIG", "LUDUS_GAME_RESULT", "LUDUS_GAME_STATES", "LUDUS_GAME_TOKEN_"  # noqa: S105
+CONFIG, RESULT, STATES, TOKEN = "LUDUS_GAME_CONFIG", "LUDUS_GAME_RESULT", "LUDUS_GAME_STATES", "LUDUS_GAME_TOKEN_"
 USE_WINE = "SIMULATOR_USE_WINE"
 
 INHERITED = (
@@ -90,13 +90,21 @@ def launch(
     return Launch(tuple(filled(word, values) for word in words), environment, directory)
 
 
+def wrapped(entry: Entry, surroundings: Mapping[str, str]) -> bool:
+    """Whether anything stands before its command."""
+    return bool(entry.wrapper or _wine(entry, surroundings))
+
+
+def _wine(entry: Entry, surroundings: Mapping[str, str]) -> tuple[str, ...]:
+    return ("wine",) if entry.windows and surroundings.get(USE_WINE) == "1" and not entry.uses_wine else ()
+
+
 def _words(entry: Entry, base: Path, surroundings: Mapping[str, str]) -> tuple[str, ...]:
     """Wrappers first, the program as it is found from the catalogue."""
     program, *rest = entry.command
     if "/" in program and not program.startswith(("/", "{")):
         program = str(base / program)
-    wine = ("wine",) if entry.windows and surroundings.get(USE_WINE) == "1" and not entry.uses_wine else ()
-    return (*entry.wrapper, *wine, program, *rest)
+    return (*entry.wrapper, *_wine(entry, surroundings), program, *rest)
 
 
 def _as_word(value: Any) -> str:

@@ -181,7 +181,9 @@ def _camps(value: Any, heroes: int) -> tuple[Camp | None, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CAMPS:
         raise _wrong("camps", value, f"a list of 1 to {MAX_CAMPS} is meant, each null or {{url: …}}")
     if heroes and len(value) != heroes:
-        raise Refused(400, "bad_request", f"There are {len(value)} camps, and heroes for {heroes}.", "Give one list of heroes each.")
+        raise Refused(
+            400, "bad_request", f"There are {len(value)} camps, and heroes for {heroes}.", "Give one list of heroes each."
+        )
     return tuple(_camp(one, f"camps[{index}]") for index, one in enumerate(value))
 
 
@@ -235,8 +237,9 @@ def _check_hero(hero: Any, where: str) -> None:
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_LIST or not all(_is_plain(item) for item in items):
             raise _wrong(f"{where}.{key}", value, "a number, a short text, true, false, or a list of such is meant")
-    if "hero_id" in hero:
-        _integer(hero["hero_id"], f"{where}.hero_id", 0, (1 << 31) - 1)
+    given = hero.get("hero_id")
+    if "hero_id" in hero and not isinstance(given, str):
+        _integer(given, f"{where}.hero_id", 0, (1 << 31) - 1)
 
 
 def _is_plain(value: Any) -> bool:
@@ -258,7 +261,9 @@ def _text(data: Mapping[str, Any], key: str) -> str | None:
 def _name(data: Mapping[str, Any], key: str) -> str | None:
     value = _text(data, key)
     if value is not None and NAME.fullmatch(value) is None:
-        raise _wrong(key, value, "letters, digits, '-', '_' and '.' are meant, at most 128 of them, the first a letter or a digit")
+        raise _wrong(
+            key, value, "letters, digits, '-', '_' and '.' are meant, at most 128 of them, the first a letter or a digit"
+        )
     return value
 
 

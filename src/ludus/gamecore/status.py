@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ludus.gamecore.catalogue import Restart
@@ -46,7 +46,7 @@ class Status:
         return self.state not in ALIVE
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: Any) -> Status:
@@ -79,4 +79,4 @@ def verdict(code: int | None, said: str, asked: tuple[State, str] | None, restar
         state, reason = "crashed", said
     if state != "crashed" or policy.on == "never" or restarts >= policy.times:
         return Verdict(state, reason)
-    return Verdict("starting", reason, min(policy.backoff_s * 2.0 ** min(restarts, 16), MAX_BACKOFF_S))
+    return Verdict("starting", reason, min(policy.backoff_s * 2.0 ** min(restarts, 16), max(MAX_BACKOFF_S, policy.backoff_s)))

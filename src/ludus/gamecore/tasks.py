@@ -15,7 +15,10 @@ from ludus.gamecore.status import Status
 log = logging.getLogger(__name__)
 
 KEEP = 20_000
-_MAX_LINE = 600_000
+_MAX_RESULT = 2_000
+"""Of a larger one only the winner is kept."""
+
+_MAX_LINE = 100_000
 
 
 class Tasks:
@@ -40,6 +43,8 @@ class Tasks:
 
     def add(self, status: Status) -> None:
         told = {**status.to_json(), "last_lines": status.last_lines[-1:]}
+        if len(json.dumps(status.result)) > _MAX_RESULT:
+            told["result"] = {"winner": (status.result or {}).get("winner")}
         with self._lock:
             self._games.append(told)
             self._unwritten.append(told)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ludus.errors import ConfigError, UsageError
 from ludus.games.arena import heroes
-from ludus.games.arena.compiled import inner, kernel
+from ludus.games.arena.compiled import compiling, inner, kernel
 from ludus.games.arena.geometry import distance
 from ludus.games.arena.layout import (
     AIMED,
@@ -117,6 +117,7 @@ class Arena:
     ) -> None:
         """`lenient`: an order that is aimed at somebody it cannot be aimed at goes to the nearest one it can. Otherwise it is
         illegal: nothing is done, and it is counted."""
+        prepare()
         self.size = size_of(size)
         self.settings = settings or ArenaSettings()
         self.lenient = lenient
@@ -232,6 +233,24 @@ class Arena:
     def hash(self, m: int) -> str:
         """Of the whole state; equal states have equal ones, on every machine."""
         return hashlib.blake2b(self.save(m), digest_size=16).hexdigest()
+
+
+_prepared = False
+
+
+def prepare() -> None:
+    """See that the kernels are compiled. They are once for each machine and version, which takes about half a minute."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    with compiling() as must:
+        if must:
+            tiny = Arena()
+            tiny.reset([0])
+            tiny.observe()
+            tiny.legal(tiny._orders)
+            tiny.step(tiny._orders)
 
 
 def parse_state(saved: bytes) -> tuple[int, Ints32, Ints32]:

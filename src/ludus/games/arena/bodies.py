@@ -72,12 +72,12 @@ class Form:
 
     def steps(self, steps: Sequence[Step], info: Mapping[str, Any] | None = None) -> bytes:
         """The body of a tick or an end. Nothing to say: an empty one."""
-        if not steps:
+        if not steps and (not info or self.kind == "raw"):
             return b""
         if self.kind == "raw":
             return _raw(steps[0])
         said = {step.seat: self._step(step) for step in steps}
-        message: dict[str, Any] = said[steps[0].seat] if self.lone else {"seats": said}
+        message: dict[str, Any] = {"seats": said} if not self.lone else said[steps[0].seat] if steps else {}
         return self._packed(message | {INFO: info} if info else message)
 
     def read(self, body: bytes, asked: Collection[str]) -> Reply:

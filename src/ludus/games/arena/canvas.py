@@ -98,6 +98,9 @@ class Canvas:
         where = (round(left * k), round(top * k), round((left + width) * k) - 1, round((top + height) * k) - 1)
         if where[2] < where[0] or where[3] < where[1]:
             return
+        if fill is not None and len(fill) == 3 and edge is None and not round_by:
+            self.image.paste(fill, (where[0], where[1], where[2] + 1, where[3] + 1))  # ten times as fast as blending it
+            return
         thick = max(1, round(edge_width * k)) if edge else 0
         if round_by:
             self._draw.rounded_rectangle(where, round_by * k, fill, edge, thick)
@@ -194,6 +197,9 @@ class SpriteCanvas(Canvas):
 
     def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
         self._over(lambda layer: layer.arc(self._at(at), radius, start, end, colour, width))
+
+    def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
+        self._over(lambda layer: layer.dashes(self._at(at), radius, colour, width, count, turn))
 
     def line(self, a: Point, b: Point, colour: Colour, width: float) -> None:
         self._over(lambda layer: layer.line(self._at(a), self._at(b), colour, width))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,8 +19,11 @@ from ludus.errors import MissingExtra
 
 try:
     import numba
+    from llvmlite import binding
 except ModuleNotFoundError as error:
     raise MissingExtra("The Arena needs numba, which is not installed.", "pip install 'ludus[arena]'") from error
+
+log = logging.getLogger(__name__)
 
 _SOURCES = ("arena", "compiled", "geometry", "heroes", "layout", "observe", "rules", "scripts", "settings")
 """Files with kernels, or with constants that kernels have compiled in."""
@@ -26,13 +31,21 @@ _SOURCES = ("arena", "compiled", "geometry", "heroes", "layout", "observe", "rul
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def _cache() -> str:
+def _place() -> Path:
     """One for each state of our sources: numba itself would not notice that a constant in another file has changed."""
     digest = hashlib.blake2b(digest_size=8)
+    digest.update(f"{numba.__version__} {sys.version} {binding.get_host_cpu_name()}".encode())
     for name in _SOURCES:
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+        path = Path(__file__).with_name(f"{name}.py")
+        digest.update(f"{path} {path.stat().st_mtime_ns}".encode() + path.read_bytes())
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(os.environ["NUMBA_CACHE_DIR"]) / digest.hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return str(home / "ludus" / "arena" / digest.hexdigest())
+    return home / "ludus" / "arena" / digest.hexdigest()
+
+
+_PLACE = _place()
+_READY = _PLACE / "ready"
 
 
 def inner(function: Kernel) -> Kernel:
@@ -42,16 +55,32 @@ def inner(function: Kernel) -> Kernel:
 
 def kernel(function: Kernel) -> Kernel:
     """Called from Python; compiled once, for good."""
-    config = numba.config
-    before = config.CACHE_DIR
-    if not before:
-        config.CACHE_DIR = _CACHE
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_PLACE)
     try:
-        with contextlib.suppress(RuntimeError):  # nowhere to write: compiled anew in every process
-            return cast(Kernel, numba.njit(nogil=True, cache=True)(function))
+        return cast(Kernel, numba.njit(nogil=True, cache=True)(function))
+    except (OSError, RuntimeError):  # nowhere to write: compiled anew in every process
         return inner(function)
     finally:
-        config.CACHE_DIR = before
+        numba.config.CACHE_DIR = before
 
 
-_CACHE = _cache()
+@contextlib.contextmanager
+def compiling() -> Iterator[bool]:
+    """Whether somebody must compile, once for each machine: whoever comes meanwhile waits here, instead of doing the same."""
+    if numba.config.DISABLE_JIT or _READY.exists():
+        yield False
+        return
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # a cache that cannot be locked is one that everybody fills
+            import fcntl  # not on Windows
+
+            _PLACE.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(_PLACE / "lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = not _READY.exists()
+        if missing:
+            log.warning("compiling the rules of the Arena, once for this machine: about half a minute")
+        yield missing
+        if missing:
+            with contextlib.suppress(OSError):
+                _READY.touch()

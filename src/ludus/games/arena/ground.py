@@ -14,10 +14,10 @@ from ludus.tree import Array
 
 MARGIN: Final = 1_600  # millimetres beyond the edge of the field that are shown
 
-GRASS: Final = (46, 66, 52)
-GRASS_LIGHT: Final = (60, 82, 60)
+GRASS: Final = (50, 74, 56)
+GRASS_LIGHT: Final = (72, 98, 68)
 OUTSIDE: Final = (17, 24, 27)
-LANE: Final = (139, 124, 98)
+LANE: Final = (146, 130, 102)
 LANE_EDGE: Final = (82, 78, 62)
 WATER: Final = (44, 92, 104)
 WATER_LIGHT: Final = (88, 146, 152)
@@ -43,7 +43,7 @@ def ground(width: int, height: int, camps: tuple[tuple[int, ...], tuple[int, ...
 
     clouds = _noise(height, width, 5_000 / pixel) * 0.6 + _noise(height, width, 1_500 / pixel) * 0.4
     grain = _noise(height, width, 350 / pixel)
-    picture.lay(GRASS, np.float32(1))
+    picture.lay(GRASS, np.ones((1, 1), np.float32))
     picture.lay(GRASS_LIGHT, np.clip(clouds * 0.9 + (grain - 0.5) * 0.45, 0, 1) * 0.8)
 
     c = _near(columns, layout.LENGTH / 2, 3 * _RIVER_HALF)
@@ -103,13 +103,14 @@ def _band(distance: Array, at: float, half: float, soft: float) -> Array:
 def _bend(y: Array) -> Array:
     """The river's way through the middle; odd around the centre, so that it is the same for both sides."""
     t = (y - layout.WIDTH / 2) / layout.WIDTH
-    return np.sin(t * 2 * np.pi) * 1_700 + t * 5_000
+    bent: Array = np.sin(t * 2 * np.pi) * 1_700 + t * 5_000
+    return bent
 
 
 def _noise(height: int, width: int, size: float) -> Array:
     """Smooth, between 0 and 1, the same when turned by 180 degrees; `size` of its features in pixels."""
     rows, columns = max(2, round(height / max(size, 1.0)) + 1), max(2, round(width / max(size, 1.0)) + 1)
-    grid = np.random.default_rng(rows * 7_919 + columns).random((rows, columns)).astype(np.float32)
+    grid: Array = np.random.default_rng(rows * 7_919 + columns).random((rows, columns)).astype(np.float32)
     grid = (grid + grid[::-1, ::-1]) / 2
     grid = np.clip((grid - 0.5) * 1.4 + 0.5, 0.0, 1.0)
     down, across = _weights(height, rows), _weights(width, columns)
@@ -126,7 +127,8 @@ def _weights(pixels: int, cells: int) -> tuple[Array, Array]:
 
 def _along(grid: Array, weights: tuple[Array, Array]) -> Array:
     low, share = weights
-    return grid[low] + (grid[low + 1] - grid[low]) * share[:, None]
+    blended: Array = grid[low] + (grid[low + 1] - grid[low]) * share[:, None]
+    return blended
 
 
 def _river(picture: _Layers, x: Array, y: Array, clouds: Array) -> None:

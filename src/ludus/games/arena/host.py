@@ -6,21 +6,23 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ludus.errors import LudusError
+from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import Action, Form, Reply, Seen, Step, options_of, refusal
 from ludus.games.arena.heroes import HEROES, TABLE
-from ludus.games.arena.layout import ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, RULES, TICKS_PER_SECOND
+from ludus.games.arena.layout import AIMED, ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, OVER, RULES, TICKS_PER_SECOND
 from ludus.games.arena.match import Match, Remote, outcome
+from ludus.games.arena.recording import Recorder
+from ludus.games.arena.states import write_state
 from ludus.games.arena.talk import Heard, Talk
 
 log = logging.getLogger(__name__)
@@ -33,43 +35,6 @@ _STOP_S: Final = 2.0
 """For telling the actors, when we are told to stop."""
 _LOGGED: Final = 20
 """Refusals of one match that are logged; the others are counted."""
-
-
-class Playing(Protocol):
-    """What we need of `ludus.games.arena.arena.Arena`."""
-
-    @property
-    def units(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def match(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def entities(self) -> npt.NDArray[np.float32]: ...
-    @property
-    def scalars(self) -> npt.NDArray[np.float32]: ...
-    @property
-    def mask(self) -> npt.NDArray[np.bool_]: ...
-    @property
-    def target_mask(self) -> npt.NDArray[np.bool_]: ...
-    @property
-    def reward(self) -> npt.NDArray[np.float32]: ...
-    @property
-    def over(self) -> npt.NDArray[np.bool_]: ...
-    @property
-    def winner(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def tick(self) -> npt.NDArray[np.int32]: ...
-    def observe(self) -> None: ...
-    def step(self, actions: npt.NDArray[np.int32]) -> None: ...
-    def legal(self, actions: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]: ...
-    def script(self, names: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]: ...
-    def save(self, m: int) -> bytes: ...
-    def hash(self, m: int) -> str: ...
-
-
-class Recording(Protocol):
-    """Keeps what is played."""
-
-    def add(self, actions: npt.NDArray[np.int32]) -> None: ...
 
 
 @dataclass
@@ -90,23 +55,24 @@ class Host:
 
     def __init__(
         self,
-        arena: Playing,
+        arena: Arena,
         matches: Sequence[Match],
         *,
         states: Path | None = None,
-        recordings: Mapping[int, Recording] | None = None,
+        recorders: Sequence[Recorder] = (),
     ) -> None:
         """`states`: where a state of every match is kept, of a moment chosen at random."""
         self.arena, self.matches = arena, matches
         self.results: dict[int, dict[str, Any]] = {}
         self._options = matches[0].plan.options
-        self._states, self._recordings = states, recordings or {}
+        self._states, self._recorders = states, recorders
         self._kept: dict[int, tuple[int, bytes]] = {}
-        self._chance = random.Random(matches[0].plan.seed)
+        self._chance = np.random.default_rng(matches[0].plan.seed)
         self._decisions = 0
         self._logged = [0] * len(matches)
         self._began = time.monotonic()
         self._lines = [line for m, match in enumerate(matches) for line in self._lines_of(m, match)]
+        self._talks = [line.talk for line in self._lines]
 
     async def run(self) -> None:
         """Until all matches are over. Cancelled once, it stops them, tells the actors, and returns."""
@@ -128,8 +94,8 @@ class Host:
                     await self._finish()
         finally:
             self._summarise()
-            for line in self._lines:
-                await line.talk.close()
+            for talk in self._talks:
+                await talk.close()
 
     def _going(self) -> bool:
         return not all(match.reason for match in self.matches)
@@ -202,13 +168,16 @@ class Host:
         if asked:
             self._check(chosen, actions, names)
             self._drop_lost()
+        if not self._going():
+            return
         for m, match in enumerate(self.matches):
-            if not match.reason:
+            if match.reason:
+                arena.match[m, OVER] = 1  # it stands still, whatever has ended it
+            else:
                 np.copyto(names[m], match.script, where=match.script >= 0)
         if (names >= 0).any():
             np.copyto(actions, arena.script(names), where=(names >= 0)[..., None])
-        if self._going():
-            self._play(actions)
+        self._play(actions)
 
     def _asked(self) -> list[tuple[Line, list[int]]]:
         """Who is asked now, for which heroes: those alive."""
@@ -242,6 +211,7 @@ class Host:
         match = line.match
         if heard.reply is None:
             for hero in heroes:
+                match.counts[hero].asked += 1
                 match.counts[hero].late += 1
                 self._stand_in(line, hero, names)
             if heard.gone:
@@ -255,6 +225,7 @@ class Host:
         reply: Reply = line.form.read(heard.reply, seats)
         for hero in heroes:
             match.acted[hero] = True
+            match.counts[hero].asked += 1
         for name, why in reply.wrong.items():
             hero = seats.get(name, heroes[0])
             self._refuse(line, hero, why if name in seats else f"answered for {name!r}: {why}", garbled=True)
@@ -269,11 +240,15 @@ class Host:
         legal = self.arena.legal(actions)
         for line, hero, action in chosen:
             m = line.m
-            if not legal[m, hero]:
+            if not legal[m, hero] and not self._forgiven(m, hero, action):
                 why = refusal(action, self.arena.mask[m, hero], self.arena.target_mask[m, hero])
                 self._refuse(line, hero, why, garbled=False)
                 actions[m, hero] = 0
                 self._stand_in(line, hero, names)
+
+    def _forgiven(self, m: int, hero: int, action: Action) -> bool:
+        """The Arena finds a target for it."""
+        return self._options.lenient and action[0] in AIMED and bool(self.arena.mask[m, hero, action[0]])
 
     def _stand_in(self, line: Line, hero: int, names: npt.NDArray[np.int8]) -> None:
         if self._options.on_illegal == "rule":
@@ -291,10 +266,9 @@ class Host:
             log.warning("%s: further ones are counted only.", line.match.plan.runtime_id)
 
     def _play(self, actions: npt.NDArray[np.int32]) -> None:
-        """Matches that have ended otherwise than by the rules must not be among those that go on."""
         arena = self.arena
-        for recording in self._recordings.values():
-            recording.add(actions)
+        for recorder in self._recorders:
+            recorder.add(actions)
         arena.step(actions)
         self._decisions += 1
         for m, match in enumerate(self.matches):
@@ -302,11 +276,12 @@ class Host:
                 continue
             match.reward(arena.reward[m])
             if arena.over[m]:
-                winner = int(arena.winner[m])
-                reason = "time is up" if winner < 0 else f"the base of camp {1 - winner} has fallen"
-                match.end(reason, winner=None if winner < 0 else winner, completed=True)
+                match.judge(int(arena.winner[m]), int(arena.tick[m]), int(arena.match[m, LIMIT]))
             elif self._states is not None and self._chance.random() * self._decisions < 1:
-                self._kept[m] = int(arena.tick[m]), arena.save(m)  # every moment of the match is as likely to be the last one kept
+                self._kept[m] = (
+                    int(arena.tick[m]),
+                    arena.save(m),
+                )  # every moment of the match is as likely to be the last one kept
 
     async def _pause(self, at: float) -> float:
         """As long as the pace asks for. When the last decision ended, or should have."""
@@ -333,23 +308,18 @@ class Host:
             self._keep(m)
         ending = [line for line in self._lines if line.m in over]
         self._lines = [line for line in self._lines if line.m not in over]
-        try:
-            await asyncio.gather(*(self._end(line) for line in ending))
-        finally:
-            for line in ending:
-                await line.talk.close()
+        await asyncio.gather(*(self._end(line) for line in ending))
 
     def _end(self, line: Line) -> Any:
         """Whoever won or lost saw the end; whoever was interrupted, or ran out of time, sees where it was cut."""
         match, m = line.match, line.m
-        decided = match.winner is not None
         steps = [
             Step(
                 match.seat_of(hero),
                 match.take(hero),
-                None if decided else self._seen(m, hero),
-                terminated=decided,
-                truncated=not decided,
+                None if match.decided else self._seen(m, hero),
+                terminated=match.decided,
+                truncated=not match.decided,
             )
             for hero in line.heroes
             if match.acted[hero]
@@ -372,19 +342,6 @@ class Host:
         tick, data = self._kept.pop(m)
         name = f"{self.matches[m].plan.runtime_id}-{tick}"
         try:
-            write_aside(self._states / name, data)
-        except OSError as error:  # the match itself was played
+            write_state(self._states / name, data)
+        except LudusError as error:  # the match itself was played
             log.warning("%s: the state was not kept: %s", name, error)
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Whole, or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_bytes(data)
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-
-

@@ -88,6 +88,9 @@ class Options:
     sessions: Sessions = "camp"
     """One for a camp, whose heroes are its seats; or one for every hero."""
     record: bool = False
+    lenient: bool = False
+    """An order that is aimed at somebody it cannot be aimed at goes to the nearest one it can, and is not refused: for actors that
+    choose button and target apart."""
     sparse: bool = False
     team_spirit: float = 0.0
     """Of the rewards that actors are told: `settings.Rewards`."""
@@ -151,7 +154,7 @@ def read_teams(mode: Any, heroes: Any) -> tuple[int, Lineup | None]:
 def _lineup(heroes: Any) -> Lineup:
     if not isinstance(heroes, Sequence) or len(heroes) != CAMPS or not all(isinstance(camp, Sequence) for camp in heroes):
         _wrong("heroes", heroes, "It is a list for each of the two camps: [[{hero_id: 190}, …], […]].")
-    ids = [[hero.get("hero_id") if isinstance(hero, Mapping) else hero for hero in camp] for camp in heroes]
+    ids: list[list[Any]] = [[hero.get("hero_id") if isinstance(hero, Mapping) else hero for hero in camp] for camp in heroes]
     for camp, row in enumerate(ids):
         for i, hero in enumerate(row):
             if isinstance(hero, bool) or not isinstance(hero, (int, str)):
@@ -192,6 +195,7 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
         format=_one_of("format", given.get("format", default.format), get_args(Format)),
         sessions=_one_of("sessions", given.get("sessions", default.sessions), get_args(Sessions)),
         record=_flag("record", given.get("record", default.record)),
+        lenient=_flag("lenient", given.get("lenient", default.lenient)),
         sparse=_flag("sparse", given.get("sparse", default.sparse)),
         team_spirit=_number("team_spirit", given.get("team_spirit", default.team_spirit), 0.0, 1.0),
     )
@@ -237,8 +241,9 @@ def _wrong(name: str, given: Any, hint: str) -> NoReturn:
 
 @dataclass
 class Counts:
-    """Of one hero, or of what an actor said for it."""
+    """Of what an actor was asked for one hero."""
 
+    asked: int = 0
     illegal: int = 0
     """Actions that were not allowed."""
     garbled: int = 0
@@ -253,6 +258,8 @@ class Match:
     def __init__(self, plan: Plan, scripts: Sequence[str]) -> None:
         self.plan = plan
         self._scripts = scripts
+        self.rule = scripts.index(plan.options.rule)
+        """Stands in where there is nothing else to play."""
         self.heroes = CAMPS * plan.size
         self.script = np.full(self.heroes, -1, np.int8)
         """Which script plays each hero; -1: an actor does."""
@@ -270,9 +277,16 @@ class Match:
         self.winner: int | None = None
         self.completed = False
         """It came to an end of its own: by the rules, or by forfeit."""
+        self.decided = False
+        """Nothing more could have come of it. Otherwise it was cut: by time, or from outside."""
         for camp, player in enumerate(plan.camps):
             if isinstance(player, Rule):
                 self._by_rule(camp, player.script)
+
+    @property
+    def names(self) -> list[str]:
+        """Who plays the camps."""
+        return [player.script if isinstance(player, Rule) else player.url for player in self.plan.camps]
 
     def camp_of(self, hero: int) -> int:
         return hero // self.plan.size
@@ -306,7 +320,7 @@ class Match:
         self.told[hero] = why
         if self.plan.options.on_illegal == "forfeit":
             camp = self.camp_of(hero)
-            self.end(f"camp {camp} forfeits: {self.seat_of(hero)} {why}", winner=1 - camp, completed=True)
+            self.end(f"camp {camp} forfeits: {self.seat_of(hero)} {why}", winner=1 - camp, completed=True, decided=True)
 
     def lose(self, camp: int, why: str) -> None:
         """The actor of this camp is gone."""
@@ -316,10 +330,19 @@ class Match:
         else:
             self._by_rule(camp, self.plan.options.rule)
 
-    def end(self, reason: str, *, winner: int | None = None, completed: bool = False) -> None:
+    def judge(self, winner: int, tick: int, limit: int) -> None:
+        """It is over by the rules. `winner`: the camp, or -1."""
+        if winner >= 0:
+            self.end(f"the base of camp {1 - winner} has fallen", winner=winner, completed=True, decided=True)
+        elif tick < limit:
+            self.end("both bases have fallen", completed=True, decided=True)
+        else:
+            self.end("time is up", completed=True)
+
+    def end(self, reason: str, *, winner: int | None = None, completed: bool = False, decided: bool = False) -> None:
         """The first reason counts."""
         if not self.reason:
-            self.reason, self.winner, self.completed = reason, winner, completed
+            self.reason, self.winner, self.completed, self.decided = reason, winner, completed, decided
 
     def _by_rule(self, camp: int, script: str) -> None:
         self.script[self.heroes_of(camp)] = self._scripts.index(script)
@@ -337,9 +360,10 @@ def outcome(match: Match, units: npt.NDArray[np.int32], tick: int, seconds: floa
         "seed": match.plan.seed,
         "winner": match.winner,
         "reason": match.reason,
+        "completed": match.completed,
         "ticks": tick,
         "seconds": round(seconds, 3),
-        "players": [player.script if isinstance(player, Rule) else player.url for player in match.plan.camps],
+        "players": match.names,
         "lost": {str(camp): why for camp, why in match.lost.items()},
         "heroes": [_hero(match, hero, units) for hero in range(match.heroes)],
         "buildings": [_buildings(size, camp, units) for camp in range(CAMPS)],

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from ludus.games.arena import layout
 from ludus.games.arena.canvas import Canvas, Colour, faded, mixed
 from ludus.games.arena.heroes import H_PERIOD, HEROES, S_COOLDOWN, S_MANA, SKILL_COLUMNS, SKILLS_AT, TABLE
-from ludus.games.arena.rules import MAX_ITEMS, MEND_COOLDOWN
+from ludus.games.arena.rules import MAX_ITEMS, MAX_LEVEL, MEND_COOLDOWN, needed
 from ludus.games.arena.tokens import BRIGHT, CAMPS, INK, PALE, coin, star
 from ludus.types import Ints32
 
@@ -18,10 +17,11 @@ BACK: Final = (17, 24, 29)
 PANEL: Final = (26, 35, 42)
 PANEL_EDGE: Final = (47, 60, 70)
 DEEP: Final = (10, 15, 19)
-QUIET: Final = (138, 153, 165)
-GOLD: Final = (247, 202, 92)
-MANA: Final = (176, 148, 255)
+QUIET: Final[Colour] = (138, 153, 165)
+GOLD: Final[Colour] = (247, 202, 92)
+MANA: Final[Colour] = (176, 148, 255)
 GAP: Final = 6.0
+_needed: Callable[[int], int] = getattr(needed, "py_func", needed)  # as Python: compiling it would take longer than the picture
 _WIDE, _FULL = 400.0, 150.0
 
 
@@ -59,31 +59,46 @@ def bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0
 # -- the score ----------------------------------------------------------------------------------------------------------
 
 
-def score(canvas: Canvas, box: Box, units: Ints32, match: Ints32, names: tuple[str, str], small: bool) -> None:
+def score(
+    canvas: Canvas, box: Box, units: Ints32, match: Ints32, names: tuple[str, str], camp: int | None = None, small: bool = False
+) -> None:
+    """`camp`: the one that looks, which does not know the other's gold."""
+    looks = camp
     size = int(match[layout.SIZE])
     middle = box.left + box.width / 2
     y = box.top + box.height * 0.5
-    canvas.box(box.left, box.top, box.width, box.height, BACK)
     big = box.height * 0.42
-    canvas.box(middle - big * 2.1, box.top, big * 4.2, box.height, PANEL)
+    canvas.box(middle - big * 2.2, box.top, big * 4.4, box.height, PANEL)
     canvas.text((middle, y if small else y - 5), clock(int(match[layout.TICK])), big * 0.98, BRIGHT, "middle")
     if not small:
-        canvas.text((middle, y + 18), f"of {clock(int(match[layout.LIMIT]))} · wave {int(match[layout.WAVES])}", 9.5, QUIET, "middle", bold=False)
+        canvas.text(
+            (middle, y + 18),
+            f"of {clock(int(match[layout.LIMIT]))} · wave {int(match[layout.WAVES])}",
+            9.5,
+            QUIET,
+            "middle",
+            bold=False,
+        )
     gold = [int(units[layout.EARNED, camp * size : (camp + 1) * size].sum()) for camp in (0, 1)]
     for camp, way in ((0, -1), (1, 1)):
         heroes = slice(camp * size, (camp + 1) * size)
         kills = int(units[layout.KILLS, heroes].sum())
-        at = middle + way * big * 2.75
+        at = middle + way * big * 3.1
         canvas.text((at, y), str(kills), big * 1.1, CAMPS[camp], "middle")
-        at += way * big * 1.35
+        at += way * big * 1.5
         _towers(canvas, at, y, way, units, size, camp, box.height * 0.13)
-        at += way * box.height * 1.02
-        text = f"{gold[camp]:,}"
-        canvas.circle((at + way * 5, y), box.height * 0.085, GOLD, (140, 100, 30), 1.2)
-        canvas.text((at + way * (10 + box.height * 0.06), y), text, box.height * 0.22, GOLD, "left" if way > 0 else "right")
+        if looks in (None, camp):
+            at += way * box.height * 1.1
+            canvas.circle((at, y), box.height * 0.085, GOLD, (140, 100, 30), 1.2)
+            canvas.text(
+                (at + way * box.height * 0.16, y), f"{gold[camp]:,}", box.height * 0.22, GOLD, "left" if way > 0 else "right"
+            )
         edge = box.left + 16 if camp == 0 else box.right - 16
         canvas.text((edge, y), names[camp], box.height * 0.27, PALE[camp], "left" if camp == 0 else "right")
-    _lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
+    if looks is None:
+        _lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
+    else:
+        canvas.box(box.left, box.bottom - 3, box.width, 3, CAMPS[looks])
 
 
 def _towers(canvas: Canvas, at: float, y: float, way: int, units: Ints32, size: int, camp: int, radius: float) -> None:
@@ -108,39 +123,52 @@ def _lead(canvas: Canvas, box: Box, gold: list[int]) -> None:
 # -- heroes -------------------------------------------------------------------------------------------------------------
 
 
-def panels(canvas: Canvas, box: Box, units: Ints32, match: Ints32, hidden: list[bool]) -> None:
-    """`hidden`: whose condition is not to be known, since the camp that looks does not see them."""
-    size = int(match[layout.SIZE])
-    canvas.box(box.left, box.top, box.width, box.height, BACK)
+ALL, OUTSIDE, NOTHING = range(3)
+"""What is known of a hero: everything; what can be seen from outside; only what everybody is told."""
+
+
+def panels(canvas: Canvas, box: Box, units: Ints32, match: Ints32, known: list[int]) -> None:
+    """`known`: how much of each hero."""
+    for slot, place in enumerate(_places(box, int(match[layout.SIZE]))):
+        _panel(canvas, place, units[:, slot], known[slot])
+
+
+def frames(canvas: Canvas, box: Box, size: int) -> None:
+    """What of the panels is always the same."""
+    for slot, place in enumerate(_places(box, size)):
+        canvas.box(place.left, place.top, place.width, place.height, PANEL, PANEL_EDGE, 5)
+        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[slot // size])
+
+
+def _places(box: Box, size: int) -> list[Box]:
     half = box.width / 2
     width = (half - GAP * 1.5) / size - GAP / size * (size - 1)
-    for slot in range(2 * size):
-        camp, i = divmod(slot, size)
-        left = box.left + camp * (half - GAP * 0.5) + GAP + i * (width + GAP)
-        _panel(canvas, Box(left, box.top + GAP, width, box.height - 2 * GAP), units[:, slot], hidden[slot])
+    lefts = [box.left + camp * (half - GAP * 0.5) + GAP + i * (width + GAP) for camp in (0, 1) for i in range(size)]
+    return [Box(left, box.top + GAP, width, box.height - 2 * GAP) for left in lefts]
 
 
-def _panel(canvas: Canvas, box: Box, unit: Ints32, hidden: bool) -> None:
-    camp, dead = int(unit[layout.CAMP]), not unit[layout.ALIVE]
-    canvas.box(box.left, box.top, box.width, box.height, PANEL, PANEL_EDGE, 5)
-    canvas.box(box.left + 6, box.top, box.width - 12, 3, CAMPS[camp] if not dead else (84, 90, 96))
+def _panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
+    dead = not unit[layout.ALIVE]
+    if dead:
+        canvas.box(box.left + 6, box.top, box.width - 12, 3, (84, 90, 96))
     if box.width < _FULL:
-        _compact(canvas, box, unit, dead)
+        _compact(canvas, box, unit, dead, known)
     else:
         side = min(box.width, 300.0) if box.width >= _WIDE else box.width
-        _condition(canvas, Box(box.left, box.top, side, box.height), unit, dead)
-        if box.width >= _WIDE:
+        _head(canvas, Box(box.left, box.top, side, box.height), unit, dead, known)
+        if known != NOTHING:
+            _condition(canvas, Box(box.left, box.top, side, box.height), unit, dead, known)
+        if box.width >= _WIDE and known == ALL:
             _numbers(canvas, Box(box.left + side, box.top, box.width - side, box.height), unit)
-    if hidden and not dead:
-        canvas.box(box.left + 1, box.top + 3, box.width - 2, box.height - 4, (17, 24, 29, 120), None, 4)
 
 
-def _token(canvas: Canvas, x: float, y: float, radius: float, unit: Ints32, dead: bool) -> None:
+def _token(canvas: Canvas, x: float, y: float, radius: float, unit: Ints32, dead: bool, known: int) -> None:
     camp, hero = int(unit[layout.CAMP]), HEROES[int(unit[layout.HERO_ROW])]
-    canvas.sprite(("coin", hero.archetype, camp, dead), (x, y), radius * 1.5, coin(hero.archetype, camp, radius, dead))
+    dim = dead or known == NOTHING
+    canvas.sprite(("coin", hero.archetype, camp, dim), (x, y), radius * 1.5, coin(hero.archetype, camp, radius, dim))
     if dead:
         canvas.text((x, y), str(_seconds(int(unit[layout.RESPAWN]))), radius * 0.95, BRIGHT, "middle", halo=1.5)
-    else:
+    elif known != NOTHING:
         badge(canvas, x + radius * 0.8, y + radius * 0.72, radius * 0.46, int(unit[layout.LEVEL]), camp)
 
 
@@ -149,15 +177,41 @@ def badge(canvas: Canvas, x: float, y: float, radius: float, level: int, camp: i
     canvas.text((x, y), str(level), radius * (1.15 if level < 10 else 0.95), BRIGHT, "middle")
 
 
-def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool) -> None:
-    camp, hero = int(unit[layout.CAMP]), HEROES[int(unit[layout.HERO_ROW])]
-    _token(canvas, box.left + 30, box.top + 32, 20, unit, dead)
+def _head(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> None:
+    hero = HEROES[int(unit[layout.HERO_ROW])]
+    _token(canvas, box.left + 30, box.top + 32, 20, unit, dead, known)
     left, right = box.left + 60, box.right - 10
-    canvas.text((left, box.top + 20), hero.name, 14, BRIGHT if not dead else QUIET)
+    canvas.text((left, box.top + 20), hero.name, 14, BRIGHT if not dead and known != NOTHING else QUIET)
     canvas.text((left, box.top + 37), hero.archetype, 10.5, QUIET, bold=False)
     kda = "/".join(str(int(unit[field])) for field in (layout.KILLS, layout.DEATHS, layout.ASSISTS))
     canvas.text((right, box.top + 20), kda, 12.5, BRIGHT, "right")
-    canvas.text((right, box.top + 37), f"{int(unit[layout.LAST_HITS])} cs", 10.5, QUIET, "right", bold=False)
+    if known == ALL:
+        canvas.text((right, box.top + 37), f"{int(unit[layout.LAST_HITS])} cs", 10.5, QUIET, "right", bold=False)
+    if dead:
+        doing, colour = f"back in {_seconds(int(unit[layout.RESPAWN]))} s", GOLD
+    elif known == NOTHING:
+        doing, colour = "not in sight", QUIET
+    else:
+        doing, colour = _doing(unit), PALE[int(unit[layout.CAMP])]
+    canvas.text((box.left + 10, box.bottom - 24), doing, 10.5, colour)
+
+
+def _doing(unit: Ints32) -> str:
+    """What takes a hero's time, if anything does."""
+    cast, left_s = int(unit[layout.CAST]), int(unit[layout.CAST_LEFT]) / layout.TICKS_PER_SECOND
+    if unit[layout.STUN] > 0:
+        return f"stunned for {int(unit[layout.STUN]) / layout.TICKS_PER_SECOND:.1f} s"
+    if cast == layout.RECALLING:
+        return f"recall in {left_s:.1f} s"
+    if cast:
+        return HEROES[int(unit[layout.HERO_ROW])].skills[cast - 1].name
+    if unit[layout.SLOW] > 0:
+        return f"slowed by {int(unit[layout.SLOW_BY])} %"
+    return "attacks" if unit[layout.TARGET] >= 0 else ""
+
+
+def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> None:
+    camp = int(unit[layout.CAMP])
     inner = box.left + 10
     width = box.width - 20
     hp, most = int(unit[layout.HP]), max(1, int(unit[layout.MAX_HP]))
@@ -166,12 +220,13 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool) -> None:
     canvas.text((inner + width / 2, box.top + 67.5), f"{hp:,} / {most:,}", 10, BRIGHT, "middle", halo=0.8)
     bar(canvas, Box(inner, box.top + 77, width, 9), mana / most_mana, mixed(MANA, INK, 0.1))
     canvas.text((inner + width / 2, box.top + 81.5), f"{mana} / {most_mana}", 7.5, BRIGHT, "middle", halo=0.8)
-    _skills(canvas, inner, box.top + 93, 28, unit, dead)
-    _purse(canvas, inner + 4 * 33, box.top + 93, right, unit)
-    if dead:
-        canvas.text((inner, box.bottom - 11), f"back in {_seconds(int(unit[layout.RESPAWN]))} s", 10.5, (255, 205, 120))
-    else:
+    if known == ALL:
+        _skills(canvas, inner, box.top + 93, 28, unit, dead)
+        _gold(canvas, inner + 4 * 33, box.top + 100, unit)
         _levels(canvas, Box(inner, box.bottom - 13, width, 4), unit)
+        _items(canvas, inner + 4 * 33, box.top + 111, box.right - 10, unit)
+    else:
+        _items(canvas, inner, box.top + 96, inner + 80, unit)
 
 
 def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, dead: bool) -> None:
@@ -182,7 +237,9 @@ def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, 
         whole = MEND_COOLDOWN if k == 3 else int(TABLE[row, SKILLS_AT + k * SKILL_COLUMNS + S_COOLDOWN])
         short = k < 3 and int(unit[layout.MANA]) < int(TABLE[row, SKILLS_AT + k * SKILL_COLUMNS + S_MANA])
         ready = waits == 0 and not short and not dead
-        canvas.box(x, top, side, side, (38, 74, 60) if k == 3 and ready else mixed(CAMPS[camp], INK, 0.68) if ready else DEEP, None, 4)
+        canvas.box(
+            x, top, side, side, (38, 74, 60) if k == 3 and ready else mixed(CAMPS[camp], INK, 0.68) if ready else DEEP, None, 4
+        )
         if waits:
             high = side * min(1.0, waits / max(1, whole))
             canvas.box(x, top + side - high, side, high, (58, 70, 80), None, min(4.0, high / 2))
@@ -191,26 +248,27 @@ def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, 
             colour = MANA if short else (150, 230, 180) if k == 3 else PALE[camp]
             canvas.text((x + side / 2, top + side / 2), sign, side * 0.5, colour if not dead else QUIET, "middle")
         edge = ((120, 210, 160) if k == 3 else CAMPS[camp]) if ready else PANEL_EDGE
-        canvas.box(x, top, side, side, None, edge if not unit[layout.CAST] == k + 1 else BRIGHT, 4, 1.4)
+        canvas.box(x, top, side, side, None, edge if unit[layout.CAST] != k + 1 else BRIGHT, 4, 1.4)
 
 
-def _purse(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) -> None:
-    """Gold in hand, and items."""
-    canvas.circle((left + 7, top + 7), 4.6, GOLD, (140, 100, 30), 1.1)
-    canvas.text((left + 15, top + 7), f"{int(unit[layout.GOLD]):,}", 10.5, GOLD)
+def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:
+    """What is in hand."""
+    canvas.circle((left + 7, y), 4.6, GOLD, (140, 100, 30), 1.1)
+    canvas.text((left + 15, y), f"{int(unit[layout.GOLD]):,}", 10.5, GOLD)
+
+
+def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) -> None:
     pip = min(9.0, (right - left) / MAX_ITEMS - 2)
     for i in range(MAX_ITEMS):
         has = i < int(unit[layout.ITEMS])
         x = left + 2 + i * (pip + 2)
-        canvas.box(x, top + 18, pip, pip, GOLD if has else DEEP, (140, 100, 30) if has else PANEL_EDGE, 1.5, 1)
+        canvas.box(x, top, pip, pip, GOLD if has else DEEP, (140, 100, 30) if has else PANEL_EDGE, 1.5, 1)
 
 
 def _levels(canvas: Canvas, box: Box, unit: Ints32) -> None:
     """How far it is to the next level."""
-    from ludus.games.arena.rules import MAX_LEVEL, needed
-
     level = int(unit[layout.LEVEL])
-    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / max(1, needed(level))
+    share = 1.0 if level >= MAX_LEVEL else int(unit[layout.XP]) / _needed(level)
     bar(canvas, box, share, (146, 196, 120))
 
 
@@ -242,21 +300,27 @@ def _numbers(canvas: Canvas, box: Box, unit: Ints32) -> None:
             canvas.text((left + width - 20, y), value, 11.5, BRIGHT, "right")
 
 
-def _compact(canvas: Canvas, box: Box, unit: Ints32, dead: bool) -> None:
+def _compact(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -> None:
     camp, hero = int(unit[layout.CAMP]), HEROES[int(unit[layout.HERO_ROW])]
     radius = min(20.0, box.width * 0.26)
     middle = box.left + box.width / 2
-    _token(canvas, middle, box.top + 12 + radius, radius, unit, dead)
+    _token(canvas, middle, box.top + 12 + radius, radius, unit, dead, known)
     y = box.top + 24 + 2 * radius
     canvas.text((middle, y), hero.name, min(12.0, box.width * 0.17), BRIGHT if not dead else QUIET, "middle")
     kda = "/".join(str(int(unit[field])) for field in (layout.KILLS, layout.DEATHS, layout.ASSISTS))
     canvas.text((middle, y + 15), kda, min(11.0, box.width * 0.15), QUIET, "middle")
+    if known == NOTHING:
+        return
     width = box.width - 12
     bar(canvas, Box(box.left + 6, y + 26, width, 9), int(unit[layout.HP]) / max(1, int(unit[layout.MAX_HP])), CAMPS[camp])
     bar(canvas, Box(box.left + 6, y + 36, width, 5), int(unit[layout.MANA]) / max(1, int(unit[layout.MAX_MANA])), MANA)
+    if known != ALL:
+        return
     for k in range(4):
         ready = not unit[layout.COOLDOWN_1 + k] and not dead
-        canvas.circle((middle + (k - 1.5) * box.width * 0.2, y + 53), min(5.0, box.width * 0.07), PALE[camp] if ready else DEEP, PANEL_EDGE)
+        canvas.circle(
+            (middle + (k - 1.5) * box.width * 0.2, y + 53), min(5.0, box.width * 0.07), PALE[camp] if ready else DEEP, PANEL_EDGE
+        )
     canvas.text((middle, y + 68), f"{int(unit[layout.EARNED]):,}", min(10.0, box.width * 0.15), GOLD, "middle")
 
 
@@ -269,8 +333,7 @@ def banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> N
     winner = int(match[layout.WINNER])
     colour = BRIGHT if winner < 0 else CAMPS[winner]
     text = "Time is up: nobody has won" if winner < 0 else f"{names[winner]} has won"
-    y = box.top + box.height / 2
-    high = box.height * 0.2
+    y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, where the base has fallen
     canvas.box(box.left, y - high / 2, box.width, high, (10, 15, 19, 205))
     for edge in (y - high / 2, y + high / 2 - 2):
         canvas.box(box.left, edge, box.width, 2, colour)
@@ -280,8 +343,3 @@ def banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> N
     for way in (-1, 1):
         middle = box.left + box.width / 2 + way * reach
         canvas.polygon([(middle + x, y + dy) for x, dy in star(5, high * 0.2, high * 0.085)], colour)
-
-
-def as_numbers(units: Ints32) -> Ints32:
-    """A copy that nobody changes while it is painted."""
-    return np.array(units, np.int32)

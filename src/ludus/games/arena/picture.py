@@ -33,8 +33,8 @@ from ludus.games.arena.heroes import (
 )
 from ludus.games.arena.layout import ALIVE, CAMP, KIND, RADIUS, X, Y
 from ludus.games.arena.panels import Box, badge, bar
-from ludus.games.arena.rules import BUSH_SIGHT, CREEP_SIGHT, MEND_COOLDOWN, RECALL_TICKS, SIGHT, TOWER_SIGHT
-from ludus.games.arena.tokens import BRIGHT, CAMPS, INK, PALE
+from ludus.games.arena.rules import CREEP_SIGHT, MEND_COOLDOWN, RECALL_TICKS, SIGHT, TOWER_SIGHT
+from ludus.games.arena.tokens import CAMPS, INK, PALE
 from ludus.tree import Array
 from ludus.types import Ints32
 
@@ -71,8 +71,8 @@ class Design:
 
 
 FULL: Final = Design(1280, 62, 172)
-PLAIN: Final = Design(800, 38, 0)
-_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 13.0, 5.6, 7.4, 17.0, 27.0  # radii: larger than life, or nobody would see them
+PLAIN: Final = Design(960, 44, 0)
+_HERO, _CREEP, _SIEGE, _TOWER, _BASE = 15.0, 6.2, 8.2, 18.0, 28.0  # radii: larger than life, or nobody would see them
 
 
 class Painter:
@@ -109,12 +109,16 @@ class Painter:
         if match[layout.OVER]:
             panels.banner(canvas, self.design.field, match, self.names)
         panels.score(
-            canvas, Box(0, 0, self.design.width, self.design.score), units, match, self.names, small=not self.design.panels
+            canvas,
+            Box(0, 0, self.design.width, self.design.score),
+            units,
+            match,
+            self.names,
+            self.camp,
+            small=not self.design.panels,
         )
         if self.design.panels:
-            below = Box(0, self.design.field.bottom, self.design.width, self.design.panels)
-            hidden = [not scene.shows(slot) for slot in range(2 * self.size)]
-            panels.panels(canvas, below, units, match, hidden)
+            panels.panels(canvas, self._below, units, match, [scene.known(slot) for slot in range(2 * self.size)])
         return canvas.finished()
 
     def rgb(self, units: Ints32, match: Ints32) -> Array:
@@ -134,7 +138,14 @@ class Painter:
         top, bottom = round(field.top * self._scale), round(field.bottom * self._scale)
         whole = Image.new("RGB", (self.width, self.height), panels.BACK)
         whole.paste(Image.fromarray(ground(self.width, bottom - top, CAMPS)), (0, top))
-        return whole.resize((self.width * OVERSAMPLING, self.height * OVERSAMPLING), Image.Resampling.NEAREST)
+        large = whole.resize((self.width * OVERSAMPLING, self.height * OVERSAMPLING), Image.Resampling.NEAREST)
+        if self.design.panels:
+            panels.frames(Canvas(large, self._scale), self._below, self.size)
+        return large
+
+    @property
+    def _below(self) -> Box:
+        return Box(0, self.design.field.bottom, self.design.width, self.design.panels)
 
 
 def png(image: Image.Image) -> bytes:
@@ -174,12 +185,17 @@ class _Scene:
         heroes = sorted(self._living(layout.HERO), key=lambda slot: (int(self.units[Y, slot]), slot))
         for slot in heroes:
             self._hero(slot)
-        self._leaves()
+        self._leaves(heroes)
         self._labels(heroes)
 
     def shows(self, slot: int) -> bool:
         """Whether the one who looks may know where a unit is."""
         return self.camp is None or int(self.units[CAMP, slot]) == self.camp or bool(self.units[layout.SEEN, slot])
+
+    def known(self, slot: int) -> int:
+        if self.camp is None or int(self.units[CAMP, slot]) == self.camp:
+            return panels.ALL
+        return panels.OUTSIDE if self.units[ALIVE, slot] and self.units[layout.SEEN, slot] else panels.NOTHING
 
     def _living(self, *kinds: int) -> Iterator[int]:
         for slot in range(self.units.shape[1]):
@@ -215,9 +231,10 @@ class _Scene:
             x, y, r = x / coarse, (y - field.top) / coarse, (sight + int(self.units[RADIUS, slot])) * self.mm / coarse
             draw.ellipse((x - r, y - r, x + r, y + r), fill=255)
         light = light.filter(ImageFilter.GaussianBlur(2))
-        box = tuple(round(side * self.canvas.k) for side in (field.left, field.top, field.right, field.bottom))
+        left, top, right, bottom = (round(side * self.canvas.k) for side in (field.left, field.top, field.right, field.bottom))
         dark = light.point([round((255 - level) * 0.66) for level in range(256)])
-        self.canvas.image.paste((6, 10, 14), box, dark.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.BILINEAR))
+        mask = dark.resize((right - left, bottom - top), Image.Resampling.BILINEAR)
+        self.canvas.image.paste((6, 10, 14), (left, top, right, bottom), mask)
 
     def _ranges(self) -> None:
         """How far a tower that shoots reaches, and at whom."""
@@ -227,8 +244,12 @@ class _Scene:
                 continue
             camp = int(self.units[CAMP, slot])
             radius = (int(self.units[layout.RANGE, slot]) + int(self.units[RADIUS, slot])) * self.mm
-            self.canvas.circle(self._at(slot), radius, faded(CAMPS[camp], 0.07))
-            self.canvas.dashes(self._at(slot), radius, faded(PALE[camp], 0.6), 1.4, 48, self.tick % 15 * 0.5)
+
+            def ring(canvas: SpriteCanvas, camp: int = camp, radius: float = radius) -> None:
+                canvas.circle((0, 0), radius, faded(CAMPS[camp], 0.07))
+                canvas.dashes((0, 0), radius, faded(PALE[camp], 0.6), 1.4, 48)
+
+            self.canvas.sprite(("range", camp), self._at(slot), radius + 2, ring)
             self.canvas.line(self._at(slot), self._at(target), faded(PALE[camp], 0.22), 1.2)
 
     def _wind_ups(self) -> None:
@@ -384,11 +405,13 @@ class _Scene:
             self.canvas.polygon([(x + a, y + b) for a, b in tokens.star(5, size + 1.1, size * 0.55)], (*INK, 255))
             self.canvas.polygon([(x + a, y + b) for a, b in tokens.star(5, size, size * 0.45)], (255, 226, 92, 255))
 
-    def _leaves(self) -> None:
+    def _leaves(self, heroes: list[int]) -> None:
         """Over whoever stands in a bush, so that it is seen that he does."""
         for bush_x, bush_y in layout.BUSHES:
-            inside = (self.units[X] - bush_x) ** 2 + (self.units[Y] - bush_y) ** 2 <= layout.BUSH_RADIUS**2
-            if not (inside & (self.units[ALIVE] == 1)).any():
+            if not any(
+                math.hypot(int(self.units[X, slot]) - bush_x, int(self.units[Y, slot]) - bush_y) <= layout.BUSH_RADIUS
+                for slot in heroes
+            ):
                 continue
 
             def paint(canvas: SpriteCanvas) -> None:
@@ -417,7 +440,9 @@ class _Scene:
         a, b, camp, kind = self._at(slot), self._at(target), int(self.units[CAMP, slot]), int(self.units[KIND, slot])
         colour = mixed(CAMPS[camp], _WHITE, 0.45)
         if self.units[layout.RANGE, slot] >= 3_000:
-            self._bolt(a, b, colour, strength, 4.0 if kind in (layout.TOWER, layout.BASE) else 2.4 if kind == layout.HERO else 1.5)
+            self._bolt(
+                a, b, colour, strength, 4.0 if kind in (layout.TOWER, layout.BASE) else 2.4 if kind == layout.HERO else 1.5
+            )
             return
         turn = math.degrees(math.atan2(a[1] - b[1], a[0] - b[0]))
         radius = 15.0 if kind == layout.HERO else 8.0
@@ -462,7 +487,14 @@ class _Scene:
         self.canvas.text((middle + 4, box.top + 5), hero.name, 9.5, PALE[camp], "middle", halo=1.1)
         self.canvas.box(box.left + 5, box.top + 11, box.width - 5, 10.5, INK, None, 1.5)
         hp = Box(box.left + 6, box.top + 12, box.width - 7, 5.6)
-        bar(self.canvas, hp, int(self.units[layout.HP, slot]) / most, CAMPS[camp], int(self.units[layout.SHIELD, slot]) / most, (52, 56, 60))
+        bar(
+            self.canvas,
+            hp,
+            int(self.units[layout.HP, slot]) / most,
+            CAMPS[camp],
+            int(self.units[layout.SHIELD, slot]) / most,
+            (52, 56, 60),
+        )
         for part in range(250, most, 250):
             self.canvas.box(hp.left + hp.width * part / most - 0.3, hp.top, 0.6, hp.height * 0.6, (*INK, 190))
         mana = int(self.units[layout.MANA, slot]) / max(1, int(self.units[layout.MAX_MANA, slot]))

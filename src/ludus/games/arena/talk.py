@@ -42,9 +42,9 @@ class Talk:
         """`name`: what the ids of the sessions begin with; `match` joins those of one match. `start`: the first body."""
         self._remote, self._name, self._match, self._start_body = remote, name, match, start
         self._limit_s = max(remote.timeout_s, patience_s)
-        # Its pauses grow by 0.2 s: so many of them fill the time, and the last error says what was wrong.
-        attempts = math.ceil(math.sqrt(10 * self._limit_s)) + 1
-        self._client = AsyncClient(remote.url, remote.token, self._limit_s, attempts)
+        # Its pauses grow by 0.2 s: so many fill the time, and then it says what was wrong.
+        retries = int((1 + math.sqrt(1 + 40 * self._limit_s)) / 2)
+        self._client = AsyncClient(remote.url, remote.token, self._limit_s, retries)
         self._session = ""
         self._sessions = 0
         self._since: float | None = None  # when it was first asked what it has not answered

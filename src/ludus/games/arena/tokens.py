@@ -98,7 +98,8 @@ def _assassin(canvas: Canvas, size: float, colour: Colour) -> None:
     blade: list[Point] = [(0, -1.0), (0.24, -0.2), (0.2, 0.22), (-0.2, 0.22), (-0.24, -0.2)]
     for part in (blade, _GUARD, _GRIP):
         canvas.polygon(_moved(_turned(part, 32), size * 1.05), colour)
-    canvas.line(*_moved(_turned([(0, -0.8), (0, 0.2)], 32), size * 1.05), _COINS["assassin"], 0.08 * size)
+    top, bottom = _moved(_turned([(0, -0.8), (0, 0.2)], 32), size * 1.05)
+    canvas.line(top, bottom, _COINS["assassin"], 0.08 * size)
 
 
 def _support(canvas: Canvas, size: float, colour: Colour) -> None:
@@ -127,7 +128,7 @@ def coin(archetype: str, camp: int, radius: float, dim: bool = False) -> Paint:
         canvas.polygon(outline(camp, radius * 0.8), INK)
         canvas.polygon(outline(camp, radius * 0.74), face)
         canvas.polygon([(x, min(y, -radius * 0.05)) for x, y in outline(camp, radius * 0.74)], faded((255, 255, 255), 0.09))
-        GLYPHS[archetype](canvas, radius * 0.54, ink)
+        GLYPHS[archetype](canvas, radius * 0.58, ink)
 
     return paint
 

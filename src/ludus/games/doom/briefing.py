@@ -37,6 +37,7 @@ class Briefing:
     result: Path | None
     seed: int = 0
     max_frames: int | None = None
+    eval_mode: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -56,6 +57,7 @@ class Briefing:
                 result=Path(result) if result else None,
                 seed=int(told.get("seed") or 0),
                 max_frames=None if told.get("max_frames") is None else int(told["max_frames"]),
+                eval_mode=bool(told.get("eval_mode")),
                 options=dict(told.get("options") or {}),
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

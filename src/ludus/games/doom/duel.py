@@ -13,7 +13,7 @@ from typing import Any
 from ludus import pids
 from ludus.errors import UsageError, WorkerFailed
 from ludus.games.doom.briefing import Briefing
-from ludus.games.doom.engine import NOTHING, TICS_PER_S, Engine, free_port
+from ludus.games.doom.engine import NOTHING, TICS_PER_S, Engine, reserved_port
 from ludus.games.doom.player import RETRIES, ActorPlayer, Player, ScriptPlayer
 
 _START_S = 75.0
@@ -60,10 +60,12 @@ class Duel:
         self._directory = briefing.directory / "engines"
         self._patience_s = _STALL_S + (RETRIES + 1) * max([camp.timeout_s for camp in briefing.camps if camp], default=0.0)
         self._players: list[Player] = [
-            ScriptPlayer(briefing.seed * 2 + number) if camp is None else ActorPlayer(number, camp, briefing.runtime_id)
+            ScriptPlayer(briefing.seed * 2 + number)
+            if camp is None
+            else ActorPlayer(number, camp, briefing.runtime_id, eval_mode=briefing.eval_mode)
             for number, camp in enumerate(briefing.camps)
         ]
-        port = free_port()
+        port, self._claim = reserved_port()
         self._engines = [
             Engine(n, port, self._directory / str(n), briefing.seed, look_for_enemy=briefing.camps[n] is None) for n in (0, 1)
         ]
@@ -93,6 +95,7 @@ class Duel:
                 thread.join(max(0.0, until - time.monotonic()))
             raise
         finally:
+            self._claim.close()
             shutil.rmtree(self._directory, ignore_errors=True)
         first, second = sides[0].frags
         return {
@@ -110,12 +113,18 @@ class Duel:
                 ended = self._ended.get(timeout=_LOOK_S)
                 if isinstance(ended, _Side):
                     return ended
+                if isinstance(ended, Stopped) and self._stop_at is None:
+                    break
                 raise ended  # of two errors the first is the cause; the other one only finds itself alone
             now = time.monotonic()
             if self._stop_at is not None and now > self._stop_at + _LEAVE_S:
                 raise Stopped
             if now > self._met_at + self._patience_s + _START_S:
-                raise WorkerFailed(f"The engines did not move for {now - self._met_at:.0f} s.", "Is the machine overloaded?")
+                break
+        stood_s = time.monotonic() - self._met_at
+        raise WorkerFailed(
+            f"An engine did not come to its next tic within {stood_s:.0f} s.", "Does it hang, or is the machine overloaded?"
+        )
 
     def _run(self, camp: int) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Engine:
             vizdoom.ViZDoomUnexpectedExitException,
             vizdoom.ViZDoomErrorException,
             vizdoom.ViZDoomIsNotRunningException,
+            vizdoom.MessageQueueException,
+            vizdoom.SharedMemoryException,
         )
         game = self._game = vizdoom.DoomGame()
         game.load_config(str(Path(vizdoom.scenarios_path) / "multi_duel.cfg"))
@@ -106,11 +109,26 @@ class Engine:
             self._game.close()
 
     def _gone(self, what: str, error: Exception) -> WorkerFailed:
-        return WorkerFailed(f"The Doom engine of camp {self._camp} {what}: {error}.", "Its own words, if any, stand before this.")
+        said = str(error).rstrip(".")
+        return WorkerFailed(f"The Doom engine of camp {self._camp} {what}: {said}.", "Its own words, if any, stand before this.")
 
 
-def free_port() -> int:
-    """A UDP port that is free now, on every interface: the engine cannot be told to listen on one of them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
-        bound.bind(("", 0))
-        return int(bound.getsockname()[1])
+def reserved_port() -> tuple[int, socket.socket]:
+    """A UDP port that is free now, and what keeps other duels of this machine off it while it is open.
+
+    They would not fail: a player would join the wrong one. The port is free on every interface, for the engine cannot be told to
+    listen on one of them.
+    """
+    while True:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+            bound.bind(("", 0))
+            port = int(bound.getsockname()[1])
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0ludus-doom-{port}")  # a name without a file: it is gone with us, however we end
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port, claim

@@ -47,15 +47,16 @@ class ActorPlayer:
 
     kind = "actor"
 
-    def __init__(self, number: int, camp: Camp, match: str) -> None:
+    def __init__(self, number: int, camp: Camp, match: str, *, eval_mode: bool = False) -> None:
         self._number, self._camp, self._match = number, camp, match
+        self._about = {"game": "doom", "camp": number, "eval_mode": eval_mode}
         self._client = Client(camp.url, camp.token, camp.timeout_s, RETRIES)
         # An id may be played again, after a crash at once: the actor must not take that for the session it still has.
         self._session = f"{match}.{number}.{uuid.uuid4().hex[:12]}"
         self._open = False
 
     def begin(self) -> None:
-        self._asked(lambda: self._client.start(self._session, match=self._match))
+        self._asked(lambda: self._client.start(self._session, encode(self._about, "msgpack"), self._match))
         self._open = True
 
     def act(self, seen: Seen, reward: float) -> int:

@@ -1,0 +1,139 @@
+"""The Arena through HTTP: game processes that call a trivial actor, and what a hero's decision costs both of them.
+
+python -m bench.arena_http                1v1 and 3v3, one match in a process and sixteen
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+import uvloop
+
+from ludus.actor.actor import Actor
+from ludus.actor.gateway import Gateway
+from ludus.games.arena.main import play, prepare
+from ludus.games.arena.match import read_plan
+from ludus.games.arena.scripts import SCRIPTS
+from ludus.runtime.gateways import bind
+
+LIMIT_S = 120.0
+NOTHING = [0, 0, 0, 0]
+
+
+class Trivial(Actor):
+    """Reads what every hero sees, and does nothing."""
+
+    async def tick(self, body: bytes) -> bytes:
+        seats = msgpack.unpackb(body)["seats"]
+        reply: bytes = msgpack.packb({"actions": dict.fromkeys(seats, NOTHING)})
+        return reply
+
+
+@dataclass(frozen=True)
+class Row:
+    mode: str
+    matches: int
+    decisions: int
+    """Of heroes, that were asked for over HTTP."""
+    seconds: float
+    game_cpu_s: float
+    actor_cpu_s: float
+
+    @property
+    def per_core(self) -> float:
+        """Decisions in a second of CPU, that of the game and the actor together."""
+        return self.decisions / (self.game_cpu_s + self.actor_cpu_s)
+
+
+@contextmanager
+def actor() -> Iterator[tuple[str, Connection]]:
+    """The address of a gateway in a process of its own, and where to ask for its CPU time."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(LIMIT_S):
+            raise TimeoutError("The actor did not start.")
+        yield f"http://127.0.0.1:{ours.recv()}", ours
+    finally:
+        process.terminate()
+        process.join(LIMIT_S)
+
+
+def _serve(pipe: Connection) -> None:
+    listening = bind("127.0.0.1", 0)
+
+    async def serve() -> None:
+        gateway = Gateway(Trivial)
+        await gateway.start([listening])
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pipe.fileno(), asked.set)
+        pipe.send(listening.getsockname()[1])
+        while True:
+            await asked.wait()
+            pipe.recv()
+            asked.clear()
+            pipe.send(_cpu_s())
+
+    uvloop.run(serve())
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _asked_cpu_s(pipe: Connection) -> float:
+    pipe.send(None)
+    if not pipe.poll(LIMIT_S):
+        raise TimeoutError("The actor does not answer.")
+    used: float = pipe.recv()
+    return used
+
+
+def through_http(mode: str, matches: int, frames: int = 1500) -> Row:
+    """Both camps are played by the actor, in `matches` matches of one process."""
+    prepare()
+    with actor() as (url, pipe):
+        for limit in (60, frames):  # a short one first: whatever happens once does not count
+            before, busy, at = _asked_cpu_s(pipe), _cpu_s(), time.perf_counter()
+            results = _played(mode, matches, limit, url)
+            seconds, game, there = time.perf_counter() - at, _cpu_s() - busy, _asked_cpu_s(pipe) - before
+    assert not any(result["lost"] or result["late"] or result["garbled"] for result in results)
+    decisions = sum(hero["asked"] for result in results for hero in result["heroes"])
+    return Row(mode, matches, decisions, seconds, game, there)
+
+
+def _played(mode: str, matches: int, frames: int, url: str) -> list[dict[str, Any]]:
+    camps = [{"url": url}, {"url": url}]
+    config = {"mode": mode, "camps": camps, "max_frames": frames}
+    plans = [read_plan(config | {"runtime_id": f"bench-{i}", "seed": i}, (None, None), SCRIPTS) for i in range(matches)]
+    return play(plans)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=1500)
+    said = parser.parse_args()
+    print("| mode | matches | decisions/s per core | decisions/s | game µs | actor µs |\n|---|---|---|---|---|---|")
+    for mode in ("1v1", "3v3"):
+        for matches in (1, 16):
+            row = through_http(mode, matches, said.frames)
+            game, there = (1e6 * cpu_s / row.decisions for cpu_s in (row.game_cpu_s, row.actor_cpu_s))
+            rate = row.decisions / row.seconds
+            print(f"| {mode} | {matches} | {row.per_core:,.0f} | {rate:,.0f} | {game:.0f} | {there:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The server as a process of its own, as `supervise.py` starts it: `python -m ludus.gamecore SETTINGS FD`. Others use `ludus gamecore serve`."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+from ludus.errors import LudusError
+from ludus.gamecore.server import Settings, serve
+
+
+def main(words: list[str]) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        serve(Settings.from_json(words[0]), listening=socket.socket(fileno=int(words[1])))
+    except LudusError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

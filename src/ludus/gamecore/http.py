@@ -1,0 +1,200 @@
+"""HTTP around the server's pages: who may ask, how much, and for how long; and every refusal is JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ludus.actor.tokens import Tokens
+from ludus.errors import LudusError, Refused
+from ludus.game.protocol import REQUEST_ID_HEADER, error_body
+from ludus.gamecore.settings import HttpLimits
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_TOKENS_S = 1.0
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+OPEN = frozenset({"/health"})
+"""Pages that need no token."""
+
+
+class Connection(H11Protocol):
+    """uvicorn's, with bounds on how many there are and on how long one may take to say what it wants, and to read the answer."""
+
+    limits = HttpLimits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since, self._seen = self.loop.time(), self.cycle
+        if len(self.connections) > self.limits.connections:
+            transport.abort()
+            return
+        self._timer = self.loop.call_later(_LOOK_S, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if (timer := getattr(self, "_timer", None)) is not None:
+            timer.cancel()
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        busy = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+        if busy or self.cycle is not self._seen:
+            self._since, self._seen = now, self.cycle
+        if now - self._since > self.limits.idle_s:
+            self.transport.abort()
+            return
+        self._timer = self.loop.call_later(_LOOK_S, self._look)
+
+
+def connection(limits: HttpLimits) -> type[Connection]:
+    return type("Connection", (Connection,), {"limits": limits})
+
+
+class Doorkeeper:
+    """Looks at every request before the pages do."""
+
+    def __init__(self, app: ASGIApp, token_file: Path | None, limits: HttpLimits) -> None:
+        self._app, self._file, self._limits = app, token_file, limits
+        self._tokens = Tokens.read(token_file) if token_file is not None else None
+        self._looked, self._stamp = time.monotonic(), _stamp(token_file)
+        self.refused = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        given = headers.get(REQUEST_ID_HEADER.lower(), b"").decode("latin-1")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message.setdefault("headers", []).append((REQUEST_ID_HEADER.encode(), request_id.encode()))
+            async with asyncio.timeout(self._limits.send_s):
+                await send(message)
+
+        try:
+            self._admit(scope["path"], headers)
+        except Refused as refused:
+            self.refused += 1
+            await answer(refused)(scope, receive, sent)
+            return
+        await self._app(scope, receive, sent)
+
+    def _admit(self, path: str, headers: dict[str, bytes]) -> None:
+        if self._tokens is None:
+            _refuse_browsers(headers)
+        elif path not in OPEN and self._current().caller(headers.get("authorization", b"")) is None:
+            raise Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
+
+    def _current(self) -> Tokens:
+        """The file is read again when it has changed; a file that is not right changes nothing."""
+        assert self._tokens is not None
+        now = time.monotonic()
+        if self._file is not None and now - self._looked > _TOKENS_S:
+            self._looked = now
+            stamp = _stamp(self._file)
+            if stamp != self._stamp:
+                try:
+                    self._tokens, self._stamp = Tokens.read(self._file), stamp
+                except LudusError as error:
+                    log.warning("the tokens are as they were: %s", error)
+        return self._tokens
+
+
+def _stamp(path: Path | None) -> tuple[int, ...]:
+    with contextlib.suppress(OSError):
+        if path is not None:
+            found = os.stat(path.expanduser())  # noqa: PTH116
+            return found.st_mtime_ns, found.st_size, found.st_ino
+    return ()
+
+
+def _refuse_browsers(headers: dict[str, bytes]) -> None:
+    """Without a token any web page that a user of this machine looks at could start games here. Programs send no Origin."""
+    host = headers.get("host", b"").decode("latin-1")
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    named = name.lower() not in ("", "localhost")
+    if named:
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name.strip("[]"))
+            named = False
+    if named or "origin" in headers:
+        raise Refused(
+            403, "browser", "This server has no token, and so it does not talk to web pages.", "Call it by its address."
+        )
+
+
+async def read_body(request: Request, limits: HttpLimits) -> bytes:
+    """Raises Refused for one that is too large or too slow."""
+    most = limits.body_bytes
+    too_large = Refused(413, "body", f"The body is larger than {most:,} bytes.", "Say less.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and (len(declared) > 12 or int(declared) > most):
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.receive_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError as error:
+        raise Refused(408, "slow", f"The body was not received within {limits.receive_s:g} s.", "Send it at once.") from error
+    except ClientDisconnect as error:
+        raise Refused(400, "bad_request", "The caller went away.") from error
+    return b"".join(parts)
+
+
+def answer(refused: Refused, **more: Any) -> Response:
+    """A refusal as JSON."""
+    body: bytes = error_body(refused)
+    if more:
+        body = json.dumps({**json.loads(body), **more}).encode()
+    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+    if refused.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(refused.retry_after_s)))
+    if refused.status in (401, 403, 408, 413):
+        headers["Connection"] = "close"  # what else it sends is not read
+    return Response(body, refused.status, headers, "application/json")
+
+
+async def on_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return answer(error)
+
+
+async def on_http(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        said = answer(
+            Refused(405, "method", f"{request.url.path[:128]} does not take {request.method[:16]}.", f"It takes {allowed}.")
+        )
+        said.headers["Allow"] = allowed
+        return said
+    return answer(Refused(error.status_code, "not_found", f"There is no page {request.url.path[:128]}.", "See docs/gamecore.md."))
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path[:128], exc_info=error)
+    return JSONResponse({"error": "internal", "message": "The server failed.", "hint": "See its log."}, 500)

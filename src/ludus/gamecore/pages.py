@@ -1,0 +1,111 @@
+"""The pages of the server: its REST form. `v2.py` has the other one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ludus.errors import Refused
+from ludus.gamecore import numbers, v2
+from ludus.gamecore.hall import Hall
+from ludus.gamecore.http import on_error, on_http, on_refused, read_body
+from ludus.gamecore.order import decoded, read_id, read_order, read_task
+from ludus.gamecore.settings import HttpLimits
+from ludus.gamecore.status import STATES
+
+MAX_WAIT_S, MAX_GRACE_S = 60.0, 600.0
+MAX_LINES = 10_000
+
+
+def application(hall: Hall, limits: HttpLimits) -> Starlette:
+    pages = Pages(hall, limits)
+    routes = [
+        Route("/health", pages.health),
+        Route("/metrics", pages.metrics),
+        Route("/v1/catalogue", pages.catalogue),
+        Route("/v1/games", pages.list, methods=["GET"]),
+        Route("/v1/games", pages.start, methods=["POST"]),
+        Route("/v1/games/{runtime_id}", pages.status, methods=["GET"]),
+        Route("/v1/games/{runtime_id}", pages.stop, methods=["DELETE"]),
+        Route("/v1/games/{runtime_id}/wait", pages.wait),
+        Route("/v1/games/{runtime_id}/log", pages.log),
+        Route("/v1/games/{runtime_id}/forget", pages.forget, methods=["POST"]),
+        Route("/v1/clear", pages.clear, methods=["POST"]),
+        *v2.routes(hall, limits),
+    ]
+    handlers: Mapping[Any, Any] = {Refused: on_refused, HTTPException: on_http, Exception: on_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
+
+
+class Pages:
+    def __init__(self, hall: Hall, limits: HttpLimits) -> None:
+        self._hall, self._limits = hall, limits
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "running": len(self._hall.running)})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(numbers.text(self._hall), media_type=numbers.MEDIA)
+
+    async def catalogue(self, request: Request) -> Response:
+        return JSONResponse({"games": await self._hall.offered()})
+
+    async def list(self, request: Request) -> Response:
+        state = request.query_params.get("state")
+        if state is not None and state not in STATES:
+            raise Refused(400, "bad_request", f"state is {state[:64]!r}.", f"It is one of {', '.join(STATES)}.")
+        task_id = read_task(request.query_params.get("task_id"))
+        return JSONResponse({"games": self._hall.listed(state, task_id)})
+
+    async def start(self, request: Request) -> Response:
+        order = read_order(decoded(await read_body(request, self._limits)), self._hall.catalogue)
+        match, is_new = await self._hall.start(order)
+        return JSONResponse(self._hall.shown(match), 201 if is_new else 200)
+
+    async def status(self, request: Request) -> Response:
+        return JSONResponse(await self._hall.look(_id(request)))
+
+    async def wait(self, request: Request) -> Response:
+        return JSONResponse(await self._hall.wait(_id(request), _seconds(request, "timeout_s", 30.0, MAX_WAIT_S)))
+
+    async def stop(self, request: Request) -> Response:
+        grace_s = _seconds(request, "grace_s", None, MAX_GRACE_S)
+        return JSONResponse(await self._hall.stop(_id(request), grace_s))
+
+    async def log(self, request: Request) -> Response:
+        lines = await self._hall.log_lines(_id(request), int(_seconds(request, "lines", 100, MAX_LINES)))
+        return PlainTextResponse("".join(f"{line}\n" for line in lines))
+
+    async def forget(self, request: Request) -> Response:
+        await self._hall.forget(_id(request))
+        return JSONResponse({"forgotten": _id(request)})
+
+    async def clear(self, request: Request) -> Response:
+        return JSONResponse({"forgotten": await self._hall.clear()})
+
+
+def _id(request: Request) -> str:
+    return read_id(request.path_params["runtime_id"])
+
+
+def _seconds(request: Request, key: str, default: Any, most: float) -> Any:
+    """A number of the query, from 0 on."""
+    given = request.query_params.get(key)
+    if given is None:
+        return default
+    try:
+        value = float(given) if len(given) < 40 else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= most:
+        raise Refused(400, "bad_request", f"{key} is {given[:64]!r}: a number from 0 to {most:g} is meant.")
+    return value

@@ -1,0 +1,328 @@
+"""Seats in matches of the Arena: whoever learns sits in some of them, scripts in the others. What all environments share.
+
+A *row* is one seat of one match. Rows of a match that is over stand still until the match begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.utils.seeding import np_random
+
+from ludus.errors import ConfigError
+from ludus.games.arena import heroes
+from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
+from ludus.games.arena.compiled import kernel
+from ludus.games.arena.layout import (
+    AIMED,
+    ALIVE,
+    ASSISTS,
+    BUTTONS,
+    CORE,
+    DEATHS,
+    DIRECTIONS,
+    EARNED,
+    HEADS,
+    ILLEGAL,
+    KILLS,
+    LAST_HITS,
+    LEVEL,
+    LIMIT,
+    SEEN,
+    structure_slot,
+    units_of,
+)
+from ludus.games.arena.observe import FEATURES, SCALARS, allow, see_unit, see_whole
+from ludus.games.arena.rules import observed_slot
+from ludus.games.arena import scripts as _TEMP
+from ludus.games.arena.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
+from ludus.plugins import did_you_mean
+from ludus.types import Bools, Floats, Ints, Ints32
+
+SCRIPTS = getattr(_TEMP, "SCRIPTS", ("random", "nearest", "easy", "medium", "hard"))  # TEMP
+SELF: Final = "self"
+RANDOM: Final = "random"
+STAND_IN: Final = "medium"
+"""Plays the other seat of the last row when rows play against each other and their number is odd."""
+_BOUND: Final = 100.0
+STATISTICS: Final[Mapping[str, int]] = {
+    "kills": KILLS,
+    "deaths": DEATHS,
+    "assists": ASSISTS,
+    "last_hits": LAST_HITS,
+    "gold": EARNED,
+    "level": LEVEL,
+    "illegal": ILLEGAL,
+}
+
+Observation = dict[str, Any]
+"""Arrays; `action_mask` is a tuple of them, one for each head, as `action_space.sample(mask)` wants it."""
+
+
+# -- spaces -----------------------------------------------------------------------------------------------------------
+
+
+def options_of(size: int) -> tuple[int, ...]:
+    """Of each head of an action."""
+    return len(BUTTONS), DIRECTIONS, DIRECTIONS, units_of(size)
+
+
+def observation_space(size: int) -> gym.spaces.Dict:
+    """Of one hero."""
+    slots = units_of(size)
+    return gym.spaces.Dict(
+        {
+            "entities": gym.spaces.Box(-_BOUND, _BOUND, (slots, FEATURES), np.float32),
+            "scalars": gym.spaces.Box(-_BOUND, _BOUND, (SCALARS,), np.float32),
+            "target_mask": gym.spaces.MultiBinary((len(AIMED), slots)),
+            "action_mask": gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in options_of(size)]),
+        }
+    )
+
+
+def action_space(size: int) -> gym.spaces.MultiDiscrete:
+    return gym.spaces.MultiDiscrete(np.array(options_of(size)))
+
+
+def state_space(size: int) -> gym.spaces.Box:
+    """Of the whole of a match, with nothing hidden."""
+    numbers = units_of(size) * FEATURES + 2 * size * SCALARS
+    return gym.spaces.Box(-_BOUND, _BOUND, (numbers,), np.float32)
+
+
+def row_of(observation: Observation, row: int) -> Observation:
+    return {
+        name: tuple(head[row] for head in part) if isinstance(part, tuple) else part[row] for name, part in observation.items()
+    }
+
+
+# -- what can be chosen -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """Keywords of the environments.
+
+    `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`. `side`: camp 0 or 1, or
+    `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
+    every match; `random`: anybody; None: the usual ones. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
+    """
+
+    mode: str | int = 1
+    opponent: str | Sequence[str] = "easy"
+    side: int | str = RANDOM
+    lineup: str | Sequence[Any] | None = None
+    seconds: int = SECONDS
+    every: int = 3
+    weights: Mapping[str, float] = field(default_factory=dict)
+    sparse: bool = False
+    team_spirit: float = 0.0
+    zero_sum: bool = True
+    max_episode_steps: int | None = None
+
+    @property
+    def size(self) -> int:
+        return size_of(self.mode)
+
+    @property
+    def against_self(self) -> bool:
+        return self.opponent == SELF
+
+    def settings(self) -> ArenaSettings:
+        rewards = Rewards(self.weights, self.sparse, self.team_spirit, self.zero_sum)
+        return ArenaSettings(seconds=self.seconds, every=self.every, rewards=rewards)
+
+    def limit(self) -> int:
+        """In ticks."""
+        limit = self.settings().limit
+        if self.max_episode_steps is None:
+            return limit
+        if not self.max_episode_steps >= 1:
+            raise ConfigError(f"max_episode_steps is {self.max_episode_steps!r}.", "At least 1.")
+        return min(limit, self.max_episode_steps * self.every)
+
+    def scripts(self) -> tuple[int, ...]:
+        """Their places in SCRIPTS. Raises ConfigError."""
+        names = [self.opponent] if isinstance(self.opponent, str) else list(self.opponent)
+        if self.against_self:
+            names = [STAND_IN]
+        for name in names:
+            if name not in SCRIPTS:
+                raise ConfigError(f"There is no opponent {name!r}.", did_you_mean(str(name), [*SCRIPTS, SELF]))
+        if not names:
+            raise ConfigError("opponent is an empty list.", f"Name one of {', '.join(SCRIPTS)}.")
+        return tuple(SCRIPTS.index(name) for name in names)
+
+    def camp(self) -> int | None:
+        """The own one; None: drawn for every match."""
+        if self.side == RANDOM:
+            return None
+        if self.side not in (0, 1, "0", "1"):
+            raise ConfigError(f"side is {self.side!r}.", "0, 1 or random.")
+        return int(self.side)
+
+    def lineups(self) -> Ints32 | None:
+        """[L, 2 · size] rows of the table of heroes, own side first; None: anybody. Raises ConfigError."""
+        if self.lineup == RANDOM:
+            return None
+        if self.lineup is None:
+            return rows_of(None, self.size)[None]
+        if isinstance(self.lineup, str) or not self.lineup or not all(_is_list(side) and side for side in self.lineup):
+            raise ConfigError(
+                f"lineup is {self.lineup!r}.", "Two lists of heroes, own side first; a list of such; or random."
+            )
+        several = self.lineup if _is_list(self.lineup[0][0]) else [self.lineup]
+        return np.stack([rows_of(one, self.size) for one in several])
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+# -- the seats --------------------------------------------------------------------------------------------------------
+
+
+class Seats:
+    """`matches` matches, in each of which the heroes `seated` are played from outside and all others by scripts.
+
+    `seated` are places among the heroes of a match, own side first. An own side that is drawn anew for every match takes them along.
+    """
+
+    def __init__(self, options: Options, seated: Sequence[Sequence[int]]) -> None:
+        """`seated`: for each match, in the order of the rows."""
+        matches = len(seated)
+        self.size, self._limit = options.size, options.limit()
+        self.arena = Arena(self.size, matches, options.settings(), lenient=True)
+        self.match_of: Ints = np.array([m for m, row in enumerate(seated) for _ in row], np.int64)
+        """Of each row."""
+        self.hero_of: Ints = np.array([hero for row in seated for hero in row], np.int64)
+        """Of each row: its place among the heroes of the match."""
+        self._seat_of = self.hero_of.copy()  # own side first
+        self._rows = [np.flatnonzero(self.match_of == m) for m in range(matches)]
+        self._camp, self._scripts, self._lineups = options.camp(), np.array(options.scripts(), np.int8), options.lineups()
+        self._players: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
+        self._scripted = bool(len(self.match_of) < matches * self.arena.heroes)
+        self._nothing: Ints32 = np.zeros((matches, self.arena.heroes, len(HEADS)), np.int32)
+        self._heads = np.cumsum(options_of(self.size))[:-1].tolist()
+        self._bases = [structure_slot(self.size, camp, CORE) for camp in (0, 1)]
+        self._random: list[np.random.Generator] = [np_random(None)[0] for _ in range(matches)]
+        self._before: Bools = np.ones(matches, np.bool_)
+
+    @property
+    def rows(self) -> int:
+        return len(self.match_of)
+
+    def seed(self, seeds: Sequence[int | None]) -> None:
+        """One for each match: all chance of its future comes from it. None: it goes on as it was."""
+        for m, seed in enumerate(seeds):
+            if seed is not None:
+                self._random[m] = np_random(seed)[0]
+
+    def begin(self, which: Ints | None = None) -> None:
+        """These matches begin anew, or all."""
+        chosen = np.arange(self.arena.matches) if which is None else which
+        seeds = [self._draw(int(m)) for m in chosen]
+        self.arena.reset(seeds, chosen.tolist())
+        self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
+        self._before[chosen] = False
+
+    def _draw(self, m: int) -> int:
+        """Sides, heroes and opponents of the next match; and its seed."""
+        random, size, number = self._random[m], self.size, self.arena.heroes
+        camp = int(random.integers(2)) if self._camp is None else self._camp
+        if self._lineups is None:
+            lineup = random.integers(len(heroes.HEROES), size=number).astype(np.int32)
+        else:
+            lineup = self._lineups[int(random.integers(len(self._lineups)))]
+        rows, turn = self._rows[m], camp * size
+        self.arena.lineup[m] = np.roll(lineup, turn)
+        self.hero_of[rows] = (self._seat_of[rows] + turn) % number
+        self._players[m] = self._scripts[int(random.integers(len(self._scripts)))]
+        self._players[m, self.hero_of[rows]] = -1
+        return int(random.integers(1 << 31))
+
+    def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:
+        """One decision of all rows, [rows, 4]: rewards, and which rows were terminated or truncated by it."""
+        orders = self.arena.script(self._players) if self._scripted and hasattr(self.arena, 'script') else self._nothing  # TEMP
+        orders[self.match_of, self.hero_of] = actions
+        self.arena.step(orders)
+        over = self.arena.over
+        ended = over & ~self._before
+        self._before = over
+        reward = self.arena.reward[self.match_of, self.hero_of]
+        if not ended.any():
+            nobody = np.zeros(self.rows, np.bool_)
+            return reward, nobody, nobody.copy()
+        fallen = (self.arena.units[:, ALIVE][:, self._bases] == 0).any(axis=1)
+        return reward, (ended & fallen)[self.match_of], (ended & ~fallen)[self.match_of]
+
+    def over(self) -> Ints:
+        """Matches that are over: they stand still until they begin anew."""
+        return np.flatnonzero(self._before)
+
+    def observe(self) -> Observation:
+        """What all rows see, in arrays of its own: [rows, …]."""
+        rows, slots = self.rows, self.arena.slots
+        entities = np.empty((rows, slots, FEATURES), np.float32)
+        scalars = np.empty((rows, SCALARS), np.float32)
+        mask = np.empty((rows, MASK_BEFORE_TARGETS + slots), np.bool_)
+        targets = np.empty((rows, len(AIMED), slots), np.bool_)
+        _show(
+            self.arena.units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, entities, scalars, mask, targets
+        )  # fmt: skip
+        return {
+            "entities": entities,
+            "scalars": scalars,
+            "target_mask": targets.view(np.int8),
+            "action_mask": tuple(np.split(mask.view(np.int8), self._heads, axis=1)),
+        }
+
+    def state(self, m: int = 0) -> Floats:
+        """The whole of a match as the first row's hero would see it if nothing were hidden, then the scalars of all heroes."""
+        number, slots = self.arena.heroes, self.arena.slots
+        units = self.arena.units[m : m + 1].copy()
+        units[:, SEEN] = 1
+        first = int(self.hero_of[self._rows[m][0]])
+        heroes_of = (np.arange(number) + first // self.size * self.size) % number
+        entities = np.empty((number, slots, FEATURES), np.float32)
+        scalars = np.empty((number, SCALARS), np.float32)
+        mask = np.empty((number, MASK_BEFORE_TARGETS + slots), np.bool_)
+        targets = np.empty((number, len(AIMED), slots), np.bool_)
+        _show(
+            units, self.arena.match[m : m + 1], heroes.TABLE, np.zeros(number, np.int64), heroes_of, entities, scalars, mask, targets
+        )  # fmt: skip
+        return np.concatenate([entities[0].reshape(-1), scalars.reshape(-1)])
+
+    def result(self) -> dict[str, npt.NDArray[Any]]:
+        """Of all rows, as it stands: who has won (1: this row's side, -1: the other, 0: nobody), and statistics of its hero."""
+        units, m, h = self.arena.units, self.match_of, self.hero_of
+        winner = self.arena.winner[m]
+        camp = h // self.size
+        won = np.where(winner < 0, 0, np.where(winner == camp, 1, -1))
+        counted = {name: units[m, row, h] for name, row in STATISTICS.items()}
+        return {"won": won, "camp": camp, "ticks": self.arena.tick[m].copy(), **counted}
+
+
+@kernel
+def _show(
+    units: Ints32,
+    match: Ints32,
+    table: Ints32,
+    matches: Ints,
+    heroes_of: Ints,
+    entities: Floats,
+    scalars: Floats,
+    mask: Bools,
+    target_mask: Bools,
+) -> None:
+    for k in range(matches.shape[0]):
+        m, h = int(matches[k]), int(heroes_of[k])
+        for row in range(entities.shape[1]):
+            see_unit(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[k, row])
+        see_whole(units[m], match[m], table, h, scalars[k])
+        allow(units[m], match[m], table, h, mask[k], target_mask[k])

@@ -1,0 +1,148 @@
+"""Whole teams as a PettingZoo environment in which all heroes act at once.
+
+env = parallel_env("3v3")  # red_0 … red_2 against blue_0 … blue_2
+env = parallel_env("3v3", opponent="hard")  # red_0 … red_2 against a script
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ludus.errors import ConfigError, MissingExtra
+from ludus.games.arena.gym import Actions, check_render_mode, painter
+from ludus.games.arena.layout import TICKS_PER_SECOND
+from ludus.games.arena.seats import SELF, Observation, Options, Seats, action_space, observation_space, row_of, state_space
+from ludus.games.arena.settings import SECONDS
+from ludus.types import Floats
+
+try:
+    from pettingzoo import ParallelEnv
+except ModuleNotFoundError as error:
+    raise MissingExtra("The Arena for teams needs pettingzoo, which is not installed.", "pip install 'ludus[pettingzoo]'") from error
+
+CAMPS: Final = ("red", "blue")
+"""Camp 0 and camp 1."""
+
+
+class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no types
+    """One match. All agents play from its beginning to its end; one that is dead may only do nothing.
+
+    `opponent`: a script that plays the whole other camp; or `self`, when both camps are played from outside. `side`: the camp that
+    is played from outside, if only one is: 0, 1, `red` or `blue`. `lineup` names the side of that camp first.
+    """
+
+    def __init__(
+        self,
+        mode: str | int = "3v3",
+        *,
+        opponent: str | Sequence[str] = SELF,
+        side: int | str = 0,
+        lineup: str | Sequence[Any] | None = None,
+        seconds: int = SECONDS,
+        every: int = 3,
+        weights: Mapping[str, float] | None = None,
+        sparse: bool = False,
+        team_spirit: float = 0.0,
+        zero_sum: bool = True,
+        render_mode: str | None = None,
+    ) -> None:
+        check_render_mode(render_mode)
+        camp = CAMPS.index(side) if side in CAMPS else side
+        options = Options(mode, opponent, camp, lineup, seconds, every, weights or {}, sparse, team_spirit, zero_sum)
+        if options.camp() is None:
+            raise ConfigError(f"side is {side!r}.", "The names of agents tell their camp: 0 or red, 1 or blue.")
+        size = options.size
+        self.metadata = {
+            "name": f"arena_{size}v{size}_v0",
+            "render_modes": ["rgb_array"],
+            "render_fps": TICKS_PER_SECOND // every,
+            "is_parallelizable": True,
+        }
+        self.render_mode = render_mode
+        self.seats = Seats(options, [range(2 * size if options.against_self else size)])
+        camps = (0, 1) if options.against_self else (int(camp),)
+        own_first = camps if int(camp) == 0 or len(camps) == 1 else camps[::-1]
+        self._order = [f"{CAMPS[c]}_{i}" for c in own_first for i in range(size)]
+        """Of the rows."""
+        self.possible_agents = sorted(self._order, key=lambda agent: (CAMPS.index(agent.split("_")[0]), int(agent.split("_")[1])))
+        self.agents: list[str] = []
+        self._observation_spaces = {agent: observation_space(size) for agent in self.possible_agents}
+        self._action_spaces = {agent: action_space(size) for agent in self.possible_agents}
+        self.state_space = state_space(size)
+        self._painter: Any = None
+
+    def observation_space(self, agent: str) -> Any:
+        return self._observation_spaces[agent]
+
+    def action_space(self, agent: str) -> Any:
+        return self._action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Observation], dict[str, dict[str, Any]]]:
+        self.seats.seed([seed])
+        self.seats.begin()
+        self.agents = list(self.possible_agents)
+        return self._seen(), self._infos()
+
+    def step(
+        self, actions: Mapping[str, Actions]
+    ) -> tuple[
+        dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]
+    ]:
+        """Whoever says nothing does nothing."""
+        if not self.agents:
+            return {}, {}, {}, {}, {}
+        taken = np.zeros((len(self._order), 4), np.int32)
+        for row, agent in enumerate(self._order):
+            if agent in actions:
+                taken[row] = actions[agent]
+        reward, terminated, truncated = self.seats.step(taken)
+        seen, infos = self._seen(), self._infos()
+        rewards = self._by_agent([float(value) for value in reward])
+        terminations = self._by_agent([bool(value) for value in terminated])
+        truncations = self._by_agent([bool(value) for value in truncated])
+        if terminated.any() or truncated.any():
+            self.agents = []
+        return seen, rewards, terminations, truncations, infos
+
+    def state(self) -> Floats:
+        """Everything, hidden or not, for a centralised value."""
+        return self.seats.state()
+
+    def render(self) -> Any:
+        if self.render_mode is None:
+            return None
+        self._painter = self._painter or painter(self.seats.size)
+        return self._painter.rgb(self.seats.arena.units[0], self.seats.arena.match[0])
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def _seen(self) -> dict[str, Observation]:
+        seen = self.seats.observe()
+        return self._by_agent([row_of(seen, row) for row in range(self.seats.rows)])
+
+    def _infos(self) -> dict[str, dict[str, Any]]:
+        result = self.seats.result()
+        return self._by_agent([{name: int(values[row]) for name, values in result.items()} for row in range(self.seats.rows)])
+
+    def _by_agent(self, of_rows: Sequence[Any]) -> dict[str, Any]:
+        found = dict(zip(self._order, of_rows, strict=True))
+        return {agent: found[agent] for agent in self.possible_agents}
+
+
+def parallel_env(mode: str | int = "3v3", **keywords: Any) -> ArenaParallel:
+    """Keywords as of ArenaParallel."""
+    return ArenaParallel(mode, **keywords)
+
+
+def arena_3v3(render_mode: str | None = None, **keywords: Any) -> ArenaParallel:
+    return ArenaParallel("3v3", render_mode=render_mode, **keywords)
+
+
+def arena_5v5(render_mode: str | None = None, **keywords: Any) -> ArenaParallel:
+    return ArenaParallel("5v5", render_mode=render_mode, **keywords)

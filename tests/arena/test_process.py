@@ -1,0 +1,519 @@
+"""The Arena as a game process: real gateways, real sockets, actors of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import msgpack
+import numpy as np
+import pytest
+
+from ludus.actor.actor import Actor
+from ludus.actor.builtin import BuiltinActor
+from ludus.errors import ConfigError, NotFound, UsageError
+from ludus.games.arena.arena import Arena
+from ludus.games.arena.bodies import Form, options_of, refusal
+from ludus.games.arena.main import main, play
+from ludus.games.arena.match import Plan, Remote, Rule, read_plan
+from ludus.games.arena.recording import read_recording, verify
+from ludus.games.arena.scripts import SCRIPTS
+from ludus.games.arena.seats import action_space, observation_space
+from ludus.spaces import ACTION_MASK
+from tests.actor.scripted import Table, tiny_policy
+from tests.serving import gateway
+
+LIMIT_S = 20.0
+FRAMES = 60
+NOTHING = [0, 0, 0, 0]
+
+
+class Bot(Actor):
+    """Does nothing, legally, and remembers everything that it is told."""
+
+    said: ClassVar[list[Bot]]
+
+    async def start(self, session: str, body: bytes) -> bytes:
+        self.session, self.started = session, msgpack.unpackb(body)
+        self.ticks: list[dict[str, Any]] = []
+        self.ended: dict[str, Any] | None = None
+        self.said.append(self)
+        return b""
+
+    async def tick(self, body: bytes) -> bytes:
+        self.ticks.append(msgpack.unpackb(body))
+        reply = await self.answer(len(self.ticks))
+        return reply if isinstance(reply, bytes) else msgpack.packb(reply)
+
+    async def answer(self, number: int) -> Any:
+        return {"actions": dict.fromkeys(self.seats, NOTHING)}
+
+    async def end(self, body: bytes) -> bytes:
+        self.ended = msgpack.unpackb(body) if self.ended_by == "game" else {"ended_by": self.ended_by}
+        return b""
+
+    @property
+    def seats(self) -> list[str]:
+        return list(self.ticks[-1]["seats"])
+
+
+def bots(answer: Callable[[Bot, int], Any] | None = None) -> type[Bot]:
+    """A class of its own; `answer` is given the number of the tick, from 1, and may be awaitable."""
+
+    class Made(Bot):
+        said: ClassVar[list[Bot]] = []
+
+        async def answer(self, number: int) -> Any:
+            if answer is None:
+                return await super().answer(number)
+            given = answer(self, number)
+            given = await given if asyncio.iscoroutine(given) else given
+            return await super().answer(number) if given is None else given
+
+    return Made
+
+
+def plan(*urls: str | None, **more: Any) -> Plan:
+    """Of a short match; camps without an address are played by the rule."""
+    options = more.pop("options", {})
+    timeout_s = more.pop("timeout_s", LIMIT_S)
+    camps = [None if url is None else {"url": url, "timeout_s": timeout_s} for url in urls]
+    config = {"runtime_id": "r1", "mode": "1v1", "seed": 3, "max_frames": FRAMES, "camps": camps, "options": options}
+    return read_plan(config | more, (None, None), SCRIPTS)
+
+
+def played(one: Plan, **more: Any) -> dict[str, Any]:
+    stopped, (result,) = play([one], **more)
+    assert not stopped
+    return result
+
+
+# -- what is ordered ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"mode": "1v2"}, "'1v2'"),
+        ({"mode": 7.5}, "7.5"),
+        ({"heroes": [[{"hero_id": 999}], [{"hero_id": 107}]]}, "999"),
+        ({"heroes": [[{"hero_id": 107}]]}, "heroes"),
+        ({"heroes": [[{"hero_id": 107}], [{"hero_id": None}]]}, r"heroes\[1\]\[0\]"),
+        ({"heroes": [[{"hero_id": 107}] * 3] * 2}, "1v1"),
+        ({"camps": [{"address": "x"}]}, r"camps\[0\]"),
+        ({"camps": [{"url": "http://127.0.0.1:1", "timeout_s": float("nan")}]}, "timeout_s is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"max_frames": 0}, "max_frames is 0"),
+        ({"runtime_id": "a\nb"}, "runtime_id"),
+        ({"eval_mode": 1}, "eval_mode is 1"),
+        ({"moode": "1v1"}, "mode"),
+        ({"options": {"pace": -1}}, "pace is -1"),
+        ({"options": {"rule": "godlike"}}, "easy"),
+        ({"options": {"spped": 3}}, "spped"),
+        ({"options": {"format": "raw", "sessions": "camp"}}, "raw"),
+        ([], "config"),
+    ],
+)
+def test_a_wrong_order_is_refused_by_name(wrong: Any, named: str) -> None:
+    config = {"mode": "1v1", **wrong} if isinstance(wrong, Mapping) else wrong
+    with pytest.raises(ConfigError, match=named):
+        read_plan(config, (None, None), SCRIPTS)
+
+
+def test_an_order_is_read_as_the_server_writes_it() -> None:
+    config = {
+        "runtime_id": "x-1",
+        "game": "arena",
+        "mode": None,
+        "heroes": [
+            [{"hero_id": 190}, {"hero_id": 173}, {"hero_id": 117}],
+            [{"hero_id": 141}, {"hero_id": 111}, {"hero_id": 107}],
+        ],
+        "camps": [None, {"url": "http://10.0.0.5:8000", "timeout_s": 2}],
+        "eval_mode": True,
+        "seed": 1 << 40,
+        "max_frames": None,
+        "start_from": None,
+        "options": {"rule": "hard", "format": "raw"},
+    }
+    made = read_plan(config, (None, "secret"), SCRIPTS)
+    assert (made.size, made.seed, made.eval_mode, made.max_ticks) == (3, 1 << 40, True, None)
+    assert made.camps == (Rule("hard"), Remote("http://10.0.0.5:8000", 2.0, "secret"))
+    assert "secret" not in repr(made)
+    assert made.options.sessions == "hero"
+
+
+# -- what is said -------------------------------------------------------------------------------------------------------
+
+
+def test_actors_of_both_camps_are_told_the_match_and_its_end() -> None:
+    made = bots()
+    with gateway(made) as server:
+        result = played(plan(server.url, server.url, mode="3v3", eval_mode=True))
+    assert (result["ticks"], result["reason"], result["winner"], result["completed"]) == (FRAMES, "time is up", None, True)
+    assert result["late"] == result["illegal"] == result["garbled"] == 0
+    for bot in made.said:
+        about = bot.started
+        assert (about["game"], about["mode"], about["format"], about["eval_mode"]) == ("arena", "3v3", "msgpack", True)
+        assert about["seats"] == ["hero_0", "hero_1", "hero_2"]
+        assert about["heroes"] == [[190, 173, 117], [141, 111, 107]]
+        assert bot.match == "r1"
+        assert len(bot.ticks) == FRAMES // 3
+        assert bot.ended is not None
+        assert bot.ended["info"]["result"]["hash"] == result["hash"]
+        assert [seat["truncated"] for seat in bot.ended["seats"].values()] == [True] * 3
+    assert sorted(bot.started["camp"] for bot in made.said) == [0, 1]
+    assert len({bot.session for bot in made.said}) == 2
+
+
+def test_what_a_hero_sees_is_what_the_arena_shows() -> None:
+    made = bots()
+    with gateway(made) as server:
+        played(plan(None, server.url))
+    arena = Arena(1)
+    arena.reset([3])
+    arena.observe()
+    seat = made.said[0].ticks[0]["seats"]["hero_0"]
+    for name, array in (("entities", arena.entities), ("scalars", arena.scalars), ("target_mask", arena.target_mask)):
+        assert seat["observation"][name] == array[0, 1].tobytes()
+    assert seat["action_mask"] == arena.mask[0, 1].astype(int).tolist()
+    assert seat["reward"] == 0
+
+
+def test_rewards_are_told_with_the_next_tick_and_none_is_lost() -> None:
+    made = bots(lambda bot, number: {"actions": {"hero_0": [1, 0, 0, 0]}})  # ahead, into the towers
+    with gateway(made) as server:
+        played(plan(server.url, None, max_frames=900))
+    (bot,) = made.said
+    assert bot.ended is not None
+    told = [tick["seats"]["hero_0"]["reward"] for tick in bot.ticks] + [bot.ended["seats"]["hero_0"]["reward"]]
+    arena = Arena(1)
+    arena.reset([3])
+    total, actions = 0.0, np.zeros((1, 2, 4), np.int32)
+    assert len(bot.ticks) < 300  # it has died, and was not asked meanwhile
+    for _ in range(300):
+        arena.observe()
+        actions[:] = arena.script(np.array([[-1, SCRIPTS.index("medium")]], np.int8))
+        actions[0, 0] = (1, 0, 0, 0) if arena.units[0, 0, 0] else NOTHING
+        arena.step(actions)
+        total += float(arena.reward[0, 0])
+    assert sum(told) == pytest.approx(total, abs=1e-3)
+    assert total != 0
+
+
+@pytest.mark.parametrize("form", ["msgpack", "json", "raw"])
+@pytest.mark.parametrize("mode", ["1v1", "3v3"])
+def test_the_built_in_actor_plays_and_records_without_any_code(form: str, mode: str) -> None:
+    arena = Arena(mode)
+    seen = {name: part for name, part in observation_space(arena.size).spaces.items() if name != ACTION_MASK}
+    table = Table(tiny_policy(gym.spaces.Dict(seen), action_space(arena.size)), 64)
+    lone = form == "raw"
+    seats = {"" if lone else f"hero_{i}": table.seat for i in range(1 if lone else arena.size)}
+    with gateway(lambda: BuiltinActor(seats)) as server:
+        result = played(plan(server.url, None, mode=mode, options={"format": form, "lenient": True}))
+    assert (result["lost"], result["late"], result["garbled"]) == ({}, 0, 0)
+    recorded = sum(int(segments.valid.sum()) for segments in table.recorded())
+    assert recorded == arena.size * FRAMES // 3
+
+
+def test_both_camps_are_asked_at_the_same_time() -> None:
+    meeting = asyncio.Barrier(2)
+
+    async def met(bot: Bot, number: int) -> None:
+        await asyncio.wait_for(meeting.wait(), 2.0)  # whoever waits for the other's answer first waits for ever
+
+    made = bots(met)
+    with gateway(made) as server:
+        result = played(plan(server.url, server.url))
+    assert (result["late"], result["lost"]) == (0, {})
+
+
+# -- actors that err ----------------------------------------------------------------------------------------------------
+
+
+def test_an_illegal_action_is_refused_with_the_mask_and_the_match_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    made = bots(lambda bot, number: {"actions": {"hero_0": [2, 0, 0, 5]}} if number == 2 else None)
+    with gateway(made) as server, caplog.at_level(logging.WARNING, "ludus.games.arena"):
+        result = played(plan(server.url, None))
+    (bot,) = made.said
+    assert (result["illegal"], result["ticks"], result["heroes"][0]["illegal"]) == (1, FRAMES, 1)
+    told = bot.ticks[2]["info"]["refused"]["hero_0"]
+    assert "[2, 0, 0, 5]" in told
+    assert "Allowed: what: nothing, move" in told
+    assert told in caplog.text
+    assert all("info" not in tick for i, tick in enumerate(bot.ticks) if i != 2)
+
+
+def test_a_refusal_lists_the_targets_of_the_button() -> None:
+    mask, targets = np.zeros(8 + 16 + 16 + 32, np.bool_), np.zeros((3, 32), np.bool_)
+    mask[[0, 2]] = targets[0, [4, 9]] = targets[1, 7] = True
+    assert refusal((2, 0, 0, 7), mask, targets).endswith("Allowed: what: nothing, attack; target of 'attack': 4, 9.")
+    assert refusal((3, 0, 0, 7), mask, targets).endswith("'skill 1' is not allowed now. Allowed: what: nothing, attack.")
+
+
+GARBAGE: dict[str, Any] = {
+    "nothing": b"",
+    "not msgpack": b"\xc1\xc1",
+    "cut off": msgpack.packb({"actions": {"hero_0": NOTHING}})[:-1],
+    "a number": 7,
+    "no actions": {"action": NOTHING},
+    "a list of actions": {"actions": [NOTHING]},
+    "other seats": {"actions": {"hero_1": NOTHING}},
+    "too short": {"actions": {"hero_0": [0, 0, 0]}},
+    "not a number": {"actions": {"hero_0": [0, 0, 0, float("nan")]}},
+    "a fraction": {"actions": {"hero_0": [0.5, 0, 0, 0]}},
+    "words": {"actions": {"hero_0": ["move", 0, 0, 0]}},
+    "true": {"actions": {"hero_0": [True, 0, 0, 0]}},
+    "out of range": {"actions": {"hero_0": [0, 0, 0, 1 << 40]}},
+    "below zero": {"actions": {"hero_0": [-1, 0, 0, 0]}},
+    "null": {"actions": {"hero_0": None}},
+    "keys of lists": b"\x81\xa7actions\x81\x91\x00\x00",
+    "deep": b"\x91" * 5000 + b"\x00",
+}
+
+
+def test_garbled_replies_are_counted_and_told_and_the_match_goes_on() -> None:
+    kinds = list(GARBAGE.values())
+    made = bots(lambda bot, number: kinds[number - 1] if number <= len(kinds) else None)
+    with gateway(made) as server:
+        result = played(plan(server.url, None, max_frames=3 * (len(kinds) + 2)))
+    (bot,) = made.said
+    assert (result["lost"], result["late"], result["illegal"]) == ({}, 0, 0)
+    assert result["garbled"] == len(kinds) + 1  # the seat that was not asked is one more
+    refused = [tick.get("info", {}).get("refused", {}).get("hero_0", "") for tick in bot.ticks[1:]]
+    assert all(refused[: len(kinds)])
+    assert not any(refused[len(kinds) :])
+
+
+@pytest.mark.parametrize("kind", ["msgpack", "json", "raw"])
+def test_no_reply_whatever_makes_an_action_that_is_none(kind: Any) -> None:
+    form, rng = Form(kind, options_of(32)), np.random.default_rng(0)
+    asked = {"hero_0": 0}
+    for size in range(200):
+        noise = rng.bytes(size)
+        for body in (noise, b"{" + noise, b"\x81\xa7actions" + noise, b'{"actions": {"hero_0": [0, 0, 0, ' + noise):
+            reply = form.read(body, asked)
+            assert "hero_0" in reply.wrong or all(0 <= n < 32 for n in reply.actions["hero_0"])
+
+
+def test_the_rule_may_stand_in_for_an_illegal_action() -> None:
+    made = bots(lambda bot, number: {"actions": {"hero_0": [2, 0, 0, 5]}})
+    with gateway(made) as server:
+        stood_in = played(plan(server.url, None, options={"on_illegal": "rule", "rule": "hard"}))
+        idle = played(plan(server.url, None))
+    both = played(plan(None, None, options={"rule": "hard"}))
+    assert stood_in["illegal"] == idle["illegal"] == FRAMES // 3
+    assert stood_in["hash"] == both["hash"] != idle["hash"]
+
+
+def test_a_camp_may_forfeit_by_an_illegal_action() -> None:
+    made = bots(lambda bot, number: b"?" if number == 3 and bot.started["camp"] == 1 else None)
+    with gateway(made) as server:
+        result = played(plan(server.url, server.url, options={"on_illegal": "forfeit"}))
+    assert (result["winner"], result["completed"], result["ticks"]) == (0, True, 6)
+    assert "camp 1 forfeits" in result["reason"]
+    assert all(bot.ended and bot.ended["seats"]["hero_0"]["terminated"] for bot in made.said)
+
+
+def test_an_aim_that_cannot_be_is_forgiven_on_request() -> None:
+    made = bots(lambda bot, number: {"actions": {"hero_0": _attack_somebody_else(bot)}})
+    with gateway(made) as server:
+        strict = played(plan(server.url, None, max_frames=600))
+        lenient = played(plan(server.url, None, max_frames=600, options={"lenient": True}))
+    assert strict["illegal"] > 0
+    assert lenient["illegal"] == 0
+    assert lenient["hash"] != strict["hash"]
+
+
+def _attack_somebody_else(bot: Bot) -> list[int]:
+    seat = bot.ticks[-1]["seats"]["hero_0"]
+    targets = np.frombuffer(seat["observation"]["target_mask"], np.bool_).reshape(3, -1)[0]
+    if not seat["action_mask"][2]:
+        return [1, 0, 0, 0] if seat["action_mask"][1] else NOTHING
+    return [2, 0, 0, int(np.flatnonzero(~targets)[0])]
+
+
+# -- actors that are gone -----------------------------------------------------------------------------------------------
+
+
+def nobody() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def test_the_rule_plays_where_nobody_listens() -> None:
+    result = played(plan(nobody(), None, timeout_s=0.1, options={"patience_s": 0, "rule": "hard"}))
+    both = played(plan(None, None, options={"rule": "hard"}))
+    assert "Nothing listens on 127.0.0.1" in result["lost"]["0"]
+    assert (result["completed"], result["hash"]) == (True, both["hash"])
+
+
+def test_a_match_may_end_when_its_actor_is_gone_and_the_other_one_is_told() -> None:
+    made = bots()
+    with gateway(made) as server:
+        result = played(plan(server.url, nobody(), timeout_s=0.1, options={"patience_s": 0, "on_lost": "end"}))
+    assert (result["completed"], result["winner"], result["ticks"]) == (False, None, 0)
+    assert "the actor of camp 1 is gone" in result["reason"]
+    assert made.said[0].ended is not None
+
+
+def test_an_actor_that_is_stuck_costs_its_deadline_and_then_the_rule_plays() -> None:
+    stuck: list[Bot] = []
+
+    async def answer(bot: Bot, number: int) -> None:
+        if number >= 3:
+            stuck.append(bot)
+            await asyncio.Event().wait()
+
+    with gateway(bots(answer)) as server:
+        result = played(plan(server.url, None, timeout_s=0.15, options={"patience_s": 0}))
+    assert (result["late"], result["completed"], result["ticks"], len(stuck)) == (1, True, FRAMES, 1)
+    assert "0.15 s" in result["lost"]["0"]
+
+
+def test_one_late_answer_is_forgiven() -> None:
+    async def answer(bot: Bot, number: int) -> None:
+        if number == 3:
+            await asyncio.sleep(0.3)
+
+    made = bots(answer)
+    with gateway(made) as server:
+        result = played(plan(server.url, None, timeout_s=0.2))
+    assert (result["lost"], result["late"]) == ({}, 1)
+    assert made.said[0].ended is not None
+    assert len(made.said) == 1
+
+
+def test_a_session_that_is_lost_is_followed_by_another() -> None:
+    def answer(bot: Bot, number: int) -> None:
+        if number == 3 and len(bot.said) == 1:
+            raise RuntimeError("this actor fails")
+
+    made = bots(answer)
+    with gateway(made) as server:
+        result = played(plan(server.url, None))
+    first, second = made.said
+    assert (result["lost"], result["late"]) == ({}, 1)
+    assert len(first.ticks) + len(second.ticks) == FRAMES // 3
+    assert second.ticks[0]["seats"]["hero_0"]["reward"] == 0
+    assert first.session != second.session
+    assert first.match == second.match
+
+
+def test_an_actor_that_fails_again_and_again_is_gone() -> None:
+    def answer(bot: Bot, number: int) -> None:
+        raise RuntimeError("this actor fails")
+
+    made = bots(answer)
+    with gateway(made) as server:
+        result = played(plan(server.url, None))
+    assert "actor_failed" in result["lost"]["0"]
+    assert len(made.said) == 4
+
+
+def test_an_actor_of_other_spaces_is_gone_at_once_and_says_why() -> None:
+    table = Table(tiny_policy())
+    with gateway(lambda: BuiltinActor({"hero_0": table.seat})) as server:
+        result = played(plan(server.url, None))
+    assert "422 observation" in result["lost"]["0"]
+    assert result["completed"]
+
+
+# -- many, saved, stopped -----------------------------------------------------------------------------------------------
+
+
+def test_matches_side_by_side_are_those_that_are_played_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    made = bots(lambda bot, number: {"actions": {seat: [1, number % 16, 0, 0] for seat in bot.seats}})
+    with gateway(made) as server:
+        words = ["--mode", "1v1", "--camp0", server.url, "--camp1", "rule:easy", "--max-frames", str(FRAMES)]
+        assert main([*words, "--matches", "5", "--seed", "40"]) == 0
+        several = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert main([*words, "--seed", "42"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+    assert [one["seed"] for one in several] == [40, 41, 42, 43, 44]
+    assert several[2]["hash"] == alone["hash"]
+    assert len({one["hash"] for one in several}) == 5
+    assert len({bot.match for bot in made.said}) == 6
+
+
+def test_a_recording_plays_the_match_again(tmp_path: Path) -> None:
+    made = bots(lambda bot, number: {"actions": {"hero_0": [number % 5, number % 16, 3, 5]}})
+    with gateway(made) as server:
+        result = played(plan(server.url, None), record=tmp_path / "match.arena")
+    recording = read_recording(tmp_path / result["recording"])
+    assert verify(recording) == result["hash"]
+    assert recording.names == (server.url, "medium")
+
+
+def test_a_state_is_kept_and_a_match_begins_from_it(tmp_path: Path) -> None:
+    played(plan(None, None, max_frames=300), states=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    tick = int(kept.name.removeprefix("r1-"))
+    assert 0 < tick < 300
+    again = played(plan(None, None, max_frames=tick + 30, start_from=str(kept)))
+    assert again["ticks"] == tick + 30
+    whole = played(plan(None, None, max_frames=tick + 30))
+    assert again["heroes"] == whole["heroes"]
+
+
+def test_a_state_of_another_mode_or_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"nonsense")
+    with pytest.raises(UsageError, match="saved state"):
+        play([plan(None, None, start_from=str(tmp_path / "bad"))])
+    with pytest.raises(NotFound):
+        play([plan(None, None, start_from=str(tmp_path / "none"))])
+
+
+def test_a_game_that_is_told_to_stop_tells_its_actor_and_the_server(tmp_path: Path) -> None:
+    reached = threading.Event()
+
+    def answer(bot: Bot, number: int) -> None:
+        if number == 5:
+            reached.set()
+
+    made = bots(answer)
+    config, result = tmp_path / "config.json", tmp_path / "result.json"
+    with gateway(made) as server:
+        order = {"runtime_id": "s1", "mode": "1v1", "seed": 1, "camps": [{"url": server.url, "timeout_s": 5}, None]}
+        config.write_text(json.dumps(order | {"options": {"pace": 150}}))
+        told = {"LUDUS_GAME_CONFIG": str(config), "LUDUS_GAME_RESULT": str(result)}
+        game = subprocess.Popen([sys.executable, "-P", "-m", "ludus.games.arena"], env=os.environ | told, stderr=subprocess.PIPE)
+        with game:
+            try:
+                assert reached.wait(60.0)  # the first time kernels are compiled
+                game.send_signal(signal.SIGTERM)
+                _, said = game.communicate(timeout=LIMIT_S)
+            finally:
+                game.kill()
+    assert game.returncode == 128 + signal.SIGTERM, said
+    written = json.loads(result.read_text())
+    assert (written["reason"], written["completed"], written["winner"]) == ("stopped", False, None)
+    (bot,) = made.said
+    assert bot.ended is not None
+    assert bot.ended["seats"]["hero_0"]["truncated"] is True
+    assert bot.ended["seats"]["hero_0"]["observation"]["entities"]
+    assert bot.ended["info"]["result"]["reason"] == "stopped"
+
+
+def test_a_config_that_cannot_be_used_is_told_in_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, result = tmp_path / "config.json", tmp_path / "result.json"
+    monkeypatch.setenv("LUDUS_GAME_CONFIG", str(config))
+    monkeypatch.setenv("LUDUS_GAME_RESULT", str(result))
+    for text, word in (("{", "not JSON"), ('{"mode": "9x9"}', "9x9"), ('{"start_from": "/none"}', "/none")):
+        config.write_text(text)
+        assert main([]) in (1, 2)
+        assert word in json.loads(result.read_text())["reason"]

@@ -1,0 +1,198 @@
+"""`ludus gamecore`: what people type, what they read, and the exit codes that scripts rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludus.game.gamecore import ADDRESS_VARIABLE, GamecoreClient
+from ludus.gamecore.server import Running, running
+from ludus.gamecore.settings import Settings
+from tests.cli.calling import Call, lines, one_line
+from tests.game.toy import CATALOGUE, LINEUP, save
+
+REPOSITORY = Path(__file__).parents[2]
+GO_ON = ("-o", "behave=go on")
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("gamecore"))
+
+
+@pytest.fixture(scope="module")
+def server(games: Path) -> Iterator[Running]:
+    with running(Settings(port=0, games=games, state_dir=games.parent / "state")) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _address(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, f"{server.host}:{server.port}")
+
+
+def test_a_match_from_start_to_end_says_that_the_server_works(call: Call, server: Running) -> None:
+    said = call("gamecore", "test", "--server", server.url)
+    assert said.code == 0, said.err
+    assert "has finished" in said.out
+    assert "winner 1" in said.out
+    assert "190,173,117 against 141,111,107" in said.err
+    assert "the server works" in said.err
+    result = call("gamecore", "test", "--json", "--heroes", "190/141", "--seed", "3").json
+    assert (result["state"], result["mode"], result["eval_mode"], result["seed"]) == ("finished", "1v1", True, 3)
+
+
+def test_a_test_that_takes_too_long_leaves_no_game_behind(call: Call, tmp_path: Path) -> None:
+    slow = save(tmp_path, CATALOGUE.replace("default: end", "default: go on"))
+    with running(Settings(port=0, games=slow, state_dir=tmp_path / "state")) as other:
+        said = call("gamecore", "test", "--server", other.url, "--timeout", "0.2")
+        assert said.code == 124
+        assert "was not over after 0.2 s" in said.err
+        assert [game.state for game in GamecoreClient(other.url).list()] == ["stopped"]
+
+
+def test_a_game_is_started_listed_looked_at_and_stopped(call: Call) -> None:
+    started = call("gamecore", "start", "cli-1", "--mode", "3v3", "--seed", "9", "--task", "cup", *GO_ON, "--json")
+    assert started.code == 0, started.err
+    assert started.json["runtime_id"] == "cli-1"
+    assert call("gamecore", "start", "cli-1", "--mode", "3v3", "--seed", "9", "--task", "cup", *GO_ON).code == 0
+    other = call("gamecore", "start", "cli-1", "--mode", "1v1", *GO_ON)
+    assert other.code == 1
+    assert "cli-1" in one_line(other)
+    table = call("gamecore", "list").out
+    assert "cli-1" in table
+    assert "toy" in table
+    states = {game["runtime_id"]: game["state"] for game in call("gamecore", "list", "--json").json}
+    assert states["cli-1"] in ("starting", "running")
+    assert call("gamecore", "list", "--json", "--state", "crashed").json == []
+    page = call("gamecore", "status", "cli-1").out
+    assert "cli-1 (toy, 3v3)" in page
+    assert "cup" in page
+    assert call("gamecore", "status", "cli-1", "--json").json["seed"] == 9
+    late = call("gamecore", "wait", "cli-1", "--timeout", "0")
+    assert late.code == 124
+    assert "is still" in one_line(late)
+    stopped = call("gamecore", "stop", "cli-1", "--grace", "1")
+    assert (stopped.code, "was stopped" in stopped.out) == (0, True)
+    assert call("gamecore", "wait", "cli-1").code == 1, "it did not come to its end"
+
+
+def test_a_wait_ends_with_the_result_or_with_why_there_is_none(call: Call) -> None:
+    ended = call(
+        "gamecore", "start", "cli-2", "--heroes", "190/141", "--camp", "10.0.0.5:8000", "--camp", "rule", "--wait", "--json"
+    )
+    assert ended.code == 0, ended.err
+    assert ended.json["result"]["config"]["camps"] == [{"url": "http://10.0.0.5:8000", "timeout_s": 30.0}, None]
+    crashed = call("gamecore", "start", "cli-3", "--mode", "1v1", "-o", "behave=crash", "--wait")
+    assert crashed.code == 1
+    assert "has crashed" in lines(crashed)[0]
+    assert "exit code 1" in lines(crashed)[0]
+    assert "  the map is missing" in crashed.err
+    again = call("gamecore", "wait", "cli-3", "--json")
+    assert (again.code, again.json["state"]) == (1, "crashed")
+    assert call("gamecore", "logs", "cli-3").out == "the toy plays 1v1\nthe map is missing\n"
+    assert call("gamecore", "logs", "cli-3", "-n", "1").out == "the map is missing\n"
+
+
+def test_actors_get_their_token_from_a_file(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    words = ("--mode", "1v1", "--wait", "--json", "--actor-token-file", tmp_path / "token")
+    ended = call("gamecore", "start", "cli-4", "--camp", "rule", "--camp", "http://10.0.0.5:8000", *words)
+    assert ended.json["result"]["tokens"] == [None, "s3cret"]
+    wrong = call("gamecore", "start", "cli-5", *words)
+    assert (wrong.code, "--actor-token-file" in one_line(wrong)) == (2, True)
+
+
+def test_the_server_and_its_catalogue_are_shown_and_what_is_over_is_forgotten(call: Call) -> None:
+    call("gamecore", "start", "cli-6", "--mode", "1v1", "--wait")
+    health = call("gamecore", "status")
+    assert (health.code, "is up; games: " in health.out) == (0, True)
+    assert call("gamecore", "status", "--json").json["games"]["finished"] >= 1
+    assert "behave" in call("gamecore", "catalogue").out
+    assert call("gamecore", "catalogue", "--json").json["games"]["toy"]["modes"] == ["1v1", "3v3"]
+    cleared = call("gamecore", "clear", "--tasks")
+    assert "games are forgotten, and all tasks" in one_line(cleared)
+    assert "no games" in one_line(call("gamecore", "list"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("start", "../x", "--mode", "1v1"), 2, "runtime_id is '../x'"),
+        (("start", "x", "--heroes", "a/b"), 2, "--heroes is 'a/b'"),
+        (("start", "x", "--mode", "1v1", "-o", "speed"), 2, "--option is 'speed'"),
+        (("start", "x", "--mode", "1v1", "--camp", "rule", "--camp", "nowhere"), 2, "server_config[1]"),
+        (("start", "x", "--mode", "1v1", "--game", "tyo"), 2, "'toy'"),
+        (("start", "x", "--mode", "1v1", "-o", "behave=$(id)"), 2, "options.behave"),
+        (("status", "nobody"), 2, "nobody"),
+        (("logs", "nobody"), 2, "nobody"),
+        (("wait", "nobody"), 2, "nobody"),
+        (("stop", "nobody"), 2, "There is no game 'nobody'"),
+        (("list", "--state", "runing"), 2, "Did you mean 'running'?"),
+        (("list", "--server", "a b"), 2, "does not name a server"),
+        (("list", "--token-file", "none"), 2, "token file none"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(call: Call, words: tuple[str, ...], code: int, said: str) -> None:
+    wrong = call("gamecore", *words)
+    assert wrong.code == code, wrong.err
+    assert said in one_line(wrong)
+
+
+def test_where_nobody_listens_every_command_says_how_to_start_a_server(call: Call) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+        for words in (["test"], ["list"], ["stop", "x"]):
+            missing = call("gamecore", *words, "--server", where)
+            assert missing.code == 1
+            assert f"No gamecore server listens on {where}. Start one there: `ludus gamecore serve" in one_line(missing)
+
+
+def test_the_command_serves_until_it_is_asked_to_end(games: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ludus.cli.main", "gamecore", "serve", "--port", "0", "--json"]
+    command += ["--games", str(games), "--state-dir", str(tmp_path / "state"), "--max-games", "1"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as serving:
+        try:
+            assert serving.stdout is not None
+            where = json.loads(serving.stdout.readline())
+            with GamecoreClient(f"{where['host']}:{where['port']}") as client:
+                state = client.start_game("served", None, LINEUP, options={"behave": "go on"})
+                assert state.pid is not None
+                serving.send_signal(signal.SIGTERM)
+                assert serving.wait(30) == 0, serving.stderr and serving.stderr.read()
+            assert not Path(f"/proc/{state.pid}").exists(), "its games end with it"
+        finally:
+            serving.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "token"),
+        (["--games", "none.yaml"], "none.yaml"),
+        (["--token-file", "none"], "none"),
+    ],
+)
+def test_a_server_that_must_not_be_is_refused_before_it_listens(call: Call, tmp_path: Path, words: list[str], said: str) -> None:
+    refused = call("gamecore", "serve", "--port", "0", "--state-dir", tmp_path / "state", *words)
+    assert refused.code == 2, refused.err
+    assert said in one_line(refused)
+
+
+@pytest.mark.parametrize("words", [["gamecore", "--help"], ["gamecore", "serve", "--help"], ["games", "--help"]])
+def test_help_brings_nothing_heavy(words: list[str]) -> None:
+    program = f"import sys; from ludus.cli.main import main; sys.argv = ['ludus', *{words!r}]\ntry: main()\nexcept SystemExit: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "numpy", "numba", "starlette", "uvicorn", "yaml", "gymnasium"}
