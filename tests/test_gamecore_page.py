@@ -16,6 +16,7 @@ from ludus.gamecore import catalogue
 from ludus.gamecore.server import Running, running
 from ludus.gamecore.settings import Settings
 from ludus.remote.fake_game import FakeActor
+from tests.game.toy import save
 from tests.serving import gateway
 
 PAGE = (Path(__file__).parents[1] / "docs" / "gamecore.md").read_text(encoding="utf-8")
@@ -97,14 +98,24 @@ def _shell() -> str:
     return PAGE.partition("## From the shell")[2].partition("\n## ")[0]
 
 
-# -- with the game that comes with Ludus ----------------------------------------------------------------------------------------
+# -- the snippet ----------------------------------------------------------------------------------------------------------------
+
+
+def run_snippet(server: Running) -> str:
+    """The very words of the page, but for where the server is; what they print."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(SNIPPET.replace("node1:23432", f"{server.host}:{server.port}"), "gamecore.md", "exec"), {})
+    return printed.getvalue()
+
+
+def test_the_snippet_runs_as_it_stands(tmp_path: Path) -> None:
+    with running(Settings(port=0, games=save(tmp_path), state_dir=tmp_path / "state")) as server:
+        assert run_snippet(server).startswith("{'winner': 1, ")
 
 
 def test_the_snippet_plays_the_arena(tmp_path: Path) -> None:
-    """The very words of the page, but for where the server is."""
-    pytest.importorskip("ludus.games.arena.__main__")
+    """A whole match of the game that a server has without a catalogue."""
+    pytest.importorskip("numba")
     with running(Settings(port=0, state_dir=tmp_path / "state")) as server:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(SNIPPET.replace("node1:23432", f"{server.host}:{server.port}"), "gamecore.md", "exec"), {})
-    assert "winner" in printed.getvalue()
+        assert "'winner': " in run_snippet(server)

@@ -22,7 +22,7 @@ import pytest
 
 from ludus.actor.actor import Actor
 from ludus.actor.builtin import BuiltinActor
-from ludus.errors import ConfigError, NotFound, UsageError
+from ludus.errors import ConfigError, NotFound, Refused, UsageError
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import Form, options_of, refusal
 from ludus.games.arena.main import main, play
@@ -60,7 +60,7 @@ class Bot(Actor):
         return {"actions": dict.fromkeys(self.seats, NOTHING)}
 
     async def end(self, body: bytes) -> bytes:
-        self.ended = msgpack.unpackb(body) if self.ended_by == "game" else {"ended_by": self.ended_by}
+        self.ended = msgpack.unpackb(body or b"\x80") if self.ended_by == "game" else {"ended_by": self.ended_by}
         return b""
 
     @property
@@ -290,7 +290,7 @@ def test_garbled_replies_are_counted_and_told_and_the_match_goes_on() -> None:
         result = played(plan(server.url, None, max_frames=3 * (len(kinds) + 2)))
     (bot,) = made.said
     assert (result["lost"], result["late"], result["illegal"]) == ({}, 0, 0)
-    assert result["garbled"] == len(kinds) + 1  # the seat that was not asked is one more
+    assert result["garbled"] == len(kinds) + 1  # a seat that does not exist is one more
     refused = [tick.get("info", {}).get("refused", {}).get("hero_0", "") for tick in bot.ticks[1:]]
     assert all(refused[: len(kinds)])
     assert not any(refused[len(kinds) :])
@@ -381,6 +381,36 @@ def test_an_actor_that_is_stuck_costs_its_deadline_and_then_the_rule_plays() -> 
         result = played(plan(server.url, None, timeout_s=0.15, options={"patience_s": 0}))
     assert (result["late"], result["completed"], result["ticks"], len(stuck)) == (1, True, FRAMES, 1)
     assert "0.15 s" in result["lost"]["0"]
+
+
+def test_a_server_that_goes_away_in_the_middle_is_noticed() -> None:
+    closing: list[asyncio.Task[None]] = []
+
+    def answer(bot: Bot, number: int) -> None:
+        if number == 3:
+            closing.append(asyncio.ensure_future(server.gateway.close()))
+
+    made = bots(answer)
+    with gateway(made) as server:
+        result = played(plan(server.url, None, timeout_s=0.3, options={"patience_s": 0, "on_lost": "end"}))
+    assert (result["completed"], result["winner"]) == (False, None)
+    assert "127.0.0.1" in result["lost"]["0"]
+    assert 0 < result["ticks"] < FRAMES
+
+
+def test_a_camp_is_lost_as_a_whole_and_its_other_sessions_end() -> None:
+    def answer(bot: Bot, number: int) -> Any:
+        if bot.started["seats"] == ["hero_1"] and number == 2:
+            raise Refused(401, "unauthorized", "You are not welcome any more.")
+        return {"action": NOTHING}
+
+    made = bots(answer)
+    with gateway(made) as server:
+        result = played(plan(server.url, None, mode="3v3", options={"sessions": "hero", "rule": "hard"}))
+    assert "not welcome" in result["lost"]["0"]
+    assert result["completed"]
+    assert [len(bot.ticks) for bot in made.said] == [2, 2, 2]
+    assert all(bot.ended == {} for bot in made.said)
 
 
 def test_one_late_answer_is_forgiven() -> None:

@@ -481,6 +481,8 @@ def test_the_state_of_a_newer_server_is_understood() -> None:
     said = {"runtime_id": "a", "state": "running", "colour": "green", "last_lines": ["x"], "result": None}
     assert GameState.from_json(said) == GameState("a", "running", last_lines=("x",))
     assert GameState.from_json(GameState("a", "lost", exit_code=-9).to_json()) == GameState("a", "lost", exit_code=-9)
+    odd = said | {"seconds": "long", "last_lines": 3, "pid": [], "reason": {}}
+    assert GameState.from_json(odd) == GameState("a", "running")
     nonsensical: list[Any] = [None, [], {}, {"runtime_id": 3, "state": "running"}]
     for nonsense in nonsensical:
         with pytest.raises(Refused):

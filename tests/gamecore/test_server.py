@@ -48,7 +48,8 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
     }  # fmt: skip
     pid = started.json["pid"]
     assert pids.started(pid) is not None
-    seen = until(lambda: (now := state(call, "one"))["threads"] and now, "a count of threads")
+    seen = until(lambda: (now := state(call, "one"))["threads"] and now["last_lines"] and now, "a count of threads and a line")
+    assert seen["last_lines"] == ["hello"]
     assert seen["memory_mb"] > 0
     assert seen["threads"] == 1
     assert "one" in [game["runtime_id"] for game in call("GET", "/v1/games?state=running").json["games"]]
@@ -225,6 +226,8 @@ def test_metrics_tell_of_every_game(call: Caller) -> None:
         values = [sample.value for sample in families[f"ludus_gamecore_{name}"].samples if sample.labels == labels]
         assert len(values) == 1, name
         assert values[0] >= least
+    counted = {sample.labels["status"]: sample.value for sample in families["ludus_gamecore_requests"].samples}
+    assert counted["201"] >= 1
     call("DELETE", "/v1/games/threads?grace_s=0")
     assert 'runtime_id="threads"' not in call("GET", "/metrics").body.decode()
 
@@ -288,11 +291,72 @@ def test_games_that_are_over_can_be_forgotten(call: Caller, state_dir: Path) -> 
     call("DELETE", "/v1/games/stays?grace_s=0")
 
 
+def test_games_that_are_kept_warm_are_forks_and_a_module_that_cannot_be_is_started_by_its_command(tmp_path: Path) -> None:
+    (tmp_path / "warmed.py").write_text(
+        "import json, os\nloaded = os.getpid()\n"
+        "def main(argv):\n"
+        "    print('forked from', loaded, os.environ['COLOUR'], flush=True)\n"
+        "    open(os.environ['LUDUS_GAME_RESULT'], 'w').write(json.dumps(dict(loaded=loaded, own=os.getpid(), argv=argv)))\n"
+        "    return 0 if json.load(open(os.environ['LUDUS_GAME_CONFIG']))['seed'] else 6\n"
+    )
+    (tmp_path / "games.yaml").write_text(
+        f"games: {{warm: {{command: [echo, plain], warm: warmed, environment: {{PYTHONPATH: {tmp_path}, COLOUR: '{{runtime_id}}'}}}},\n"
+        f"cold: {{command: [echo, plain], warm: no_such_module}}, wrapped: {{command: [echo, plain], warm: warmed, wrapper: nice}}}}"
+    )
+    with running(Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")) as server:
+        call = Caller(server.host, server.port)
+        first, second = (call.play(name, "warm", seed=1) for name in ("one", "two"))
+        assert first["result"]["loaded"] == second["result"]["loaded"]
+        assert first["result"]["own"] != second["result"]["own"]
+        assert "forked from" in call.log("two")
+        assert "two" in call.log("two")
+        failed = call.play("three", "warm", seed=0)
+        assert (failed["state"], failed["exit_code"]) == ("crashed", 6)
+        for name in ("cold", "wrapped"):
+            assert call.play(name, name)["state"] == "finished"
+            assert call.log(name) == "plain\n"
+    assert "cold is started by its command" in (tmp_path / "state" / "gamecore-server.log").read_text()
+
+
+def test_a_windows_game_runs_under_wine_with_a_prefix_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "bin" / "wine"
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/sh\necho "wine in $WINEPREFIX"\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    (tmp_path / "games.yaml").write_text(
+        f"games: {{win: {{command: [echo, the game], windows: true, wrapper: nice, environment: {{PATH: '{stand_in.parent}:/usr/bin:/bin'}}}}}}"
+    )
+    monkeypatch.setenv("SIMULATOR_USE_WINE", "1")
+    with running(Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")) as server:
+        call = Caller(server.host, server.port)
+        for name in ("a", "b"):
+            call.play(name, "win")
+            assert call.log(name).splitlines() == [f"wine in {tmp_path}/state/games/{name}/wine", "the game"]
+
+
+def test_only_so_many_games_are_remembered(tmp_path: Path) -> None:
+    settings = Settings(port=0, games=catalogue_file(tmp_path), state_dir=tmp_path / "state", keep=2)
+    with running(settings) as server:
+        call = Caller(server.host, server.port)
+        for number in range(4):
+            call.play(f"r{number}", "quick")
+        assert [game["runtime_id"] for game in call("GET", "/v1/games").json["games"]] == ["r2", "r3"]
+        assert sorted(path.name for path in (tmp_path / "state" / "games").iterdir()) == ["r2", "r3"]
+    with running(settings) as server:
+        found = Caller(server.host, server.port)("GET", "/v1/games").json["games"]
+        assert [(game["runtime_id"], game["state"], game["result"]["winner"]) for game in found] == [
+            ("r2", "finished", 1),
+            ("r3", "finished", 1),
+        ]
+
+
 def test_the_server_says_in_its_log_what_it_did(call: Caller, state_dir: Path) -> None:
     call.play("logged", "crash")
     text = (state_dir / "state" / "gamecore-server.log").read_text()
     assert "logged: crash begins" in text
     assert "logged: crashed: It ended with code 3." in text
+    call("GET", "/no%0aline")
+    assert "refused: 404 for GET '/no\\nline' of 127.0.0.1" in (state_dir / "state" / "gamecore-server.log").read_text()
 
 
 def parent(pid: int) -> int:

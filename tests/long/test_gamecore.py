@@ -144,6 +144,7 @@ def test_games_end_with_a_server_that_is_killed_and_the_next_one_serves_their_id
             supervisor = {server.process.pid} if words and server.process else set()
             before = {pid: since for pid, since in all_of(server).items() if pid not in supervisor}
             assert len(before) > 2 * GAMES
+            assert len(pids.children(first)) == 2, "one keeper is warm"
             os.kill(first, signal.SIGKILL)
             killed = time.monotonic()
             until("the end of all games", lambda before=before: not alive(before), GONE_S)  # type: ignore[misc]

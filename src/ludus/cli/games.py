@@ -1,12 +1,32 @@
-"""`ludus games`: the games that come with Ludus."""
+"""`ludus games`: the games that come with Ludus, to be played, watched and looked at."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+from ludus.errors import UsageError
+
+if TYPE_CHECKING:
+    from ludus.games.arena.arena import Arena
+    from ludus.games.arena.recording import Recording
+    from ludus.types import Ints32
 
 app = typer.Typer(help="Games that come with Ludus: their matches, pictures and films.", no_args_is_help=True)
 arena = typer.Typer(help="The Arena, a lane battle of two teams.", no_args_is_help=True)
 app.add_typer(arena, name="arena")
+
+AsJson = Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")]
+Camp = Annotated[int | None, typer.Option(min=0, max=1, help="Only what this camp sees.", show_default=False)]
+Width = Annotated[int, typer.Option(min=160, max=7680, help="Of the picture or film, in pixels.")]
+Video = Annotated[Path | None, typer.Option(metavar="FILE.mp4", help="Write a film.", show_default=False)]
+Speed = Annotated[float, typer.Option(help="Of the film; 2: twice as fast as it was played.")]
+Fps = Annotated[int, typer.Option(min=1, max=120, help="Pictures a second of the film.")]
 
 
 @app.callback()
@@ -17,3 +37,235 @@ def _games() -> None:
 @arena.callback()
 def _arena() -> None:
     pass
+
+
+@arena.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording.", show_default=False)],
+    video: Video = None,
+    speed: Speed = 1.0,
+    camp: Camp = None,
+    first: Annotated[float, typer.Option("--from", min=0.0, help="Second at which the film begins.")] = 0.0,
+    last: Annotated[float | None, typer.Option("--to", min=0.0, help="Second at which it ends.", show_default=False)] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Write a picture of one moment.", show_default=False)
+    ] = None,
+    at: Annotated[float | None, typer.Option(min=0.0, help="Its second. [default: the end]", show_default=False)] = None,
+    width: Width = 1280,
+    fps: Fps = 30,
+    check: Annotated[bool, typer.Option("--check", help="Play all of it again and compare every hash.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look at a recorded match: what it was, whether it can be played again bit for bit, as a film, as a picture."""
+    from ludus.games.arena.film import film, shown_names, state_at
+    from ludus.games.arena.picture import Painter, save_png
+    from ludus.games.arena.recording import read_recording, verify
+
+    recording = read_recording(file)
+    summary = _described(recording)
+    lines = [f"{file}: {summary['mode']}, {summary['camps'][0]} against {summary['camps'][1]}, {summary['outcome']}"]
+    if check:
+        summary["hash"] = verify(recording)
+        lines.append(f"played again, bit for bit: {summary['decisions']} decisions, last state {summary['hash']}")
+    if picture is not None:
+        state = state_at(recording, recording.seconds if at is None else at)
+        painter = Painter(recording.size, width, camp=camp, names=shown_names(recording))
+        lines.append(str(save_png(painter.paint(*state), picture)))
+    if video is not None:
+        shown = _progress(f"{video}")
+        film(recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=shown)
+        lines.append(str(video))
+    _say(lines, summary, as_json)
+
+
+@arena.command()
+def play(
+    mode: Annotated[str, typer.Option(help="1v1, 3v3 …")] = "1v1",
+    camps: Annotated[str, typer.Option(metavar="A,B", help="The scripts that play.")] = "hard,medium",
+    heroes: Annotated[
+        str | None, typer.Option(metavar="A,…/B,…", help="By id, name or archetype: 190,173,117/141,111,107.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same match.")] = 0,
+    start_from: Annotated[Path | None, typer.Option(help="A saved state to begin from.", show_default=False)] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a recording.", show_default=False)] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Write a picture of the end.", show_default=False)
+    ] = None,
+    video: Video = None,
+    speed: Speed = 1.0,
+    camp: Camp = None,
+    width: Width = 1280,
+    as_json: AsJson = False,
+) -> None:
+    """Let two scripts play a match."""
+    from ludus.games.arena.arena import Arena
+    from ludus.games.arena.film import film, shown_names
+    from ludus.games.arena.picture import Painter, save_png
+    from ludus.games.arena.recording import write_recording
+    from ludus.games.arena.states import read_state
+
+    lineup = [side.split(",") for side in heroes.split("/")] if heroes else None
+    match = Arena(mode, 1, lineup=lineup)
+    match.reset([seed])
+    if start_from is not None:
+        match.load(0, read_state(start_from).data)
+    recording = _played(match, _players(camps))
+    summary = _described(recording) | {"heroes": _heroes(match.units[0], match.size)}
+    lines = [f"{summary['mode']}, {summary['camps'][0]} against {summary['camps'][1]}, seed {seed}: {summary['outcome']}"]
+    if record is not None:
+        lines.append(str(write_recording(record, recording)))
+    if picture is not None:
+        painter = Painter(match.size, width, camp=camp, names=shown_names(recording))
+        lines.append(str(save_png(painter.paint(match.units[0], match.match[0]), picture)))
+    if video is not None:
+        film(recording, video, speed=speed, camp=camp, width=width, progress=_progress(str(video)))
+        lines.append(str(video))
+    if not as_json:
+        _table(summary["heroes"])
+    _say(lines, summary, as_json)
+
+
+@arena.command()
+def heroes(as_json: AsJson = False) -> None:
+    """Who can be played, and what they can do."""
+    from ludus.games.arena.heroes import EFFECTS, HEROES
+
+    rows = [
+        {
+            "id": hero.id,
+            "name": hero.name,
+            "archetype": hero.archetype,
+            "health": hero.hp,
+            "attack": hero.attack,
+            "armour": hero.armour,
+            "range m": hero.range / 1000,
+            "speed m/s": hero.speed / 1000,
+            **{
+                f"skill {k}": " ".join(filter(None, (skill.name, f"({EFFECTS[skill.effect]})" if skill.effect else "")))
+                for k, skill in enumerate(hero.skills, 1)
+            },
+        }
+        for hero in HEROES
+    ]
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _table(rows)
+
+
+# -- playing --------------------------------------------------------------------------------------------------------------
+
+
+def _players(camps: str) -> tuple[str, str]:
+    from ludus.games.arena.scripts import SCRIPTS
+    from ludus.plugins import did_you_mean
+
+    names = [name.strip() for name in camps.split(",")]
+    if len(names) != 2:
+        raise UsageError(f"--camps {camps!r} does not name two scripts.", "For instance hard,medium.")
+    for name in names:
+        if name not in SCRIPTS:
+            raise UsageError(f"There is no script {name!r}.", did_you_mean(name, SCRIPTS))
+    return names[0], names[1]
+
+
+def _played(match: Arena, players: tuple[str, str]) -> Recording:
+    """To its end; it has one, since every match has a limit."""
+    import numpy as np
+
+    from ludus.games.arena.recording import Recorder
+    from ludus.games.arena.scripts import SCRIPTS
+
+    scripts = np.repeat(np.array([SCRIPTS.index(name) for name in players], np.int8), match.size)[None]
+    recorder = Recorder(match, 0, players)
+    while not match.over[0]:
+        actions = match.script(scripts)
+        recorder.add(actions)
+        match.step(actions)
+    return recorder.finished()
+
+
+# -- telling --------------------------------------------------------------------------------------------------------------
+
+
+def _described(recording: Recording) -> dict[str, Any]:
+    from ludus.games.arena.film import shown_names
+    from ludus.games.arena.heroes import HEROES, row_of
+    from ludus.games.arena.panels import clock
+
+    names = shown_names(recording)
+    ticks = recording.result.get("ticks")
+    winner = recording.result.get("winner")
+    when = f"after {clock(ticks)}" if isinstance(ticks, int) else ""
+    if not recording.result.get("over"):
+        outcome = f"not over {when}".strip()
+    else:
+        outcome = f"{names[winner]} has won {when}" if winner in (0, 1) else f"nobody has won {when}"
+    return {
+        "mode": recording.mode,
+        "camps": list(names),
+        "lineup": [[HEROES[row_of(hero)].name for hero in side] for side in recording.lineup],
+        "seed": recording.seed,
+        "winner": winner,
+        "ticks": ticks,
+        "decisions": len(recording.decisions),
+        "from_saved_state": recording.start is not None,
+        "outcome": outcome.strip(),
+    }
+
+
+def _heroes(units: Ints32, size: int) -> list[dict[str, Any]]:
+    from ludus.games.arena import layout
+    from ludus.games.arena.heroes import HEROES
+    from ludus.games.arena.picture import NAMES
+
+    columns = {
+        "level": layout.LEVEL,
+        "kills": layout.KILLS,
+        "deaths": layout.DEATHS,
+        "assists": layout.ASSISTS,
+        "last hits": layout.LAST_HITS,
+        "gold": layout.EARNED,
+        "damage": layout.DAMAGE,
+        "to buildings": layout.DAMAGE_BUILDINGS,
+        "healed": layout.HEALED,
+    }
+    return [
+        {"camp": NAMES[slot // size], "hero": HEROES[int(units[layout.HERO_ROW, slot])].name}
+        | {name: int(units[field, slot]) for name, field in columns.items()}
+        for slot in range(2 * size)
+    ]
+
+
+def _progress(what: str) -> Callable[[float], None]:
+    """A line that counts up, for somebody who watches it."""
+    said = [-1]
+
+    def show(share: float) -> None:
+        percent = int(share * 100)
+        if sys.stderr.isatty() and percent != said[0]:
+            said[0] = percent
+            sys.stderr.write(f"\r{what}: {percent} %" + ("\n" if percent >= 100 else ""))
+            sys.stderr.flush()
+
+    return show
+
+
+def _say(lines: list[str], summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+        return
+    for line in lines:
+        print(line)
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name, value in rows[0].items():
+        table.add_column(name, no_wrap=True, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) and name != "id" else str(value) for name, value in row.items()))
+    Console(width=10_000).print(table)

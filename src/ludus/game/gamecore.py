@@ -117,12 +117,13 @@ class GameState:
 
     @classmethod
     def from_json(cls, data: Any) -> GameState:
-        """What else a newer server says is left out. Raises Refused for what is no state."""
+        """What else a newer server says, or says otherwise, is left out. Raises Refused for what is no state."""
         if not (isinstance(data, dict) and isinstance(data.get("runtime_id"), str) and isinstance(data.get("state"), str)):
             raise _strange("a state of a game")
         known = {field.name: data[field.name] for field in fields(cls) if data.get(field.name) is not None}
-        lines = known.get("last_lines", ())
-        return cls(**known | {"last_lines": tuple(map(str, lines)) if isinstance(lines, list) else ()})
+        sane: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, _KINDS.get(name, object))}
+        sane["last_lines"] = tuple(str(line) for line in sane.get("last_lines", ()))
+        return cls(**sane)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"last_lines": list(self.last_lines)}
@@ -137,6 +138,13 @@ class GameState:
         why = "" if told else f": {self.reason.rstrip('.')}"
         return f"Game {self.runtime_id!r} {_VERBS.get(self.state, 'is ' + self.state)}{took}{code}{again}{why}."
 
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("started", "seconds", "cpu_s", "memory_mb", "finished"), (int, float)),
+    **dict.fromkeys(("pid", "exit_code", "restarts", "threads", "seed"), int),
+    **dict.fromkeys(("game", "mode", "reason", "task_id", "start_from"), str),
+    "last_lines": list,
+}
 
 _VERBS = {
     "starting": "is starting",

@@ -1,8 +1,12 @@
-"""The server as a process of its own, as `supervise.py` starts it: `python -m ludus.gamecore SETTINGS FD`. Others use `ludus gamecore serve`."""
+"""The server as a process of its own, as `supervise.py` starts it: `python -m ludus.gamecore SETTINGS SOCKET READY`.
+
+Others use `ludus gamecore serve`.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 
@@ -12,8 +16,14 @@ from ludus.gamecore.server import Settings, serve
 
 def main(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    ready = int(words[2])
+
+    def announce(host: str, port: int) -> None:
+        os.write(ready, b".")
+        os.close(ready)
+
     try:
-        serve(Settings.from_json(words[0]), listening=socket.socket(fileno=int(words[1])))
+        serve(Settings.from_json(words[0]), listening=socket.socket(fileno=int(words[1])), announce=announce)
     except LudusError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

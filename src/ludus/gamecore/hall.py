@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ludus import pids
+from ludus import logfile, pids
 from ludus.errors import Refused, WorkerFailed
 from ludus.game.process import GameExit, GameProcess
 from ludus.gamecore import home as homes
@@ -33,7 +33,10 @@ from ludus.gamecore.usage import Usage, usage
 
 log = logging.getLogger(__name__)
 
-SAMPLE_S = 2.0
+SAMPLE_S, SAMPLE_SHARE = 2.0, 0.04
+"""How often games are looked at; with many of them less often, so that it takes no more than this part of the time."""
+
+LAST_LINES = 20
 GONE_S = 20.0
 """A guard that has not spoken for so long after its game was to be gone will not any more."""
 
@@ -150,6 +153,10 @@ class Hall:
     # -- what callers ask for
 
     @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    @property
     def known(self) -> int:
         """Games that are over and not forgotten."""
         return len(self._known)
@@ -195,10 +202,12 @@ class Hall:
         return runtime_id in self._matches
 
     async def look(self, runtime_id: str) -> dict[str, Any]:
-        """Its status with what it uses now. Raises Refused."""
+        """Its status with what it uses and says now. Raises Refused."""
         match = self._matches.get(runtime_id)
         if match is not None and match.process is not None:
-            self._note(match, await self._in(self._disk, _usage_of, match))
+            used, lines = await self._in(self._disk, _seen, match)
+            self._note(match, used)
+            return {**self.status(runtime_id), "last_lines": lines} if not match.status.is_over else self.status(runtime_id)
         return self.status(runtime_id)
 
     def listed(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
@@ -464,12 +473,15 @@ class Hall:
     # -- watching
 
     async def _watch_all(self) -> None:
+        loop, took = asyncio.get_running_loop(), 0.0
         while True:
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(max(SAMPLE_S, took / SAMPLE_SHARE))
+            began = loop.time()
             try:
                 matches = [match for match in self.running if match.process is not None]
                 for match, used in await self._in(self._disk, _usages, matches):
                     self._note(match, used)
+                took = loop.time() - began
                 await self._in(self._disk, self.home.empty_trash)
             except Exception:  # the games go on
                 log.exception("looking at the games failed")
@@ -523,6 +535,10 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
 def _usage_of(match: Match) -> Usage:
     process = match.process
     return Usage() if process is None or not process.guard else usage(process.guard, shared=match.is_fork)
+
+
+def _seen(match: Match) -> tuple[Usage, list[str]]:
+    return _usage_of(match), logfile.tail(match.place.log, LAST_LINES)
 
 
 def _usages(matches: list[Match]) -> list[tuple[Match, Usage]]:

@@ -11,6 +11,7 @@ import os
 import re
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _LOOK_S = 1.0
 _TOKENS_S = 1.0
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
+KNOWN = "is_known"
 OPEN = frozenset({"/health"})
 """Pages that need no token."""
 
@@ -71,11 +73,10 @@ def connection(limits: HttpLimits) -> type[Connection]:
 class Doorkeeper:
     """Looks at every request before the pages do."""
 
-    def __init__(self, app: ASGIApp, token_file: Path | None, limits: HttpLimits) -> None:
-        self._app, self._file, self._limits = app, token_file, limits
+    def __init__(self, app: ASGIApp, token_file: Path | None, limits: HttpLimits, replies: Counter[int]) -> None:
+        self._app, self._file, self._limits, self._replies = app, token_file, limits, replies
         self._tokens = Tokens.read(token_file) if token_file is not None else None
         self._looked, self._stamp = time.monotonic(), _stamp(token_file)
-        self.refused = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,23 +87,36 @@ class Doorkeeper:
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
+                self._note(scope, message["status"], request_id)
                 message.setdefault("headers", []).append((REQUEST_ID_HEADER.encode(), request_id.encode()))
             async with asyncio.timeout(self._limits.send_s):
                 await send(message)
 
         try:
-            self._admit(scope["path"], headers)
+            scope.setdefault("state", {})[KNOWN] = self._admit(scope["path"], headers)
         except Refused as refused:
-            self.refused += 1
             await answer(refused)(scope, receive, sent)
             return
         await self._app(scope, receive, sent)
 
-    def _admit(self, path: str, headers: dict[str, bytes]) -> None:
+    def _admit(self, path: str, headers: dict[str, bytes]) -> bool:
+        """Whether the caller may see everything; others see what is open. Raises Refused."""
         if self._tokens is None:
             _refuse_browsers(headers)
-        elif path not in OPEN and self._current().caller(headers.get("authorization", b"")) is None:
+            return True
+        caller = self._current().caller(headers.get("authorization", b""))
+        if caller is None and path not in OPEN:
             raise Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
+        if caller is not None and caller.rate and not caller.allow(time.monotonic()):
+            raise Refused(429, "too_many_requests", "This token sends too many requests.", "Slow down.", 1 / caller.rate)
+        return caller is not None
+
+    def _note(self, scope: Scope, status: int, request_id: str) -> None:
+        self._replies[status] += 1
+        if status >= 400:
+            peer = (scope.get("client") or ("?",))[0]
+            what = f"{scope['method'][:16]} {scope['path'][:128]!r}"
+            log.info("refused: %d for %s of %s (request %s)", status, what, peer, request_id)
 
     def _current(self) -> Tokens:
         """The file is read again when it has changed; a file that is not right changes nothing."""

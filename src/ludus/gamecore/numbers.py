@@ -18,9 +18,9 @@ Sample = tuple[Mapping[str, str], float]
 Family = tuple[str, str, str, list[Sample]]
 
 
-def text(hall: Hall) -> bytes:
+def text(hall: Hall, replies: Mapping[int, int]) -> bytes:
     lines: list[str] = []
-    for name, kind, told, samples in _families(hall):
+    for name, kind, told, samples in (*_families(hall), _of_replies(replies)):
         lines += [f"# HELP {name} {told}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
     return ("\n".join(lines) + "\n").encode()
@@ -58,6 +58,11 @@ def _families(hall: Hall) -> Iterator[Family]:
     yield "ludus_gamecore_server_memory_bytes", "gauge", "Memory of the server.", [({}, server.memory_mb * 1e6)]
     yield "ludus_gamecore_server_threads", "gauge", "Threads of the server.", [({}, server.threads)]
     yield "ludus_gamecore_server_open_files", "gauge", "Open files of the server.", [({}, files)]
+
+
+def _of_replies(replies: Mapping[int, int]) -> Family:
+    samples: list[Sample] = [({"status": str(status)}, count) for status, count in sorted(replies.items())]
+    return "ludus_gamecore_requests_total", "counter", "Requests that were answered, by status.", samples
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -112,8 +112,8 @@ def read_order(data: Mapping[str, Any], catalogue: Catalogue, *, must_resume: bo
     entry = catalogue.games[game]
     heroes = _heroes(data.get("heroes"))
     timeout_s = _number(data.get("timeout_s"), "timeout_s", 0.001, entry.limits.seconds)
-    options = data.get("options") or {}
-    if not isinstance(options, dict):
+    options = data.get("options")
+    if options is not None and not isinstance(options, dict):
         raise _wrong("options", options, "an object is meant")
     return Order(
         runtime_id=runtime_id,
@@ -121,7 +121,7 @@ def read_order(data: Mapping[str, Any], catalogue: Catalogue, *, must_resume: bo
         mode=mode,
         heroes=heroes,
         camps=_camps(data.get("camps"), len(heroes)),
-        options=entry.chosen(options),
+        options=entry.chosen(options or {}),
         eval_mode=_truth(data, "eval_mode"),
         seed=_integer(data.get("seed"), "seed", 0, MAX_SEED),
         max_frames=_integer(data.get("max_frames"), "max_frames", 1, MAX_FRAMES),

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ludus.errors import Refused
 from ludus.gamecore import numbers, v2
 from ludus.gamecore.hall import Hall
-from ludus.gamecore.http import on_error, on_http, on_refused, read_body
+from ludus.gamecore.http import KNOWN, on_error, on_http, on_refused, read_body
 from ludus.gamecore.order import decoded, read_id, read_order, read_task
 from ludus.gamecore.settings import HttpLimits
 from ludus.gamecore.status import STATES
@@ -24,8 +24,9 @@ MAX_WAIT_S, MAX_GRACE_S = 60.0, 600.0
 MAX_LINES = 10_000
 
 
-def application(hall: Hall, limits: HttpLimits) -> Starlette:
-    pages = Pages(hall, limits)
+def application(hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> Starlette:
+    """`replies`: how many there were, by status; whoever sends them counts them."""
+    pages = Pages(hall, limits, replies)
     routes = [
         Route("/health", pages.health),
         Route("/metrics", pages.metrics),
@@ -47,14 +48,16 @@ def application(hall: Hall, limits: HttpLimits) -> Starlette:
 
 
 class Pages:
-    def __init__(self, hall: Hall, limits: HttpLimits) -> None:
-        self._hall, self._limits = hall, limits
+    def __init__(self, hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> None:
+        self._hall, self._limits, self._replies = hall, limits, replies
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "running": len(self._hall.running)})
+        said = {"status": "closing" if self._hall.is_closing else "ok"}
+        counted = {"running": len(self._hall.running)} if getattr(request.state, KNOWN) else {}
+        return JSONResponse({**said, **counted}, 503 if self._hall.is_closing else 200)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(numbers.text(self._hall), media_type=numbers.MEDIA)
+        return Response(numbers.text(self._hall, self._replies), media_type=numbers.MEDIA)
 
     async def catalogue(self, request: Request) -> Response:
         return JSONResponse({"games": await self._hall.offered()})

@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,9 @@ async def _run(
     host, port = bound.getsockname()[:2]
     ended = asyncio.Event() if stop is None else stop
     async with Hall(offered, home, Bounds(settings.max_games, settings.keep)) as hall:
-        server, started = _server(Doorkeeper(application(hall, settings.http), settings.token_file, settings.http), settings.http)
+        replies: Counter[int] = Counter()
+        app = Doorkeeper(application(hall, settings.http, replies), settings.token_file, settings.http, replies)
+        server, started = _server(app, settings.http)
         with _signals(ended, server):
             serving = asyncio.create_task(server.serve([bound]))
             await _first(started.wait(), serving)

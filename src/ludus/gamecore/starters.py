@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -62,20 +63,24 @@ class Starters:
         warm: bool,
     ) -> GameProcess:
         """Raises WorkerFailed."""
-        limits = entry.limits
-        starter, command = (self._warm[game], (str(entry.warm),)) if warm else (self._plain, what.command)
-        return starter.start(
-            command,
-            warm=warm,
+        start = functools.partial(
+            Games.start,
             log=place.log,
             name=name,
             kind=game,
             environment=what.environment,
             directory=what.directory,
-            threads=limits.threads,
-            log_bytes=max(1, int(limits.log_mb * 500_000)),  # there are two files
+            threads=entry.limits.threads,
+            log_bytes=max(1, int(entry.limits.log_mb * 500_000)),  # there are two files
             on_exit=on_exit,
         )
+        if warm:
+            try:
+                return start(self._warm[game], [str(entry.warm)], warm=True)
+            except WorkerFailed:
+                if self._warm[game].warm_failure is None:  # it is not because it is a fork
+                    raise
+        return start(self._plain, what.command)
 
     def close(self) -> None:
         """Whatever still runs is killed."""

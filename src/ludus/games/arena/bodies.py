@@ -30,6 +30,7 @@ _ACTION = struct.Struct(f"<{len(HEADS)}q")
 _SHOWN: Final = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = 60
 _MAX_REPLY = 1 << 20
+_NAME = 40
 
 
 class Seen(NamedTuple):
@@ -53,10 +54,11 @@ class Step(NamedTuple):
 
 @dataclass
 class Reply:
-    """Actions of the seats that were asked; for the others, why there is none."""
+    """Actions of the seats that were asked, or what is wrong with them; and names of others that were answered for."""
 
     actions: dict[str, Action]
     wrong: dict[str, str]
+    others: set[str]
 
 
 class Form:
@@ -85,8 +87,8 @@ class Form:
         try:
             given = self._actions(body, asked)
         except ValueError as error:
-            return Reply({}, dict.fromkeys(asked, f"The reply {error}."))
-        reply = Reply({}, {str(name)[:40]: "It was not asked." for name in given.keys() - set(asked)})
+            return Reply({}, dict.fromkeys(asked, f"The reply {error}."), set())
+        reply = Reply({}, {}, {str(name)[:_NAME] for name in given.keys() - set(asked)})
         for name in asked:
             complaint = self._complaint(given.get(name))
             if complaint:

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ludus.errors import LudusError
 from ludus.games.arena.arena import Arena
-from ludus.games.arena.bodies import Action, Form, Reply, Seen, Step, options_of, refusal
+from ludus.games.arena.bodies import Action, Form, Seen, Step, options_of, refusal
 from ludus.games.arena.heroes import HEROES, TABLE
 from ludus.games.arena.layout import AIMED, ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, OVER, RULES, TICKS_PER_SECOND
 from ludus.games.arena.match import Match, Remote, outcome
@@ -73,13 +73,11 @@ class Host:
         self._began = time.monotonic()
         self._lines = [line for m, match in enumerate(matches) for line in self._lines_of(m, match)]
         self._talks = [line.talk for line in self._lines]
+        self._farewells: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until all matches are over. Cancelled once, it stops them, tells the actors, and returns."""
         try:
-            for m, match in enumerate(self.matches):
-                if match.plan.max_ticks is not None:
-                    self.arena.match[m, LIMIT] = min(int(self.arena.match[m, LIMIT]), match.plan.max_ticks)
             await self._begin()
             at = time.monotonic()
             while self._going():
@@ -94,6 +92,10 @@ class Host:
                     await self._finish()
         finally:
             self._summarise()
+            if self._farewells:
+                _, deaf = await asyncio.wait(self._farewells, timeout=_STOP_S)
+                for farewell in deaf:
+                    farewell.cancel()
             for talk in self._talks:
                 await talk.close()
 
@@ -145,7 +147,10 @@ class Host:
         line.match.lose(line.camp, why)
 
     def _drop_lost(self) -> None:
-        self._lines = [line for line in self._lines if line.camp not in line.match.lost]
+        """Sessions of a camp that plays no more end, if anybody hears it. Nobody waits for that."""
+        for line in [line for line in self._lines if line.camp in line.match.lost]:
+            self._lines.remove(line)
+            self._farewells.add(asyncio.ensure_future(line.talk.end(b"")))
 
     # -- one decision
 
@@ -194,7 +199,7 @@ class Host:
                 asked.append((line, heroes))
         return asked
 
-    def _ask(self, line: Line, heroes: Sequence[int]) -> Any:
+    def _ask(self, line: Line, heroes: Sequence[int]) -> Coroutine[Any, Any, Heard]:
         m, match = line.m, line.match
         steps = [Step(match.seat_of(hero), match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
         wrong = {match.seat_of(hero): why for hero in line.heroes if (why := match.told.pop(hero, ""))}
@@ -222,15 +227,16 @@ class Host:
                 self._complain(line, f"no answer: {heard.why}")
             return {}
         seats = {match.seat_of(hero): hero for hero in heroes}
-        reply: Reply = line.form.read(heard.reply, seats)
+        reply = line.form.read(heard.reply, seats)
         for hero in heroes:
             match.acted[hero] = True
             match.counts[hero].asked += 1
         for name, why in reply.wrong.items():
-            hero = seats.get(name, heroes[0])
-            self._refuse(line, hero, why if name in seats else f"answered for {name!r}: {why}", garbled=True)
-            if name in seats:
-                self._stand_in(line, hero, names)
+            self._refuse(line, seats[name], why, garbled=True)
+            self._stand_in(line, seats[name], names)
+        strange = reply.others - {match.seat_of(hero) for hero in line.heroes}  # for the dead an answer is only superfluous
+        if strange:
+            self._refuse(line, heroes[0], f"There is no seat {min(strange)!r}.", garbled=True)
         return {seats[name]: action for name, action in reply.actions.items()}
 
     def _check(
@@ -278,10 +284,8 @@ class Host:
             if arena.over[m]:
                 match.judge(int(arena.winner[m]), int(arena.tick[m]), int(arena.match[m, LIMIT]))
             elif self._states is not None and self._chance.random() * self._decisions < 1:
-                self._kept[m] = (
-                    int(arena.tick[m]),
-                    arena.save(m),
-                )  # every moment of the match is as likely to be the last one kept
+                # So every moment of the match is as likely as any other to be the last one that is kept.
+                self._kept[m] = int(arena.tick[m]), arena.save(m)
 
     async def _pause(self, at: float) -> float:
         """As long as the pace asks for. When the last decision ended, or should have."""
@@ -310,7 +314,7 @@ class Host:
         self._lines = [line for line in self._lines if line.m not in over]
         await asyncio.gather(*(self._end(line) for line in ending))
 
-    def _end(self, line: Line) -> Any:
+    def _end(self, line: Line) -> Coroutine[Any, Any, None]:
         """Whoever won or lost saw the end; whoever was interrupted, or ran out of time, sees where it was cut."""
         match, m = line.match, line.m
         steps = [

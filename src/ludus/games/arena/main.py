@@ -27,7 +27,7 @@ from ludus.errors import ConfigError, LudusError, UsageError
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import FORMATS
 from ludus.games.arena.host import Host
-from ludus.games.arena.layout import HEADS
+from ludus.games.arena.layout import HEADS, LIMIT
 from ludus.games.arena.match import CAMPS, Match, OnIllegal, OnLost, Plan, Rule, Sessions, read_plan
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.scripts import SCRIPTS
@@ -46,9 +46,14 @@ _MAX_MATCHES = 4096
 
 def prepare() -> None:
     """Load the kernels, or compile them: whoever is forked from here on has them."""
-    for size in (1, 3):
-        arena = Arena(size)
-        _rehearse(arena)
+    arena = Arena()
+    arena.reset([0])
+    arena.observe()
+    actions = np.zeros((1, arena.heroes, len(HEADS)), np.int32)
+    for name in range(len(SCRIPTS)):
+        actions = arena.script(np.full((1, arena.heroes), name, np.int8))
+    arena.legal(actions)
+    arena.step(actions)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -195,23 +200,13 @@ def arena_for(plans: Sequence[Plan]) -> Arena:
     """With all its matches begun."""
     plan = plans[0]
     rewards = Rewards(sparse=plan.options.sparse, team_spirit=plan.options.team_spirit)
-    arena = Arena(plan.size, len(plans), ArenaSettings(rewards=rewards), plan.lineup, lenient=plan.options.lenient)
+    settings = ArenaSettings(rewards=rewards)
+    arena = Arena(plan.size, len(plans), settings, plan.lineup, lenient=plan.options.lenient)
     arena.reset([each.seed for each in plans])
     if plan.start_from is not None:
         saved = read_state(plan.start_from)
         for m in range(len(plans)):
             arena.load(m, saved.data)
+    # A saved state may be of a match with another limit, or later than ours: it goes on for one tick at least.
+    arena.match[:, LIMIT] = np.maximum(min(settings.limit, plan.max_ticks or settings.limit), arena.tick + 1)
     return arena
-
-
-def _rehearse(arena: Arena) -> None:
-    arena.reset([0])
-    arena.observe()
-    names = np.zeros((1, arena.heroes), np.int8)
-    actions = np.zeros((1, arena.heroes, len(HEADS)), np.int32)
-    for name in range(len(SCRIPTS)):
-        names[:] = name
-        actions = arena.script(names)
-    arena.legal(actions)
-    arena.step(actions)
-    arena.hash(0)

@@ -34,6 +34,7 @@ from ludus.games.arena.heroes import (
 from ludus.games.arena.layout import ALIVE, CAMP, KIND, RADIUS, X, Y
 from ludus.games.arena.panels import Box, badge, bar
 from ludus.games.arena.rules import CREEP_SIGHT, MEND_COOLDOWN, RECALL_TICKS, SIGHT, TOWER_SIGHT
+from ludus.games.arena.sealed import write_whole
 from ludus.games.arena.tokens import CAMPS, INK, PALE
 from ludus.tree import Array
 from ludus.types import Ints32
@@ -43,7 +44,8 @@ SMALL: Final = 640
 NAMES: Final = ("Blue", "Orange")
 MIN_WIDTH, MAX_WIDTH = 160, 7_680
 
-_FLASH = 6  # ticks for which a blow or a skill is still seen
+_PUSHES, _FARTHEST = 12, 16.0  # how often tokens that overlap are pushed apart, and how far from their true place at most
+_BLOW, _FLASH = 4, 6  # ticks for which a blow, or a skill, is still seen
 _WHITE = (255, 255, 255)
 _MENDED = (140, 240, 170)
 _SLOWED = (150, 200, 255)
@@ -103,6 +105,7 @@ class Painter:
     def paint(self, units: Ints32, match: Ints32) -> Image.Image:
         """`units[FIELDS, U]` and `match[MATCH_FIELDS]` of one match."""
         self._check(units, match)
+        units = _tame(units)
         canvas = Canvas(self._ground.copy(), self._scale, self._store)
         scene = _Scene(canvas, self.design, units, match, self.camp)
         scene.paint()
@@ -155,9 +158,28 @@ def png(image: Image.Image) -> bytes:
 
 
 def save_png(image: Image.Image, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(png(image))
-    return path
+    """Complete or absent. Raises StoreError."""
+    return write_whole(path, png(image))
+
+
+_BOUNDS: Final = {
+    RADIUS: (0, 5_000),
+    layout.RANGE: (0, layout.WIDTH),
+    layout.MAX_HP: (1, 20_000),
+    layout.CAST_X: (-layout.LENGTH, 2 * layout.LENGTH),
+    layout.CAST_Y: (-layout.LENGTH, 2 * layout.LENGTH),
+    layout.HERO_ROW: (0, len(HEROES) - 1),
+    layout.LEVEL: (0, 99),
+    layout.CAST: (0, layout.RECALLING),
+}
+
+
+def _tame(units: Ints32) -> Ints32:
+    """A copy without what no match comes to: a state from a file could ask for a ring that takes all memory."""
+    tame = units.copy()
+    for field, (low, high) in _BOUNDS.items():
+        np.clip(units[field], low, high, out=tame[field])
+    return tame
 
 
 # -- the field ----------------------------------------------------------------------------------------------------------
@@ -170,6 +192,7 @@ class _Scene:
         self.canvas, self.units, self.camp = canvas, units, camp
         self.size, self.tick = int(match[layout.SIZE]), int(match[layout.TICK])
         self.design, self.mm = design, design.per_mm
+        self._places = self._spread()
 
     def paint(self) -> None:
         self._fog()
@@ -178,8 +201,11 @@ class _Scene:
         self._fallen()
         for slot in self._living(layout.TOWER, layout.BASE):
             self._building(slot)
-        for slot in self._living(layout.MELEE, layout.RANGED, layout.SIEGE):
+        creeps = list(self._living(layout.MELEE, layout.RANGED, layout.SIEGE))
+        for slot in creeps:
             self._creep(slot)
+        for slot in creeps:
+            self._wounds(slot)
         self._blows()
         self._flashes()
         heroes = sorted(self._living(layout.HERO), key=lambda slot: (int(self.units[Y, slot]), slot))
@@ -203,7 +229,30 @@ class _Scene:
                 yield slot
 
     def _at(self, slot: int) -> Point:
-        return self._point(int(self.units[X, slot]), int(self.units[Y, slot]))
+        x, y = self._places[slot]
+        return float(x), float(y)
+
+    def _spread(self) -> Array:
+        """Where to paint every unit: tokens are larger than life, so those that would cover one another are moved apart a little."""
+        left, top = self._point(0, 0)
+        places: Array = self.units[[X, Y]].T * self.mm + (left, top)
+        kinds = self.units[KIND]
+        moving = np.fromiter(self._living(layout.HERO, layout.MELEE, layout.RANGED, layout.SIEGE), np.int64)
+        at = (
+            places[moving] + np.stack([np.cos(moving * 2.4), np.sin(moving * 2.4)], -1) * 0.05
+        )  # of two on one spot, each its way
+        radius = np.where(kinds[moving] == layout.HERO, _HERO, np.where(kinds[moving] == layout.SIEGE, _SIEGE, _CREEP))
+        apart = (radius[:, None] + radius[None, :]) * 0.82
+        yields = radius[None, :] ** 2 / (radius[:, None] ** 2 + radius[None, :] ** 2)  # the smaller one gives way
+        for _ in range(_PUSHES):
+            way = at[:, None] - at[None, :]
+            far = np.sqrt((way**2).sum(-1))
+            push = np.maximum(0.0, apart - far) * yields / np.maximum(far, 1e-3)
+            at = at + (way * push[..., None]).sum(1) * 0.7
+        off = at - places[moving]
+        long = np.maximum(1e-9, np.sqrt((off**2).sum(-1, keepdims=True)))
+        places[moving] += off * np.minimum(1.0, _FARTHEST / long)
+        return places
 
     def _point(self, x: float, y: float) -> Point:
         field = self.design.field
@@ -367,9 +416,14 @@ class _Scene:
         radius = _SIEGE if kind == layout.SIEGE else _CREEP
         self._marks(slot, at, radius)
         self.canvas.sprite(("creep", kind, camp), at, radius * 1.8, tokens.creep(kind, camp, radius))
-        if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
-            self._health(slot, at[0], at[1] - radius - 5.5, 17, 3)
         self._stars(slot, at, radius)
+
+    def _wounds(self, slot: int) -> None:
+        """The health of a creep, once it has lost some."""
+        if self.units[layout.HP, slot] < self.units[layout.MAX_HP, slot]:
+            radius = _SIEGE if self.units[KIND, slot] == layout.SIEGE else _CREEP
+            x, y = self._at(slot)
+            self._health(slot, x, y - radius - 5.5, 17, 3)
 
     def _hero(self, slot: int) -> None:
         camp, at = int(self.units[CAMP, slot]), self._at(slot)
@@ -430,11 +484,11 @@ class _Scene:
         for slot in range(self.units.shape[1]):
             target = int(self.units[layout.TARGET, slot])
             since = int(self.units[layout.PERIOD, slot]) - int(self.units[layout.READY, slot])
-            if not self.units[ALIVE, slot] or not 0 <= target < self.units.shape[1] or not 0 <= since < _FLASH:
+            if not self.units[ALIVE, slot] or not 0 <= target < self.units.shape[1] or not 0 <= since < _BLOW:
                 continue
             if not self.shows(slot) or not self.shows(target) or not self.units[layout.READY, slot]:
                 continue
-            self._blow(slot, target, 1 - since / _FLASH)
+            self._blow(slot, target, 1 - since / _BLOW)
 
     def _blow(self, slot: int, target: int, strength: float) -> None:
         a, b, camp, kind = self._at(slot), self._at(target), int(self.units[CAMP, slot]), int(self.units[KIND, slot])

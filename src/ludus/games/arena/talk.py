@@ -22,6 +22,8 @@ _UNUSABLE: Final = 422
 _SESSIONS: Final = 4
 """Of one match, one after the other: an actor that fails again and again is as good as gone."""
 _END_S: Final = 5.0
+_WORDS: Final = 500
+"""Characters of what a server says that are passed on."""
 _CLOCK_S: Final = 0.05
 """A wait may end so much too early."""
 
@@ -48,6 +50,7 @@ class Talk:
         self._session = ""
         self._sessions = 0
         self._since: float | None = None  # when it was first asked what it has not answered
+        self._gone = False
         self._informed = True  # until it turns out that it does not take what it may like to know
 
     async def start(self) -> Heard:
@@ -95,9 +98,9 @@ class Talk:
                 self._informed = False
                 await self.end(without)
                 return
-            log.warning("%s: the end was refused: %s", self._session, error)
+            self._say("the end was refused", error)
         except (TimeoutError, LudusError) as error:
-            log.warning("%s: the end was not heard: %s", self._session, str(error) or "it took too long")
+            self._say("the end was not heard", error)
         self._session = ""
 
     async def close(self) -> None:
@@ -109,14 +112,19 @@ class Talk:
             return self._silent(why)
         if error.status not in _OVER or self._sessions >= _SESSIONS:
             return self._given_up(why)
-        log.warning("%s: the session was lost, another one begins: %s", self._session, why)
+        log.warning("%s: the session was lost, another one begins: %s", self._session, why[:_WORDS])
         heard = await self.start()
-        return heard if heard.gone else Heard(None, why, fresh=True)
+        return heard if heard.gone else Heard(None, why[:_WORDS], fresh=True)
 
     def _silent(self, why: str) -> Heard:
         """No answer this time. When that has been so for long enough, nobody is there."""
         silent_s = 0.0 if self._since is None else time.monotonic() - self._since
-        return self._given_up(why) if silent_s >= self._limit_s - _CLOCK_S else Heard(None, why)
+        return self._given_up(why) if silent_s >= self._limit_s - _CLOCK_S else Heard(None, why[:_WORDS])
 
     def _given_up(self, why: str) -> Heard:
-        return Heard(None, why, gone=True)
+        self._gone = True
+        return Heard(None, why[:_WORDS], gone=True)
+
+    def _say(self, what: str, error: Exception) -> None:
+        if not self._gone:  # else it was said
+            log.warning("%s: %s: %s", self._session, what, (str(error) or "it took too long")[:_WORDS])

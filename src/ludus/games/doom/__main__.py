@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
 
 from ludus import plugins
@@ -12,14 +13,18 @@ from ludus.errors import LudusError
 from ludus.games.doom.briefing import Briefing, write_result
 from ludus.games.doom.duel import Duel, Stopped
 
+_STOPPING = {signal.SIGTERM, signal.SIGINT}
+
 
 def main() -> int:
     try:
         plugins.require("vizdoom", "doom", "The Doom duel")
         briefing = Briefing.from_environment()
+        os.chdir(briefing.directory)  # the engines leave a few files where they stand
+        # While an engine starts, its library takes signals for itself, and dies of them. Blocked in all threads they come to us alone.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         duel = Duel(briefing)
-        signal.signal(signal.SIGTERM, lambda *_: duel.stop())
-        signal.signal(signal.SIGINT, lambda *_: duel.stop())
+        threading.Thread(target=_stop_on_signal, args=(duel,), daemon=True).start()
         result = duel.play()
         write_result(briefing.result, result)
     except Stopped:
@@ -32,6 +37,11 @@ def main() -> int:
         return 1
     _say(f"doom: {result}")
     return 0
+
+
+def _stop_on_signal(duel: Duel) -> None:
+    signal.sigwait(_STOPPING)
+    duel.stop()
 
 
 def _say(line: str) -> None:

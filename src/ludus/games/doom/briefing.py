@@ -54,7 +54,7 @@ class Briefing:
                 runtime_id=str(told["runtime_id"]),
                 camps=(_camp(camps[0], environment, 0), _camp(camps[1], environment, 1)),
                 directory=Path(path).resolve().parent,
-                result=Path(result) if result else None,
+                result=Path(result).absolute() if result else None,
                 seed=int(told.get("seed") or 0),
                 max_frames=None if told.get("max_frames") is None else int(told["max_frames"]),
                 eval_mode=bool(told.get("eval_mode")),

@@ -20,8 +20,8 @@ _START_S = 75.0
 """The engines give up looking for each other after a minute."""
 _STALL_S = 15.0
 """A tic takes a millisecond or two; also on a busy machine far less than this."""
-_LEAVE_S = 3.0
-"""For the players, when one has failed or everything is to stop."""
+_LEAVE_S = 2.0
+"""For the players, when one has failed or everything is to stop; and more than they wait for each other."""
 _LOOK_S = 0.2
 
 
@@ -53,7 +53,7 @@ class Stopped(Exception):
 
 
 class Duel:
-    """`play` is called once, in a process of its own: when it fails, it ends all processes below this one."""
+    """`play` is called once, in a process of its own, which is to end when it raises: it may have left engines that end with it."""
 
     def __init__(self, briefing: Briefing) -> None:
         self._rules = Rules.of(briefing)
@@ -72,11 +72,12 @@ class Duel:
         self._together = threading.Barrier(2)
         self._scores = [(0, 0), (0, 0)]  # as either engine tells it
         self._met_at = time.monotonic()
+        self._starting: set[int] = set()
         self._stop_at: float | None = None
         self._ended: queue.SimpleQueue[_Side | BaseException] = queue.SimpleQueue()
 
     def stop(self) -> None:
-        """Also from a signal: the players leave before their next decision, and `play` raises Stopped."""
+        """From any thread: the players leave before their next decision, and `play` raises Stopped."""
         self._stop_at = self._stop_at or time.monotonic()
 
     def play(self) -> dict[str, Any]:
@@ -89,10 +90,7 @@ class Duel:
             sides = sorted((self._next_ended(), self._next_ended()), key=lambda side: side.camp)
         except BaseException:
             self._together.abort()
-            pids.kill_descendants()  # an engine whose other half is gone waits for ever, and so does its thread
-            until = time.monotonic() + _LEAVE_S
-            for thread in threads:
-                thread.join(max(0.0, until - time.monotonic()))
+            self._clear_out(threads)
             raise
         finally:
             self._claim.close()
@@ -107,6 +105,19 @@ class Duel:
             "seconds": round(time.monotonic() - began, 3),
         }
 
+    def _clear_out(self, threads: list[threading.Thread]) -> None:
+        """So that actors know, and nothing is left that does not end with this process."""
+        if self._starting:
+            # ViZDoom crashes when an engine ends that has not fully started. They end with us.
+            for camp in list(self._starting):
+                self._engines[camp].forget_names()
+                self._players[camp].leave()
+            return
+        pids.kill_descendants()  # an engine whose other half is gone waits for ever, and so does its thread
+        until = time.monotonic() + _LEAVE_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
     def _next_ended(self) -> _Side:
         while True:
             with contextlib.suppress(queue.Empty):
@@ -117,9 +128,9 @@ class Duel:
                     break
                 raise ended  # of two errors the first is the cause; the other one only finds itself alone
             now = time.monotonic()
-            if self._stop_at is not None and now > self._stop_at + _LEAVE_S:
+            if self._stop_at is not None and (now > self._stop_at + _LEAVE_S or self._starting):
                 raise Stopped
-            if now > self._met_at + self._patience_s + _START_S:
+            if now > self._met_at + self._patience_s + (_START_S if self._starting else _LEAVE_S):
                 break
         stood_s = time.monotonic() - self._met_at
         raise WorkerFailed(
@@ -139,7 +150,9 @@ class Duel:
         engine, player, rules = self._engines[camp], self._players[camp], self._rules
         player.begin()  # before the engine: an actor that is not there costs no start
         self._meet()
+        self._starting.add(camp)
         engine.start()
+        self._starting.discard(camp)
         side = _Side(camp)
         told = 0
         while True:

@@ -50,6 +50,7 @@ class Engine:
         import vizdoom
 
         self._camp, self._directory, self._look_for_enemy = camp, directory, look_for_enemy
+        self._arguments = directory / "arguments"
         self._failed: tuple[type[Exception], ...] = (
             vizdoom.ViZDoomUnexpectedExitException,
             vizdoom.ViZDoomErrorException,
@@ -73,14 +74,20 @@ class Engine:
     def start(self) -> None:
         """Returns when both players are in the game, or it is given up: after a minute."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        arguments = self._directory / "arguments"
+        Path("_vizdoom").mkdir(mode=0o700, exist_ok=True)  # of two engines that both make it one would fail
         self._game.set_doom_config_path(str(self._directory / "engine.ini"))
-        self._game.set_vizdoom_path(str(_launcher(self._directory / "engine", arguments)))
+        self._game.set_vizdoom_path(str(_launcher(self._directory / "engine", self._arguments)))
         try:
             self._game.init()
         except self._failed as error:
             raise self._gone("did not start", error) from error
-        _unlink_shared(arguments.read_text(encoding="utf-8").splitlines())
+        finally:
+            self.forget_names()
+
+    def forget_names(self) -> None:
+        """Of the memory that it shares with its engine: so it goes away with them. Also from another thread."""
+        if self._arguments.exists():
+            _unlink_shared(self._arguments.read_text(encoding="utf-8").splitlines())
 
     def look(self) -> Seen:
         state = self._game.get_state()

@@ -1,0 +1,160 @@
+"""Scenes in the Arena that are set up by hand, and players who do whatever is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
+from ludus.games.arena.layout import (
+    AIMED,
+    ALIVE,
+    ARMOUR,
+    ATTACK,
+    CAMP,
+    CAST_TARGET,
+    DIRECTIONS,
+    HP,
+    HURT,
+    KIND,
+    LENGTH,
+    MATCH_FIELDS,
+    MAX_HP,
+    MELEE,
+    MOVE,
+    MOVE_DIRECTION,
+    NOTHING,
+    PERIOD,
+    RADIUS,
+    RANGE,
+    SEEN,
+    SKILL_DIRECTION,
+    SPEED,
+    STRIKE,
+    TARGET,
+    TARGET_UNIT,
+    TICKS_PER_SECOND,
+    WHAT,
+    WIDTH,
+    X,
+    Y,
+    creep_slot,
+    hero_slot,
+)
+from ludus.games.arena.rules import observed_slot
+from ludus.games.arena.settings import ArenaSettings, Lineup
+
+MIDDLE = LENGTH // 2
+"""Far from all towers."""
+
+
+class Scene:
+    """One match whose state is set by hand, played tick by tick."""
+
+    def __init__(self, size: int = 1, lineup: Lineup | None = None, settings: ArenaSettings | None = None, seed: int = 0) -> None:
+        self.arena = Arena(size, 1, settings, lineup)
+        self.arena.reset([seed])
+        self.size = size
+        self.orders = np.zeros((1, 2 * size, 4), np.int32)
+        for h in range(2 * size):  # apart from each other, and from whatever happens in the middle
+            self.put(h, 6_000 if h < size else LENGTH - 6_000, WIDTH // 2)
+
+    @property
+    def units(self) -> npt.NDArray[np.int32]:
+        return self.arena.units[0]
+
+    @property
+    def match(self) -> npt.NDArray[np.int32]:
+        return self.arena.match[0]
+
+    def get(self, field: int, slot: int) -> int:
+        return int(self.units[field, slot])
+
+    def put(self, slot: int, x: int, y: int = WIDTH // 2, **fields: int) -> None:
+        self.units[X, slot], self.units[Y, slot] = x, y
+        from ludus.games.arena import layout
+
+        for name, value in fields.items():
+            self.units[getattr(layout, name.upper()), slot] = value
+
+    def creep(self, camp: int, i: int, x: int, y: int = WIDTH // 2, kind: int = MELEE, **fields: int) -> int:
+        """A creep as we want it: slow to act, and without armour."""
+        slot = creep_slot(self.size, camp, i)
+        self.units[:, slot] = 0
+        for field, value in (
+            (ALIVE, 1), (KIND, kind), (CAMP, camp), (HP, 400), (MAX_HP, 400), (RADIUS, 350), (TARGET, -1), (CAST_TARGET, -1),
+            (HURT, 150), (PERIOD, TICKS_PER_SECOND), (SEEN, 1),
+        ):  # fmt: skip
+            self.units[field, slot] = value
+        self.put(slot, x, y, **fields)
+        return slot
+
+    def hero(self, camp: int, i: int = 0) -> int:
+        return hero_slot(self.size, camp, i)
+
+    def order(self, h: int, what: int, *, direction: int = 0, at: int | None = None) -> None:
+        """Until another order: `at` is the slot that it is aimed at."""
+        self.orders[0, h] = 0
+        self.orders[0, h, WHAT] = what
+        self.orders[0, h, MOVE_DIRECTION] = self.orders[0, h, SKILL_DIRECTION] = direction
+        if at is not None:
+            self.orders[0, h, TARGET_UNIT] = self.row(h, at)
+
+    def row(self, h: int, slot: int) -> int:
+        """Of the observation of hero h, that shows this slot."""
+        return next(row for row in range(self.arena.slots) if observed_slot(self.match, h, row) == slot)
+
+    def play(self, ticks: int = 1) -> None:
+        self.arena.advance(self.orders, ticks)
+
+    def look(self) -> None:
+        """A tick in which nobody does anything: who sees whom is found out at its end."""
+        self.arena.advance(np.zeros_like(self.orders), 1)
+        self.arena.observe()
+
+    def may(self, h: int, what: int, at: int | None = None) -> bool:
+        self.arena.observe()
+        if at is None:
+            return bool(self.arena.mask[0, h, what])
+        return bool(self.arena.target_mask[0, h, AIMED.index(what), self.row(h, at)])
+
+
+def duel(**fields: int) -> Scene:
+    """Two heroes face to face in the middle; fields of both."""
+    scene = Scene()
+    scene.put(0, MIDDLE, **fields)
+    scene.put(1, MIDDLE + 1_500, **fields)
+    scene.look()
+    return scene
+
+
+_EAGER = np.array([0.05, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.02])
+"""How much a player likes each button: left to chance alone, nobody would ever meet."""
+
+
+def legal_play(arena: Arena, random: np.random.Generator) -> npt.NDArray[np.int32]:
+    """Something that is allowed, for all heroes; mostly forward. `arena.observe()` was called."""
+    mask, lead = arena.mask, arena.mask.shape[:2]
+    orders = np.zeros((*lead, 4), np.int32)
+    orders[..., WHAT] = np.argmax(random.random((*lead, 8)) * _EAGER * mask[..., :8], axis=-1)
+    forward = random.random(lead) < 0.6
+    orders[..., MOVE_DIRECTION] = np.where(forward, 0, random.integers(DIRECTIONS, size=lead))
+    orders[..., SKILL_DIRECTION] = random.integers(DIRECTIONS, size=lead)
+    draw = random.random((*lead, arena.slots))
+    for k, what in enumerate(AIMED):
+        chosen = np.argmax(draw * arena.target_mask[:, :, k], axis=-1)
+        orders[..., TARGET_UNIT] = np.where(orders[..., WHAT] == what, chosen, orders[..., TARGET_UNIT])
+    return orders
+
+
+def flat(mask: Any) -> npt.NDArray[Any]:
+    """A mask in parts, side by side."""
+    return np.concatenate(mask, axis=-1)
+
+
+__all__ = [
+    "ARMOUR", "ATTACK", "MASK_BEFORE_TARGETS", "MATCH_FIELDS", "MIDDLE", "MOVE", "NOTHING", "RANGE", "SPEED", "STRIKE", "Scene", "duel", "flat",
+    "legal_play",
+]  # fmt: skip

@@ -1,0 +1,206 @@
+"""Pictures of the Arena: what is the case is seen, what is not to be seen is not."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ludus.errors import UsageError
+from ludus.games.arena import layout
+from ludus.games.arena.arena import Arena
+from ludus.games.arena.layout import ALIVE, HP, SEEN, X, Y, creep_slot, structure_slot
+from ludus.games.arena.picture import SMALL, Painter, png, save_png
+from ludus.tree import Array
+from ludus.types import Ints32
+from tests.arena.recorded import play
+
+State = tuple[Ints32, Ints32]
+THREE = 3
+
+
+@pytest.fixture(scope="module")
+def arena() -> Arena:
+    """Half a minute into a match, with creeps on the field."""
+    arena = Arena(THREE, 1)
+    arena.reset([11])
+    play(arena, 60, [], seed=2)
+    return arena
+
+
+@pytest.fixture
+def state(arena: Arena) -> State:
+    return arena.units[0].copy(), arena.match[0].copy()
+
+
+@pytest.fixture(scope="module")
+def small() -> Painter:
+    return Painter(THREE, SMALL)
+
+
+def changed(before: Array, after: Array) -> Array:
+    """Places [N, 2] (row, column) of pixels that differ."""
+    return np.argwhere((before != after).any(-1))
+
+
+def test_a_picture_is_rgb_and_its_size_is_even() -> None:
+    for width, shape in ((1280, (720, 1280)), (SMALL, (272, 640)), (321, (136, 320))):
+        painter = Painter(1, width)
+        arena = Arena(1)
+        arena.reset([0])
+        picture = painter.rgb(arena.units[0], arena.match[0])
+        assert picture.shape == (*shape, 3) == (painter.height, painter.width, 3)
+        assert picture.dtype == np.uint8
+
+
+def test_the_same_state_is_the_same_picture(state: State, small: Painter) -> None:
+    first = small.rgb(*state)
+    other = state[0].copy()
+    other[X, 0] += 9_000
+    small.rgb(other, state[1])  # what was painted in between leaves no trace
+    assert np.array_equal(first, small.rgb(*state))
+    assert np.array_equal(first, Painter(THREE, SMALL).rgb(*state))
+
+
+def test_painting_changes_nothing_in_the_match(state: State, small: Painter) -> None:
+    before = state[0].copy(), state[1].copy()
+    small.rgb(*state)
+    assert np.array_equal(state[0], before[0])
+    assert np.array_equal(state[1], before[1])
+
+
+def test_everybody_is_seen_where_he_stands(state: State) -> None:
+    units, match = state
+    painter = Painter(THREE, 960)
+    painter.rgb(units, match)
+    places = {
+        "hero": 0,
+        "creep": creep_slot(THREE, 1, 0),
+        "tower": structure_slot(THREE, 0, 1),
+        "base": structure_slot(THREE, 1, 2),
+    }
+    for slot in places.values():
+        assert units[ALIVE, slot]
+    whole = painter.rgb(units, match)
+    for name, slot in places.items():
+        gone = units.copy()
+        gone[ALIVE, slot] = 0
+        gone[X, slot], gone[Y, slot] = (50_000, 34_000) if name in ("hero", "creep") else (gone[X, slot], gone[Y, slot])
+        rows, columns = changed(whole, painter.rgb(gone, match)).T
+        scale = 960 / 103_200
+        column = (units[X, slot] + 1_600) * scale
+        row = (units[Y, slot] + 1_600) * scale + 62 * 960 / 1280
+        near = np.hypot(rows - row, columns - column) < 20
+        assert near.sum() > 20, name
+
+
+def test_what_happens_is_seen(state: State, small: Painter) -> None:
+    units, match = state
+    plain = small.rgb(units, match)
+    fields = {
+        "stunned": {layout.STUN: 9},
+        "slowed": {layout.SLOW: 9, layout.SLOW_BY: 30},
+        "shielded": {layout.SHIELD: 100, layout.SHIELD_LEFT: 9},
+        "hurt": {HP: 100},
+        "tired": {layout.MANA: 10},
+        "grown": {layout.LEVEL: 12},
+        "recalling": {layout.CAST: layout.RECALLING, layout.CAST_LEFT: 30},
+        "aiming": {layout.CAST: 1, layout.CAST_LEFT: 2, layout.CAST_TARGET: 4},
+        "lining up": {layout.CAST: 2, layout.CAST_LEFT: 2, layout.CAST_X: 1024, layout.CAST_Y: 0},
+        "meteor": {layout.CAST: 3, layout.CAST_LEFT: 2, layout.CAST_X: 50_000, layout.CAST_Y: 9_000},
+        "striking": {layout.TARGET: 4, layout.READY: int(units[layout.PERIOD, 0])},
+        "mended": {layout.COOLDOWN_HEAL: 60 * 15 - 2},
+        "dead": {ALIVE: 0, layout.RESPAWN: 99},
+    }
+    pictures = {"plain": plain}
+    for name, values in fields.items():
+        other = units.copy()
+        for field, value in values.items():
+            other[field, 0] = value
+        pictures[name] = small.rgb(other, match)
+    names = list(pictures)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            assert len(changed(pictures[a], pictures[b])) > 8, f"{a} and {b} look the same"
+
+
+def test_how_it_ended_is_said(state: State, small: Painter) -> None:
+    ends = []
+    for winner in (-1, 0, 1):
+        match = state[1].copy()
+        match[layout.OVER], match[layout.WINNER] = 1, winner
+        ends.append(small.rgb(state[0], match))
+    assert len(changed(ends[0], ends[1])) > 500
+    assert len(changed(ends[1], ends[2])) > 500
+
+
+@pytest.mark.parametrize("width", [SMALL, 1280])
+def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None:
+    """Whatever is changed about enemies out of sight, the picture is the same to the byte."""
+    units, match = state
+    size = THREE
+    hidden = [3, 5, creep_slot(size, 1, 0), creep_slot(size, 1, 1)]
+    units[SEEN, hidden] = 0
+    units[SEEN, 4] = 1
+    painter = Painter(size, width, camp=0)
+    before = painter.rgb(units, match)
+    random = np.random.default_rng(0)
+    for slot in hidden:
+        units[X, slot], units[Y, slot] = units[X, 0] + random.integers(300), units[Y, 0]  # right beside one who is seen
+        units[[HP, layout.MANA, layout.GOLD, layout.EARNED, layout.XP, layout.ITEMS], slot] = random.integers(0, 6, 6)
+        units[[layout.LEVEL, layout.DAMAGE, layout.LAST_HITS], slot] = random.integers(2, 9, 3)
+        units[layout.COOLDOWN_1 : layout.COOLDOWN_HEAL + 1, slot] = random.integers(0, 90, 4)
+        units[[layout.STUN, layout.SLOW, layout.SHIELD], slot] = 9
+        units[layout.TARGET, slot], units[layout.PERIOD, slot], units[layout.READY, slot] = 0, 15, 15
+        units[[layout.CAST, layout.CAST_LEFT, layout.CAST_X, layout.CAST_Y], slot] = (3, 2, units[X, 0], units[Y, 0])
+    units[[layout.GOLD, layout.EARNED, layout.XP], 4] += 77  # nor into the purse of one who is seen
+    units[layout.COOLDOWN_1 : layout.COOLDOWN_HEAL + 1, 4] = 600
+    assert np.array_equal(painter.rgb(units, match), before)
+    assert len(changed(Painter(size, width).rgb(units, match), before)) > 500
+    units[SEEN, 3] = 1
+    assert len(changed(painter.rgb(units, match), before)) > 100
+
+
+def test_each_camp_has_its_own_fog(state: State) -> None:
+    pictures = [Painter(THREE, SMALL, camp=camp).rgb(*state).astype(np.int64) for camp in (0, 1)]
+    left, right = slice(0, 213), slice(427, 640)
+    field = slice(60, 260)
+    assert pictures[0][field, left].sum() > 1.2 * pictures[1][field, left].sum()
+    assert pictures[1][field, right].sum() > 1.2 * pictures[0][field, right].sum()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10])
+def test_matches_of_all_sizes_have_room(size: int) -> None:
+    arena = Arena(size)
+    arena.reset([1])
+    painter = Painter(size, 1280, names=("one", "other"))
+    picture = painter.rgb(arena.units[0], arena.match[0])
+    arena.units[0, HP, : 2 * size] //= 2
+    rows, columns = changed(picture, painter.rgb(arena.units[0], arena.match[0])).T
+    panels = columns[rows > 560]
+    assert all(
+        ((panels >= low) & (panels < low + 1280 // (2 * size))).any() for low in range(0, 1280, 1280 // (2 * size))[: 2 * size]
+    )
+
+
+def test_a_png_holds_the_picture_without_loss(state: State, small: Painter, tmp_path: Path) -> None:
+    image = small.paint(*state)
+    path = save_png(image, tmp_path / "pictures" / "one.png")
+    with Image.open(path) as found:
+        assert np.array_equal(np.array(found), small.rgb(*state))
+    with Image.open(io.BytesIO(png(image))) as found:
+        assert found.format == "PNG"
+
+
+def test_what_cannot_be_painted_is_said(arena: Arena) -> None:
+    with pytest.raises(UsageError, match="no camp 2"):
+        Painter(1, camp=2)
+    with pytest.raises(UsageError, match="10 pixels wide"):
+        Painter(1, 10)
+    with pytest.raises(UsageError, match="not one match of 1 against 1"):
+        Painter(1, 160).rgb(arena.units[0], arena.match[0])
+    with pytest.raises(UsageError, match="not one match of 3 against 3"):
+        Painter(3, 160).rgb(arena.units, arena.match)

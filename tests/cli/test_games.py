@@ -1,0 +1,76 @@
+"""`ludus games arena`: recordings looked at, matches played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ludus.games.arena.heroes import HEROES
+from ludus.games.arena.recording import read_recording, verify
+from tests.arena.recorded import recorded
+from tests.cli.calling import Call, one_line
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("matches") / "match.arena"
+    recorded(path, decisions=60)
+    return path
+
+
+def test_a_recording_says_what_it_is_and_is_checked(call: Call, file: Path) -> None:
+    said = call("games", "arena", "replay", file, "--check", "--json")
+    assert said.code == 0
+    assert said.json["mode"] == "1v1"
+    assert said.json["camps"] == ["Blue · left", "Orange · right"]
+    assert said.json["outcome"] == "not over after 0:12"
+    assert said.json["hash"] == verify(read_recording(file))
+    assert "bit for bit: 60 decisions" in call("games", "arena", "replay", file, "--check").out
+
+
+def test_a_moment_becomes_a_picture_and_a_match_a_film(call: Call, file: Path, tmp_path: Path) -> None:
+    picture, film = tmp_path / "moment.png", tmp_path / "film.mp4"
+    arguments = [
+        "--picture",
+        picture,
+        "--at",
+        "6",
+        "--camp",
+        "1",
+        "--video",
+        film,
+        "--speed",
+        "20",
+        "--fps",
+        "5",
+        "--width",
+        "320",
+    ]
+    said = call("games", "arena", "replay", file, *arguments)
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[1:] == [str(picture), str(film)]
+    with Image.open(picture) as image:
+        assert image.size == (320, 136)
+    assert film.stat().st_size > 1_000
+
+
+def test_a_file_that_is_none_is_one_line(call: Call, tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("nothing")
+    said = call("games", "arena", "replay", text)
+    assert said.code == 2
+    assert "notes.txt is not a recording of the Arena" in one_line(said)
+    said = call("games", "arena", "replay", tmp_path / "gone.arena")
+    assert said.code == 1
+    assert "There is no file" in one_line(said)
+
+
+def test_the_heroes_are_listed_with_their_skills(call: Call) -> None:
+    said = call("games", "arena", "heroes")
+    assert said.code == 0
+    for hero in HEROES:
+        (line,) = (line for line in said.out.splitlines() if line.split()[:2] == [str(hero.id), hero.name])
+        assert all(skill.name in line for skill in hero.skills)
+    assert [row["id"] for row in call("games", "arena", "heroes", "--json").json] == [hero.id for hero in HEROES]
