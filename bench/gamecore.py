@@ -28,14 +28,16 @@ from typing import Any
 from bench.train import Row
 from bench.transport import keep
 from ludus import pids
-from ludus.game.process import Games
+from ludus.game.process import GameProcess, Games
 from tests.long.gamecore_rig import MARK, PACED, Server, percentile, python, until
 
 ARENA = "ludus.games.arena.main"
 PACE = 15
 CALLERS = 8
 KEEPERS = 2
-SETTLED_S = 20.0
+SETTLED_S = 60.0
+LONG = ("--mode", "3v3", "--pace", str(PACE))
+SHORT = ("--mode", "3v3", "--max-frames", "1")
 
 
 @dataclass(frozen=True)
@@ -100,33 +102,41 @@ def _mode(game: str) -> str:
 
 
 def warm(size: Size) -> list[Row]:
-    """Of `Games` itself, without the server: as a command and as a fork, in turn; the game says when it plays."""
-    rows: list[Row] = []
-    words = ["--mode", "3v3", "--pace", str(PACE)]
-    ways = {
-        "command": ([sys.executable, "-P", "-m", "ludus.games.arena", *words], False),
-        "fork": ([ARENA, *words], True),
-    }
-    with tempfile.TemporaryDirectory() as folder, Games(warm=ARENA) as games, Games() as plain:
+    """Of `Games` itself, without the server: as a command and as a fork, in turn."""
+    ways = {"command": [sys.executable, "-P", "-m", "ludus.games.arena"], "fork": [ARENA]}
+    with tempfile.TemporaryDirectory() as folder, Games(warm=ARENA) as forks, Games() as plain:
         began = time.monotonic()
-        games.wait_until_warm()
-        rows.append({"way": "keeper", "start_ms": 1000 * (time.monotonic() - began), **memory(games.keeper_pid)})
-        running = []
+        forks.wait_until_warm()
+        rows: list[Row] = [{"way": "keeper", "seconds": time.monotonic() - began, **memory(forks.keeper_pid)}]
+        running: list[tuple[Row, GameProcess]] = []
         for number in range(size.each):
-            for way, (command, is_warm) in ways.items():
+            for way, words in ways.items():
+                games, is_warm = (forks, True) if way == "fork" else (plain, False)
                 before = time.monotonic()
-                game = (games if is_warm else plain).start(command, warm=is_warm, log=Path(folder) / f"{way}-{number}.log")
+                game = games.start([*words, *SHORT], warm=is_warm, log=Path(folder) / f"short-{way}-{number}.log")
                 row: Row = {"way": way, "start_ms": 1000 * (time.monotonic() - before)}
-                until("that it plays", lambda game=game: _settled(game.pid), SETTLED_S)  # type: ignore[misc]
-                running.append((row | {"ready_s": time.monotonic() - before, "cpu_s": _cpu_s(game.pid)}, game))
+                ended = game.wait(SETTLED_S)
+                if ended is None or ended.code != 0:
+                    raise RuntimeError(f"a match of one tick: {ended}")
+                row["over_ms"] = 1000 * (time.monotonic() - before)
+                game = games.start([*words, *LONG], warm=is_warm, log=Path(folder) / f"{way}-{number}.log")
+                running.append((row, game))
+        until("that all play", lambda: all(_plays(game.pid) for _, game in running), 5 * SETTLED_S)
+        time.sleep(3.0)
         for row, game in running:
             guard = {f"guard_{name}": value for name, value in memory(game.guard).items()}
             rows.append(row | {"threads": game.count_threads()} | memory(game.pid) | guard)
         for _, game in running:
             game.ask_to_stop()
-        ended = [game.stop().code for _, game in running]
-        rows.append({"way": "ends", "codes": sorted({str(code) for code in ended})})
+        rows.append({"way": "ends", "codes": sorted({str(game.stop().code) for _, game in running})})
     return rows
+
+
+def _plays(pid: int) -> bool:
+    """Its event loop is there, and waits for the next tick from then on."""
+    with contextlib.suppress(FileNotFoundError):  # one was closed just now: it does something else
+        return any("eventpoll" in str(descriptor.readlink()) for descriptor in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def _cpu_s(pid: int) -> float:
@@ -134,25 +144,20 @@ def _cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _settled(pid: int) -> bool:
-    """It has begun to wait for its ticks: little is done in the time of three."""
-    before = _cpu_s(pid)
-    time.sleep(3 / PACE)
-    return _cpu_s(pid) - before <= 0.05
-
-
 def warm_table(rows: Sequence[Row]) -> str:
     lines = [
-        "| | games | start, ms | until it plays, s | CPU until then, s | RSS, MB | Pss, MB | private, MB | its guard, private, MB | threads |",
-        "|---|" + "---:|" * 9,
+        "| | games | start, ms | a match of one tick, ms | RSS, MB | Pss, MB | private, MB | its guard, private, MB | threads |",
+        "|---|" + "---:|" * 8,
     ]
     for way in ("command", "fork"):
         found = [row for row in rows if row["way"] == way]
-        keys = ("start_ms", "ready_s", "cpu_s", "rss_mb", "pss_mb", "private_mb", "guard_private_mb", "threads")
+        keys = ("start_ms", "over_ms", "rss_mb", "pss_mb", "private_mb", "guard_private_mb", "threads")
         lines.append(f"| {way} | {len(found)} | " + " | ".join(_spread([row[key] for row in found]) for key in keys) + " |")
     keeper = rows[0]
-    lines += ["", f"The warm keeper itself: imported and prepared within {keeper['start_ms'] / 1000:.1f} s, "
-              f"{keeper['private_mb']:.0f} MB of its own before the first game."]  # fmt: skip
+    lines += [
+        "",
+        f"The warm keeper itself: imported and prepared within {keeper['seconds']:.1f} s, {keeper['private_mb']:.0f} MB private.",
+    ]
     return "\n".join(lines)
 
 
@@ -173,7 +178,7 @@ def starts(size: Size) -> list[Row]:
             try:
                 _latencies(server, pool, game, 1, "first")
                 alone = _latencies(server, pool, game, min(size.starts, 50), "alone")
-                list(pool.map(lambda i, game=game: server.play(f"beside-{i}", game, mode=_mode(game)), range(size.beside)))  # type: ignore[misc]
+                list(pool.map(lambda i, game=game: server.play(f"beside-{i}", game, mode=_mode(game)), range(size.beside)))
                 time.sleep(3.0)  # all play
                 cpu = _load(server, 5.0)
                 beside = _latencies(server, pool, game, size.starts, "beside")
@@ -283,7 +288,12 @@ def _round(server: Server, pool: ThreadPoolExecutor, game: str, number: int, cou
     until("all to run", lambda: len(server.games("running")) == count, 60)
     running = {"game": game, "round": number, "when": "running", "took_s": started_s, **seen(server)}
     began = time.monotonic()
-    stopping = [threading.Thread(target=server.halt, args=(name,), daemon=True) for name in names]
+
+    def halt(name: str) -> None:
+        server.halt(name)
+        server.hang_up()
+
+    stopping = [threading.Thread(target=halt, args=(name,), daemon=True) for name in names]
     for thread in stopping:
         thread.start()
     for thread in stopping:
@@ -330,9 +340,9 @@ PARTS: dict[str, tuple[Callable[[Size], list[Row]], Callable[[Sequence[Row]], st
 HOW = {
     "warm": f"""\
 The Arena, 3v3 between rule AIs, at {PACE} ticks a second, started by `Games` without a server; as a command
-(`python -P -m ludus.games.arena`) and as a fork of a keeper that has imported {ARENA}, in turn, and all of them run until the last is
-measured. *Start*: until `Games.start` returns, which is when the process exists; the Arena as a command then still imports.
-It *plays* when it uses little in the time of three ticks (0.2 s, which are included). Pss divides what processes share among them. Median [least–most].""",
+(`python -P -m ludus.games.arena`) and as a fork of a keeper that has imported {ARENA}, in turn. *Start*: until `Games.start` returns,
+which is when the process exists. *A match of one tick*: from the order to the end of a process that plays no more than that. Memory is that
+of as many games again, which all run when they are measured. Pss divides what processes share among them. Median [least–most].""",
     "starts": f"""\
 `ludus gamecore serve` on this machine; *beside* so many games of the same kind, which run at {PACE} ticks a second all the time, one caller
 starts one game after the other over HTTP, and each is stopped again meanwhile, so that no more than two others run. Latency is that of the

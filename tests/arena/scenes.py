@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
-from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
+from ludus.games.arena import layout
+from ludus.games.arena.arena import Arena
 from ludus.games.arena.layout import (
     AIMED,
     ALIVE,
-    ARMOUR,
-    ATTACK,
     CAMP,
     CAST_TARGET,
     DIRECTIONS,
@@ -20,19 +17,13 @@ from ludus.games.arena.layout import (
     HURT,
     KIND,
     LENGTH,
-    MATCH_FIELDS,
     MAX_HP,
     MELEE,
-    MOVE,
     MOVE_DIRECTION,
-    NOTHING,
     PERIOD,
     RADIUS,
-    RANGE,
     SEEN,
     SKILL_DIRECTION,
-    SPEED,
-    STRIKE,
     TARGET,
     TARGET_UNIT,
     TICKS_PER_SECOND,
@@ -63,19 +54,19 @@ class Scene:
 
     @property
     def units(self) -> npt.NDArray[np.int32]:
-        return self.arena.units[0]
+        units: npt.NDArray[np.int32] = self.arena.units[0]
+        return units
 
     @property
     def match(self) -> npt.NDArray[np.int32]:
-        return self.arena.match[0]
+        match: npt.NDArray[np.int32] = self.arena.match[0]
+        return match
 
     def get(self, field: int, slot: int) -> int:
         return int(self.units[field, slot])
 
     def put(self, slot: int, x: int, y: int = WIDTH // 2, **fields: int) -> None:
         self.units[X, slot], self.units[Y, slot] = x, y
-        from ludus.games.arena import layout
-
         for name, value in fields.items():
             self.units[getattr(layout, name.upper()), slot] = value
 
@@ -147,14 +138,3 @@ def legal_play(arena: Arena, random: np.random.Generator) -> npt.NDArray[np.int3
         chosen = np.argmax(draw * arena.target_mask[:, :, k], axis=-1)
         orders[..., TARGET_UNIT] = np.where(orders[..., WHAT] == what, chosen, orders[..., TARGET_UNIT])
     return orders
-
-
-def flat(mask: Any) -> npt.NDArray[Any]:
-    """A mask in parts, side by side."""
-    return np.concatenate(mask, axis=-1)
-
-
-__all__ = [
-    "ARMOUR", "ATTACK", "MASK_BEFORE_TARGETS", "MATCH_FIELDS", "MIDDLE", "MOVE", "NOTHING", "RANGE", "SPEED", "STRIKE", "Scene", "duel", "flat",
-    "legal_play",
-]  # fmt: skip

@@ -204,3 +204,20 @@ def test_what_cannot_be_painted_is_said(arena: Arena) -> None:
         Painter(1, 160).rgb(arena.units[0], arena.match[0])
     with pytest.raises(UsageError, match="not one match of 3 against 3"):
         Painter(3, 160).rgb(arena.units, arena.match)
+
+
+def test_a_state_from_a_file_cannot_ask_for_more_than_a_picture_holds(arena: Arena) -> None:
+    """Numbers that `Arena.load` lets pass, and that no match comes to."""
+    units = arena.units[0].copy()
+    tower = structure_slot(THREE, 1, 0)
+    units[layout.TARGET, tower] = 0
+    for field in (layout.RANGE, layout.RADIUS, layout.MAX_HP, layout.CAST_X, layout.CAST_LEFT, layout.SHIELD, layout.GOLD):
+        units[field] = 100_000_000
+    units[layout.CAST, : 2 * THREE] = (1, 2, 3, 4, 3, 2)
+    units[layout.CAST_TARGET, : 2 * THREE] = 0
+    other = Arena(THREE)
+    other.load(0, arena.save(0))
+    other.units[0] = units
+    other.load(0, other.save(0))
+    for camp in (None, 0):
+        assert Painter(THREE, 320, camp=camp).rgb(other.units[0], other.match[0]).shape == (136, 320, 3)

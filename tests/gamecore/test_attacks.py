@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -34,7 +35,7 @@ EVIL = (
     "ü",
     "{python}",
     "%2e%2e",
-    "a" * 129,
+    "a" * 201,
     "",
 )
 
@@ -46,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def call(home: Path) -> Iterator[Caller]:
-    limits = HttpLimits(body_bytes=20_000, receive_s=0.3, idle_s=1.0, connections=12)
+    limits = HttpLimits(body_bytes=20_000, receive_s=1.0, idle_s=1.5, connections=12)
     settings = Settings(port=0, games=catalogue_file(home), state_dir=home / "state", max_games=2, http=limits)
     with running(settings) as server:
         yield Caller(server.host, server.port)
@@ -238,7 +239,7 @@ def test_a_request_id_comes_back_if_it_is_one(call: Caller) -> None:
 
 def test_a_server_with_tokens_answers_only_those_who_have_one(home: Path) -> None:
     tokens = home / "tokens"
-    tokens.write_text("ci first-token\nslow second-token 1\n")
+    tokens.write_text("ci first-token\nslow second-token 0.1\n")
     settings = Settings(port=0, games=home / "games.yaml", state_dir=home / "with-token", token_file=tokens)
     with running(settings) as server:
         stranger, wrong, friend = (Caller(server.host, server.port, token) for token in (None, "first-tokem", "first-token"))
@@ -280,6 +281,17 @@ def test_what_is_wrong_is_said_before_anything_is_begun(home: Path, tmp_path: Pa
         settings = Settings(port=taken.getsockname()[1], games=home / "games.yaml", state_dir=tmp_path / "s")
         with pytest.raises(UsageError, match="Cannot listen"), running(settings):
             pass
+
+
+def test_connections_leave_files_for_the_games() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        assert Settings(max_games=200).affordable().connections == 760
+        assert Settings(max_games=2000).affordable().connections == 32
+        assert Settings(http=HttpLimits(connections=5), max_games=1).affordable().connections == 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_two_servers_do_not_share_a_directory(call: Caller, home: Path) -> None:

@@ -69,7 +69,7 @@ def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: 
         assert since is not None
         home.save(Status("ran", "g", state="running"), {by_record.pid: since, other.pid: "another process had this number"})
         try:
-            found = {status.runtime_id: status for status in home.load()}
+            found = {status.runtime_id: status for status, _ in home.load()}
             assert {name: status.state for name, status in found.items()} == {"ended": "finished", "ran": "lost", "began": "lost"}
             assert found["ran"].last_lines == ["last words"]
             assert (by_record.wait(5), by_mark.wait(5)) == (-9, -9)
@@ -78,7 +78,11 @@ def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: 
             for process in (by_record, by_mark, other):
                 process.kill()
                 process.wait()
-        assert {status.state for status in home.load()} == {"finished", "lost"}
+        assert {status.runtime_id: (status.state, size > 0) for status, size in home.load()} == {
+            "ended": ("finished", False),
+            "ran": ("lost", True),
+            "began": ("lost", True),
+        }
 
 
 def test_records_that_are_none_are_removed(tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def test_records_that_are_none_are_removed(tmp_path: Path) -> None:
         for name, text in (
             ("half", '{"status": {'),
             ("empty", ""),
-            ("other", json.dumps({"status": Status("x", "g").to_json(), "processes": {}})),
+            ("other", json.dumps({"status": Status("x", "g").to_json(), "processes": {}, "bytes": 0})),
         ):
             home.make(home.place(name), {})
             home.place(name).record.write_text(text)

@@ -76,6 +76,11 @@ def test_wine_has_a_prefix_of_its_own_for_every_game() -> None:
     assert "WINEPREFIX" not in made("command: [game], wrapper: nice").environment
 
 
+def test_what_a_display_leaves_behind_goes_with_the_game() -> None:
+    assert made("command: [game], wrapper: xvfb-run").environment["TMPDIR"] == "/s/games/r-1"
+    assert "TMPDIR" not in made("command: [game]").environment
+
+
 def test_windows_games_use_wine_where_the_server_is_told_so() -> None:
     asked = {"SIMULATOR_USE_WINE": "1"}
     assert made("command: [bin/game.exe], windows: true, wrapper: xvfb-run", asked).command == (

@@ -318,6 +318,28 @@ def test_games_that_are_kept_warm_are_forks_and_a_module_that_cannot_be_is_start
     assert "cold is started by its command" in (tmp_path / "state" / "gamecore-server.log").read_text()
 
 
+def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\n")
+    (tmp_path / "games.yaml").write_text(
+        f"games: {{slow: {{command: [echo], warm: slow, environment: {{PYTHONPATH: {tmp_path}}}}}}}"
+    )
+    with running(Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")) as server:
+        call = Caller(server.host, server.port)
+        answers: list[Any] = []
+        starting = [
+            threading.Thread(target=lambda name=name: answers.append(call.start(name, "slow").json["state"]))
+            for name in ("a", "b")
+        ]
+        for thread in starting:
+            thread.start()
+        until(lambda: len(call("GET", "/v1/games?state=starting").json["games"]) == 2, "both to be known")
+        assert call("DELETE", "/v1/games/a").json["state"] == "stopped"
+        starting[0].join(20)
+        server.close()  # the other one waits still
+        starting[1].join(20)
+        assert sorted(answers) == ["stopped", "stopped"]
+
+
 def test_a_windows_game_runs_under_wine_with_a_prefix_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = tmp_path / "bin" / "wine"
     stand_in.parent.mkdir()

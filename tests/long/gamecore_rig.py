@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,15 +163,21 @@ class Server:
         self._mine.connection = connection
         return self._answered(connection, method, path, body)
 
+    def hang_up(self) -> None:
+        """Close the connection of this thread."""
+        connection: http.client.HTTPConnection | None = getattr(self._mine, "connection", None)
+        if connection is not None:
+            self._mine.connection = None
+            self._connections.remove(connection)
+            connection.close()
+
     def _answered(self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
             connection.request(method, path, None if body is None else json.dumps(body))
             response = connection.getresponse()
             data = response.read()
         except BaseException:
-            self._mine.connection = None
-            self._connections.remove(connection)
-            connection.close()
+            self.hang_up()
             raise
         kind = response.headers.get_content_type()
         answer = json.loads(data) if kind == "application/json" else data.decode(errors="replace")
@@ -206,12 +212,6 @@ def python(script: str, **more: Any) -> dict[str, Any]:
         "restart": {"on": "never"},
         **more,
     }
-
-
-@contextlib.contextmanager
-def serving(directory: Path, games: dict[str, Any] | None, *words: str) -> Iterator[Server]:
-    with Server(directory, games, *words) as server:
-        yield server
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -95,6 +95,15 @@ def engines(state: GameState) -> list[int]:
     return pids.descendants(state.pid)
 
 
+def instance(engine: int) -> str:
+    """What the names of its shared memory end with; empty before it is known."""
+    try:
+        words = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
+    except OSError:
+        return ""
+    return words[words.index("+viz_instance_id") + 1] if "+viz_instance_id" in words else ""
+
+
 def until_gone(processes: list[int]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while any(pids.started(pid) for pid in processes):
@@ -141,6 +150,39 @@ def test_a_duel_whose_engine_is_killed_is_a_crash_and_is_played_anew(client: Gam
     left = engines(state)
     assert (client.stop_game("killed") or state).state == "stopped"
     until_gone(left)
+
+
+@pytest.mark.long
+def test_a_duel_whose_engine_hangs_is_a_crash(client: GamecoreClient, marksman: Served) -> None:
+    client.start_game("hangs", [camp(marksman) | {"timeout_s": 1}, None], game="doom", options=ENDLESS)
+    assert Marksman.ticked.wait(LIMIT_S)
+    left = engines(client.state("hangs"))
+    os.kill(left[1], signal.SIGSTOP)
+    deadline = time.monotonic() + LIMIT_S
+    while client.state("hangs").restarts == 0:
+        assert time.monotonic() < deadline, client.state("hangs")
+        time.sleep(0.05)
+    until_gone(left)
+    assert "did not come to its next tic" in client.logs("hangs")
+    client.stop_game("hangs")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engines_there", [0, 1, 2])
+def test_a_duel_that_is_stopped_while_its_engines_start_leaves_nothing(
+    client: GamecoreClient, marksman: Served, engines_there: int
+) -> None:
+    name = f"early-{engines_there}"
+    state = client.start_game(name, [camp(marksman), camp(marksman)], game="doom", options=ENDLESS)
+    deadline = time.monotonic() + LIMIT_S
+    while len(instances := set(filter(None, map(instance, left := engines(state))))) < engines_there:
+        assert time.monotonic() < deadline
+    stopped = client.stop_game(name)
+    assert stopped is not None
+    assert stopped.state == "stopped"
+    until_gone(left)
+    assert [path for path in Path("/dev/shm").glob("ViZDoom*") if any(path.name.endswith(word) for word in instances)] == []
+    assert all(session.last == {} for session in Marksman.sessions)
 
 
 @pytest.mark.long

@@ -15,7 +15,9 @@ from ludus.gamecore.server import Settings, serve
 
 
 def main(words: list[str]) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    told = logging.StreamHandler()  # the rest is in its log
+    told.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[told], format="%(asctime)s %(levelname)s %(message)s")
     ready = int(words[2])
 
     def announce(host: str, port: int) -> None:

@@ -1,10 +1,12 @@
 """Which games a server can start, and how: a YAML file, read into values. What is not in it cannot be started.
 
-games:
-  mygame:
-    command: [./mygame, --headless, --config, "{config}"]
-    modes: [1v1]
-    limits: {seconds: 1800, memory_mb: 2000}
+    games:
+      mygame:
+        command: [./mygame, --headless, --config, "{config}"]
+        modes: [1v1]
+        limits: {seconds: 1800, memory_mb: 2000}
+
+All but `read` is pure.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ BUILTIN = Path(__file__).with_name("games.yaml")
 MAX_BYTES = 1_000_000
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Of games, modes, saved states and runtime ids: never empty, never a path, never an option."""
+"""Of games, modes and runtime ids: never empty, never a path, never an option."""
+
+STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""Of saved states, which games name after their ids."""
 
 WRAPPERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"wine": ("wine",), "xvfb-run": ("xvfb-run", "--auto-servernum"), "nice": ("nice", "-n", "10")}

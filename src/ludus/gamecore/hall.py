@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import random
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -18,27 +18,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ludus import logfile, pids
+from ludus import pids
 from ludus.errors import Refused, WorkerFailed
 from ludus.game.process import GameExit, GameProcess
 from ludus.gamecore import home as homes
-from ludus.gamecore.catalogue import Catalogue, Entry
+from ludus.gamecore.catalogue import Catalogue
 from ludus.gamecore.home import Home
-from ludus.gamecore.launch import Place, launch
+from ludus.gamecore.launch import launch
+from ludus.gamecore.match import GONE_S, Match
 from ludus.gamecore.order import Order, shown
 from ludus.gamecore.starters import Starters
-from ludus.gamecore.status import State, Status, verdict
+from ludus.gamecore.status import State, Status, Verdict, verdict
 from ludus.gamecore.tasks import Tasks
-from ludus.gamecore.usage import Usage, usage
+from ludus.gamecore.usage import Usage
 
 log = logging.getLogger(__name__)
 
 SAMPLE_S, SAMPLE_SHARE = 2.0, 0.04
 """How often games are looked at; with many of them less often, so that it takes no more than this part of the time."""
-
-LAST_LINES = 20
-GONE_S = 20.0
-"""A guard that has not spoken for so long after its game was to be gone will not any more."""
 
 _STARTS, _DISK = 8, 4
 """Threads: a start takes some milliseconds, and up to ten seconds on a machine that is overloaded."""
@@ -60,42 +57,6 @@ class Bounds:
     keep_bytes: int = 4_000_000_000
 
 
-class Match:
-    """One game of the hall."""
-
-    def __init__(self, order: Order, entry: Entry, place: Place, status: Status, now: float) -> None:
-        self.order, self.entry, self.place, self.status = order, entry, place, status
-        self.start_from: Path | None = None
-        self.saves = self.is_fork = False
-        self.log_bytes = 0
-        """Of its log, when this life began."""
-        self.process: GameProcess | None = None
-        self.began = now
-        """On the clock of the loop."""
-        self.deadline = now + (order.timeout_s or entry.limits.seconds)
-        self.begun, self.over, self.wanted = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        """The first life has begun or failed; nothing of it is left; somebody wants its end."""
-        self.failure: WorkerFailed | None = None
-        self.asked: tuple[State, str] | None = None
-        self.grace_s = entry.grace_s
-        self.gone_by = math.inf
-
-    def end(self, state: State, reason: str, grace_s: float) -> None:
-        """Ask its process to end, as what and why; the first to ask says so. A shorter grace replaces a longer."""
-        if self.asked is None:
-            self.asked, self.grace_s = (state, reason), grace_s
-        self.grace_s = min(grace_s, self.grace_s)
-        self.gone_by = min(self.gone_by, asyncio.get_running_loop().time() + grace_s + GONE_S)
-        self.wanted.set()
-        if self.process is not None:
-            self.process.ask_to_stop(grace_s)
-
-    def shown(self, now: float) -> dict[str, Any]:
-        if not self.status.is_over:
-            self.status.seconds = round(now - self.began, 3)
-        return self.status.to_json()
-
-
 class Hall:
     """`surroundings`: the environment of which games inherit a part."""
 
@@ -109,6 +70,7 @@ class Hall:
         self.tasks = Tasks(home.directory / "tasks.jsonl")
         self._lives: set[asyncio.Task[None]] = set()
         self._ports: deque[int] = deque(maxlen=_PORTS)
+        self._ports_lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
         """(game, what happened)."""
         self._closing = False
@@ -118,12 +80,11 @@ class Hall:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Hall:
-        self._starters = Starters(self._surroundings)
-        for status in await self._in(self._disk, self.home.load):
-            self._known[status.runtime_id] = status
-            self._bytes[status.runtime_id] = await self._in(self._disk, self.home.size, self.home.place(status.runtime_id))
+        for status, size in await self._in(self._disk, self.home.load):
+            self._known[status.runtime_id], self._bytes[status.runtime_id] = status, size
             if status.state == "lost":
                 self.counts[status.game, "lost"] += 1
+        self._starters = Starters(self._surroundings, self.home.mark)  # after everything that has this mark is gone
         await self._in(self._disk, self.tasks.load)
         await self._in(self._disk, self.home.empty_trash)
         self._watching = asyncio.create_task(self._watch_all())
@@ -192,7 +153,7 @@ class Hall:
         """Raises Refused."""
         match = self._matches.get(runtime_id)
         if match is not None:
-            return self.shown(match)
+            return match.shown()
         if runtime_id in self._known:
             return self._known[runtime_id].to_json()
         raise Refused(404, "unknown_id", f"There is no game {shown(runtime_id)}.", "It was never started, or it is forgotten.")
@@ -205,15 +166,15 @@ class Hall:
         """Its status with what it uses and says now. Raises Refused."""
         match = self._matches.get(runtime_id)
         if match is not None and match.process is not None:
-            used, lines = await self._in(self._disk, _seen, match)
-            self._note(match, used)
-            return {**self.status(runtime_id), "last_lines": lines} if not match.status.is_over else self.status(runtime_id)
+            self._note(match, await self._in(self._disk, match.seen))
+            lines = await self._in(self._disk, match.last_lines)
+            if not match.status.is_over:
+                return {**match.shown(), "last_lines": lines}
         return self.status(runtime_id)
 
     def listed(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
         """The oldest first; of their last lines only the very last."""
-        now = asyncio.get_running_loop().time()
-        found = [*(status.to_json() for status in self._known.values()), *(match.shown(now) for match in self._matches.values())]
+        found = [*(status.to_json() for status in self._known.values()), *(match.shown() for match in self._matches.values())]
         chosen = [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
         return [{**one, "last_lines": one["last_lines"][-1:]} for one in chosen]
 
@@ -240,9 +201,6 @@ class Hall:
         """Raises Refused."""
         self.status(runtime_id)
         return await self._in(self._disk, homes.last_lines, self.home.place(runtime_id).log, lines)
-
-    def shown(self, match: Match) -> dict[str, Any]:
-        return match.shown(asyncio.get_running_loop().time())
 
     async def offered(self) -> dict[str, Any]:
         """What can be asked for; not how it is started."""
@@ -303,10 +261,8 @@ class Hall:
             seed=seed,
             start_from=start_from.name if start_from else None,
         )
-        place = self.home.place(order.runtime_id)
-        match = Match(order, entry, place, status, asyncio.get_running_loop().time())
-        match.start_from = start_from
-        match.saves = entry.states is not None and not order.eval_mode and random.random() < entry.states.ratio  # noqa: S311
+        saves = entry.states is not None and not order.eval_mode and random.random() < entry.states.ratio  # noqa: S311
+        match = Match(order, entry, self.home.place(order.runtime_id), status, start_from, saves)
         self._known.pop(order.runtime_id, None)
         self._bytes.pop(order.runtime_id, None)
         self._matches[order.runtime_id] = match
@@ -319,39 +275,54 @@ class Hall:
 
     async def _live(self, match: Match) -> None:
         """From its first start to its end."""
-        status = match.status
         try:
-            while True:
-                exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
-                assert self._starters is not None
-                match.is_fork = await self._starters.ready(match.order.game, match.entry)
-                try:
-                    match.process = await self._in(self._starts, self._start, match, exited)
-                except WorkerFailed as error:
-                    log.error("%s", error)
-                    match.failure = error if not match.begun.is_set() else None
-                    await self._finish(match, "crashed", error.message)
-                    return
-                ended = await self._watch(match, exited)
-                how = verdict(ended.code, f"It {ended}.", match.asked, status.restarts, match.entry.restart)
-                status.exit_code, status.last_lines = ended.code, list(ended.last_lines)
-                status.pid = match.process = None
-                if ended.left:
-                    how = replace(how, reason=f"{how.reason} Processes {list(ended.left)} could not be killed.".strip())
-                if how.again_s is None:
-                    await self._finish(match, how.state, how.reason)
-                    return
-                await self._pause(match, how.reason, how.again_s)
-                if match.asked is not None:
-                    await self._finish(match, *match.asked)
-                    return
+            while (how := await self._one_life(match)) is not None:
+                await self._pause(match, how)
         except Exception:  # whatever it is, nobody may wait for this game for ever
-            log.exception("%s: looking after it failed", status.runtime_id)
+            log.exception("%s: looking after it failed", match.status.runtime_id)
             if match.process is not None:
                 match.process.ask_to_stop(0.0)
             await self._finish(match, "crashed", "The server failed to look after it; see its log.")
         finally:
             match.begun.set()
+
+    async def _one_life(self, match: Match) -> Verdict | None:
+        """None: it was the last. Else it is started again."""
+        status = match.status
+        exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
+        await self._get_ready(match)
+        if match.asked is not None:  # before there is anything to be ended
+            await self._finish(match, *match.asked)
+            return None
+        try:
+            match.process = await self._in(self._starts, self._start, match, exited)
+        except WorkerFailed as error:
+            log.error("%s", error)
+            match.failure = error if not match.begun.is_set() else None
+            await self._finish(match, "crashed", error.message)
+            return None
+        ended = await self._watch(match, exited)
+        status.exit_code, status.last_lines = ended.code, list(ended.last_lines)
+        status.pid = match.process = None
+        how = verdict(ended.code, f"It {ended}.", match.asked, status.restarts, match.entry.restart)
+        if ended.left:
+            how = replace(how, reason=f"{how.reason} Processes {list(ended.left)} could not be killed.".strip())
+        if how.again_s is not None:
+            return how
+        await self._finish(match, how.state, how.reason)
+        return None
+
+    async def _get_ready(self, match: Match) -> None:
+        """A module that is to be kept warm may take long to be imported; one may stop the game meanwhile."""
+        assert self._starters is not None
+        ready = asyncio.ensure_future(self._starters.ready(match.order.game, match.entry))
+        wanted = asyncio.ensure_future(match.wanted.wait())
+        try:
+            await asyncio.wait((ready, wanted), return_when=asyncio.FIRST_COMPLETED)
+            match.is_fork = ready.done() and ready.result()
+        finally:
+            for waiting in (ready, wanted):
+                waiting.cancel()
 
     def _start(self, match: Match, exited: asyncio.Future[GameExit]) -> GameProcess:
         """In a thread: it blocks until the program runs."""
@@ -367,7 +338,7 @@ class Hall:
             except OSError as error:
                 raise WorkerFailed(f"{place.directory} cannot be made: {error.strerror}.", "Is the disk full?") from error
         states = self.home.states_of(order.game) if match.saves else None
-        match.log_bytes = _size(place.log)
+        match.quiet_size = match.log_size()
         self.home.save(status)  # before there is anything that could be lost
         what = launch(self.catalogue, order, place, states, self._surroundings, self._free_port)
 
@@ -386,6 +357,9 @@ class Hall:
     def _has_begun(self, match: Match, process: GameProcess) -> None:
         first = not match.begun.is_set()
         match.process = process
+        if first:
+            match.began = asyncio.get_running_loop().time()
+            match.deadline = match.began + match.allowed_s
         if not match.status.is_over:
             match.status.state = "starting" if match.entry.limits.start_s is not None else "running"
             match.status.reason = ""
@@ -400,7 +374,7 @@ class Hall:
     async def _watch(self, match: Match, exited: asyncio.Future[GameExit]) -> GameExit:
         """Until it has ended, by itself or because it took too long."""
         loop, limits = asyncio.get_running_loop(), match.entry.limits
-        begun, silent = loop.time(), match.log_bytes
+        begun = loop.time()
         while not exited.done():
             now = loop.time()
             if now >= match.gone_by:
@@ -408,26 +382,26 @@ class Hall:
             due = [match.deadline if match.asked is None else match.gone_by, now + _LOOK_S]
             if match.status.state == "starting":
                 due.append(now + _FIRST_LINE_S)
-                if _size(match.place.log) != silent:
+                if match.log_size() != match.quiet_size:
                     match.status.state = "running"
                 elif limits.start_s is not None and now >= begun + limits.start_s and match.asked is None:
                     match.end("crashed", f"It said nothing within {limits.start_s:g} s of its start.", 0.0)
             if now >= match.deadline and match.asked is None:
-                match.end("timed-out", f"It ran for longer than {match.deadline - match.began:g} s.", match.entry.grace_s)
+                match.end_late()
             await asyncio.wait([exited], timeout=max(0.0, min(due) - loop.time()))
         return exited.result()
 
-    async def _pause(self, match: Match, reason: str, seconds: float) -> None:
+    async def _pause(self, match: Match, how: Verdict) -> None:
         """Before its next life."""
-        status = match.status
+        status, seconds = match.status, how.again_s or 0.0
         status.state, status.restarts = "starting", status.restarts + 1
-        status.reason = f"{reason} It is started again in {seconds:g} s."
+        status.reason = f"{how.reason} It is started again in {seconds:g} s."
         log.warning("%s: %s", status.runtime_id, status.reason)
-        match.asked, match.gone_by = None, math.inf
-        match.wanted.clear()
-        await _set_within(match.wanted, min(seconds, max(0.0, match.deadline - asyncio.get_running_loop().time())))
-        if match.asked is None and asyncio.get_running_loop().time() >= match.deadline:
-            match.asked = "timed-out", f"It ran for longer than {match.deadline - match.began:g} s."
+        match.live_again()
+        loop = asyncio.get_running_loop()
+        await _set_within(match.wanted, min(seconds, max(0.0, match.deadline - loop.time())))
+        if match.asked is None and loop.time() >= match.deadline:
+            match.end_late()
 
     async def _finish(self, match: Match, state: State, reason: str) -> None:
         """Written down before anybody is told: then the same id may be played again, in the same directory."""
@@ -450,12 +424,13 @@ class Hall:
         """In a thread. Returns how many bytes there are of it."""
         status.result, wrong = homes.read_result(match.place.result)
         status.reason = " ".join(filter(None, (status.reason, wrong)))
+        size = self.home.size(match.place)
         if match.place.directory.exists():
-            self.home.save(status)
+            self.home.save(status, size=size)
         if status.task_id is not None:
             self.tasks.add(status)
             self.tasks.write()
-        return self.home.size(match.place)
+        return size
 
     def _forget_oldest(self) -> None:
         total = sum(self._bytes.values())
@@ -478,8 +453,7 @@ class Hall:
             await asyncio.sleep(max(SAMPLE_S, took / SAMPLE_SHARE))
             began = loop.time()
             try:
-                matches = [match for match in self.running if match.process is not None]
-                for match, used in await self._in(self._disk, _usages, matches):
+                for match, used in await self._in(self._disk, _seen, self.running):
                     self._note(match, used)
                 took = loop.time() - began
                 await self._in(self._disk, self.home.empty_trash)
@@ -505,20 +479,19 @@ class Hall:
 
     def _free_port(self) -> int:
         """One that was free just now, and was not given to another game lately."""
-        for _ in range(_PORTS):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
-            if port not in self._ports:
-                break
-        self._ports.append(port)
-        return port
+        with self._ports_lock:
+            for _ in range(_PORTS):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", 0))
+                    port = int(probe.getsockname()[1])
+                if port not in self._ports:
+                    break
+            self._ports.append(port)
+            return port
 
 
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
+def _seen(matches: list[Match]) -> list[tuple[Match, Usage]]:
+    return [(match, match.seen()) for match in matches]
 
 
 def _settle(exited: asyncio.Future[GameExit], how: GameExit) -> None:
@@ -530,16 +503,3 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-
-
-def _usage_of(match: Match) -> Usage:
-    process = match.process
-    return Usage() if process is None or not process.guard else usage(process.guard, shared=match.is_fork)
-
-
-def _seen(match: Match) -> tuple[Usage, list[str]]:
-    return _usage_of(match), logfile.tail(match.place.log, LAST_LINES)
-
-
-def _usages(matches: list[Match]) -> list[tuple[Match, Usage]]:
-    return [(match, _usage_of(match)) for match in matches]

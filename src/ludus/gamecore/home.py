@@ -18,7 +18,7 @@ from typing import Any
 
 from ludus import logfile, pids
 from ludus.errors import Refused, UsageError
-from ludus.gamecore.catalogue import NAME, States
+from ludus.gamecore.catalogue import NAME, STATE_NAME, States
 from ludus.gamecore.launch import CONFIG, Place
 from ludus.gamecore.order import ANY, shown
 from ludus.gamecore.status import Status
@@ -56,8 +56,11 @@ class Home:
         try:
             for path in (self.directory, self.games, self.states, self._trash):
                 path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            owner = self.directory.stat().st_uid
         except OSError as error:
             raise UsageError(f"{self.directory} cannot be used: {error.strerror}.", "Choose another by --state-dir.") from error
+        if owner != os.getuid():
+            raise UsageError(f"{self.directory} belongs to somebody else.", "Choose another by --state-dir.")
         self._lock = _locked(self.directory / "lock")
 
     def close(self) -> None:
@@ -68,6 +71,11 @@ class Home:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def mark(self) -> str:
+        """What the paths of all configs of this home begin with."""
+        return f"{self.games}{os.sep}"
 
     # -- games
 
@@ -93,17 +101,19 @@ class Home:
         for path in self._trash.iterdir():
             shutil.rmtree(path, ignore_errors=True)
 
-    def save(self, status: Status, processes: dict[int, str] | None = None) -> None:
-        """`processes`: by number, with when they began. A full disk costs the record, not the game."""
+    def save(self, status: Status, processes: dict[int, str] | None = None, size: int = 0) -> None:
+        """`processes`: by number, with when they began; `size`: of its directory. A full disk costs the record, not the game."""
         place = self.place(status.runtime_id)
+        record = {"status": status.to_json(), "processes": processes or {}, "bytes": size}
         try:
-            write_private(place.record, json.dumps({"status": status.to_json(), "processes": processes or {}}).encode())
+            write_private(place.record, json.dumps(record).encode())
         except OSError as error:
             log.warning("the record of %s cannot be written: %s", status.runtime_id, error)
 
-    def load(self) -> list[Status]:
-        """Of all games that are known here, the oldest first. Those that ran are lost, and nothing of them runs any more."""
-        found: list[Status] = []
+    def load(self) -> list[tuple[Status, int]]:
+        """All games that are known here, with the bytes of each, the oldest first. Those that ran are lost, and nothing of them
+        runs any more."""
+        found: list[tuple[Status, int]] = []
         processes: dict[int, str] = {}
         for directory in self.games.iterdir():
             place = Place(directory)
@@ -113,27 +123,31 @@ class Home:
                 if status.runtime_id != directory.name or NAME.fullmatch(directory.name) is None:
                     raise ValueError("it is the record of another game")
                 began = {int(pid): str(since) for pid, since in data["processes"].items()}
+                size = int(data["bytes"])
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 log.warning("%s is no record of a game (%s) and is removed", place.record, error)
                 self.discard(place)
                 continue
             if not status.is_over:
                 processes |= began
-            found.append(status)
+            found.append((status, size))
         self.reap(processes)
-        for status in found:
-            if not status.is_over:
-                status.state, status.pid, status.finished = "lost", None, time.time()
-                status.reason = "The server was killed while it ran."
-                status.last_lines = logfile.tail(self.place(status.runtime_id).log, 20)
-                self.save(status)
-        return sorted(found, key=lambda status: (status.finished or 0.0, status.started))
+        settled = [(status, size) if status.is_over else (status, self._lose(status)) for status, size in found]
+        return sorted(settled, key=lambda one: (one[0].finished or 0.0, one[0].started))
+
+    def _lose(self, status: Status) -> int:
+        place = self.place(status.runtime_id)
+        status.state, status.pid, status.finished = "lost", None, time.time()
+        status.reason = "The server was killed while it ran."
+        status.last_lines = logfile.tail(place.log, 20)
+        size = self.size(place)
+        self.save(status, size=size)
+        return size
 
     def reap(self, processes: dict[int, str]) -> None:
         """End whatever a server that was killed left behind. Its guards do that; this is for when they were killed too."""
         deadline = time.monotonic() + _REAP_S
-        mark = f"{CONFIG}={self.games}{os.sep}"
-        while left := {*_alive(processes), *_marked(mark)}:
+        while left := {*_alive(processes), *_marked(f"{CONFIG}={self.mark}")}:
             if time.monotonic() > deadline:
                 log.error("these processes of lost games could not be killed: %s", sorted(left))
                 return
@@ -163,7 +177,7 @@ class Home:
         found: list[tuple[float, Path]] = []
         with contextlib.suppress(FileNotFoundError), os.scandir(self.states / game) as entries:
             for entry in entries:
-                if entry.is_file(follow_symlinks=False) and NAME.fullmatch(entry.name):
+                if entry.is_file(follow_symlinks=False) and STATE_NAME.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
         return [path for _, path in sorted(found)]

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ludus.actor.tokens import Tokens
+from ludus.actor.tokens import Caller, Tokens
 from ludus.errors import LudusError, Refused
 from ludus.game.protocol import REQUEST_ID_HEADER, error_body
 from ludus.gamecore.settings import HttpLimits
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _TOKENS_S = 1.0
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+TOLD_PER_S = 20.0
+"""Refusals that are told in the log; all of them are counted."""
 
 KNOWN = "is_known"
 OPEN = frozenset({"/health"})
@@ -76,6 +79,7 @@ class Doorkeeper:
     def __init__(self, app: ASGIApp, token_file: Path | None, limits: HttpLimits, replies: Counter[int]) -> None:
         self._app, self._file, self._limits, self._replies = app, token_file, limits, replies
         self._tokens = Tokens.read(token_file) if token_file is not None else None
+        self._told = Caller("log", TOLD_PER_S)
         self._looked, self._stamp = time.monotonic(), _stamp(token_file)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +117,7 @@ class Doorkeeper:
 
     def _note(self, scope: Scope, status: int, request_id: str) -> None:
         self._replies[status] += 1
-        if status >= 400:
+        if status >= 400 and self._told.allow(time.monotonic()):
             peer = (scope.get("client") or ("?",))[0]
             what = f"{scope['method'][:16]} {scope['path'][:128]!r}"
             log.info("refused: %d for %s of %s (request %s)", status, what, peer, request_id)

@@ -79,6 +79,8 @@ def launch(
     environment["PYTHONUNBUFFERED"] = "1"  # else the last lines of a game that is killed are lost
     if "wine" in words:
         environment |= {"WINEPREFIX": str(place.directory / "wine"), "WINEDEBUG": "-all"}
+    if "xvfb-run" in words:
+        environment["TMPDIR"] = str(place.directory)  # one that is stopped leaves a directory there
     environment |= {name: filled(value, values) for name, value in entry.environment.items()}
     environment |= {CONFIG: str(place.config), RESULT: str(place.result)}
     if states is not None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from ludus.errors import Refused
-from ludus.gamecore.catalogue import NAME, Catalogue
+from ludus.gamecore.catalogue import NAME, STATE_NAME, Catalogue
 from ludus.plugins import did_you_mean
 
 ANY = "any"
@@ -126,7 +126,7 @@ def read_order(data: Mapping[str, Any], catalogue: Catalogue, *, must_resume: bo
         seed=_integer(data.get("seed"), "seed", 0, MAX_SEED),
         max_frames=_integer(data.get("max_frames"), "max_frames", 1, MAX_FRAMES),
         timeout_s=timeout_s,
-        start_from=_name(data, "start_from"),
+        start_from=_name(data, "start_from", STATE_NAME),
         must_resume=must_resume,
         task_id=read_task(data.get("task_id")),
     )
@@ -258,12 +258,10 @@ def _text(data: Mapping[str, Any], key: str) -> str | None:
     return value
 
 
-def _name(data: Mapping[str, Any], key: str) -> str | None:
+def _name(data: Mapping[str, Any], key: str, pattern: re.Pattern[str] = NAME) -> str | None:
     value = _text(data, key)
-    if value is not None and NAME.fullmatch(value) is None:
-        raise _wrong(
-            key, value, "letters, digits, '-', '_' and '.' are meant, at most 128 of them, the first a letter or a digit"
-        )
+    if value is not None and pattern.fullmatch(value) is None:
+        raise _wrong(key, value, "letters, digits, '-', '_' and '.' are meant, not too many, the first a letter or a digit")
     return value
 
 

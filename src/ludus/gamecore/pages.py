@@ -72,7 +72,7 @@ class Pages:
     async def start(self, request: Request) -> Response:
         order = read_order(decoded(await read_body(request, self._limits)), self._hall.catalogue)
         match, is_new = await self._hall.start(order)
-        return JSONResponse(self._hall.shown(match), 201 if is_new else 200)
+        return JSONResponse(match.shown(), 201 if is_new else 200)
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._hall.look(_id(request)))

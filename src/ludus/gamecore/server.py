@@ -1,7 +1,9 @@
 """The gamecore server: games are started, watched and stopped over HTTP.
 
-serve(Settings(port=23432, games=Path("games.yaml")))           # until SIGTERM
-with running(Settings(port=0, state_dir=tmp)) as server: …      # in a thread; server.url
+    serve(Settings(port=23432, games=Path("games.yaml")))           # until SIGTERM
+    with running(Settings(port=0, state_dir=tmp)) as server: …      # in a thread; server.url
+
+What it answers is in `pages.py` and `v2.py`, who may ask in `http.py`, the games themselves are in `hall.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +23,13 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.gamecore import catalogue
 from ludus.gamecore.home import Home, default_directory
 from ludus.gamecore.settings import HttpLimits, Settings
-from ludus.logfile import CountingLog
+from ludus.logfile import LogWriter
 
 __all__ = ["HttpLimits", "Running", "Settings", "running", "serve"]
 
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
-_TICK_S = 1.0
 _START_S, _END_S = 60.0, 60.0
 _BACKLOG = 1024
 Announce = Callable[[str, int], object]
@@ -72,7 +73,8 @@ class Running:
 
     def start(self) -> None:
         self._thread.start()
-        self._ready.wait(_START_S)
+        if not self._ready.wait(_START_S):
+            raise WorkerFailed(f"The gamecore server at {self.url} did not begin within {_START_S:g} s.")
         if self._error is not None:
             raise self._error
 
@@ -83,6 +85,8 @@ class Running:
         self._thread.join(_END_S)
         if self._thread.is_alive():
             raise WorkerFailed(f"The gamecore server at {self.url} did not end within {_END_S:g} s.")
+        if self._error is not None:
+            raise self._error
 
     def _main(self) -> None:
         try:
@@ -146,8 +150,9 @@ async def _run(
     ended = asyncio.Event() if stop is None else stop
     async with Hall(offered, home, Bounds(settings.max_games, settings.keep)) as hall:
         replies: Counter[int] = Counter()
-        app = Doorkeeper(application(hall, settings.http, replies), settings.token_file, settings.http, replies)
-        server, started = _server(app, settings.http)
+        limits = settings.affordable()
+        app = Doorkeeper(application(hall, limits, replies), settings.token_file, limits, replies)
+        server, started = _server(app, limits)
         with _signals(ended, server):
             serving = asyncio.create_task(server.serve([bound]))
             await _first(started.wait(), serving)
@@ -229,27 +234,17 @@ def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
 
 
 class _LogFile(logging.Handler):
-    """Bounded; lines that repeat are counted."""
+    """Bounded by its size, and by that of the one before it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.INFO)
-        self._log = CountingLog(path)
-        self._over = threading.Event()
+        self._log = LogWriter(path)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._ticking = threading.Thread(target=self._tick, name="gamecore-log", daemon=True)
-        self._ticking.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         self._log.line(self.format(record))
 
-    def _tick(self) -> None:
-        while not self._over.wait(_TICK_S):
-            with self.lock or contextlib.nullcontext():
-                self._log.tick()
-
     def close(self) -> None:
-        self._over.set()
-        self._ticking.join()
         self._log.close()
         super().close()
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ludus.actor.tokens import Tokens
 from ludus.errors import UsageError
+from ludus.game.limits import open_file_limit
 from ludus.gamecore import catalogue
 from ludus.plugins import require
 
 HOST, PORT = "127.0.0.1", 23432
 MAX_GAMES = 200
+_OWN_FILES, _FILES_PER_GAME, _LEAST_CONNECTIONS = 64, 1, 32
 _PATHS = ("games", "token_file", "state_dir")
 
 
@@ -60,6 +62,14 @@ class Settings:
                 f"Listening on {self.host} without a token would let anyone in.",
                 "Give a token (--token-file FILE), or listen on 127.0.0.1.",
             )
+
+    def affordable(self) -> HttpLimits:
+        """With no more connections than there are files for, once all games run: each of them takes one."""
+        files = open_file_limit()
+        if files is None:
+            return self.http
+        room = files.limit - _FILES_PER_GAME * self.max_games - _OWN_FILES
+        return replace(self.http, connections=min(self.http.connections, max(_LEAST_CONNECTIONS, room)))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)

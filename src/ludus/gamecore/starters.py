@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from ludus.errors import WorkerFailed
 from ludus.game.process import GameProcess, Games
 from ludus.gamecore.catalogue import Entry, holes
-from ludus.gamecore.launch import INHERITED, Launch, Place, wrapped
+from ludus.gamecore.launch import CONFIG, INHERITED, Launch, Place, wrapped
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +22,9 @@ WARM_S = 120.0
 class Starters:
     """`ready` belongs to an event loop; `start` and `close` block."""
 
-    def __init__(self, surroundings: Mapping[str, str]) -> None:
-        self._surroundings = surroundings
+    def __init__(self, surroundings: Mapping[str, str], mark: str) -> None:
+        """`mark`: what LUDUS_GAME_CONFIG of all that belongs to this server begins with: so it is found if the server is killed."""
+        self._surroundings, self._mark = surroundings, mark
         self._plain = Games()
         self._warm: dict[str, Games] = {}
         self._warming: dict[str, asyncio.Task[bool]] = {}
@@ -40,6 +41,7 @@ class Starters:
     async def _warm_up(self, game: str, entry: Entry, module: str) -> bool:
         environment = {name: self._surroundings[name] for name in (*INHERITED, *entry.inherit) if name in self._surroundings}
         environment |= {name: value for name, value in entry.environment.items() if not holes([value])}
+        environment[CONFIG] = self._mark
         games = Games(module, environment)
         with self._lock:
             self._warm[game] = games

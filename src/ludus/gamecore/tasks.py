@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 from collections import deque
 from pathlib import Path
@@ -22,24 +23,21 @@ _MAX_LINE = 100_000
 
 
 class Tasks:
-    """One line per game that is over. Anything but `load` and `write` is quick."""
+    """One line per game that is over. May be used from any thread; `load` and `write` may wait for the disk."""
 
     def __init__(self, path: Path, keep: int = KEEP) -> None:
         self._path, self._keep = path, keep
         self._games: deque[dict[str, Any]] = deque(maxlen=keep)
-        self._lock = threading.Lock()
         self._unwritten: list[dict[str, Any]] = []
         self._lines = 0
         self._rewrite = False
-
-    def __len__(self) -> int:
-        return len(self._games)
+        self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def ids(self) -> list[str]:
-        return list(dict.fromkeys(game["task_id"] for game in self._games))
+        return list(dict.fromkeys(game["task_id"] for game in self._all()))
 
     def of(self, task_id: str) -> list[dict[str, Any]]:
-        return [game for game in self._games if game["task_id"] == task_id]
+        return [game for game in self._all() if game["task_id"] == task_id]
 
     def add(self, status: Status) -> None:
         told = {**status.to_json(), "last_lines": status.last_lines[-1:]}
@@ -69,17 +67,22 @@ class Tasks:
                 self._games.append(told)
 
     def write(self) -> None:
-        """What is new; all of it, if the file has become twice as long as it must be. May wait for the disk."""
-        with self._lock:
-            if self._rewrite or self._lines + len(self._unwritten) > 2 * self._keep:
-                self._rewrite, self._lines = False, 0
-                mode, games = "wb", list(self._games)
-            else:
-                mode, games = "ab", self._unwritten
-            self._unwritten = []
-            self._lines += len(games)
+        """What is new; all of it, if the file has become twice as long as it must be."""
+        with self._writing:
+            with self._lock:
+                anew = self._rewrite or self._lines + len(self._unwritten) > 2 * self._keep
+                games = list(self._games) if anew else self._unwritten
+                self._unwritten, self._rewrite = [], False
+            self._lines = len(games) + (0 if anew else self._lines)
             try:
-                with open(self._path, mode) as file:
+                handle = os.open(
+                    self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if anew else os.O_APPEND), 0o600
+                )
+                with open(handle, "wb") as file:
                     file.writelines(json.dumps(game).encode() + b"\n" for game in games)
             except OSError as error:
                 log.warning("%s cannot be written: %s", self._path, error)
+
+    def _all(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return list(self._games)

@@ -52,7 +52,7 @@ class V2:
     async def new_game(self, data: dict[str, Any]) -> dict[str, Any]:
         order = read_order(translated(data), self._hall.catalogue, must_resume=data.get("simulator_type") == "repeat_only")
         match, _ = await self._hall.start(order)
-        return {"data": self._hall.shown(match)}
+        return {"data": match.shown()}
 
     async def stop_game(self, data: dict[str, Any]) -> dict[str, Any]:
         """Also of one that never was: clients stop first, to be sure."""

@@ -6,8 +6,8 @@ gymnasium.make("ludus/Arena-1v1-v0", opponent=["easy", "hard"], side=0, lineup=[
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import gymnasium as gym
 import numpy as np
@@ -17,12 +17,12 @@ from gymnasium.vector.utils import batch_space
 
 from ludus.errors import ConfigError
 from ludus.games.arena.layout import TICKS_PER_SECOND
-from ludus.games.arena.seats import RANDOM, Observation, Options, Seats, action_space, observation_space, row_of
-from ludus.games.arena.settings import SECONDS
-from ludus.types import Bools, Floats
+from ludus.games.arena.seats import CAMPS, Observation, Options, Seats, action_space, observation_space, row_of
+from ludus.types import Bools, Floats, Ints32
 
 Actions = npt.NDArray[np.integer]
-_RENDER_MODES = ("rgb_array",)
+RENDER_WIDTH: Final = 1280
+_RENDER_MODES: Final = ("rgb_array",)
 
 
 class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
@@ -32,46 +32,29 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
     """
 
     def __init__(
-        self,
-        num_envs: int = 1,
-        *,
-        opponent: str | Sequence[str] = "easy",
-        side: int | str = RANDOM,
-        lineup: str | Sequence[Any] | None = None,
-        seconds: int = SECONDS,
-        every: int = 3,
-        weights: Mapping[str, float] | None = None,
-        sparse: bool = False,
-        zero_sum: bool = True,
-        max_episode_steps: int | None = None,
-        render_mode: str | None = None,
+        self, num_envs: int = 1, *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any
     ) -> None:
-        options = Options(
-            1, opponent, side, lineup, seconds, every, weights or {}, sparse, 0.0, zero_sum, max_episode_steps
-        )  # fmt: skip
-        check_render_mode(render_mode)
-        self.metadata = {
-            "render_modes": list(_RENDER_MODES),
-            "render_fps": TICKS_PER_SECOND // every,
-            "autoreset_mode": AutoresetMode.NEXT_STEP,
-        }
+        """Keywords: `Options`, but for its mode. Raises ConfigError."""
+        options = Options(mode=1, **keywords)
+        self.pictures = Pictures(1, render_mode, render_width)
+        self.metadata = metadata(options) | {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.num_envs, self.render_mode = num_envs, render_mode
         pairs = [(0, 1)] * (num_envs // 2) + [(0,)] * (num_envs % 2)
         self.seats = Seats(options, pairs if options.against_self else [(0,)] * num_envs)
         self.single_observation_space, self.single_action_space = observation_space(1), action_space(1)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._painter: Any = None
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """`seed`: of the first match, the others follow; or one for each match."""
         matches = self.seats.arena.matches
-        seeds = [None if seed is None else seed + m for m in range(matches)] if seed is None or isinstance(seed, int) else list(seed)
-        if len(seeds) != matches:
-            raise ConfigError(f"{len(seeds)} seeds for {matches} matches.", "One for each.")
-        self.seats.seed(seeds)
+        if seed is None or isinstance(seed, (int, np.integer)):
+            seed = [None if seed is None else int(seed) + m for m in range(matches)]
+        if len(seed) != matches:
+            raise ConfigError(f"{len(seed)} seeds for {matches} matches.", "One for each.")
+        self.seats.seed(seed)
         self.seats.begin()
         return self.seats.observe(), {}
 
@@ -92,8 +75,7 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         if self.render_mode is None:
             return None
         arena = self.seats.arena
-        self._painter = self._painter or painter(1)
-        pictures = [self._painter.rgb(arena.units[m], arena.match[m]) for m in range(arena.matches)]
+        pictures = [self.pictures.of(arena.units[m], arena.match[m]) for m in range(arena.matches)]
         return tuple(pictures[m] for m in self.seats.match_of)
 
 
@@ -102,26 +84,13 @@ class ArenaEnv(gym.Env[Observation, Actions]):
 
     metadata = {"render_modes": list(_RENDER_MODES), "render_fps": TICKS_PER_SECOND // 3}  # noqa: RUF012 - Gymnasium declares it so
 
-    def __init__(
-        self,
-        *,
-        opponent: str | Sequence[str] = "easy",
-        side: int | str = RANDOM,
-        lineup: str | Sequence[Any] | None = None,
-        seconds: int = SECONDS,
-        every: int = 3,
-        weights: Mapping[str, float] | None = None,
-        sparse: bool = False,
-        zero_sum: bool = True,
-        render_mode: str | None = None,
-    ) -> None:
-        check_render_mode(render_mode)
-        self.metadata = {**type(self).metadata, "render_fps": TICKS_PER_SECOND // every}
-        self.render_mode = render_mode
-        options = Options(1, opponent, side, lineup, seconds, every, weights or {}, sparse, 0.0, zero_sum)
+    def __init__(self, *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any) -> None:
+        """Keywords: `Options`, but for its mode. Raises ConfigError."""
+        options = Options(mode=1, **keywords)
+        self.pictures = Pictures(1, render_mode, render_width)
+        self.metadata, self.render_mode = metadata(options), render_mode
         self.seats = Seats(options, [(0,)])
         self.observation_space, self.action_space = observation_space(1), action_space(1)
-        self._painter: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         super().reset(seed=seed)
@@ -134,10 +103,8 @@ class ArenaEnv(gym.Env[Observation, Actions]):
         return self._seen(), float(reward[0]), bool(terminated[0]), bool(truncated[0]), self._info()
 
     def render(self) -> Any:
-        if self.render_mode is None:
-            return None
-        self._painter = self._painter or painter(1)
-        return self._painter.rgb(self.seats.arena.units[0], self.seats.arena.match[0])
+        arena = self.seats.arena
+        return None if self.render_mode is None else self.pictures.of(arena.units[0], arena.match[0])
 
     def _seen(self) -> Observation:
         return row_of(self.seats.observe(), 0)
@@ -146,12 +113,24 @@ class ArenaEnv(gym.Env[Observation, Actions]):
         return {name: int(values[0]) for name, values in self.seats.result().items()}
 
 
-def check_render_mode(render_mode: str | None) -> None:
-    if render_mode is not None and render_mode not in _RENDER_MODES:
-        raise ConfigError(f"The Arena has no render_mode {render_mode!r}.", f"It has {', '.join(_RENDER_MODES)}.")
+def metadata(options: Options) -> dict[str, Any]:
+    return {"render_modes": list(_RENDER_MODES), "render_fps": max(1, TICKS_PER_SECOND // options.every)}
 
 
-def painter(size: int) -> Any:
-    from ludus.games.arena.picture import Painter  # brings Pillow, which only pictures need
+class Pictures:
+    """Of matches of `size` against `size`. The painter is made for the first: it brings Pillow, which only pictures need."""
 
-    return Painter(size)
+    def __init__(self, size: int, render_mode: str | None, width: int) -> None:
+        if render_mode is not None and render_mode not in _RENDER_MODES:
+            raise ConfigError(f"The Arena has no render_mode {render_mode!r}.", f"It has {', '.join(_RENDER_MODES)}.")
+        self._size, self._width = size, width
+        self._painter: Any = None
+
+    def of(self, units: Ints32, match: Ints32) -> Any:
+        """uint8 [height, width, 3]."""
+        if self._painter is None:
+            from ludus.games.arena.picture import Painter
+
+            first, second = (name.capitalize() for name in CAMPS)
+            self._painter = Painter(self._size, self._width, names=(first, second))
+        return self._painter.rgb(units, match)

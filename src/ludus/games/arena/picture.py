@@ -306,7 +306,7 @@ class _Scene:
             skill = int(self.units[layout.CAST, slot])
             if skill in (1, 2, 3):
                 whole = max(1, self._skill(slot, skill, S_WINDUP))
-                self._shape(slot, skill, 1 - int(self.units[layout.CAST_LEFT, slot]) / whole, 1.0)
+                self._shape(slot, skill, max(0.0, 1 - int(self.units[layout.CAST_LEFT, slot]) / whole), 1.0)
             elif skill == layout.RECALLING:
                 self._recall(slot, 1 - int(self.units[layout.CAST_LEFT, slot]) / RECALL_TICKS)
 

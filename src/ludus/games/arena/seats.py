@@ -16,6 +16,7 @@ from gymnasium.utils.seeding import np_random
 
 from ludus.errors import ConfigError
 from ludus.games.arena import heroes
+from ludus.games.arena import scripts as _TEMP
 from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
 from ludus.games.arena.compiled import kernel
 from ludus.games.arena.layout import (
@@ -31,25 +32,32 @@ from ludus.games.arena.layout import (
     ILLEGAL,
     KILLS,
     LAST_HITS,
+    LENGTH,
     LEVEL,
     LIMIT,
+    OUTER_X,
     SEEN,
+    X,
     structure_slot,
     units_of,
 )
 from ludus.games.arena.observe import FEATURES, SCALARS, allow, see_unit, see_whole
 from ludus.games.arena.rules import observed_slot
-from ludus.games.arena import scripts as _TEMP
 from ludus.games.arena.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
 from ludus.plugins import did_you_mean
 from ludus.types import Bools, Floats, Ints, Ints32
 
 SCRIPTS = getattr(_TEMP, "SCRIPTS", ("random", "nearest", "easy", "medium", "hard"))  # TEMP
+CAMPS: Final = ("blue", "red")
+"""Names of camp 0 and camp 1."""
 SELF: Final = "self"
 RANDOM: Final = "random"
+STARTS: Final = ("home", "lane")
 STAND_IN: Final = "medium"
 """Plays the other seat of the last row when rows play against each other and their number is odd."""
 _BOUND: Final = 100.0
+_LANE_X: Final = OUTER_X + 4_000
+"""Still out of each other's sight."""
 STATISTICS: Final[Mapping[str, int]] = {
     "kills": KILLS,
     "deaths": DEATHS,
@@ -110,7 +118,8 @@ class Options:
 
     `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`. `side`: camp 0 or 1, or
     `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
-    every match; `random`: anybody; None: the usual ones. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
+    every match; `random`: anybody; None: the usual ones. `start`: where heroes are when a match begins, `home` or `lane`: in front of
+    their outer tower, where there is something to learn from. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
     """
 
     mode: str | int = 1
@@ -123,6 +132,7 @@ class Options:
     sparse: bool = False
     team_spirit: float = 0.0
     zero_sum: bool = True
+    start: str = STARTS[0]
     max_episode_steps: int | None = None
 
     @property
@@ -146,6 +156,11 @@ class Options:
             raise ConfigError(f"max_episode_steps is {self.max_episode_steps!r}.", "At least 1.")
         return min(limit, self.max_episode_steps * self.every)
 
+    def from_lane(self) -> bool:
+        if self.start not in STARTS:
+            raise ConfigError(f"start is {self.start!r}.", f"One of {', '.join(STARTS)}.")
+        return self.start == "lane"
+
     def scripts(self) -> tuple[int, ...]:
         """Their places in SCRIPTS. Raises ConfigError."""
         names = [self.opponent] if isinstance(self.opponent, str) else list(self.opponent)
@@ -162,9 +177,10 @@ class Options:
         """The own one; None: drawn for every match."""
         if self.side == RANDOM:
             return None
-        if self.side not in (0, 1, "0", "1"):
-            raise ConfigError(f"side is {self.side!r}.", "0, 1 or random.")
-        return int(self.side)
+        names = {"0": 0, "1": 1, CAMPS[0]: 0, CAMPS[1]: 1}
+        if str(self.side) not in names:
+            raise ConfigError(f"side is {self.side!r}.", f"0 or {CAMPS[0]}, 1 or {CAMPS[1]}, or {RANDOM}.")
+        return names[str(self.side)]
 
     def lineups(self) -> Ints32 | None:
         """[L, 2 · size] rows of the table of heroes, own side first; None: anybody. Raises ConfigError."""
@@ -173,9 +189,7 @@ class Options:
         if self.lineup is None:
             return rows_of(None, self.size)[None]
         if isinstance(self.lineup, str) or not self.lineup or not all(_is_list(side) and side for side in self.lineup):
-            raise ConfigError(
-                f"lineup is {self.lineup!r}.", "Two lists of heroes, own side first; a list of such; or random."
-            )
+            raise ConfigError(f"lineup is {self.lineup!r}.", "Two lists of heroes, own side first; a list of such; or random.")
         several = self.lineup if _is_list(self.lineup[0][0]) else [self.lineup]
         return np.stack([rows_of(one, self.size) for one in several])
 
@@ -196,7 +210,7 @@ class Seats:
     def __init__(self, options: Options, seated: Sequence[Sequence[int]]) -> None:
         """`seated`: for each match, in the order of the rows."""
         matches = len(seated)
-        self.size, self._limit = options.size, options.limit()
+        self.size, self._limit, self._from_lane = options.size, options.limit(), options.from_lane()
         self.arena = Arena(self.size, matches, options.settings(), lenient=True)
         self.match_of: Ints = np.array([m for m, row in enumerate(seated) for _ in row], np.int64)
         """Of each row."""
@@ -229,6 +243,9 @@ class Seats:
         seeds = [self._draw(int(m)) for m in chosen]
         self.arena.reset(seeds, chosen.tolist())
         self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
+        if self._from_lane:
+            self.arena.units[chosen, X, : self.size] = _LANE_X
+            self.arena.units[chosen, X, self.size : 2 * self.size] = LENGTH - _LANE_X
         self._before[chosen] = False
 
     def _draw(self, m: int) -> int:
@@ -248,7 +265,7 @@ class Seats:
 
     def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:
         """One decision of all rows, [rows, 4]: rewards, and which rows were terminated or truncated by it."""
-        orders = self.arena.script(self._players) if self._scripted and hasattr(self.arena, 'script') else self._nothing  # TEMP
+        orders = self.arena.script(self._players) if self._scripted and hasattr(self.arena, "script") else self._nothing  # TEMP
         orders[self.match_of, self.hero_of] = actions
         self.arena.step(orders)
         over = self.arena.over

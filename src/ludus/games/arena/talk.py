@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Final, NamedTuple
 
-from ludus.errors import LudusError, Refused, Unreachable
+from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable
 from ludus.game.client import AsyncClient
 from ludus.games.arena.match import Remote
 
@@ -79,6 +79,8 @@ class Talk:
                 self._informed = False
                 return await self.tick(without)
             return await self._refused(error)
+        except DeadlineMissed as error:
+            return self._silent(error.message)
         except Unreachable as error:
             return self._silent(str(error))
         self._since = None

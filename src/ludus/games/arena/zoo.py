@@ -1,78 +1,55 @@
 """Whole teams as a PettingZoo environment in which all heroes act at once.
 
-env = parallel_env("3v3")  # red_0 … red_2 against blue_0 … blue_2
-env = parallel_env("3v3", opponent="hard")  # red_0 … red_2 against a script
+env = parallel_env("3v3")  # blue_0 … blue_2 against red_0 … red_2
+env = parallel_env("3v3", opponent="hard")  # blue_0 … blue_2 against a script
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ludus.errors import ConfigError, MissingExtra
-from ludus.games.arena.gym import Actions, check_render_mode, painter
-from ludus.games.arena.layout import TICKS_PER_SECOND
-from ludus.games.arena.seats import SELF, Observation, Options, Seats, action_space, observation_space, row_of, state_space
-from ludus.games.arena.settings import SECONDS
+from ludus.games.arena.gym import RENDER_WIDTH, Actions, Pictures, metadata
+from ludus.games.arena.seats import CAMPS, SELF, Observation, Options, Seats, action_space, observation_space, row_of, state_space
 from ludus.types import Floats
 
 try:
     from pettingzoo import ParallelEnv
 except ModuleNotFoundError as error:
-    raise MissingExtra("The Arena for teams needs pettingzoo, which is not installed.", "pip install 'ludus[pettingzoo]'") from error
-
-CAMPS: Final = ("red", "blue")
-"""Camp 0 and camp 1."""
+    raise MissingExtra(
+        "The Arena for teams needs pettingzoo, which is not installed.", "pip install 'ludus[pettingzoo]'"
+    ) from error
 
 
 class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no types
     """One match. All agents play from its beginning to its end; one that is dead may only do nothing.
 
-    `opponent`: a script that plays the whole other camp; or `self`, when both camps are played from outside. `side`: the camp that
-    is played from outside, if only one is: 0, 1, `red` or `blue`. `lineup` names the side of that camp first.
+    `opponent`: a script that plays the whole other camp; or `self` (unless said otherwise), when both camps are played from outside.
+    `side`: the camp that is played from outside, if only one is, and that `lineup` names first.
     """
 
     def __init__(
-        self,
-        mode: str | int = "3v3",
-        *,
-        opponent: str | Sequence[str] = SELF,
-        side: int | str = 0,
-        lineup: str | Sequence[Any] | None = None,
-        seconds: int = SECONDS,
-        every: int = 3,
-        weights: Mapping[str, float] | None = None,
-        sparse: bool = False,
-        team_spirit: float = 0.0,
-        zero_sum: bool = True,
-        render_mode: str | None = None,
+        self, mode: str | int = "3v3", *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any
     ) -> None:
-        check_render_mode(render_mode)
-        camp = CAMPS.index(side) if side in CAMPS else side
-        options = Options(mode, opponent, camp, lineup, seconds, every, weights or {}, sparse, team_spirit, zero_sum)
-        if options.camp() is None:
-            raise ConfigError(f"side is {side!r}.", "The names of agents tell their camp: 0 or red, 1 or blue.")
-        size = options.size
-        self.metadata = {
-            "name": f"arena_{size}v{size}_v0",
-            "render_modes": ["rgb_array"],
-            "render_fps": TICKS_PER_SECOND // every,
-            "is_parallelizable": True,
-        }
-        self.render_mode = render_mode
+        """Keywords: `Options`. Raises ConfigError."""
+        options = Options(mode=mode, **{"opponent": SELF, "side": 0, **keywords})
+        size, camp = options.size, options.camp()
+        if camp is None:
+            raise ConfigError(f"side is {options.side!r}.", "The names of agents tell their camp: it cannot be drawn.")
+        self.pictures, self.render_mode = Pictures(size, render_mode, render_width), render_mode
+        self.metadata = metadata(options) | {"name": f"arena_{size}v{size}_v0", "is_parallelizable": True}
         self.seats = Seats(options, [range(2 * size if options.against_self else size)])
-        camps = (0, 1) if options.against_self else (int(camp),)
-        own_first = camps if int(camp) == 0 or len(camps) == 1 else camps[::-1]
-        self._order = [f"{CAMPS[c]}_{i}" for c in own_first for i in range(size)]
+        played = (camp, 1 - camp) if options.against_self else (camp,)
+        self._order = [f"{CAMPS[c]}_{i}" for c in played for i in range(size)]
         """Of the rows."""
-        self.possible_agents = sorted(self._order, key=lambda agent: (CAMPS.index(agent.split("_")[0]), int(agent.split("_")[1])))
+        self.possible_agents = [f"{CAMPS[c]}_{i}" for c in sorted(played) for i in range(size)]
         self.agents: list[str] = []
         self._observation_spaces = {agent: observation_space(size) for agent in self.possible_agents}
         self._action_spaces = {agent: action_space(size) for agent in self.possible_agents}
         self.state_space = state_space(size)
-        self._painter: Any = None
 
     def observation_space(self, agent: str) -> Any:
         return self._observation_spaces[agent]
@@ -90,9 +67,7 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
 
     def step(
         self, actions: Mapping[str, Actions]
-    ) -> tuple[
-        dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]
-    ]:
+    ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
         """Whoever says nothing does nothing."""
         if not self.agents:
             return {}, {}, {}, {}, {}
@@ -114,10 +89,8 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
         return self.seats.state()
 
     def render(self) -> Any:
-        if self.render_mode is None:
-            return None
-        self._painter = self._painter or painter(self.seats.size)
-        return self._painter.rgb(self.seats.arena.units[0], self.seats.arena.match[0])
+        arena = self.seats.arena
+        return None if self.render_mode is None else self.pictures.of(arena.units[0], arena.match[0])
 
     def close(self) -> None:
         """There is nothing to let go of."""

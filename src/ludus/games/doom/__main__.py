@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ _STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 
 def main() -> int:
+    faulthandler.enable()  # the engine's library may crash
     try:
         plugins.require("vizdoom", "doom", "The Doom duel")
         briefing = Briefing.from_environment()

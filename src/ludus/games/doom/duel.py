@@ -82,6 +82,8 @@ class Duel:
 
     def play(self) -> dict[str, Any]:
         """What came of it. Raises LudusError when an engine or an actor failed, Stopped."""
+        for engine in self._engines:
+            engine.prepare()
         began = self._met_at = time.monotonic()
         threads = [threading.Thread(target=self._run, args=(n,), name=f"camp-{n}", daemon=True) for n in (0, 1)]
         for thread in threads:

@@ -71,12 +71,17 @@ class Engine:
         self._frags = vizdoom.GameVariable.PLAYER1_FRAGCOUNT, vizdoom.GameVariable.PLAYER2_FRAGCOUNT
         self._screen: Bytes = np.zeros((SIDE, SIDE, 1), np.uint8)
 
-    def start(self) -> None:
-        """Returns when both players are in the game, or it is given up: after a minute."""
+    def prepare(self) -> None:
+        """Write what it is started with: of both engines before either is started. A file that is open for writing at the moment
+        in which another thread starts a process cannot be executed, and ViZDoom crashes when its engine cannot be started."""
         self._directory.mkdir(parents=True, exist_ok=True)
         Path("_vizdoom").mkdir(mode=0o700, exist_ok=True)  # of two engines that both make it one would fail
+        self._arguments.unlink(missing_ok=True)
         self._game.set_doom_config_path(str(self._directory / "engine.ini"))
         self._game.set_vizdoom_path(str(_launcher(self._directory / "engine", self._arguments)))
+
+    def start(self) -> None:
+        """Returns when both players are in the game, or it is given up: after a minute."""
         try:
             self._game.init()
         except self._failed as error:

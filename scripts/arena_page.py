@@ -1,0 +1,230 @@
+"""Write the tables of docs/arena.md anew, from the code. Run it after a number of the Arena has changed; a test holds the page to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ludus.games.arena import layout, rules
+from ludus.games.arena.arena import Arena
+from ludus.games.arena.heroes import EFFECTS, HEALS, HEROES, SLOWS, Hero, Skill
+from ludus.games.arena.layout import (
+    ALIVE,
+    ARMOUR,
+    ATTACK,
+    CAMP,
+    GOLD,
+    HP,
+    KIND,
+    LEVEL,
+    MAX_HP,
+    PERIOD,
+    RADIUS,
+    RANGE,
+    SEEN,
+    SPEED,
+    XP,
+    X,
+    Y,
+)
+from ludus.games.arena.observe import ENTITY_FEATURES, SCALAR_FEATURES
+from ludus.games.arena.settings import PARTS, WEIGHTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "arena.md"
+_BLOCK = re.compile(r"(<!-- (?P<name>[a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SECOND = layout.TICKS_PER_SECOND
+
+
+def filled(page: str) -> str:
+    """The text of docs/arena.md with its tables as the code has them now."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{chr(10).join(_TABLES[found['name']]())}\n{found[3]}", page)
+
+
+def _metres(length: int) -> str:
+    return f"{length / 1000:g} m"
+
+
+def _seconds(ticks: int) -> str:
+    return f"{ticks / _SECOND:g} s"
+
+
+def _heroes() -> Iterator[str]:
+    yield "| id | hero | | health | mana | attack | armour | range | speed | a blow every | regains | an item gives |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for hero in HEROES:
+        yield f"| {' | '.join(_hero(hero))} |"
+
+
+def _hero(hero: Hero) -> list[str]:
+    health, attack, armour = hero.items
+    return [
+        str(hero.id),
+        hero.name,
+        hero.archetype,
+        f"{hero.hp} + {hero.hp_growth}",
+        f"{hero.mana} + {hero.mana_growth}",
+        f"{hero.attack} + {hero.attack_growth}",
+        f"{hero.armour} + {hero.armour_growth}",
+        _metres(hero.range),
+        f"{hero.speed / 1000:g} m/s",
+        f"{hero.period:g} s",
+        f"{hero.regen}/s",
+        f"{health} health, {attack} attack, {armour} armour",
+    ]
+
+
+def _skills() -> Iterator[str]:
+    yield "| hero | skill | aimed | range | wind-up | cooldown | mana | damage | besides |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for hero in HEROES:
+        for number, skill in enumerate(hero.skills, 1):
+            yield f"| {hero.name} | {number} {skill.name} | {' | '.join(_skill(number, skill))} |"
+
+
+def _skill(number: int, skill: Skill) -> list[str]:
+    whom = "a hero of the own side" if skill.ally else "a unit"
+    aimed = (f"at {whom}", f"a line, {_metres(2 * skill.size)} wide", f"{_metres(skill.size)} around {whom}")[number - 1]
+    damage = f"{skill.damage} + {skill.growth} a level" + (f" + {skill.ratio} % of attack" if skill.ratio else "")
+    besides = EFFECTS[skill.effect]
+    if skill.effect == SLOWS:
+        besides += f" by {skill.amount} %"
+    if skill.seconds:
+        besides += f" for {skill.seconds:g} s"
+    if skill.effect == HEALS:
+        besides = "heals that much instead"
+    return [
+        aimed,
+        _metres(skill.range),
+        f"{skill.windup:g} s",
+        f"{skill.cooldown:g} s",
+        str(skill.mana),
+        damage,
+        besides,
+    ]
+
+
+def _units() -> Iterator[str]:
+    """As they stand in a match whose first ram has come; what they are worth is found out by striking them down."""
+    arena = Arena()
+    arena.reset([0])
+    waves = {0: rules.FIRST_WAVE, 2: rules.FIRST_WAVE + 2 * rules.WAVE_EVERY}
+    found: dict[str, tuple[int, int]] = {}
+    nothing = np.zeros((1, 2, 4), np.int32)
+    units = arena.units[0]
+    for which, name in enumerate(("outer tower", "inner tower", "base")):
+        found[name] = layout.structure_slot(1, 1, which), 0
+    yield "| | health | attack | a blow every | range | armour | radius | speed | gold | experience |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for name, (slot, _) in found.items():
+        yield _unit(name, units, slot)
+    for number, kinds in ((0, (layout.MELEE, layout.RANGED)), (2, (layout.SIEGE,))):
+        arena.reset([0])
+        arena.match[0, layout.TICK], arena.match[0, layout.WAVES] = waves[number] - 1, number
+        arena.advance(nothing, 1)
+        for kind in kinds:
+            slot = next(s for s in range(units.shape[1]) if units[ALIVE, s] and units[KIND, s] == kind and units[CAMP, s] == 1)
+            yield _unit(layout.KINDS[kind], units, slot)
+    yield f"| hero | see below | | | | | {_metres(450)} | | {_hero_worth()} |"
+
+
+def _unit(name: str, units: np.typing.NDArray[np.int32], slot: int) -> str:
+    gold, experience = _worth(units[:, slot].copy(), slot)
+    speed = f"{units[SPEED, slot] * _SECOND / 1000:g} m/s" if units[SPEED, slot] else "–"
+    cells = [
+        name, str(units[MAX_HP, slot]), str(units[ATTACK, slot]), _seconds(int(units[PERIOD, slot])), _metres(int(units[RANGE, slot])),
+        str(units[ARMOUR, slot]), _metres(int(units[RADIUS, slot])), speed, str(gold), str(experience),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _hero_worth() -> str:
+    (gold, experience), (more_gold, more_experience) = (_hero_worth_at(level) for level in (1, 2))
+    per_gold, per_experience = more_gold - gold, more_experience - experience
+    return f"{gold - per_gold} + {per_gold} a level | {experience - per_experience} + {per_experience} a level"
+
+
+def _hero_worth_at(level: int) -> tuple[int, int]:
+    arena = Arena()
+    arena.reset([0])
+    victim = arena.units[0][:, 1].copy()
+    victim[LEVEL] = level
+    return _worth(victim, 1)
+
+
+def _worth(victim: np.typing.NDArray[np.int32], slot: int) -> tuple[int, int]:
+    """Gold and experience for a hero that strikes it down, alone."""
+    arena = Arena(lenient=True)
+    arena.reset([0])
+    units = arena.units[0]
+    for before in range(layout.structure_slot(1, 1, 0), slot):
+        if units[KIND, slot] in (layout.TOWER, layout.BASE):
+            units[ALIVE, before] = 0
+    units[:, slot] = victim
+    units[HP, slot], units[ATTACK, slot], units[SEEN, slot] = 1, 0, 1
+    units[X, slot], units[Y, slot] = layout.LENGTH // 2, layout.LANE_Y
+    units[X, 0], units[Y, 0] = layout.LENGTH // 2 - 2_000, layout.LANE_Y
+    units[RANGE, 0], units[LEVEL, 0] = 5_000, rules.MAX_LEVEL  # no experience goes into a level
+    orders = np.zeros((1, 2, 4), np.int32)
+    orders[0, 0] = layout.STRIKE, 0, 0, 0
+    arena.advance(orders, 1)
+    if units[ALIVE, slot]:
+        raise RuntimeError(f"Slot {slot} is still alive.")
+    return int(units[GOLD, 0]), int(units[XP, 0])
+
+
+def _numbers() -> Iterator[str]:
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| the field | {_metres(layout.LENGTH)} by {_metres(layout.WIDTH)} |"
+    x = ", ".join(_metres(at) for at in (layout.OUTER_X, layout.INNER_X, layout.BASE_X))
+    yield f"| outer tower, inner tower, base | {x} from the own end, in the middle of the width |"
+    bushes = ", ".join(f"({x / 1000:g}, {y / 1000:g})" for x, y in layout.BUSHES)
+    yield f"| bushes, {_metres(layout.BUSH_RADIUS)} around | {bushes} |"
+    yield f"| time | {_SECOND} ticks a second |"
+    yield f"| first wave, then every | {_seconds(rules.FIRST_WAVE)}, {_seconds(rules.WAVE_EVERY)} |"
+    yield f"| highest level, most items | {rules.MAX_LEVEL}, {rules.MAX_ITEMS} |"
+    yield f"| experience from level n to the next | {rules.needed(0)} + {rules.needed(1) - rules.needed(0)} n |"
+    yield f"| price of item n | {rules.price(0)} + {rules.price(1) - rules.price(0)} (n − 1) gold |"
+    yield f"| experience is for heroes within | {_metres(rules.EXPERIENCE)} |"
+    sights = ", ".join(_metres(far) for far in (rules.SIGHT, rules.TOWER_SIGHT, rules.CREEP_SIGHT))
+    yield f"| sight of heroes, buildings, creeps | {sights} |"
+    yield f"| who is in a bush is seen from | {_metres(rules.BUSH_SIGHT)} |"
+    yield f"| whom one may be ordered to attack is within | {_metres(rules.CHASE)} |"
+    yield f"| the fountain, around the base | {_metres(rules.FOUNTAIN)} |"
+    yield f"| a recall takes | {_seconds(rules.RECALL_TICKS)} |"
+    yield f"| `heal` again after | {_seconds(rules.MEND_COOLDOWN)} |"
+    yield f"| an assist is remembered for | {_seconds(rules.HURT_MEMORY)} |"
+    yield f"| towers remember who attacked a hero for | {_seconds(rules.AGGRO_TICKS)} |"
+    yield f"| of a hero's damage to a building without own creeps within {_metres(rules.GUARD)} there remain | {rules.UNGUARDED} % |"
+
+
+def _entities() -> Iterator[str]:
+    yield ", ".join(f"{i} `{name}`" for i, name in enumerate(ENTITY_FEATURES)) + "."
+
+
+def _scalars() -> Iterator[str]:
+    yield ", ".join(f"{i} `{name}`" for i, name in enumerate(SCALAR_FEATURES)) + "."
+
+
+def _rewards() -> Iterator[str]:
+    yield "| part | weight |"
+    yield "|---|---|"
+    for part in PARTS:
+        yield f"| `{part}` | {WEIGHTS[part]:g} |"
+
+
+_TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "heroes": _heroes,
+    "skills": _skills,
+    "units": _units,
+    "numbers": _numbers,
+    "entities": _entities,
+    "scalars": _scalars,
+    "rewards": _rewards,
+}
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
