@@ -46,7 +46,7 @@ class Size:
     rounds: int = 10
     beside: int = 100
     starts: int = 300
-    each: int = 30
+    each: int = 15
 
 
 WHOLE, SMOKE = Size(), Size(games=20, rounds=2, beside=10, starts=20, each=5)

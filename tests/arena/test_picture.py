@@ -137,7 +137,7 @@ def test_how_it_ended_is_said(state: State, small: Painter) -> None:
     assert len(changed(ends[1], ends[2])) > 500
 
 
-@pytest.mark.parametrize("width", [SMALL, 1280])
+@pytest.mark.parametrize("width", [SMALL, 960])
 def test_a_camp_sees_nothing_of_what_is_hidden(width: int, state: State) -> None:
     """Whatever is changed about enemies out of sight, the picture is the same to the byte."""
     units, match = state
@@ -172,18 +172,17 @@ def test_each_camp_has_its_own_fog(state: State) -> None:
     assert pictures[1][field, right].sum() > 1.2 * pictures[0][field, right].sum()
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 10])
+@pytest.mark.parametrize("size", [1, 4, 10])
 def test_matches_of_all_sizes_have_room(size: int) -> None:
+    """Whoever is hurt, it is seen in a panel of his own."""
     arena = Arena(size)
     arena.reset([1])
-    painter = Painter(size, 1280, names=("one", "other"))
+    painter = Painter(size, 960, names=("one", "other"))
     picture = painter.rgb(arena.units[0], arena.match[0])
     arena.units[0, HP, : 2 * size] //= 2
     rows, columns = changed(picture, painter.rgb(arena.units[0], arena.match[0])).T
-    panels = columns[rows > 560]
-    assert all(
-        ((panels >= low) & (panels < low + 1280 // (2 * size))).any() for low in range(0, 1280, 1280 // (2 * size))[: 2 * size]
-    )
+    panels = np.unique(columns[rows > 420] * 2 * size // 960)
+    assert panels.tolist() == list(range(2 * size))
 
 
 def test_a_png_holds_the_picture_without_loss(state: State, small: Painter, tmp_path: Path) -> None:

@@ -74,3 +74,44 @@ def test_the_heroes_are_listed_with_their_skills(call: Call) -> None:
         (line,) = (line for line in said.out.splitlines() if line.split()[:2] == [str(hero.id), hero.name])
         assert all(skill.name in line for skill in hero.skills)
     assert [row["id"] for row in call("games", "arena", "heroes", "--json").json] == [hero.id for hero in HEROES]
+
+
+def test_two_scripts_play_a_match_that_can_be_replayed(call: Call, tmp_path: Path) -> None:
+    file, picture = tmp_path / "match.arena", tmp_path / "end.png"
+    arguments = ["--camps", "nearest,random", "--heroes", "Ember/tank", "--seed", "3", "--record", file, "--picture", picture]
+    said = call("games", "arena", "play", *arguments, "--json")
+    assert said.code == 0, said.err
+    found = read_recording(file)
+    assert found.names == ("nearest", "random")
+    assert said.json["lineup"] == [["Ember"], ["Bulwark"]]
+    assert said.json["winner"] == found.result["winner"]
+    assert [hero["hero"] for hero in said.json["heroes"]] == ["Ember", "Bulwark"]
+    assert found.result["over"]
+    verify(found)
+    with Image.open(picture) as image:
+        assert image.size == (1280, 720)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--camps", "hard"], "does not name two scripts"),
+        (["--camps", "hard,mediun"], "medium"),
+        (["--mode", "2v3"], "no mode '2v3'"),
+        (["--heroes", "Ember"], "does not fit 1v1"),
+        (["--heroes", "Ember/Nobody"], "no hero 'Nobody'"),
+        (["--start-from", "nowhere.state"], "no file nowhere.state"),
+    ],
+)
+def test_a_match_that_cannot_be_is_one_line(arguments: list[str], expected: str, call: Call) -> None:
+    said = call("games", "arena", "play", *arguments)
+    assert said.code in (1, 2)
+    assert expected in one_line(said)
+
+
+def test_scripts_play_one_another(call: Call) -> None:
+    said = call("games", "arena", "ladder", "--games", "2", "--pairs", "nearest:random", "--json")
+    assert said.code == 0, said.err
+    (row,) = said.json
+    assert (row["first"], row["second"], row["games"]) == ("nearest", "random", 2)
+    assert row["won"] + row["lost"] + row["drawn"] == 2

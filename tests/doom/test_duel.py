@@ -97,7 +97,7 @@ def test_a_result_is_there_whole_and_nothing_beside_it(tmp_path: Path) -> None:
 
 
 def test_without_vizdoom_the_extra_is_named(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['vizdoom'] = None; from ludus.games.doom.__main__ import main; sys.exit(main())"
+    program = "import sys; sys.modules['vizdoom'] = None; from ludus.games.doom.main import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=told(tmp_path))
     assert done.returncode == 2
     assert "ludus[doom]" in done.stderr

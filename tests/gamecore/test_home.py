@@ -159,7 +159,7 @@ def test_results_of_tasks_outlive_the_server_and_are_bounded(tmp_path: Path) -> 
     path = tmp_path / "tasks.jsonl"
     tasks = Tasks(path, keep=4)
     for number in range(10):
-        tasks.add(Status(f"r{number}", "g", state="finished", task_id=f"t{number % 2}", result={"winner": 0, "long": "x" * 3000}))
+        tasks.add(Status(f"r{number}", "g", state="finished", task_id=f"t{number % 2}", result={"winner": 0, "long": "x" * 5000}))
         tasks.write()
     assert len(path.read_text().splitlines()) <= 8
     with path.open("a") as file:
@@ -169,6 +169,9 @@ def test_results_of_tasks_outlive_the_server_and_are_bounded(tmp_path: Path) -> 
     assert [game["runtime_id"] for game in again.of("t1")] == ["r7", "r9"]
     assert again.of("t1")[0]["result"] == {"winner": 0}
     assert again.ids() == ["t0", "t1"]
+    again.add(Status("r10", "g", state="finished", task_id="t0"))
+    again.write()
+    assert all(json.loads(line) for line in path.read_text().splitlines())
     again.remove("t1")
     again.write()
     last = Tasks(path, keep=4)

@@ -333,6 +333,7 @@ def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> N
         for thread in starting:
             thread.start()
         until(lambda: len(call("GET", "/v1/games?state=starting").json["games"]) == 2, "both to be known")
+        until(lambda: "is being imported" in state(call, "a")["reason"], "a reason")
         assert call("DELETE", "/v1/games/a").json["state"] == "stopped"
         starting[0].join(20)
         server.close()  # the other one waits still

@@ -40,6 +40,8 @@ _COLOURS = {
     "lost": "red",
 }
 _LINE = 120
+_ASKED = ("runtime_id", "game", "mode", "seed")
+"""What a result may repeat."""
 _RULE = ("rule", "none")
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The runtime_id of the game.")]
@@ -430,8 +432,9 @@ def _result(state: GameState) -> str:
     """What fits into a line of it: the values that are not lists or mappings themselves."""
     if not isinstance(state.result, dict):
         return "" if state.result is None else json.dumps(state.result)[:_LINE]
-    plain = [f"{key} {_plain(value)}" for key, value in state.result.items() if not isinstance(value, (dict, list))]
-    line = ", ".join(plain) + (", …" if len(plain) < len(state.result) else "")
+    told = {key: value for key, value in state.result.items() if key not in _ASKED}
+    plain = [f"{key} {_plain(value)}" for key, value in told.items() if not isinstance(value, (dict, list))]
+    line = ", ".join(plain) + (", …" if len(plain) < len(told) else "")
     return line if len(line) <= _LINE else line[: _LINE - 1] + "…"
 
 

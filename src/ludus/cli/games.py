@@ -153,6 +153,35 @@ def heroes(as_json: AsJson = False) -> None:
         _table(rows)
 
 
+@arena.command()
+def ladder(
+    mode: Annotated[str, typer.Option(help="1v1, 3v3 …")] = "1v1",
+    games: Annotated[int, typer.Option(min=2, max=100_000, help="Of every pair, half of them from either side.")] = 100,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="A:B,…", help="Which scripts. [default: those of the ladder]", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same matches.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Let the scripts play one another, with line-ups drawn at random: who wins how often, with its 95 % interval."""
+    from ludus.games.arena import ladder as ladders
+    from ludus.games.arena.settings import size_of
+
+    chosen = ladders.PAIRS if pairs is None else tuple(_pair(words) for words in pairs.split(","))
+    rows = [standing.row() for standing in ladders.ladder(games, size_of(mode), seed, chosen)]
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _table([row | {"seconds": "–".join(map(str, row["seconds"]))} for row in rows])
+
+
+def _pair(words: str) -> tuple[str, str]:
+    names = [name.strip() for name in words.split(":")]
+    if len(names) != 2:
+        raise UsageError(f"{words!r} is not a pair of scripts.", "For instance hard:medium.")
+    return names[0], names[1]
+
+
 # -- playing --------------------------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,8 @@ _AWAY = frozenset({502, 503, 504})
 """What a server says that is about to go, or a proxy in its stead."""
 _SLACK_S = 5.0
 """For the answer to a wait, beyond the time that was waited."""
+_START_S = 150.0
+"""The first game of its kind may wait for a module to be imported and compiled."""
 _STOP_S = 30.0
 """A stop may wait for a game that saves first."""
 _NOT_THERE = frozenset({200, 404, 405, 501})
@@ -162,7 +164,8 @@ class GamecoreClient:
     """A gamecore server, from outside. May be used by several threads.
 
     `server_addr`: "host:port" or a URL; default: GAMECORE_SERVER_ADDR, else this machine. The token, where the server asks for one, comes from
-    `token`, `token_file`, or the file that LUDUS_GAMECORE_TOKEN_FILE names. `timeout_s` is for each request to the server.
+    `token`, `token_file`, or the file that LUDUS_GAMECORE_TOKEN_FILE names. `timeout_s` is for each request to the server,
+    beyond what a start or a stop itself may take.
 
     Of every game that is started: `gamecore_req_timeout` is how long it waits for an action of an actor (milliseconds),
     `default_hero_config` maps a hero_id to what else a hero has when it does not say so itself, `max_frame_num` ends a match (-1: never),
@@ -260,7 +263,7 @@ class GamecoreClient:
                 self._require_saved(order)
             if order.extra:
                 log.warning("extra_abs_key_info is not kept: %s has no place for it", self.server)
-            return GameState.from_json(self._ask("POST", "/v1/games", order.to_v1()))
+            return GameState.from_json(self._ask("POST", "/v1/games", order.to_v1(), self._wire.timeout_s + _START_S))
         self._ask_v2("newGame", order.to_v2())
         return GameState(order.runtime_id, "starting", mode=mode, eval_mode=judged, task_id=task)
 
@@ -427,8 +430,8 @@ class GamecoreClient:
         return _object(answer)
 
     def _ask_v2(self, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        slow = _STOP_S if verb in ("stopGame", "newGame") else 0.0
-        found = self._ask("POST", f"/v2/{verb}", body, self._wire.timeout_s + slow)
+        slow_s = {"newGame": _START_S, "stopGame": _STOP_S}.get(verb, 0.0)
+        found = self._ask("POST", f"/v2/{verb}", body, self._wire.timeout_s + slow_s)
         if isinstance(code := found.get("code"), int) and code not in (0, 200):
             raise Refused(200, "v2", f"{self.server} answered {verb} with code {code}: {found.get('msg') or 'no reason'}.")
         return found
@@ -787,7 +790,8 @@ def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s
         return Unreachable(f"The host of {where} is not known.", f"Is the name right? If so, ask for its number; {correct}")
     if isinstance(error, TimeoutError):
         return Unreachable(
-            f"{where} did not answer within {timeout_s:g} s.", f"Is it overloaded, or behind a firewall? {correct.capitalize()}"
+            f"{where} did not answer within {timeout_s:g} s.",
+            f"Is it overloaded, or behind a firewall? {correct[0].upper()}{correct[1:]}",
         )
     said = str(error) or type(error).__name__
     return Unreachable(f"The connection to {where} broke: {said}.", "Is it a gamecore server, and is it still running?")

@@ -42,8 +42,9 @@ from ludus.logfile import MAX_BYTES
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-WARM_S = 120.0
-"""So long may a module take that is imported by a warm keeper; measured: 15 s for one that compiles all that it has with numba."""
+WARM_S = 600.0
+"""So long may a module take that is imported by a warm keeper. The Arena takes 0.7 s, but half a minute of CPU time on a machine where
+it was never compiled, which was more than two minutes beside ten others that computed."""
 
 _WARM_TRIES = 3
 _START_S = 10.0

@@ -37,10 +37,11 @@ log = logging.getLogger(__name__)
 SAMPLE_S, SAMPLE_SHARE = 2.0, 0.04
 """How often games are looked at; with many of them less often, so that it takes no more than this part of the time."""
 
+ANSWER_S = 10.0
 _STARTS, _DISK = 8, 4
 """Threads: a start takes some milliseconds, and up to ten seconds on a machine that is overloaded."""
 
-_FIRST_LINE_S, _LOOK_S = 0.1, 5.0
+_SOON_S, _FIRST_LINE_S, _LOOK_S = 0.1, 0.1, 5.0
 _PORTS = 1000
 _SEEDS = 1 << 31
 _Found = TypeVar("_Found")
@@ -217,6 +218,10 @@ class Hall:
             }
         return found
 
+    async def task(self, task_id: str) -> list[dict[str, Any]]:
+        """The games of a task that are over."""
+        return await self._in(self._disk, self.tasks.of, task_id)
+
     async def forget_task(self, task_id: str | None) -> None:
         """What is kept of the games of one task; None: of all."""
         self.tasks.remove(task_id)
@@ -269,7 +274,8 @@ class Hall:
         return match
 
     async def _begun(self, match: Match) -> None:
-        await match.begun.wait()
+        """Or not within ANSWER_S: then the caller is told that it is still starting. Raises Refused."""
+        await _set_within(match.begun, ANSWER_S)
         if match.failure is not None:
             raise Refused(500, "cannot_start", match.failure.message, "The log of the server says more.")
 
@@ -318,6 +324,9 @@ class Hall:
         ready = asyncio.ensure_future(self._starters.ready(match.order.game, match.entry))
         wanted = asyncio.ensure_future(match.wanted.wait())
         try:
+            done, _ = await asyncio.wait((ready, wanted), timeout=_SOON_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                match.status.reason = "The module that it is a fork of is being imported."
             await asyncio.wait((ready, wanted), return_when=asyncio.FIRST_COMPLETED)
             match.is_fork = ready.done() and ready.result()
         finally:

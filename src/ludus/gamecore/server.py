@@ -14,11 +14,13 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ludus.actor.tokens import Caller
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gamecore import catalogue
 from ludus.gamecore.home import Home, default_directory
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 STOP_S = 5.0
 _START_S, _END_S = 60.0, 60.0
 _BACKLOG = 1024
+_NONSENSE_PER_S = 2.0
 Announce = Callable[[str, int], object]
 
 
@@ -249,6 +252,17 @@ class _LogFile(logging.Handler):
         super().close()
 
 
+class _Seldom(logging.Filter):
+    """Whoever sends nonsense does not fill the log with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allowed = Caller("log", _NONSENSE_PER_S)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING or self._allowed.allow(time.monotonic())
+
+
 @contextlib.contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
     try:
@@ -260,9 +274,12 @@ def _logging_to(path: Path) -> Iterator[None]:
     for logger in heard:
         logger.addHandler(handler)
         logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()) if logger.name != "uvicorn.error" else logging.WARNING)
+    seldom = _Seldom()
+    heard[-1].addFilter(seldom)
     try:
         yield
     finally:
+        heard[-1].removeFilter(seldom)
         for logger, level in zip(heard, before, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)

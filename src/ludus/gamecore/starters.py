@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ludus.errors import WorkerFailed
 from ludus.game.process import GameProcess, Games
-from ludus.gamecore.catalogue import Entry, holes
+from ludus.gamecore.catalogue import Entry, filled, holes
 from ludus.gamecore.launch import CONFIG, INHERITED, Launch, Place, wrapped
 
 log = logging.getLogger(__name__)
@@ -40,15 +40,15 @@ class Starters:
 
     async def _warm_up(self, game: str, entry: Entry, module: str) -> bool:
         environment = {name: self._surroundings[name] for name in (*INHERITED, *entry.inherit) if name in self._surroundings}
-        environment |= {name: value for name, value in entry.environment.items() if not holes([value])}
+        environment |= {name: filled(value, {}) for name, value in entry.environment.items() if not holes([value])}
         environment[CONFIG] = self._mark
-        games = Games(module, environment)
-        with self._lock:
-            self._warm[game] = games
         try:
+            games = Games(module, environment)
+            with self._lock:
+                self._warm[game] = games
             await asyncio.to_thread(games.wait_until_warm, WARM_S)
-        except WorkerFailed as error:
-            log.warning("%s is started by its command: %s", game, error.message)
+        except (WorkerFailed, OSError) as error:
+            log.warning("%s is started by its command: %s", game, getattr(error, "message", error))
             return False
         log.info("%s is kept warm", game)
         return True

@@ -66,7 +66,7 @@ class V2:
         return {"data": {"task_ids": self._hall.tasks.ids()}}
 
     async def task_detail(self, data: dict[str, Any]) -> dict[str, Any]:
-        games = self._hall.tasks.of(_task(data))
+        games = await self._hall.task(_task(data))
         return {"data": {"game_states": [{**game, "Camp": _scores(game.get("result"))} for game in games]}}
 
     async def task_remove(self, data: dict[str, Any]) -> dict[str, Any]:

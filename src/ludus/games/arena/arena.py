@@ -89,6 +89,7 @@ from ludus.games.arena.rules import (
     observed_slot,
     tick,
 )
+from ludus.games.arena.scripts import SCRIPTS, act
 from ludus.games.arena.settings import MAX_SECONDS, PARTS, ArenaSettings, Lineup, rows_of, size_of
 from ludus.types import Bools, Floats, Ints, Ints32
 
@@ -210,6 +211,17 @@ class Arena:
         _legal(self.units, self.match, heroes.TABLE, np.ascontiguousarray(actions, np.int32), self._legal)
         return self._legal.copy()
 
+    def script(self, who: npt.NDArray[np.integer]) -> Ints32:
+        """What scripts would do now, [M, H, 4]. `who` [M, H]: places in SCRIPTS; -1: nobody's, and nothing."""
+        if who.shape != self._legal.shape or who.min() < -1 or who.max() >= len(SCRIPTS):
+            raise UsageError(
+                f"Scripts of shape {who.shape}, from {who.min()} to {who.max()}.",
+                f"They have the shape {self._legal.shape}, and are places in {', '.join(SCRIPTS)}, or -1.",
+            )
+        orders: Ints32 = np.zeros_like(self._orders)
+        act(self.units, self.match, heroes.TABLE, np.ascontiguousarray(who, np.int8), orders)
+        return orders
+
     # -- keeping
 
     def save(self, m: int) -> bytes:
@@ -250,6 +262,7 @@ def prepare() -> None:
             tiny.reset([0])
             tiny.observe()
             tiny.legal(tiny._orders)
+            tiny.script(np.zeros_like(tiny._legal, np.int8))
             tiny.step(tiny._orders)
 
 

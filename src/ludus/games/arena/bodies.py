@@ -79,7 +79,7 @@ class Form:
         if self.kind == "raw":
             return _raw(steps[0])
         said = {step.seat: self._step(step) for step in steps}
-        message: dict[str, Any] = {"seats": said} if not self.lone else said[steps[0].seat] if steps else {}
+        message: dict[str, Any] = {} if not said else said[steps[0].seat] if self.lone else {"seats": said}
         return self._packed(message | {INFO: info} if info else message)
 
     def read(self, body: bytes, asked: Collection[str]) -> Reply:

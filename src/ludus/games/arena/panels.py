@@ -248,7 +248,7 @@ def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, 
             colour = MANA if short else (150, 230, 180) if k == 3 else PALE[camp]
             canvas.text((x + side / 2, top + side / 2), sign, side * 0.5, colour if not dead else QUIET, "middle")
         edge = ((120, 210, 160) if k == 3 else CAMPS[camp]) if ready else PANEL_EDGE
-        canvas.box(x, top, side, side, None, edge if unit[layout.CAST] != k + 1 else BRIGHT, 4, 1.4)
+        canvas.box(x, top, side, side, None, BRIGHT if k < 3 and unit[layout.CAST] == k + 1 else edge, 4, 1.4)
 
 
 def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:

@@ -44,6 +44,7 @@ SMALL: Final = 640
 NAMES: Final = ("Blue", "Orange")
 MIN_WIDTH, MAX_WIDTH = 160, 7_680
 
+_LABEL = 21.0
 _PUSHES, _FARTHEST = 12, 16.0  # how often tokens that overlap are pushed apart, and how far from their true place at most
 _BLOW, _FLASH = 4, 6  # ticks for which a blow, or a skill, is still seen
 _WHITE = (255, 255, 255)
@@ -519,41 +520,41 @@ class _Scene:
         bar(self.canvas, box, share, CAMPS[int(self.units[CAMP, slot])], 0.0, (48, 52, 56))
 
     def _labels(self, heroes: list[int]) -> None:
-        """Name, level, health and mana of every hero; those who stand together do not cover one another's."""
-        taken: list[Box] = []
-        top = self.design.field.top + 3
-        for slot in sorted(heroes, key=lambda s: (-int(self.units[Y, s]), s)):
-            x, y = self._at(slot)
-            box = Box(x - 25, max(top, y - _HERO - 24), 50, 21)
-            for _ in range(24):
+        """Name, level, health and mana of every hero, above those of camp 0, below those of camp 1; none covers another, or a hero."""
+        field = self.design.field
+        coin = _HERO * 0.8
+        taken = [Box(x - coin, y - coin, 2 * coin, 2 * coin) for x, y in map(self._at, heroes)]
+        ways = {slot: -1 if int(self.units[CAMP, slot]) == 0 else 1 for slot in heroes}
+        for slot in sorted(heroes, key=lambda s: (-ways[s] * self._at(s)[1], s)):  # the outermost of each camp first
+            way, (x, y) = ways[slot], self._at(slot)
+            edge = y + way * (_HERO + 3)
+            box = Box(x - 25, edge - _LABEL if way < 0 else edge, 50, _LABEL)
+            for _ in range(60):
                 if not any(_overlap(box, other) for other in taken):
                     break
-                box = Box(box.left, max(top, box.top - 4), box.width, box.height)
+                box = Box(box.left, box.top + way * 4, box.width, box.height)
+            box = Box(box.left, min(max(box.top, field.top + 3), field.bottom - _LABEL - 3), box.width, box.height)
             taken.append(box)
-            if y - _HERO - box.bottom > 8:
-                self.canvas.line((x, box.bottom), (x, y - _HERO), faded(PALE[int(self.units[CAMP, slot])], 0.45), 1)
+            near = box.bottom if way < 0 else box.top
+            if abs(near - edge) > 6:
+                self.canvas.line((x, near), (x, y + way * _HERO), faded(PALE[int(self.units[CAMP, slot])], 0.5), 1)
             self._label(slot, box)
 
     def _label(self, slot: int, box: Box) -> None:
         camp, hero = int(self.units[CAMP, slot]), HEROES[int(self.units[layout.HERO_ROW, slot])]
         most = max(1, int(self.units[layout.MAX_HP, slot]))
         middle = box.left + box.width / 2
-        self.canvas.text((middle + 4, box.top + 5), hero.name, 9.5, PALE[camp], "middle", halo=1.1)
-        self.canvas.box(box.left + 5, box.top + 11, box.width - 5, 10.5, INK, None, 1.5)
-        hp = Box(box.left + 6, box.top + 12, box.width - 7, 5.6)
-        bar(
-            self.canvas,
-            hp,
-            int(self.units[layout.HP, slot]) / most,
-            CAMPS[camp],
-            int(self.units[layout.SHIELD, slot]) / most,
-            (52, 56, 60),
-        )
+        name, bars = (box.top + 5, box.top + 10) if camp == 0 else (box.top + 16, box.top)
+        self.canvas.text((middle + 3, name), hero.name, 9.5, PALE[camp], "middle", halo=1.1)
+        self.canvas.box(box.left + 5, bars, box.width - 5, 10.5, INK, None, 1.5)
+        hp = Box(box.left + 6, bars + 1, box.width - 7, 5.6)
+        shield = int(self.units[layout.SHIELD, slot]) / most
+        bar(self.canvas, hp, int(self.units[layout.HP, slot]) / most, CAMPS[camp], shield, (52, 56, 60))
         for part in range(250, most, 250):
             self.canvas.box(hp.left + hp.width * part / most - 0.3, hp.top, 0.6, hp.height * 0.6, (*INK, 190))
         mana = int(self.units[layout.MANA, slot]) / max(1, int(self.units[layout.MAX_MANA, slot]))
         bar(self.canvas, Box(hp.left, hp.bottom + 0.8, hp.width, 2.4), mana, panels.MANA, 0.0, (44, 44, 54))
-        badge(self.canvas, box.left + 2, box.top + 15.5, 6.6, int(self.units[layout.LEVEL, slot]), camp)
+        badge(self.canvas, box.left + 2, bars + 5, 6.6, int(self.units[layout.LEVEL, slot]), camp)
 
 
 def _leaf(size: float, degrees: float) -> list[Point]:

@@ -9,7 +9,7 @@ recorder.write(path)
 for moment in replay(read_recording(path)):
     ...  # moment.units, moment.match
 
-A match of eight minutes with six heroes is about 20 kB. Hashes of the state go with it, so that a replay that goes another way,
+A match of eight minutes with six heroes takes 5 to 20 kB. Hashes of the state go with it, so that a replay that goes another way,
 on whatever machine, is noticed at once.
 """
 

@@ -16,7 +16,6 @@ from gymnasium.utils.seeding import np_random
 
 from ludus.errors import ConfigError
 from ludus.games.arena import heroes
-from ludus.games.arena import scripts as _TEMP
 from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
 from ludus.games.arena.compiled import kernel
 from ludus.games.arena.layout import (
@@ -43,11 +42,11 @@ from ludus.games.arena.layout import (
 )
 from ludus.games.arena.observe import FEATURES, SCALARS, allow, see_unit, see_whole
 from ludus.games.arena.rules import observed_slot
+from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
 from ludus.plugins import did_you_mean
 from ludus.types import Bools, Floats, Ints, Ints32
 
-SCRIPTS = getattr(_TEMP, "SCRIPTS", ("random", "nearest", "easy", "medium", "hard"))  # TEMP
 CAMPS: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
 SELF: Final = "self"
@@ -265,7 +264,7 @@ class Seats:
 
     def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:
         """One decision of all rows, [rows, 4]: rewards, and which rows were terminated or truncated by it."""
-        orders = self.arena.script(self._players) if self._scripted and hasattr(self.arena, "script") else self._nothing  # TEMP
+        orders = self.arena.script(self._players) if self._scripted else self._nothing
         orders[self.match_of, self.hero_of] = actions
         self.arena.step(orders)
         over = self.arena.over

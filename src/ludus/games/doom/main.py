@@ -1,0 +1,50 @@
+"""From what the environment says to a duel, its result, and an exit code."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+
+from ludus import plugins
+from ludus.errors import LudusError
+from ludus.games.doom.briefing import Briefing, write_result
+from ludus.games.doom.duel import Duel, Stopped
+
+_STOPPING = {signal.SIGTERM, signal.SIGINT}
+
+
+def main() -> int:
+    """0: it was played to its end. The signals that stop it are blocked in all threads; they are waited for here."""
+    faulthandler.enable()  # the engine's library may crash
+    try:
+        plugins.require("vizdoom", "doom", "The Doom duel")
+        briefing = Briefing.from_environment()
+        os.chdir(briefing.directory)  # the engines leave a few files where they stand
+        duel = Duel(briefing)
+        threading.Thread(target=_stop_on_signal, args=(duel,), daemon=True).start()
+        result = duel.play()
+        write_result(briefing.result, result)
+    except Stopped:
+        return 128 + signal.SIGTERM
+    except LudusError as error:
+        _say(f"doom: {error}")
+        return error.exit_code
+    except Exception:
+        _say(traceback.format_exc())
+        return 1
+    _say(f"doom: {result}")
+    return 0
+
+
+def _stop_on_signal(duel: Duel) -> None:
+    signal.sigwait(_STOPPING)
+    duel.stop()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
