@@ -183,8 +183,13 @@ def starts(size: Size) -> list[Row]:
                 cpu = _load(server, 5.0)
                 beside = _latencies(server, pool, game, size.starts, "beside")
                 running = len(server.games("running"))
-                if running < size.beside:
-                    raise RuntimeError(f"only {running} of {size.beside} still run: {server.state('beside-0')}")
+                over = [
+                    state
+                    for state in server.games()
+                    if "beside-" in state["runtime_id"] and state["state"] not in ("running", "stopped")
+                ]
+                if over:
+                    raise RuntimeError(f"{len(over)} of {size.beside} are over: {over[0]}")
                 found = seen(server)
             except Exception as error:  # one kind that does not work does not hide the others
                 rows.append({"game": game, "error": f"{type(error).__name__}: {error}"[:500]})

@@ -21,7 +21,8 @@ LAYERS = [
     {"actor"},
     {"training", "league"},
     {"model", "buffer"},
-    {"game", "games", "memory", "store"},
+    {"games"},
+    {"game", "memory", "store"},
     {
         "types",
         "tree",

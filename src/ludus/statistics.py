@@ -159,3 +159,13 @@ def student_cdf(t: float, freedom: int) -> float:
         total += term
     inside = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
     return 0.5 + inside / 2
+
+
+def wilson(number: int, total: int, z: float) -> tuple[float, float]:
+    """Bounds of a share that was seen `number` times in `total`: Wilson's score interval, at z standard deviations."""
+    if total == 0:
+        return 0.0, 1.0
+    share, spread = number / total, z * z / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from ludus.games.arena.match import Plan, Remote, Rule, read_plan
 from ludus.games.arena.recording import read_recording, verify
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.seats import action_space, observation_space
+from ludus.games.arena.states import write_state
 from ludus.spaces import ACTION_MASK
 from tests.actor.scripted import Table, tiny_policy
 from tests.serving import gateway
@@ -225,6 +227,27 @@ def test_the_built_in_actor_plays_and_records_without_any_code(form: str, mode: 
     assert (result["lost"], result["late"], result["garbled"]) == ({}, 0, 0)
     recorded = sum(int(segments.valid.sum()) for segments in table.recorded())
     assert recorded == arena.size * FRAMES // 3
+
+
+def test_a_base_that_falls_ends_the_match_for_good(tmp_path: Path) -> None:
+    arena, before = Arena(), deque[bytes](maxlen=10)
+    arena.reset([3])
+    while not arena.over[0]:
+        before.append(arena.save(0))
+        arena.step(arena.script(np.array([[-1, SCRIPTS.index("hard")]])))
+    made = bots()
+    saved = write_state(tmp_path / "late", before[0])
+    with gateway(made) as server:
+        result = played(plan(server.url, None, max_frames=None, start_from=str(saved), options={"rule": "hard"}))
+    (bot,) = made.said
+    assert (result["winner"], result["completed"], result["reason"]) == (1, True, "the base of camp 0 has fallen")
+    assert (result["ticks"], result["hash"]) == (int(arena.tick[0]), arena.hash(0))
+    assert len(bot.ticks) == 10
+    assert bot.ended is not None
+    last = bot.ended["seats"]["hero_0"]
+    assert last["terminated"] is True
+    assert last["reward"] == pytest.approx(float(arena.reward[0, 0]))
+    assert last["reward"] < 0
 
 
 def test_both_camps_are_asked_at_the_same_time() -> None:

@@ -342,44 +342,44 @@ def test_more_creeps_than_there_are_places_do_not_come() -> None:
 # -- gold and experience ----------------------------------------------------------------------------------------------
 
 
-def _kill_a_creep(size: int, near: int) -> Scene:
-    """Hero 0 strikes down an enemy's creep; `near` of its side are near, the others just too far away."""
-    scene = Scene(size)
+def _kill_a_creep(*near: int) -> Scene:
+    """Hero 1 strikes down an enemy's creep; of its side these are near, the others just too far away."""
+    scene = Scene(3)
     creep = scene.creep(1, 0, MIDDLE, hp=1, attack=0, range=1)
     far = rules.EXPERIENCE + scene.get(RADIUS, 0) + 350 + 1
-    for h in range(size):
-        scene.put(h, MIDDLE - (1_000 if h < near else far))
+    for h in range(3):
+        scene.put(h, MIDDLE - (1_000 if h in near else far))
     scene.look()
-    scene.order(0, STRIKE, at=creep)
+    scene.order(1, STRIKE, at=creep)
     scene.play()
     assert scene.get(ALIVE, creep) == 0
     return scene
 
 
 def test_gold_is_for_the_last_blow_and_experience_is_shared_by_those_who_are_near() -> None:
-    alone = _kill_a_creep(3, near=1)
-    both = _kill_a_creep(3, near=2)
-    gold, experience = alone.get(GOLD, 0), alone.get(XP, 0)
+    alone = _kill_a_creep(1)
+    both = _kill_a_creep(1, 2)
+    gold, experience = alone.get(GOLD, 1), alone.get(XP, 1)
     assert gold > 0
     assert experience > 1
-    assert [alone.get(GOLD, h) for h in (1, 2, 3, 4, 5)] == [0] * 5
-    assert [alone.get(XP, h) for h in (1, 2, 3, 4, 5)] == [0] * 5
-    assert [both.get(GOLD, h) for h in range(3)] == [gold, 0, 0]
-    assert [both.get(XP, h) for h in range(3)] == [experience // 2, experience // 2, 0]
-    assert [both.get(LAST_HITS, h) for h in range(3)] == [1, 0, 0]
+    assert [alone.get(GOLD, h) for h in (0, 2, 3, 4, 5)] == [0] * 5
+    assert [alone.get(XP, h) for h in (0, 2, 3, 4, 5)] == [0] * 5
+    assert [both.get(GOLD, h) for h in range(3)] == [0, gold, 0]
+    assert [both.get(XP, h) for h in range(3)] == [0, experience // 2, experience // 2]
+    assert [both.get(LAST_HITS, h) for h in range(3)] == [0, 1, 0]
 
 
 def test_the_dead_learn_nothing() -> None:
     scene = Scene(3)
     creep = scene.creep(1, 0, MIDDLE, hp=1, attack=0, range=1)
-    for h in range(2):
+    for h in (1, 2):
         scene.put(h, MIDDLE - 1_000)
     scene.look()
-    scene.units[ALIVE, 1], scene.units[HP, 1], scene.units[RESPAWN, 1] = 0, 0, 100
-    scene.order(0, STRIKE, at=creep)
+    scene.units[ALIVE, 2], scene.units[HP, 2], scene.units[RESPAWN, 2] = 0, 0, 100
+    scene.order(1, STRIKE, at=creep)
     scene.play()
-    assert scene.get(XP, 1) == 0
-    assert scene.get(XP, 0) == _kill_a_creep(3, near=1).get(XP, 0)
+    assert scene.get(XP, 2) == 0
+    assert scene.get(XP, 1) == _kill_a_creep(1).get(XP, 1)
 
 
 def test_who_strikes_a_hero_down_earns_more_than_who_helped_and_who_did_nothing_earns_nothing() -> None:

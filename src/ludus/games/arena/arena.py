@@ -199,7 +199,7 @@ class Arena:
         rewards = self.rewards
         _step(
             self.units, self.match, heroes.TABLE, self._pending, self._orders, self._targets, ticks, self.lenient, self._memo,
-            self.parts, self.reward, rewards.vector(), np.float32(0.0 if rewards.sparse else rewards.team_spirit), rewards.zero_sum,
+            self.parts, self.reward, rewards.vector(), 0.0 if rewards.sparse else float(rewards.team_spirit), rewards.zero_sum,
         )  # fmt: skip
 
     def observe(self) -> None:
@@ -226,11 +226,8 @@ class Arena:
 
     def save(self, m: int) -> bytes:
         """The whole state of a match."""
-        return (
-            _HEAD.pack(_MAGIC, RULES, self.size, 0)
-            + self.match[m].astype("<i4").tobytes()
-            + self.units[m].astype("<i4").tobytes()
-        )
+        parts = (self.match[m].astype("<i4"), self.units[m].astype("<i4"))
+        return b"".join((_HEAD.pack(_MAGIC, RULES, self.size, 0), *(part.tobytes() for part in parts)))
 
     def load(self, m: int, saved: bytes) -> None:
         """Raises ConfigError for what is not the state of a match of this size and these rules."""

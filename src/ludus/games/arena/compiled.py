@@ -20,6 +20,8 @@ from ludus.errors import MissingExtra
 try:
     import numba
     from llvmlite import binding
+    from numba import types
+    from numba.core.dispatcher import Dispatcher
 except ModuleNotFoundError as error:
     raise MissingExtra("The Arena needs numba, which is not installed.", "pip install 'ludus[arena]'") from error
 
@@ -49,8 +51,20 @@ _READY = _PLACE / "ready"
 
 
 def inner(function: Kernel) -> Kernel:
-    """Called by other kernels only; compiled with them."""
-    return cast(Kernel, numba.njit(nogil=True)(function))
+    """Called by other kernels only; compiled with them, once: for whole numbers of 64 bits, whatever integers it is called with.
+
+    Left to itself numba compiles it for every constant and every width of integer that it meets, which takes twice as long.
+    """
+    compiled = numba.njit(nogil=True)(function)
+    if isinstance(compiled, Dispatcher):
+        template = compiled.get_call_template
+        vars(compiled)["get_call_template"] = lambda args, kws: template(tuple(map(_widened, args)), kws)
+    return cast(Kernel, compiled)
+
+
+def _widened(kind: Any) -> Any:
+    kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
 
 
 def kernel(function: Kernel) -> Kernel:

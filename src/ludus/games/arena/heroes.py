@@ -144,51 +144,51 @@ class Hero:
 
 HEROES: Final = (
     Hero(
-        107, "Lancer", "fighter", 820, 92, 380, 62, 6, 32, 4, 1_400, 3_600, 1.0, 7, (90, 11, 8),
+        107, "Lancer", "fighter", 820, 80, 380, 62, 7, 30, 2, 1_400, 3_600, 1.0, 6, (90, 12, 4),
         (
-            Skill("Cleave", 2_200, 6, 40, 70, 13, ratio=50, effect=SLOWS, amount=30, seconds=1.5),
-            Skill("Charge", 5_000, 9, 45, 65, 11, size=900, ratio=30, effect=DASHES),
-            Skill("Earthbreaker", 3_000, 32, 90, 150, 26, size=3_300, windup=0.4, ratio=50, effect=STUNS, seconds=0.8),
+            Skill("Cleave", 2_200, 6, 40, 85, 20, ratio=50, effect=SLOWS, amount=30, seconds=1.5),
+            Skill("Charge", 5_000, 9, 45, 75, 17, size=900, ratio=30, effect=DASHES),
+            Skill("Earthbreaker", 3_000, 32, 90, 170, 38, size=3_300, windup=0.4, ratio=50, effect=STUNS, seconds=0.8),
         ),
     ),
     Hero(
-        117, "Bulwark", "tank", 960, 112, 360, 54, 4, 44, 6, 1_400, 3_450, 1.1, 10, (140, 6, 12),
+        117, "Bulwark", "tank", 940, 95, 360, 54, 5, 40, 3, 1_400, 3_450, 1.1, 8, (140, 7, 6),
         (
-            Skill("Shield Bash", 2_000, 9, 45, 60, 9, ratio=30, effect=STUNS, seconds=1.0),
-            Skill("Fissure", 6_000, 8, 45, 75, 11, size=1_100, effect=SLOWS, amount=40, seconds=2.0),
-            Skill("Bastion", 2_500, 36, 90, 130, 21, size=4_200, windup=0.4, effect=STUNS, seconds=1.1),
+            Skill("Shield Bash", 2_000, 9, 45, 75, 15, ratio=30, effect=STUNS, seconds=1.0),
+            Skill("Fissure", 6_000, 8, 45, 85, 16, size=1_100, effect=SLOWS, amount=40, seconds=2.0),
+            Skill("Bastion", 2_500, 36, 90, 150, 30, size=4_200, windup=0.4, effect=STUNS, seconds=1.1),
         ),
     ),
     Hero(
-        190, "Ember", "mage", 610, 66, 520, 46, 4, 22, 3, 5_500, 3_400, 1.2, 4, (60, 14, 5),
+        190, "Ember", "mage", 610, 60, 520, 46, 5, 22, 1, 5_500, 3_400, 1.2, 4, (60, 15, 3),
         (
-            Skill("Firebolt", 6_500, 5, 45, 85, 16, ratio=40),
-            Skill("Flame Lance", 8_500, 8, 60, 105, 18, size=900, windup=0.4, ratio=50, effect=SLOWS, amount=30, seconds=1.0),
-            Skill("Meteor", 7_500, 36, 110, 210, 36, size=3_200, windup=0.6, ratio=80, effect=STUNS, seconds=0.8),
+            Skill("Firebolt", 6_500, 5, 45, 95, 22, ratio=40),
+            Skill("Flame Lance", 8_500, 8, 60, 115, 25, size=900, windup=0.4, ratio=50, effect=SLOWS, amount=30, seconds=1.0),
+            Skill("Meteor", 7_500, 36, 110, 230, 48, size=3_200, windup=0.6, ratio=80, effect=STUNS, seconds=0.8),
         ),
     ),
     Hero(
-        173, "Falcon", "marksman", 630, 68, 380, 64, 7, 22, 3, 6_500, 3_350, 0.8, 4, (55, 14, 4),
+        173, "Falcon", "marksman", 630, 62, 380, 62, 8, 22, 1, 6_500, 3_350, 0.8, 4, (55, 15, 2),
         (
-            Skill("Piercing Shot", 7_500, 7, 40, 40, 8, ratio=110),
-            Skill("Tumble", 4_200, 9, 40, 30, 5, size=700, windup=0.1, ratio=30, effect=DASHES),
-            Skill("Rain of Arrows", 8_500, 34, 90, 140, 22, size=3_000, windup=0.5, ratio=70, effect=SLOWS, amount=40, seconds=2.0),
+            Skill("Piercing Shot", 7_500, 7, 40, 45, 12, ratio=110),
+            Skill("Tumble", 4_200, 9, 40, 35, 8, size=700, windup=0.1, ratio=30, effect=DASHES),
+            Skill("Rain of Arrows", 8_500, 34, 90, 150, 30, size=3_000, windup=0.5, ratio=70, effect=SLOWS, amount=40, seconds=2.0),
         ),
     ),
     Hero(
-        111, "Shade", "assassin", 700, 76, 400, 60, 7, 27, 3, 1_400, 3_750, 0.9, 5, (70, 14, 6),
+        111, "Shade", "assassin", 700, 70, 400, 60, 8, 27, 2, 1_400, 3_750, 0.9, 5, (70, 15, 3),
         (
-            Skill("Shadowstep", 5_500, 9, 45, 75, 13, ratio=60, windup=0.1, effect=DASHES),
-            Skill("Fan of Blades", 6_000, 6, 40, 75, 12, size=900, ratio=40),
-            Skill("Eclipse", 3_500, 32, 90, 180, 32, size=2_800, windup=0.3, ratio=80),
+            Skill("Shadowstep", 5_500, 9, 45, 90, 20, ratio=60, windup=0.1, effect=DASHES),
+            Skill("Fan of Blades", 6_000, 6, 40, 85, 18, size=900, ratio=40),
+            Skill("Eclipse", 3_500, 32, 90, 200, 44, size=2_800, windup=0.3, ratio=80),
         ),
     ),
     Hero(
-        141, "Grace", "support", 690, 76, 520, 48, 4, 28, 4, 5_000, 3_450, 1.1, 6, (85, 9, 8),
+        141, "Grace", "support", 690, 70, 520, 48, 5, 28, 2, 5_000, 3_450, 1.1, 6, (85, 10, 4),
         (
-            Skill("Mending Light", 6_500, 8, 55, 85, 15, ratio=30, effect=HEALS, ally=True),
-            Skill("Binding Ray", 7_000, 8, 50, 80, 12, size=900, windup=0.3, ratio=40, effect=STUNS, seconds=0.7),
-            Skill("Sanctuary", 6_500, 36, 100, 170, 30, size=4_000, windup=0.3, effect=HEALS, ally=True),
+            Skill("Mending Light", 6_500, 8, 55, 85, 18, ratio=30, effect=HEALS, ally=True),
+            Skill("Binding Ray", 7_000, 8, 50, 90, 18, size=900, windup=0.3, ratio=40, effect=STUNS, seconds=0.7),
+            Skill("Sanctuary", 6_500, 36, 100, 170, 36, size=4_000, windup=0.3, effect=HEALS, ally=True),
         ),
     ),
 )  # fmt: skip

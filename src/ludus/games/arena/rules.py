@@ -157,7 +157,9 @@ BUSH_SIGHT = 3_000
 """Whoever hides is seen from this near, or from the same bush."""
 CHASE = 15_000
 """Farther targets cannot be ordered to be attacked."""
-FOUNTAIN = 8_000
+FOUNTAIN = 6_500
+FOUNTAIN_AFTER = 3 * SECOND
+"""It heals whom no hero has hurt for so long."""
 EXPERIENCE = 15_000
 """Heroes this near to where an enemy dies learn from it."""
 CREEP_AGGRO = 5_500
@@ -215,11 +217,11 @@ def begin(units: Ints32, match: Ints32, table: Ints32, lineup: Ints32) -> None:
             units[KIND, s] = BASE if which == CORE else TOWER
             units[X, s] = side(camp, BASE_X if which == CORE else INNER_X if which == 1 else OUTER_X)
             units[Y, s] = LANE_Y
-            units[HP, s] = units[MAX_HP, s] = 2_600 if which == CORE else 2_000 if which == 1 else 1_700
+            units[HP, s] = units[MAX_HP, s] = 900 if which == CORE else 900 if which == 1 else 800
             units[RADIUS, s] = 1_800 if which == CORE else 1_000
-            units[ARMOUR, s] = 30
-            units[ATTACK, s] = 120
-            units[RANGE, s] = 8_500
+            units[ARMOUR, s] = 20
+            units[ATTACK, s] = 90
+            units[RANGE, s] = 7_000
             units[PERIOD, s] = SECOND
     look(units, match)
 
@@ -234,7 +236,7 @@ def home_y(match: Ints32, h: int) -> int:
     """Beside the base, each hero at its own place, with a little chance that is the same for both camps."""
     size = int(match[SIZE])
     i = h % size
-    spread = (2 * i - (size - 1)) * 1_500 + noise(int(match[SEED]), int(match[TICK]), i) % 801 - 400
+    spread = (2 * i - (size - 1)) * (4_500 // max(3, size)) + noise(int(match[SEED]), int(match[TICK]), i) % 801 - 400
     return in_field_y(LANE_Y + (spread if h < size else -spread))
 
 
@@ -627,10 +629,10 @@ def act_tower(units: Ints32, match: Ints32, pending: Ints32, s: int) -> None:
 
 @inner
 def send_wave(units: Ints32, match: Ints32) -> None:
-    """For both camps alike: three with swords, one with a bow, and every third time a ram."""
+    """For both camps alike: three with swords, one with a bow, and every other time a ram."""
     size, wave = int(match[SIZE]), int(match[WAVES])
     match[WAVES] = wave + 1
-    number = 5 if wave % 3 == 2 else 4
+    number = 5 if wave % 2 == 1 else 4
     for camp in range(2):
         first = 2 * (size + STRUCTURES) + camp * CREEPS
         sent = 0
@@ -648,8 +650,8 @@ def send_wave(units: Ints32, match: Ints32) -> None:
             units[X, c] = side(camp, BASE_X + 3_000 - (1_500 if kind != MELEE else 0))
             spread = ((c - first) % 5 - 2) * 900 + noise(int(match[SEED]), int(match[TICK]), c - first) % 401 - 200
             units[Y, c] = LANE_Y + (spread if camp == 0 else -spread)
-            strength = 100 + 4 * wave
-            hp = 420 if kind == MELEE else 280 if kind == RANGED else 700
+            strength = 100 + 3 * wave
+            hp = 300 if kind == MELEE else 210 if kind == RANGED else 480
             units[HP, c] = units[MAX_HP, c] = hp * strength // 100
             units[ATTACK, c] = (20 if kind == MELEE else 32 if kind == RANGED else 44) * strength // 100
             units[ARMOUR, c] = 30 if kind == SIEGE else 0
@@ -745,7 +747,7 @@ def die(units: Ints32, match: Ints32, pending: Ints32, i: int) -> None:
         if units[ALIVE, h] == 1 and within(units, h, i, EXPERIENCE):
             units[XP, h] += experience // near
     if kind == HERO:
-        units[RESPAWN, i] = (5 + 2 * int(units[LEVEL, i])) * SECOND
+        units[RESPAWN, i] = (5 + 3 * int(units[LEVEL, i])) * SECOND
 
 
 @inner
@@ -809,8 +811,10 @@ def grow(units: Ints32, match: Ints32, table: Ints32, h: int) -> None:
         return
     home = at_fountain(units, h)
     if tick % SECOND == 0:
-        hp = int(table[units[HERO_ROW, h], H_REGEN]) + (int(units[MAX_HP, h]) * 12 // 100 if home else 0)
-        mana = 4 + int(units[MAX_MANA, h]) // 100 + (int(units[MAX_MANA, h]) * 12 // 100 if home else 0)
+        # Not in the middle of a fight: nobody could ever be beaten at home.
+        well = home and units[HURT, h] >= FOUNTAIN_AFTER
+        hp = int(table[units[HERO_ROW, h], H_REGEN]) + (int(units[MAX_HP, h]) * 12 // 100 if well else 0)
+        mana = 4 + int(units[MAX_MANA, h]) // 100 + (int(units[MAX_MANA, h]) * 12 // 100 if well else 0)
         units[HP, h] = min(int(units[MAX_HP, h]), int(units[HP, h]) + hp)
         units[MANA, h] = min(int(units[MAX_MANA, h]), int(units[MANA, h]) + mana)
     if home:

@@ -19,7 +19,6 @@ from ludus.games.arena.heroes import (
     HEALS,
     S_ALLY,
     S_EFFECT,
-    S_MANA,
     S_RANGE,
     SKILL_COLUMNS,
     SKILLS_AT,
@@ -30,8 +29,6 @@ from ludus.games.arena.layout import (
     BASE_X,
     CAMP,
     CAST,
-    COOLDOWN_HEAL,
-    CORE,
     CREEPS,
     DIRECTIONS,
     GOLD,
@@ -41,7 +38,6 @@ from ludus.games.arena.layout import (
     ITEMS,
     LANE_Y,
     MANA,
-    MAX_HP,
     MAX_MANA,
     MEND,
     MOVE,
@@ -80,7 +76,6 @@ from ludus.games.arena.rules import (
     may_aim,
     may_strike,
     observed_slot,
-    power,
     price,
     side,
 )
@@ -92,9 +87,7 @@ from ludus.games.arena.tactics import (
     area_worth,
     balance,
     best_line,
-    buildings_of,
     burst,
-    count_alive,
     count_creeps,
     covered,
     creeps_of,
@@ -605,17 +598,17 @@ def away_from(units: Ints32, h: int, out: Ints32, j: int) -> bool:
 @inner
 def retreat(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32, foe: int, odds: int) -> bool:
     """Home, when it is weak, and back to the own towers, when the others are stronger."""
-    weak = share(units, h) < (25 if foe >= 0 else 40)
-    if not weak and (foe < 0 or odds >= 60):
+    weak = share(units, h) < (22 if foe >= 0 else 35)
+    if not weak and (foe < 0 or odds >= 55):
         return False
     if foe < 0:
         safe = units[HURT, h] >= SECOND and count_creeps(units, match, 1 - int(units[CAMP, h]), h, 7_000) == 0
         return (safe and recall(units, match, table, h, out)) or walk_home(units, h, out)
     if not weak and covered(units, match, h):
         return False
-    if gap(units, h, foe) < 5_000 and dashes(units, table, h):
-        if cast_along(units, table, h, out, heading(units, h, side(int(units[CAMP, h]), 0) - int(units[X, h]), 0)):
-            return True
+    home = heading(units, h, side(int(units[CAMP, h]), 0) - int(units[X, h]), 0)
+    if gap(units, h, foe) < 5_000 and dashes(units, table, h) and cast_along(units, table, h, out, home):
+        return True
     if gap(units, h, foe) < 9_000 or weak:
         return walk_home(units, h, out)
     return False

@@ -11,7 +11,6 @@ from ludus.games.arena.geometry import DX, DY, ONE, distance, gap, root, towards
 from ludus.games.arena.heroes import (
     HEALS,
     S_ALLY,
-    S_COOLDOWN,
     S_EFFECT,
     S_MANA,
     S_RANGE,
@@ -35,7 +34,6 @@ from ludus.games.arena.layout import (
     HERO_ROW,
     HP,
     LANE_Y,
-    LENGTH,
     MANA,
     MAX_HP,
     PERIOD,
@@ -50,7 +48,7 @@ from ludus.games.arena.layout import (
     X,
     Y,
 )
-from ludus.games.arena.rules import SECOND, can_cast, is_building, is_vulnerable, on_line, power, side, speed_of
+from ludus.games.arena.rules import SECOND, can_cast, is_building, power, side, speed_of
 from ludus.types import Ints32
 
 FIGHT = 5 * SECOND
