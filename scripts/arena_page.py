@@ -110,24 +110,72 @@ def _units() -> Iterator[str]:
     """As they stand in a match whose first ram has come; what they are worth is found out by striking them down."""
     arena = Arena()
     arena.reset([0])
-    waves = {0: rules.FIRST_WAVE, 2: rules.FIRST_WAVE + 2 * rules.WAVE_EVERY}
-    found: dict[str, tuple[int, int]] = {}
-    nothing = np.zeros((1, 2, 4), np.int32)
-    units = arena.units[0]
-    for which, name in enumerate(("outer tower", "inner tower", "base")):
-        found[name] = layout.structure_slot(1, 1, which), 0
     yield "| | health | attack | a blow every | range | armour | radius | speed | gold | experience |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for name, (slot, _) in found.items():
-        yield _unit(name, units, slot)
-    for number, kinds in ((0, (layout.MELEE, layout.RANGED)), (2, (layout.SIEGE,))):
-        arena.reset([0])
-        arena.match[0, layout.TICK], arena.match[0, layout.WAVES] = waves[number] - 1, number
-        arena.advance(nothing, 1)
+    for which, name in enumerate(("outer tower", "inner tower", "base")):
+        yield _unit(name, arena.units[0], layout.structure_slot(1, 1, which))
+    for number, kinds in ((0, (layout.MELEE, layout.RANGED)), (_first_ram(), (layout.SIEGE,))):
+        units = _wave(number)
         for kind in kinds:
-            slot = next(s for s in range(units.shape[1]) if units[ALIVE, s] and units[KIND, s] == kind and units[CAMP, s] == 1)
-            yield _unit(layout.KINDS[kind], units, slot)
+            yield _unit(layout.KINDS[kind], units, _creep(units, kind))
     yield f"| hero | see below | | | | | {_metres(450)} | | {_hero_worth()} |"
+
+
+def _wave(number: int) -> np.typing.NDArray[np.int32]:
+    """The units of a match to which wave `number` has just come."""
+    arena = Arena()
+    arena.reset([0])
+    arena.match[0, layout.TICK], arena.match[0, layout.WAVES] = rules.FIRST_WAVE - 1, number
+    arena.advance(np.zeros((1, 2, 4), np.int32), 1)
+    units: np.typing.NDArray[np.int32] = arena.units[0]
+    return units
+
+
+def _creep(units: np.typing.NDArray[np.int32], kind: int) -> int:
+    """A slot with such a creep of camp 1, or -1."""
+    fitting = (units[ALIVE] == 1) & (units[KIND] == kind) & (units[CAMP] == 1)
+    return int(np.argmax(fitting)) if fitting.any() else -1
+
+
+def _first_ram() -> int:
+    return next(number for number in range(100) if _creep(_wave(number), layout.SIEGE) >= 0)
+
+
+def _rams_every() -> int:
+    return next(n for n in range(1, 100) if _creep(_wave(_first_ram() + n), layout.SIEGE) >= 0)
+
+
+def _growth() -> float:
+    """Percent of health from wave to wave."""
+    first, later = (_wave(number) for number in (0, 100))
+    health = [int(units[MAX_HP, _creep(units, layout.MELEE)]) for units in (first, later)]
+    return health[1] / health[0] * 100 - 100
+
+
+def _dead_for(level: int) -> int:
+    arena = Arena()
+    arena.reset([0])
+    arena.units[0, HP, 1], arena.units[0, LEVEL, 1] = 0, level
+    arena.advance(np.zeros((1, 2, 4), np.int32), 1)
+    return int(arena.units[0, layout.RESPAWN, 1]) + 1
+
+
+def _mended(health: int) -> int:
+    arena = Arena()
+    arena.reset([0])
+    arena.units[0, MAX_HP, 0], arena.units[0, HP, 0] = health, 1
+    orders = np.zeros((1, 2, 4), np.int32)
+    orders[0, 0, 0] = layout.MEND
+    arena.advance(orders, 1)
+    return int(arena.units[0, HP, 0]) - 1
+
+
+def _income() -> int:
+    arena = Arena()
+    arena.reset([0])
+    arena.match[0, layout.TICK] = 60 * _SECOND
+    arena.advance(np.zeros((1, 2, 4), np.int32), _SECOND)
+    return int(arena.units[0, layout.EARNED, 0])
 
 
 def _unit(name: str, units: np.typing.NDArray[np.int32], slot: int) -> str:
@@ -185,6 +233,14 @@ def _numbers() -> Iterator[str]:
     yield f"| bushes, {_metres(layout.BUSH_RADIUS)} around | {bushes} |"
     yield f"| time | {_SECOND} ticks a second |"
     yield f"| first wave, then every | {_seconds(rules.FIRST_WAVE)}, {_seconds(rules.WAVE_EVERY)} |"
+    yield f"| a ram comes with wave {_first_ram() + 1}, then every | {_rams_every()} waves |"
+    yield f"| a wave is stronger than the one before by | {_growth() / 100:.0f} % of the first |"
+    yield f"| income of every hero, later | {_income()} gold a second |"
+    once, twice = _mended(10_000), _mended(20_000)
+    yield f"| `heal` gives | {2 * once - twice} + {(twice - once) / 100:g} % of the highest health |"
+    one, two = _dead_for(1), _dead_for(2)
+    yield f"| a dead hero is back after | {_seconds(2 * one - two)} + {_seconds(two - one)} a level |"
+    yield f"| the fountain heals whom no hero has hurt for | {_seconds(rules.FOUNTAIN_AFTER)} |"
     yield f"| highest level, most items | {rules.MAX_LEVEL}, {rules.MAX_ITEMS} |"
     yield f"| experience from level n to the next | {rules.needed(0)} + {rules.needed(1) - rules.needed(0)} n |"
     yield f"| price of item n | {rules.price(0)} + {rules.price(1) - rules.price(0)} (n − 1) gold |"

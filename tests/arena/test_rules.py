@@ -294,10 +294,10 @@ def test_a_decision_lasts_as_many_ticks_as_were_set() -> None:
 # -- waves ------------------------------------------------------------------------------------------------------------
 
 
-def test_waves_come_for_both_camps_alike_at_their_times_and_every_third_has_a_ram() -> None:
+def test_waves_come_for_both_camps_alike_at_their_times_and_some_have_a_ram() -> None:
     scene = Scene()
     seen = []
-    for tick in range(1, rules.FIRST_WAVE + 2 * rules.WAVE_EVERY + 1):
+    for tick in range(1, rules.FIRST_WAVE + 3 * rules.WAVE_EVERY + 1):
         for camp in (0, 1):  # nobody is left of the waves before
             scene.units[ALIVE, creep_slot(1, camp, 0) : creep_slot(1, camp, 0) + 12] = 0
         scene.play()
@@ -306,9 +306,10 @@ def test_waves_come_for_both_camps_alike_at_their_times_and_every_third_has_a_ra
             assert kinds[0] == kinds[1]
             seen.append((tick, kinds[0]))
     common = [MELEE] * 3 + [RANGED]
-    first, every = rules.FIRST_WAVE, rules.WAVE_EVERY
-    assert seen == [(first, common), (first + every, common), (first + 2 * every, [*common, SIEGE])]
-    assert scene.match[WAVES] == 3
+    assert [tick for tick, _ in seen] == [rules.FIRST_WAVE + i * rules.WAVE_EVERY for i in range(4)]
+    assert seen[0][1] == common
+    assert {tuple(kinds) for _, kinds in seen} == {tuple(common), (*common, SIEGE)}
+    assert scene.match[WAVES] == 4
 
 
 def _kinds(scene: Scene, camp: int) -> list[int]:

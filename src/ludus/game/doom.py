@@ -31,11 +31,12 @@ REWARD_SCALES = {"basic.cfg": 0.01}
 SCREEN = (120, 160)
 
 # The engine is a process of its own that does not notice when ours is killed, so the kernel is asked to end it (PR_SET_PDEATHSIG).
+# If we are gone before that was asked, it is not started.
 _LAUNCHER = """#!/bin/sh
 printf '%s\\n' "$@" > {arguments}
 exec {python} -ISc 'import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
-os.execv(sys.argv[1], sys.argv[1:])' {engine} "$@"
+os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])' "$PPID" {engine} "$@"
 """
 _INSTANCE = "+viz_instance_id"
 _SHARED = ("ViZDoomSM", "ViZDoomMQCtr", "ViZDoomMQDoom")
@@ -152,9 +153,9 @@ class DoomEnvironment(gym.Env[Bytes, Any]):
             self._game.init()
             return
         arguments = self._directory / "arguments"
-        self._game.set_vizdoom_path(str(_launcher(self._directory / "engine", arguments)))
+        self._game.set_vizdoom_path(str(launcher(self._directory / "engine", arguments)))
         self._game.init()
-        _unlink_shared(arguments.read_text(encoding="utf-8").splitlines())
+        unlink_shared(arguments.read_text(encoding="utf-8").splitlines())
 
     def _seen(self) -> Bytes:
         state = self._game.get_state()
@@ -181,7 +182,8 @@ class Nearest:
         return np.ascontiguousarray(rows.reshape(h, w // 5, 5 * c)[:, :, : 4 * c]).reshape(h, w // 5 * 4, c)
 
 
-def _launcher(path: Path, arguments: Path) -> Path:
+def launcher(path: Path, arguments: Path) -> Path:
+    """Write a program that starts an engine which ends with us, and leaves its arguments in a file."""
     import vizdoom
 
     engine = Path(vizdoom.__file__).parent / "vizdoom"
@@ -191,7 +193,7 @@ def _launcher(path: Path, arguments: Path) -> Path:
     return path
 
 
-def _unlink_shared(arguments: list[str]) -> None:
+def unlink_shared(arguments: list[str]) -> None:
     """Both sides have opened what they share: without names it goes away with them, however they end."""
     if _INSTANCE in arguments:
         instance = arguments[arguments.index(_INSTANCE) + 1]

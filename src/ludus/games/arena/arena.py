@@ -25,9 +25,11 @@ from ludus.games.arena.layout import (
     ALIVE,
     ARMOUR,
     ASSISTS,
+    BASE,
     CAMP,
     CAST,
     CAST_TARGET,
+    CREEPS,
     DAMAGE,
     DEATHS,
     DIRECTIONS,
@@ -43,7 +45,6 @@ from ludus.games.arena.layout import (
     ITEMS,
     KILLS,
     KIND,
-    KINDS,
     LAST_HITS,
     LENGTH,
     LEVEL,
@@ -51,12 +52,14 @@ from ludus.games.arena.layout import (
     MATCH_FIELDS,
     MAX_HP,
     MAX_MANA,
+    MELEE,
     NOTHING,
     OVER,
     RECALL,
     RECALLING,
     RULES,
     SEED,
+    SIEGE,
     SIZE,
     SKILL_1,
     SKILL_3,
@@ -66,6 +69,7 @@ from ludus.games.arena.layout import (
     TARGET_UNIT,
     TICK,
     TICKS_PER_SECOND,
+    TOWER,
     WAVES,
     WHAT,
     WIDTH,
@@ -98,6 +102,7 @@ _MAGIC = b"LudusArenaState\0"
 _HEAD = struct.Struct("<16sIII")
 _GOLD, _XP, _HEALTH, _KILL, _DEATH, _ASSIST, _LAST_HIT, _DAMAGE, _HEALING, _TOWERS, _WIN = range(11)
 _MAX_MATCHES = 100_000
+_LARGEST = 100_000_000
 
 
 class Arena:
@@ -282,32 +287,44 @@ def parse_state(saved: bytes) -> tuple[int, Ints32, Ints32]:
 
 def _check_state(size: int, match: Ints32, units: Ints32) -> None:
     """Numbers by which kernels find their way must lead somewhere: compiled code does not look."""
-    kinds, camps, rows = units[KIND], units[CAMP], units[HERO_ROW, : 2 * size]
-    fits = (
-        match[SIZE] == size
-        and 1 <= match[EVERY] <= TICKS_PER_SECOND
-        and 1 <= match[LIMIT] <= MAX_SECONDS * TICKS_PER_SECOND
-        and 0 <= match[TICK] <= match[LIMIT]
-        and 0 <= match[WAVES] <= match[TICK]
-        and bool(np.all((units[ALIVE] == 0) | (units[ALIVE] == 1)))
-        and bool(np.all((kinds >= 0) & (kinds < len(KINDS))))
-        and bool(np.all((camps == 0) | (camps == 1)))
-        and bool(np.all(kinds[: 2 * size] == HERO))
-        and bool(np.all((rows >= 0) & (rows < len(heroes.HEROES))))
-        and bool(np.all((units[TARGET] >= -1) & (units[TARGET] < units.shape[1])))
-        and bool(np.all((units[CAST_TARGET] >= -1) & (units[CAST_TARGET] < units.shape[1])))
-        and bool(np.all((units[CAST] >= 0) & (units[CAST] <= RECALLING)))
-        and bool(np.all((units[CAST, : 2 * size] != 1) | (units[CAST_TARGET, : 2 * size] >= 0)))
-        and bool(np.all((units[LEVEL, : 2 * size] >= 1) & (units[LEVEL, : 2 * size] <= MAX_LEVEL)))
-        and bool(np.all((units[ITEMS, : 2 * size] >= 0) & (units[ITEMS, : 2 * size] <= MAX_ITEMS)))
-        and bool(np.all((units[X] >= 0) & (units[X] <= LENGTH) & (units[Y] >= 0) & (units[Y] <= WIDTH)))
-        and bool(np.all(np.abs(units) <= 100_000_000))
-        and bool(np.all(units[MAX_HP, : 2 * (size + STRUCTURES)] > 0))
-        and bool(np.all(units[MAX_MANA, : 2 * size] > 0))
-        and bool(np.all(units[ARMOUR] >= 0))
-    )
-    if not fits:
+    slots = units.shape[1]
+    here, creeps = units[:, : 2 * size], units[:, 2 * (size + STRUCTURES) :]
+    kinds = [HERO] * (2 * size) + [TOWER, TOWER, BASE] * 2
+    camps = [0] * size + [1] * size + [0] * STRUCTURES + [1] * STRUCTURES + [0] * CREEPS + [1] * CREEPS
+    alive = units[ALIVE] == 1
+    fits = [
+        match[SIZE] == size,
+        1 <= match[EVERY] <= TICKS_PER_SECOND,
+        1 <= match[LIMIT] <= MAX_SECONDS * TICKS_PER_SECOND,
+        0 <= match[TICK] <= match[LIMIT],
+        0 <= match[WAVES] <= match[TICK],
+        -1 <= match[WINNER] <= 1,
+        _all_within(match[OVER : OVER + 1], 0, 1),
+        _all_within(units[ALIVE], 0, 1),
+        np.array_equal(units[KIND, : len(kinds)], kinds),
+        _all_within(creeps[KIND][creeps[ALIVE] == 1], MELEE, SIEGE),
+        np.array_equal(units[CAMP][alive], np.array(camps)[alive]),
+        np.array_equal(here[CAMP], camps[: 2 * size]),
+        _all_within(here[HERO_ROW], 0, len(heroes.HEROES) - 1),
+        _all_within(units[TARGET], -1, slots - 1),
+        _all_within(units[CAST_TARGET], -1, slots - 1),
+        _all_within(units[CAST], 0, RECALLING),
+        bool(np.all((here[CAST] != 1) | (here[CAST_TARGET] >= 0))),
+        _all_within(here[LEVEL], 1, MAX_LEVEL),
+        _all_within(here[ITEMS], 0, MAX_ITEMS),
+        _all_within(units[X], 0, LENGTH),
+        _all_within(units[Y], 0, WIDTH),
+        _all_within(units, -_LARGEST, _LARGEST),
+        _all_within(units[MAX_HP, : len(kinds)], 1, _LARGEST),
+        _all_within(here[MAX_MANA], 1, _LARGEST),
+        _all_within(units[ARMOUR], 0, _LARGEST),
+    ]
+    if not all(fits):
         raise ConfigError("The saved state holds numbers that no match comes to.", "Is the file damaged?")
+
+
+def _all_within(numbers: Ints32, low: int, high: int) -> bool:
+    return bool(np.all((numbers >= low) & (numbers <= high)))
 
 
 # -- kernels that Python calls ----------------------------------------------------------------------------------------

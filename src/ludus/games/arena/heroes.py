@@ -144,7 +144,7 @@ class Hero:
 
 HEROES: Final = (
     Hero(
-        107, "Lancer", "fighter", 820, 80, 380, 62, 7, 30, 2, 1_400, 3_600, 1.0, 6, (90, 12, 4),
+        107, "Lancer", "fighter", 840, 84, 380, 64, 7, 30, 2, 1_400, 3_600, 1.0, 6, (90, 12, 4),
         (
             Skill("Cleave", 2_200, 6, 40, 85, 20, ratio=50, effect=SLOWS, amount=30, seconds=1.5),
             Skill("Charge", 5_000, 9, 45, 75, 17, size=900, ratio=30, effect=DASHES),
@@ -152,7 +152,7 @@ HEROES: Final = (
         ),
     ),
     Hero(
-        117, "Bulwark", "tank", 940, 95, 360, 54, 5, 40, 3, 1_400, 3_450, 1.1, 8, (140, 7, 6),
+        117, "Bulwark", "tank", 920, 90, 360, 56, 5, 38, 3, 1_400, 3_450, 1.1, 6, (140, 7, 6),
         (
             Skill("Shield Bash", 2_000, 9, 45, 75, 15, ratio=30, effect=STUNS, seconds=1.0),
             Skill("Fissure", 6_000, 8, 45, 85, 16, size=1_100, effect=SLOWS, amount=40, seconds=2.0),
@@ -160,15 +160,15 @@ HEROES: Final = (
         ),
     ),
     Hero(
-        190, "Ember", "mage", 610, 60, 520, 46, 5, 22, 1, 5_500, 3_400, 1.2, 4, (60, 15, 3),
+        190, "Ember", "mage", 600, 57, 520, 46, 5, 22, 1, 5_500, 3_400, 1.2, 4, (60, 15, 3),
         (
-            Skill("Firebolt", 6_500, 5, 45, 95, 22, ratio=40),
+            Skill("Firebolt", 6_500, 6, 45, 95, 21, ratio=40),
             Skill("Flame Lance", 8_500, 8, 60, 115, 25, size=900, windup=0.4, ratio=50, effect=SLOWS, amount=30, seconds=1.0),
-            Skill("Meteor", 7_500, 36, 110, 230, 48, size=3_200, windup=0.6, ratio=80, effect=STUNS, seconds=0.8),
+            Skill("Meteor", 7_500, 36, 110, 210, 44, size=3_200, windup=0.6, ratio=80, effect=STUNS, seconds=0.8),
         ),
     ),
     Hero(
-        173, "Falcon", "marksman", 630, 62, 380, 62, 8, 22, 1, 6_500, 3_350, 0.8, 4, (55, 15, 2),
+        173, "Falcon", "marksman", 660, 66, 380, 65, 9, 22, 1, 6_500, 3_400, 0.8, 4, (55, 15, 2),
         (
             Skill("Piercing Shot", 7_500, 7, 40, 45, 12, ratio=110),
             Skill("Tumble", 4_200, 9, 40, 35, 8, size=700, windup=0.1, ratio=30, effect=DASHES),
@@ -184,10 +184,10 @@ HEROES: Final = (
         ),
     ),
     Hero(
-        141, "Grace", "support", 690, 70, 520, 48, 5, 28, 2, 5_000, 3_450, 1.1, 6, (85, 10, 4),
+        141, "Grace", "support", 690, 70, 520, 52, 6, 28, 2, 5_000, 3_450, 1.1, 5, (85, 10, 4),
         (
-            Skill("Mending Light", 6_500, 8, 55, 85, 18, ratio=30, effect=HEALS, ally=True),
-            Skill("Binding Ray", 7_000, 8, 50, 90, 18, size=900, windup=0.3, ratio=40, effect=STUNS, seconds=0.7),
+            Skill("Mending Light", 6_500, 9, 60, 75, 15, ratio=20, effect=HEALS, ally=True),
+            Skill("Binding Ray", 7_000, 8, 50, 100, 20, size=900, windup=0.3, ratio=40, effect=STUNS, seconds=0.7),
             Skill("Sanctuary", 6_500, 36, 100, 170, 36, size=4_000, windup=0.3, effect=HEALS, ally=True),
         ),
     ),

@@ -167,7 +167,7 @@ RECALL_TICKS = 4 * SECOND
 MEND_COOLDOWN = 60 * SECOND
 HURT_MEMORY = 10 * SECOND
 AGGRO_TICKS = 3 * SECOND
-UNGUARDED = 35
+UNGUARDED = 55
 """Percent of a hero's damage to a building that remains while none of its creeps is near."""
 GUARD = 10_000
 

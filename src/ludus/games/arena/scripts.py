@@ -49,12 +49,14 @@ from ludus.games.arena.layout import (
     READY,
     RECALL,
     RECALLING,
+    RESPAWN,
     SEED,
     SIZE,
     SKILL_1,
     SKILL_2,
     SKILL_3,
     SKILL_DIRECTION,
+    SPEED,
     STRIKE,
     STRUCTURES,
     TARGET,
@@ -493,7 +495,7 @@ def play_hard(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32) 
         return
     if mend(units, match, table, h, out, 70) or retreat(units, match, table, h, out, foe, odds):
         return
-    if leave_tower(units, match, h, out, 2) or finish(units, match, h, out):
+    if raid(units, match, h, out) or leave_tower(units, match, h, out, 2) or finish(units, match, h, out):
         return
     if foe >= 0 and kite(units, match, table, h, out, foe):
         return
@@ -528,12 +530,18 @@ def choose_prey(units: Ints32, match: Ints32, table: Ints32, h: int, odds: int) 
             continue
         # Whoever strikes from farther away gains by waiting: go in, or go away.
         outranged = units[RANGE, j] > units[RANGE, h] + 1_000
-        if not dies and odds < (88 if outranged else 100) - int(match[TICK]) // (30 * SECOND):
+        if not dies and odds < (88 if outranged else 100) - impatience(match):
             continue
         worth = 100 * hurt // max(1, hp) + (1_000 if dies else 0) - gap(units, h, j) // 100 + 200
         if worth > best_worth:
             best, best_worth = j, worth
     return best
+
+
+@inner
+def impatience(match: Ints32) -> int:
+    """Percent that the odds may be worse by, the longer a match lasts: two who wait for each other both do not win."""
+    return min(35, int(match[TICK]) // (10 * SECOND))
 
 
 @inner
@@ -599,7 +607,7 @@ def away_from(units: Ints32, h: int, out: Ints32, j: int) -> bool:
 def retreat(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32, foe: int, odds: int) -> bool:
     """Home, when it is weak, and back to the own towers, when the others are stronger."""
     weak = share(units, h) < (22 if foe >= 0 else 35)
-    if not weak and (foe < 0 or odds >= 55):
+    if not weak and (foe < 0 or odds >= 60 - impatience(match)):
         return False
     if foe < 0:
         safe = units[HURT, h] >= SECOND and count_creeps(units, match, 1 - int(units[CAMP, h]), h, 7_000) == 0
@@ -628,6 +636,21 @@ def poke(units: Ints32, match: Ints32, table: Ints32, h: int, out: Ints32, foe: 
     if odds < 80 and units[RANGE, h] <= units[RANGE, foe]:
         return False
     return within(units, h, foe, int(units[RANGE, h])) and strike(units, match, h, out, foe)
+
+
+@inner
+def raid(units: Ints32, match: Ints32, h: int, out: Ints32) -> bool:
+    """Nobody is there to defend: to the next building, creeps or not, as long as health allows."""
+    goal, first = next_building(units, match, 1 - int(units[CAMP, h])), first_enemy(match, h)
+    hp = int(units[HP, h]) - 5 * after_armour(units, h, int(units[ATTACK, goal]))
+    if share(units, h) < 40 or hp <= 0 or not within(units, h, goal, 25_000):
+        return False
+    away = max(0, gap(units, h, goal) - int(units[RANGE, h]))
+    for j in range(first, first + int(match[SIZE])):
+        # Whoever comes back after it has got there, and has struck for a while, is too late.
+        if units[ALIVE, j] == 1 or units[RESPAWN, j] < 5 * SECOND + away // max(1, int(units[SPEED, h])):
+            return False
+    return strike(units, match, h, out, goal) or walk_to(units, h, out, int(units[X, goal]), int(units[Y, goal]))
 
 
 @inner

@@ -31,6 +31,7 @@ from ludus.games.arena.layout import (
     COOLDOWN_1,
     CORE,
     CREEPS,
+    DIRECTIONS,
     HERO_ROW,
     HP,
     LANE_Y,
@@ -394,8 +395,8 @@ def way_out(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
         return -1
     sign, speed = (1 if units[CAMP, h] == 0 else -1), speed_of(units, h)
     # Homewards first: of several ways out the one that leads back.
-    for k in range(DX.shape[0]):
-        d = (DX.shape[0] // 2 + (k + 1) // 2 * (1 if k % 2 == 0 else -1)) % DX.shape[0]
+    for k in range(DIRECTIONS):
+        d = (DIRECTIONS // 2 + (k + 1) // 2 * (1 if k % 2 == 0 else -1)) % DIRECTIONS
         safe = True
         for j in range(first, first + int(match[SIZE])):
             if sees(units, h, j) and 2 <= units[CAST, j] <= 3:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ludus.errors import WorkerFailed
-from ludus.game.doom import SCREEN, Bytes, Nearest, _launcher, _unlink_shared
+from ludus.game.doom import SCREEN, Bytes, Nearest, launcher, unlink_shared
 
 TICS_PER_S: Final = 35
 SIDE: Final = 84
@@ -78,7 +78,7 @@ class Engine:
         Path("_vizdoom").mkdir(mode=0o700, exist_ok=True)  # of two engines that both make it one would fail
         self._arguments.unlink(missing_ok=True)
         self._game.set_doom_config_path(str(self._directory / "engine.ini"))
-        self._game.set_vizdoom_path(str(_launcher(self._directory / "engine", self._arguments)))
+        self._game.set_vizdoom_path(str(launcher(self._directory / "engine", self._arguments)))
 
     def start(self) -> None:
         """Returns when both players are in the game, or it is given up: after a minute."""
@@ -92,7 +92,7 @@ class Engine:
     def forget_names(self) -> None:
         """Of the memory that it shares with its engine: so it goes away with them. Also from another thread."""
         if self._arguments.exists():
-            _unlink_shared(self._arguments.read_text(encoding="utf-8").splitlines())
+            unlink_shared(self._arguments.read_text(encoding="utf-8").splitlines())
 
     def look(self) -> Seen:
         state = self._game.get_state()
