@@ -31,6 +31,8 @@ ONLY_SEAT = ""
 """The name of the seat of a game that has one."""
 
 _KEYS = frozenset({"observation", "reward", "terminated", "truncated", "action_mask"})
+_INFO = "info"
+"""At the top of a message: what a game tells actors that care."""
 _SHOWN = 80  # characters of what a game calls something
 
 
@@ -73,6 +75,7 @@ class BuiltinActor(Actor):
 
     async def tick(self, body: bytes) -> bytes:
         message, packed = decoded(body)
+        message.pop(_INFO, None)
         parts = {name: self._checked(name, part) for name, part in self._parts(message).items()}
         # All of them are right: from here on nothing can be refused.
         if self._single:
@@ -110,6 +113,7 @@ class BuiltinActor(Actor):
                 agent.break_off()
             return b""
         message, packed = decoded(body) if body.strip() else ({}, False)
+        message.pop(_INFO, None)
         parts = {name: self._checked(name, part, last=True) for name, part in self._parts(message).items()} if message else {}
         for name, part in parts.items():
             await part.conclude(self._agent(name))

@@ -202,6 +202,8 @@ class AsyncClient:
         self._talk.fall_back(deadline_s, fallback, default)
         self._wires: dict[Address, _Wire] = {}
         self._turn = asyncio.Lock()
+        self._queued = 0
+        """Requests that wait for their turn."""
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -247,11 +249,7 @@ class AsyncClient:
         until = self._talk.until(deadline_s)
         if until is None:
             return await self._drive(self._talk.step(TICK, session, body))
-        # Whoever has the connection may keep it for longer than this tick can wait.
-        try:
-            async with asyncio.timeout(max(0.0, until.left_s)):
-                await self._turn.acquire()
-        except TimeoutError:
+        if not await self._taken(until):
             return self._talk.miss(session, DeadlineMissed(f"The connection was not free within {until.limit_s:g} s.", _GOES_ON))
         try:
             return await self._converse(self._talk.tick(session, body, until))
@@ -261,9 +259,31 @@ class AsyncClient:
     async def end(self, session: str, body: bytes = b"") -> bytes:
         return await self._drive(self._talk.step(END, session, body))
 
+    async def _taken(self, until: _Until) -> bool:
+        """Have the connection. Whoever has it now may keep it for longer than this tick can wait."""
+        if not self._turn.locked() and not self._queued:
+            await self._turn.acquire()  # at once, without the price of a timer
+            return True
+        self._queued += 1
+        try:
+            async with asyncio.timeout(max(0.0, until.left_s)):
+                await self._turn.acquire()
+        except TimeoutError:
+            return False
+        finally:
+            self._queued -= 1
+        return True
+
     async def _drive(self, talk: _Conversation) -> bytes:
-        async with self._turn:
+        self._queued += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._queued -= 1
+        try:
             return await self._converse(talk)
+        finally:
+            self._turn.release()
 
     async def _converse(self, talk: _Conversation) -> bytes:
         try:
