@@ -4,7 +4,8 @@
     python -m bench.arena --speed            (about 3 minutes)
 
 The ladder: random line-ups, either script once with either camp; won is whoever destroyed the base, and a match that time ends is
-won by nobody. Speed: all heroes act at random among what is allowed, and every step builds observations and masks.
+won by nobody. Speed: orders are drawn at random from all there are, so that many are refused and do nothing; targets that cannot be
+aimed at are replaced by the nearest that can, and every step builds observations and masks.
 """
 
 from __future__ import annotations
@@ -229,7 +230,8 @@ def run_speed(rounds: int, seconds: float) -> bool:
     head = provenance()
     page = (
         f"# Speed of the Arena\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\nOne core, CPU time; {rounds} interleaved rounds. "
-        "Decisions of heroes, all counted, with observations and masks built. Nearest: the nearest enemy of every unit, a part of the "
+        "Decisions of heroes, all counted, with observations and masks built; orders drawn at random, many of them refused. "
+        "Uncompiled: one run of 5 s each, no spread. Nearest: the nearest enemy of every unit, a part of the "
         "rules, compiled and as numpy over all matches at once: the measurement behind choosing a compiler.\n\n"
         + "\n".join(lines)
         + "\n"

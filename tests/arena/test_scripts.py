@@ -134,14 +134,17 @@ def test_unknown_scripts_are_refused_by_name() -> None:
 
 
 def test_the_ladder_stands() -> None:
-    """The committed one (bench/results/arena-ladder.md) has hundreds of games; this is the alarm for whoever changes the rules."""
+    """The committed one (bench/results/arena-ladder.md) has hundreds of games; this is the alarm for whoever changes the rules.
+
+    Bounds: at the rates measured there, chance oversteps each of them less than once in a million.
+    """
     bounds = {
-        ("hard", "medium"): (22, 40),
-        ("medium", "easy"): (26, 40),
-        ("random", "medium"): (0, 2),
-        ("nearest", "medium"): (0, 12),
+        ("hard", "medium"): (10, 24),
+        ("medium", "easy"): (11, 24),
+        ("random", "medium"): (0, 5),
+        ("nearest", "medium"): (0, 5),
     }
-    found = {standing.pair: standing.won for standing in ladder(40, 1, 8, tuple(bounds))}
+    found = {standing.pair: standing.won for standing in ladder(24, 1, 8, tuple(bounds))}
     assert all(low <= found[pair] <= high for pair, (low, high) in bounds.items()), found
 
 
