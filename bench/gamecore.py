@@ -179,7 +179,9 @@ def starts(size: Size) -> list[Row]:
                 _latencies(server, pool, game, 1, "first")
                 alone = _latencies(server, pool, game, min(size.starts, 50), "alone")
                 list(pool.map(lambda i, game=game: server.play(f"beside-{i}", game, mode=_mode(game)), range(size.beside)))
-                time.sleep(3.0)  # all play
+                if game != "script":
+                    until("that all play", lambda server=server: all(_plays(one["pid"]) for one in server.games("running")), 300)
+                time.sleep(3.0)
                 cpu = _load(server, 5.0)
                 beside = _latencies(server, pool, game, size.starts, "beside")
                 running = len(server.games("running"))
@@ -349,7 +351,7 @@ The Arena, 3v3 between rule AIs, at {PACE} ticks a second, started by `Games` wi
 which is when the process exists. *A match of one tick*: from the order to the end of a process that plays no more than that. Memory is that
 of as many games again, which all run when they are measured. Pss divides what processes share among them. Median [least–most].""",
     "starts": f"""\
-`ludus gamecore serve` on this machine; *beside* so many games of the same kind, which run at {PACE} ticks a second all the time, one caller
+`ludus gamecore serve` on this machine; *beside* so many games of the same kind, which all run at {PACE} ticks a second by then, one caller
 starts one game after the other over HTTP, and each is stopped again meanwhile, so that no more than two others run. Latency is that of the
 request, until the server has answered that the process runs. *arena*: 3v3 of rule AIs as a command; *arena-warm*: as forks of a warm
 keeper; *script*: Python, without any import, with {PACE} ticks a second.""",
