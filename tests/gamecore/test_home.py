@@ -55,6 +55,29 @@ def test_what_a_game_is_told_is_for_this_user_alone(tmp_path: Path) -> None:
         assert list((tmp_path / "s" / "trash").iterdir()) == []
 
 
+def test_a_prefix_of_wine_is_taken_over_by_the_next_game_if_it_is_whole(tmp_path: Path) -> None:
+    def left_behind(*names: str) -> None:
+        place.prefix.mkdir(exist_ok=True)
+        for name in names:
+            (place.prefix / name).write_text("")
+
+    with Home(tmp_path) as home:
+        place = home.place("a")
+        home.make(place, {}, with_prefix=True)
+        left_behind("drive_c", "system.reg")
+        home.make(place, {}, with_prefix=True)
+        assert sorted(path.name for path in place.prefix.iterdir()) == ["drive_c", "system.reg"]
+        home.make(place, {})  # a game that does not need it
+        assert not place.prefix.exists()
+        left_behind("drive_c")  # Wine was killed before it wrote its registry
+        home.make(place, {}, with_prefix=True)
+        assert not place.prefix.exists()
+    (tmp_path / "kept" / "a").mkdir()  # by a server that was killed meanwhile
+    with Home(tmp_path) as home:
+        home.make(home.place("a"), {}, with_prefix=True)
+        assert not home.place("a").prefix.exists()
+
+
 def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: Path) -> None:
     with Home(tmp_path) as home:
         for name, state in (("ended", "finished"), ("ran", "running"), ("began", "starting")):

@@ -24,7 +24,7 @@ from ludus.game.process import GameExit, GameProcess
 from ludus.gamecore import home as homes
 from ludus.gamecore.catalogue import Catalogue
 from ludus.gamecore.home import Home
-from ludus.gamecore.launch import launch
+from ludus.gamecore.launch import launch, uses_wine
 from ludus.gamecore.match import GONE_S, Match
 from ludus.gamecore.order import Order, shown
 from ludus.gamecore.starters import Starters
@@ -343,7 +343,8 @@ class Hall:
                 place.result.unlink()
         else:
             try:
-                self.home.make(place, order.config(status.seed, str(match.start_from) if match.start_from else None))
+                config = order.config(status.seed, str(match.start_from) if match.start_from else None)
+                self.home.make(place, config, with_prefix=uses_wine(match.entry, self._surroundings))
             except OSError as error:
                 raise WorkerFailed(f"{place.directory} cannot be made: {error.strerror}.", "Is the disk full?") from error
         states = self.home.states_of(order.game) if match.saves else None

@@ -30,6 +30,7 @@ MAX_RESULT = 16_384
 MAX_LOG_BYTES = 1_000_000
 _MAX_RECORD = 2_000_000
 _REAP_S = 10.0
+_REGISTRY = "system.reg"
 _ASIDE_S = 3600.0
 """A state that was begun so long ago and never got its name is nobody's."""
 
@@ -51,10 +52,12 @@ class Home:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
-        self.games, self.states, self._trash = (self.directory / name for name in ("games", "states", "trash"))
+        self.games, self.states, self._trash, self._kept = (
+            self.directory / name for name in ("games", "states", "trash", "kept")
+        )
         self.log = self.directory / "gamecore-server.log"
         try:
-            for path in (self.directory, self.games, self.states, self._trash):
+            for path in (self.directory, self.games, self.states, self._trash, self._kept):
                 path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             owner = self.directory.stat().st_uid
         except OSError as error:
@@ -62,6 +65,8 @@ class Home:
         if owner != os.getuid():
             raise UsageError(f"{self.directory} belongs to somebody else.", "Choose another by --state-dir.")
         self._lock = _locked(self.directory / "lock")
+        for path in self._kept.iterdir():  # of a server that was killed between two renames
+            os.rename(path, self._trash / uuid.uuid4().hex)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -82,10 +87,20 @@ class Home:
     def place(self, runtime_id: str) -> Place:
         return Place(self.games / runtime_id)
 
-    def make(self, place: Place, config: dict[str, Any]) -> None:
-        """Anew: what an earlier game of this id left is gone."""
+    def make(self, place: Place, config: dict[str, Any], *, with_prefix: bool = False) -> None:
+        """Anew: what an earlier game of this id left is gone.
+
+        `with_prefix`: but for its Wine prefix, which takes seconds to make and hundreds of megabytes. One without a registry was not
+        finished, or its server of Wine was killed before it wrote that down.
+        """
+        kept = self._kept / place.directory.name  # not in the trash, which another thread may be emptying
+        if with_prefix and (place.prefix / _REGISTRY).is_file():
+            with contextlib.suppress(OSError):
+                os.rename(place.prefix, kept)
         self.discard(place)
         place.directory.mkdir(mode=PRIVATE)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(kept, place.prefix)
         write_private(place.config, json.dumps(config).encode())
 
     def discard(self, place: Place) -> Path | None:

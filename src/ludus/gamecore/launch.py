@@ -43,6 +43,11 @@ class Place:
     def record(self) -> Path:
         return self.directory / "record.json"
 
+    @property
+    def prefix(self) -> Path:
+        """Of Wine, for games that need it."""
+        return self.directory / "wine"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -78,7 +83,7 @@ def launch(
     environment = {name: surroundings[name] for name in (*INHERITED, *entry.inherit) if name in surroundings}
     environment["PYTHONUNBUFFERED"] = "1"  # else the last lines of a game that is killed are lost
     if "wine" in words:
-        environment |= {"WINEPREFIX": str(place.directory / "wine"), "WINEDEBUG": "-all"}
+        environment |= {"WINEPREFIX": str(place.prefix), "WINEDEBUG": "-all"}
     if "xvfb-run" in words:
         environment["TMPDIR"] = str(place.directory)  # one that is stopped leaves a directory there
     environment |= {name: filled(value, values) for name, value in entry.environment.items()}
@@ -95,6 +100,10 @@ def launch(
 def wrapped(entry: Entry, surroundings: Mapping[str, str]) -> bool:
     """Whether anything stands before its command."""
     return bool(entry.wrapper or _wine(entry, surroundings))
+
+
+def uses_wine(entry: Entry, surroundings: Mapping[str, str]) -> bool:
+    return entry.uses_wine or bool(_wine(entry, surroundings))
 
 
 def _wine(entry: Entry, surroundings: Mapping[str, str]) -> tuple[str, ...]:
