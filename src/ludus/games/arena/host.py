@@ -185,13 +185,13 @@ class Host:
         self._play(actions)
 
     def _asked(self) -> list[tuple[Line, list[int]]]:
-        """Who is asked now, for which heroes: those alive."""
+        """Who is asked now, for which heroes: those alive, or all of them."""
         alive = self.arena.units[:, ALIVE]
         now, asked = time.monotonic(), []
         for line in self._lines:
             if line.match.reason:
                 continue
-            heroes: list[int] = [hero for hero in line.heroes if alive[line.m, hero]]
+            heroes: list[int] = [hero for hero in line.heroes if self._options.lockstep or alive[line.m, hero]]
             if not heroes and now - line.asked > _SILENT_S:
                 heroes = list(line.heroes)
             if heroes:
@@ -321,7 +321,7 @@ class Host:
             Step(
                 match.seat_of(hero),
                 match.take(hero),
-                None if match.decided else self._seen(m, hero),
+                None if match.decided and not self._options.lockstep else self._seen(m, hero),
                 terminated=match.decided,
                 truncated=not match.decided,
             )

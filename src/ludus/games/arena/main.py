@@ -205,9 +205,10 @@ async def _stoppable(host: Host) -> int:
 def arena_for(plans: Sequence[Plan]) -> Arena:
     """With all its matches begun."""
     plan = plans[0]
-    rewards = Rewards(sparse=plan.options.sparse, team_spirit=plan.options.team_spirit)
-    settings = ArenaSettings(rewards=rewards)
-    arena = Arena(plan.size, len(plans), settings, plan.lineup, lenient=plan.options.lenient)
+    options = plan.options
+    rewards = Rewards(options.weights, options.sparse, options.team_spirit, options.zero_sum)
+    settings = ArenaSettings(every=options.every, rewards=rewards)
+    arena = Arena(plan.size, len(plans), settings, plan.lineup, lenient=options.lenient)
     arena.reset([each.seed for each in plans])
     if plan.start_from is not None:
         saved = read_state(plan.start_from)

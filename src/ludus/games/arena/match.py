@@ -30,10 +30,11 @@ from ludus.games.arena.layout import (
     OUTER,
     STRUCTURES,
     TAKEN,
+    TICKS_PER_SECOND,
     hero_slot,
     structure_slot,
 )
-from ludus.games.arena.settings import Lineup, rows_of, size_of
+from ludus.games.arena.settings import PARTS, Lineup, rows_of, size_of
 from ludus.plugins import did_you_mean
 
 OnIllegal = Literal["nothing", "rule", "forfeit"]
@@ -42,6 +43,8 @@ Sessions = Literal["camp", "hero"]
 CAMPS: Final = 2
 MAX_TIMEOUT_S: Final = 3600.0
 MAX_PACE: Final = 100_000.0
+MAX_WEIGHT: Final = 1e6
+_WEIGHT: Final = "weight_"
 _NAMES: Final = ("outer tower", "inner tower", "base")
 _KEYS = (
     "runtime_id", "game", "mode", "heroes", "camps", "eval_mode", "seed", "max_frames", "start_from", "options",
@@ -93,7 +96,13 @@ class Options:
     choose button and target apart."""
     sparse: bool = False
     team_spirit: float = 0.0
-    """Of the rewards that actors are told: `settings.Rewards`."""
+    zero_sum: bool = True
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the rewards that actors are told: `settings.Rewards`. Each weight is an option of its own, `weight_gold` and so on."""
+    every: int = 3
+    """Ticks from decision to decision."""
+    lockstep: bool = False
+    """All heroes are asked at every decision, the dead too, and all are shown the end: for actors whose seats go in step."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +190,12 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
     """Raises ConfigError."""
     if not isinstance(given, Mapping):
         _wrong("options", given, "It is an object.")
-    known = Options.__dataclass_fields__
+    known = (Options.__dataclass_fields__.keys() - {"weights"}) | {f"{_WEIGHT}{part}" for part in PARTS}
     for key in given:
         if key not in known:
             raise ConfigError(f"The option {key!r} is unknown.", did_you_mean(str(key), known))
     default = Options()
+    weights = {part: given[f"{_WEIGHT}{part}"] for part in PARTS if f"{_WEIGHT}{part}" in given}
     made = Options(
         rule=_one_of("rule", given.get("rule", default.rule), scripts),
         pace=_number("pace", given.get("pace", default.pace), 0.0, MAX_PACE),
@@ -198,6 +208,10 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
         lenient=_flag("lenient", given.get("lenient", default.lenient)),
         sparse=_flag("sparse", given.get("sparse", default.sparse)),
         team_spirit=_number("team_spirit", given.get("team_spirit", default.team_spirit), 0.0, 1.0),
+        zero_sum=_flag("zero_sum", given.get("zero_sum", default.zero_sum)),
+        weights={part: _number(f"{_WEIGHT}{part}", weight, -MAX_WEIGHT, MAX_WEIGHT) for part, weight in weights.items()},
+        every=_whole("every", given.get("every", default.every), 1, TICKS_PER_SECOND),
+        lockstep=_flag("lockstep", given.get("lockstep", default.lockstep)),
     )
     if made.format == "raw" and "sessions" not in given:  # a session of raw arrays has one seat
         return Options(**{**vars(made), "sessions": "hero"})

@@ -43,9 +43,9 @@ class Talk:
     def __init__(self, remote: Remote, name: str, match: str, start: bytes, patience_s: float) -> None:
         """`name`: what the ids of the sessions begin with; `match` joins those of one match. `start`: the first body."""
         self._remote, self._name, self._match, self._start_body = remote, name, match, start
-        self._limit_s = max(remote.timeout_s, patience_s)
+        self._limit_s, self._patience_s = max(remote.timeout_s, patience_s), patience_s
         # Its pauses grow by 0.2 s: so many fill the time, and then it says what was wrong.
-        retries = int((1 + math.sqrt(1 + 40 * self._limit_s)) / 2)
+        retries = int((1 + math.sqrt(1 + 40 * patience_s)) / 2)
         self._client = AsyncClient(remote.url, remote.token, self._limit_s, retries)
         self._session = ""
         self._sessions = 0
@@ -81,8 +81,8 @@ class Talk:
             return await self._refused(error)
         except DeadlineMissed as error:
             return self._silent(error.message)
-        except Unreachable as error:
-            return self._silent(str(error))
+        except Unreachable as error:  # nobody is there, who could be slow
+            return self._silent(str(error), self._patience_s)
         self._since = None
         return Heard(reply)
 
@@ -118,10 +118,11 @@ class Talk:
         heard = await self.start()
         return heard if heard.gone else Heard(None, why[:_WORDS], fresh=True)
 
-    def _silent(self, why: str) -> Heard:
+    def _silent(self, why: str, limit_s: float | None = None) -> Heard:
         """No answer this time. When that has been so for long enough, nobody is there."""
         silent_s = 0.0 if self._since is None else time.monotonic() - self._since
-        return self._given_up(why) if silent_s >= self._limit_s - _CLOCK_S else Heard(None, why[:_WORDS])
+        enough_s = self._limit_s if limit_s is None else limit_s
+        return self._given_up(why) if silent_s >= enough_s - _CLOCK_S else Heard(None, why[:_WORDS])
 
     def _given_up(self, why: str) -> Heard:
         self._gone = True
