@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.errors import EnvironmentFault, MissingExtra, UnknownName, UsageError
@@ -575,3 +576,38 @@ def test_what_was_lost_is_not_learned_from_and_its_episode_is_not_scored() -> No
     assert block.observation[3, 0].tolist() == [2, 3], "the step before bootstraps from what it led to"
     assert block.episode_length.tolist() == [5]
     assert block.episode_return.tolist() == [5]
+
+
+class _Losing(gym.vector.VectorEnv[Any, Any, Any]):
+    """Rows that are lost in every other step."""
+
+    def __init__(self) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.num_envs, self.steps, self.restarts = 2, 0, 3
+        self.beat: Callable[[], None] = lambda: None
+        self.single_observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+        self.single_action_space = gym.spaces.Discrete(2)
+
+    def reset(self, **keywords: Any) -> tuple[Any, dict[str, Any]]:
+        return np.zeros((2, 1), np.float32), {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        self.steps += 1
+        nothing = np.zeros(2, np.bool_)
+        infos = {"lost": np.array([False, True])} if self.steps % 2 else {}
+        return np.zeros((2, 1), np.float32), np.zeros(2, np.float32), nothing, nothing, infos
+
+
+def test_a_vector_environment_says_which_rows_it_has_lost_and_is_told_whom_to_beat_for() -> None:
+    inner = _Losing()
+    environments = VectorEnvironments("losing", inner)
+    environments.reset(0)
+    beats = []
+    environments.beat = lambda: beats.append(1)
+    inner.beat()
+    assert beats == [1]
+    lost = environments.step(np.zeros(2, np.int64)).lost
+    assert lost is not None
+    assert lost.tolist() == [False, True]
+    assert environments.step(np.zeros(2, np.int64)).lost is None
+    assert environments.restarts == 3

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -289,6 +289,11 @@ def _closed(env: Any) -> None:
 # -- an environment's own vector implementation -------------------------------------------------------------------------
 
 
+LOST: Final = "lost"
+"""In the infos of a vector environment's step: rows [N] whose step came to nothing, and which begin anew. It may have attributes
+`beat`, which it calls while it waits, and `restarts`, how often something of its own failed and was begun anew."""
+
+
 class VectorEnvironments:
     """A Gymnasium vector environment, in next-step or same-step autoreset mode."""
 
@@ -299,8 +304,8 @@ class VectorEnvironments:
         again: Callable[[], gym.vector.VectorEnv[Any, Any, Any]] | None = None,
     ) -> None:
         self.name, self.num, self._env, self._again = name, env.num_envs, env, again
-        self.beat: Callable[[], None] = _nothing
-        self.restarts, self._in_a_row = 0, 0
+        self._beat: Callable[[], None] = _nothing
+        self._restarts, self._in_a_row = 0, 0
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         mode = AutoresetMode(mode)
         if mode is AutoresetMode.DISABLED:
@@ -312,6 +317,21 @@ class VectorEnvironments:
         self._unwrap = self._mask_inside and not isinstance(self.observation_space, gym.spaces.Dict)
         self.masked = self._mask_inside
         self._steps = 0
+
+    @property
+    def beat(self) -> Callable[[], None]:
+        return self._beat
+
+    @beat.setter
+    def beat(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+        env: Any = self._env.unwrapped
+        if hasattr(env, "beat"):  # it waits for others, and says so
+            env.beat = beat
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts + int(getattr(self._env.unwrapped, "restarts", 0))
 
     def reset(self, seed: int | None) -> Seen:
         with translated(self.name, "reset", 0):
@@ -328,10 +348,11 @@ class VectorEnvironments:
             return self._begun_again(fault)
         self._in_a_row = 0
         seen = self._seen(observation, infos)
+        lost = infos.get(LOST)
         if not self.resets_at_once:
-            return Outcome(seen, reward, terminated, truncated)
+            return Outcome(seen, reward, terminated, truncated, lost=lost)
         rows = np.flatnonzero(terminated | truncated)
-        return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows))
+        return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows), lost)
 
     def _begun_again(self, fault: EnvironmentFault) -> Outcome:
         """All rows are lost, and start anew. Raises the fault when that is not wanted, or has not helped."""
@@ -339,11 +360,12 @@ class VectorEnvironments:
             if self._again is None or self._in_a_row >= _FAULTS_IN_A_ROW:
                 raise fault
             self._in_a_row += 1
-            self.restarts += 1
+            self._restarts = self.restarts + 1
             log.warning("%s It is made anew.", fault)
             _closed(self._env)
             try:
                 self._env = self._again()
+                self.beat = self._beat
                 seen = self.reset(None)
             except EnvironmentFault as another:
                 fault = another
