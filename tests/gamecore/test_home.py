@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from ludus import pids
 from ludus.errors import Refused, UsageError
 from ludus.gamecore.catalogue import States
 from ludus.gamecore.home import Home, default_directory, last_lines, read_result, write_private
+from ludus.gamecore.order import Order
 from ludus.gamecore.status import Status
 from ludus.gamecore.tasks import Tasks
 
@@ -124,7 +126,7 @@ def test_records_that_are_none_are_removed(tmp_path: Path) -> None:
 
 def test_saved_states_are_bounded_by_number_and_size(tmp_path: Path) -> None:
     with Home(tmp_path) as home:
-        directory = home.states_of("g")
+        directory = home.states_of("g", "1v1")
         for age, name in enumerate(("e", "d", "c", "b", "a")):  # a is the oldest
             (directory / name).write_bytes(b"x" * 1000)
             os.utime(directory / name, (1000 - age, 1000 - age))
@@ -136,13 +138,35 @@ def test_saved_states_are_bounded_by_number_and_size(tmp_path: Path) -> None:
         home.prune_states("g", States(keep_mb=0.0025))
         assert [path.name for path in home.saved("g")] == ["d", "e"]
         assert (directory / ".unfinished").exists()
-        assert home.choose_state("g", "d", True) == directory / "d"
+        assert home.choose_state(asked("g", "d")) == directory / "d"
+        assert home.choose_state(asked("g", "any")) in (directory / "d", directory / "e")
         for name in ("a", "link", ".unfinished"):
             with pytest.raises(Refused):
-                home.choose_state("g", name, False)
-        assert home.choose_state("other", "any", False) is None
-        with pytest.raises(Refused, match="no saved state"):
-            home.choose_state("other", "any", True)
+                home.choose_state(asked("g", name))
+        assert home.choose_state(asked("other", "any")) is None
+        with pytest.raises(Refused, match=r"no saved state of other \(1v1\)"):
+            home.choose_state(asked("other", "any", must_resume=True))
+
+
+def test_a_match_goes_on_only_with_a_state_of_its_own_kind(tmp_path: Path) -> None:
+    heroes: list[list[dict[str, Any]]] = [[{"hero_id": 1}] * 3] * 2
+    with Home(tmp_path) as home:
+        (home.states_of("g", "1v1") / "small").write_text("")
+        assert home.choose_state(asked("g", "any", "3v3")) is None
+        assert home.choose_state(asked("g", "any", None, heroes=heroes)) is None
+        with pytest.raises(Refused, match=r"g \(3v3\) has no saved state 'small'"):
+            home.choose_state(asked("g", "small", "3v3"))
+        (home.states_of("g", "3v3") / "large").write_text("")
+        for mode in ("3v3", None):
+            assert home.choose_state(asked("g", "any", mode, heroes=heroes)) == tmp_path / "states" / "g" / "3v3" / "large"
+        assert home.choose_state(asked("g", "any", None)) is None
+        assert [path.name for path in home.saved("g")] == ["small", "large"]
+        home.prune_states("g", States(keep=1))  # of all kinds together
+        assert [path.name for path in home.saved("g")] == ["large"]
+
+
+def asked(game: str, start_from: str, mode: str | None = "1v1", **more: Any) -> Order:
+    return Order("r", game, mode, more.pop("heroes", []), (None, None), {}, start_from=start_from, **more)
 
 
 def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None:

@@ -41,9 +41,12 @@ def test_an_order_is_translated() -> None:
         "eval_mode": False,
         "max_frames": 20000,
         "start_from": None,
+        "must_resume": False,
         "task_id": "t_swap",
     }
-    assert translated(order("r", [{}, REMOTE], "repeat", max_frame_num=-1))["start_from"] == "any"
+    for kind in ("repeat", "remote_repeat", "repeat_only"):
+        told = translated(order("r", [{}, REMOTE], kind, max_frame_num=-1))
+        assert (told["start_from"], told["must_resume"]) == ("any", kind == "repeat_only")
     assert translated(order("r", [{}, REMOTE], max_frame_num=-1))["max_frames"] is None
     assert translated(order("r", [{"ip": "", "port": 0}, REMOTE]))["camps"][0] is None
     assert translated(order("r", [{"ip": "::1", "port": 5}, {}]))["camps"][0]["address"] == "[::1]:5"

@@ -259,8 +259,6 @@ class GamecoreClient:
             extra=dict(extra_abs_key_info or {}),
         )
         if self._v1():
-            if order.simulator == "repeat_only" and not order.start_from:
-                self._require_saved(order)
             if order.extra:
                 log.warning("extra_abs_key_info is not kept: %s has no place for it", self.server)
             return GameState.from_json(self._ask("POST", "/v1/games", order.to_v1(), self._wire.timeout_s + _START_S))
@@ -409,16 +407,6 @@ class GamecoreClient:
                 self._has_v1 = False
         return self._has_v1
 
-    def _require_saved(self, order: _Order) -> None:
-        """Of a server of ours `any` is a new match where there is no saved one."""
-        games = self.catalogue()["games"]
-        name = order.game or next(
-            (name for name, entry in games.items() if order.mode in (entry.get("modes") or (order.mode,))), ""
-        )
-        if name in games and not games[name].get("states"):
-            hint = "Play some first with simulator_type 'repeat', which begins anew while there is none."
-            raise Refused(404, "unknown_state", f"There is no saved state of the game {name!r} to start from.", hint)
-
     def _need_v1(self, what: str) -> None:
         if not self._v1():
             raise Refused(404, "old_server", f"{self.server} speaks only /v2, and cannot {what}.", "`ludus gamecore serve` can.")
@@ -492,6 +480,7 @@ class _Order:
             "max_frames": self.max_frames,
             "timeout_s": self.timeout_s,
             "start_from": self.start_from or REPEATING[self.simulator],
+            "must_resume": True if self.simulator == "repeat_only" else None,
             "task_id": self.task_id,
             "options": self.options or None,
         }

@@ -131,7 +131,7 @@ class Hall:
         """The game, and whether it was started for this order (else it runs already). Raises Refused."""
         state = None
         if order.start_from is not None and order.runtime_id not in self._matches:
-            state = await self._in(self._disk, self.home.choose_state, order.game, order.start_from, order.must_resume)
+            state = await self._in(self._disk, self.home.choose_state, order)
         present = self._matches.get(order.runtime_id)
         if present is not None:
             if present.order != order:
@@ -347,7 +347,7 @@ class Hall:
                 self.home.make(place, config, with_prefix=uses_wine(match.entry, self._surroundings))
             except OSError as error:
                 raise WorkerFailed(f"{place.directory} cannot be made: {error.strerror}.", "Is the disk full?") from error
-        states = self.home.states_of(order.game) if match.saves else None
+        states = self.home.states_of(order.game, order.kind) if match.saves else None
         match.quiet_size = match.log_size()
         self.home.save(status)  # before there is anything that could be lost
         what = launch(self.catalogue, order, place, states, self._surroundings, self._free_port)

@@ -20,7 +20,7 @@ from ludus import logfile, pids
 from ludus.errors import Refused, UsageError
 from ludus.gamecore.catalogue import NAME, STATE_NAME, States
 from ludus.gamecore.launch import CONFIG, Place
-from ludus.gamecore.order import ANY, shown
+from ludus.gamecore.order import ANY, Order, shown
 from ludus.gamecore.status import Status
 
 log = logging.getLogger(__name__)
@@ -182,32 +182,42 @@ class Home:
 
     # -- saved states
 
-    def states_of(self, game: str) -> Path:
-        directory = self.states / game
-        directory.mkdir(mode=PRIVATE, exist_ok=True)
+    def states_of(self, game: str, kind: str) -> Path:
+        """Of matches of one kind: a state of 1v1 is none for 3v3."""
+        directory = self.states / game / kind
+        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return directory
 
-    def saved(self, game: str) -> list[Path]:
-        """The oldest first."""
+    def saved(self, game: str, kind: str | None = None) -> list[Path]:
+        """The oldest first; of all kinds, if none is named."""
         found: list[tuple[float, Path]] = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.states / game) as entries:
-            for entry in entries:
-                if entry.is_file(follow_symlinks=False) and STATE_NAME.fullmatch(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
+        for directory in self._kinds(game) if kind is None else [self.states / game / kind]:
+            with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.is_file(follow_symlinks=False) and STATE_NAME.fullmatch(entry.name):
+                        with contextlib.suppress(FileNotFoundError):
+                            found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
         return [path for _, path in sorted(found)]
 
-    def choose_state(self, game: str, name: str, must_exist: bool) -> Path | None:
-        """Raises Refused if there is none of this name."""
-        saved = self.saved(game)
+    def _kinds(self, game: str) -> list[Path]:
+        with contextlib.suppress(FileNotFoundError):
+            return [path for path in (self.states / game).iterdir() if path.is_dir() and not path.is_symlink()]
+        return []
+
+    def choose_state(self, order: Order) -> Path | None:
+        """As `start_from` says; None: it begins anew. Raises Refused if there is none of this name."""
+        name, which = order.start_from, f"{order.game} ({order.kind})"
+        saved = self.saved(order.game, order.kind)
+        if name is None:
+            return None
         if name == ANY:
-            if saved or not must_exist:
+            if saved or not order.must_resume:
                 return random.choice(saved) if saved else None  # noqa: S311
-            raise Refused(404, "unknown_state", f"There is no saved state of {game}.", "Play matches that save some first.")
+            raise Refused(404, "unknown_state", f"There is no saved state of {which}.", "Play matches that save some first.")
         for path in saved:
             if path.name == name:
                 return path
-        raise Refused(404, "unknown_state", f"{game} has no saved state {shown(name)}.", "Name one that exists, or say any.")
+        raise Refused(404, "unknown_state", f"{which} has no saved state {shown(name)}.", "Name one that exists, or say any.")
 
     def prune_states(self, game: str, keep: States) -> None:
         saved = self.saved(game)
@@ -218,7 +228,7 @@ class Home:
                 if count >= keep.keep or room < 0:
                     path.unlink()
         with contextlib.suppress(OSError):
-            for path in (self.states / game).iterdir():
+            for path in [path for directory in self._kinds(game) for path in directory.iterdir()]:
                 if path.name.startswith(".") and time.time() - path.lstat().st_mtime > _ASIDE_S:
                     path.unlink()
 

@@ -30,7 +30,8 @@ _KEY = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 
 KEYS = (
-    "runtime_id", "game", "mode", "heroes", "camps", "eval_mode", "seed", "max_frames", "timeout_s", "start_from", "task_id", "options",
+    "runtime_id", "game", "mode", "heroes", "camps", "eval_mode", "seed", "max_frames", "timeout_s", "start_from", "must_resume", "task_id",
+    "options",
 )  # fmt: skip
 
 
@@ -61,6 +62,11 @@ class Order:
     must_resume: bool = False
     """With `start_from: any`: refuse if there is no saved state. Else a fresh match is played."""
     task_id: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Matches of one kind can go on with each other's states."""
+        return self.mode or "v".join(str(len(camp)) for camp in self.heroes) or "usual"
 
     def config(self, seed: int, start_from: str | None) -> dict[str, Any]:
         """What the game is told. Tokens are not in it: it is a file."""
@@ -101,7 +107,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def read_order(data: Mapping[str, Any], catalogue: Catalogue, *, must_resume: bool = False) -> Order:
+def read_order(data: Mapping[str, Any], catalogue: Catalogue) -> Order:
     """Raises Refused, which names the key and its value."""
     for key in data:
         if key not in KEYS:
@@ -127,7 +133,7 @@ def read_order(data: Mapping[str, Any], catalogue: Catalogue, *, must_resume: bo
         max_frames=_integer(data.get("max_frames"), "max_frames", 1, MAX_FRAMES),
         timeout_s=timeout_s,
         start_from=_name(data, "start_from", STATE_NAME),
-        must_resume=must_resume,
+        must_resume=_truth(data, "must_resume"),
         task_id=read_task(data.get("task_id")),
     )
 

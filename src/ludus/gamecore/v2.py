@@ -50,7 +50,7 @@ class V2:
         self._hall = hall
 
     async def new_game(self, data: dict[str, Any]) -> dict[str, Any]:
-        order = read_order(translated(data), self._hall.catalogue, must_resume=data.get("simulator_type") == "repeat_only")
+        order = read_order(translated(data), self._hall.catalogue)
         match, _ = await self._hall.start(order)
         return {"data": match.shown()}
 
@@ -110,6 +110,7 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
         "eval_mode": data.get("eval_mode", False),
         "max_frames": None if unlimited else frames,
         "start_from": ANY if kind in RESUMING else None,
+        "must_resume": kind == "repeat_only",
         "task_id": config.get("task_id"),
     }
 
