@@ -21,7 +21,7 @@ from ludus.cluster import roles as jobs
 from ludus.cluster.cluster import Job, Role, wait
 from ludus.cluster.iplist import Part, load_iplist
 from ludus.cluster.local import LocalOrchestrator
-from ludus.cluster.ssh import SshNode, SshOrchestrator, SshSettings
+from ludus.cluster.ssh import Entry, SshNode, SshOrchestrator, SshSettings
 from ludus.cluster.whereabouts import Here
 from ludus.errors import UnknownName, UsageError
 from ludus.runtime.machine import usable_cores
@@ -401,6 +401,14 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             wait(there, status.id, 30)
 
 
+def sleepy(ssh: Path) -> Path:
+    """An interpreter with a Ray that only sleeps."""
+    python = ssh.parent / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *ray_host*) exec sleep 600;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    return python
+
+
 def test_a_cluster_whose_head_could_not_be_told_is_not_forgotten(call: Call, ssh: Path) -> None:
     with SshOrchestrator(settings=SshSettings((SshNode("127.0.0.1"),))) as there:
         games = standing("games", there.submit(sleeping("games", "")))
@@ -429,11 +437,8 @@ def test_a_cluster_whose_head_is_gone_for_good_can_be_forgotten(call: Call, ssh:
 
 
 def test_a_cluster_that_was_started_is_known_also_when_it_could_not_be_asked_for_its_token(call: Call, ssh: Path) -> None:
-    python = ssh.parent / "python"  # which has a Ray that only sleeps
-    python.write_text(f'#!/bin/sh\ncase "$*" in *ray_host*) exec sleep 600;; esac\nexec {sys.executable} "$@"\n')
-    python.chmod(0o700)
     (ssh.parent / "once").touch()  # one connection, and no other
-    said = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(python), "--wait", "0")
+    said = call("cluster", "up", "--iplist", "learner.iplist", "--python", str(sleepy(ssh)), "--wait", "0")
     assert said.code == 1
     assert "Connection refused" in said.err
     found = cluster.find("cluster")
@@ -441,6 +446,17 @@ def test_a_cluster_that_was_started_is_known_also_when_it_could_not_be_asked_for
     (ssh.parent / "refuse").unlink()
     with SshOrchestrator() as there:
         assert there.status(found.id).state == "running"
+    assert call("cluster", "down").code == 0
+
+
+def test_keys_that_are_named_here_are_found_from_elsewhere(call: Call, ssh: Path) -> None:
+    keys = ("--identity", "keys/id", "--known-hosts", "known")
+    call("cluster", "up", "--iplist", "learner.iplist", *keys, "--python", str(sleepy(ssh)), "--wait", "0")
+    found = cluster.find("cluster")
+    assert found is not None
+    with SshOrchestrator() as there:
+        settings = Entry(there.directory / found.id).settings()
+    assert (settings.identity, settings.known_hosts) == (Path("keys/id").absolute(), Path("known").absolute())
     assert call("cluster", "down").code == 0
 
 

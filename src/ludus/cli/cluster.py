@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.roles import AsJson, IpList, say
+from ludus.cli.submit import absolute
 from ludus.errors import LudusError, UnknownName, Unreachable, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def up(
     from ludus.cluster.ssh import SshOrchestrator, SshSettings
 
     listed = load_iplist(iplist)
-    settings = SshSettings(listed.nodes, identity, known_hosts, python, tuple(setup or ()), workdir)
+    settings = SshSettings(listed.nodes, absolute(identity), absolute(known_hosts), python, tuple(setup or ()), workdir)
     job = cluster_job(name, listed, cpus=cpus, port=port, wait_s=max(wait, 1.0), python=python)
     with SshOrchestrator(settings=settings) as orchestrator:
         standing = find(name)

@@ -112,7 +112,7 @@ def submit(
     target = begun.merged(
         on=on, name=name, nodes=nodes, min_nodes=min_nodes, learner_nodes=learner_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
         environment=_environment(begun, env), secrets=_more(begun.secrets, secret), setup=_more(begun.setup, setup),
-        python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=_absolute(identity), known_hosts=_absolute(known_hosts),
+        python=python, workdir=workdir, grace_s=grace_s, iplist=iplist, identity=absolute(identity), known_hosts=absolute(known_hosts),
         copy=_more(begun.copy_, copy), time=time, account=account, partition=partition, qos=qos, constraint=constraint,
         extra=_more(begun.extra, extra), requeue=requeue, signal_s=signal_s,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def submit(
         _submit(target.on, orchestrator, launch.job, say, wait=wait, as_json=as_json)
 
 
-def _absolute(path: Path | None) -> Path | None:
+def absolute(path: Path | None) -> Path | None:
     """It is needed again when somebody asks for the job, from whatever directory."""
     try:
         return path and path.expanduser().absolute()
