@@ -426,6 +426,7 @@ def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(ticks
         ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,10.0.0.0/8"}, ("10.0.0.7",), "ok", "spared"),
         ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,.lab"}, ("n1.lab",), "ok", "spared"),
         ({"http_proxy": "http://proxy", "no_proxy": "*"}, ("n1",), "ok", "spared"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*.lab,localhost"}, ("n1.lab",), "warning", "not spared: 127.0.0.1"),
     ],
 )
 def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Status | None, said: str) -> None:

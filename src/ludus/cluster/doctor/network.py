@@ -116,9 +116,10 @@ def judge_proxies(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> Find
     set_ = [name for name in PROXIES if environ.get(name)]
     if not set_:
         return None
-    spared = {part.strip().lstrip("*.") for part in (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")}
+    parts = [part.strip() for part in (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")]
+    spared = {part.lstrip("*.") for part in parts}
     missing = [host for host in ("localhost", "127.0.0.1", *nodes) if host not in spared and not _covered(host, spared)]
-    if not missing or "*" in (environ.get("no_proxy") or environ.get("NO_PROXY") or ""):
+    if not missing or "*" in parts:
         return ok("proxy", f"{', '.join(set_)} set; this machine and the nodes are spared (no_proxy)")
     hosts = ",".join(dict.fromkeys(["localhost", "127.0.0.1", *missing]))
     return warning(
