@@ -227,7 +227,8 @@ def test_slurm_outside_and_inside_an_allocation(tmp_path: Path) -> None:
         assert seen["nodes"]["status"] == "skipped", "it is said that the nodes were not looked at"
         assert "--time" in seen["nodes"]["fix"]
 
-        code, found, said = doctor("--time", "2", "--nodes", "2", "--num-workers", "2")
+        (tmp_path / "cluster.yaml").write_text("on: slurm\ncpus: 3\ngpus: 1\n")
+        code, found, said = doctor("-f", "cluster.yaml", "--time", "2", "--nodes", "2", "--num-workers", "2")
         nodes = {finding["node"] for finding in found}
         assert {"n1", "n2", ALL} <= nodes, said
         assert {finding["status"] for finding in found if finding["check"] in ("srun", "clock")} == {"ok"}
@@ -244,6 +245,14 @@ def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
     assert {"--partition=main", "--account=games"} <= set(words)
     assert words[-7:] == ["--on", "slurm", "--time", "02:00:00", "--memory", "redis://host:1", "--json"]
     assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", INSIDE: "1"}
+
+
+def test_an_allocation_is_of_what_the_run_would_have_of_each_node() -> None:
+    target = Target(on="slurm").merged(nodes=2, cpus=8, gpus=1, memory="16G", exclusive=True)
+    words, _ = in_allocation(target, [], {})
+    assert {"--ntasks-per-node=1", "--cpus-per-task=8", "--gres=gpu:1", "--mem=16G", "--exclusive"} <= set(words)
+    words, _ = in_allocation(Target(on="slurm"), [], {})
+    assert not any(word.startswith(("--cpus", "--gres", "--mem", "--exclusive")) for word in words)
 
 
 def test_a_password_is_taken_out_however_it_was_typed() -> None:

@@ -72,7 +72,7 @@ class Consultation:
     def _of_slurm(self, target: Target, environ: Mapping[str, str]) -> list[Finding]:
         wanted = Wanted(target.partition or "", target.time or "", target.size, target.cpus or 0, target.gpus)
         queue = judge_queue(look_queue(), wanted)
-        nodes = [Node(name, self._step(name, target), "srun", _explained_step(name)) for name in _names(environ)]
+        nodes = [Node(name, self._step(name, cpus, target), "srun", _explained_step(name)) for name, cpus in _allocated(environ)]
         here, answers = self._asked(nodes, (), target, environ, shared=True)
         found = [*here.findings, *(finding.at(this_machine()) for finding in queue)]
         if not nodes:
@@ -83,12 +83,12 @@ class Consultation:
             ]
         return [*found, *_of_answers(answers, here)]
 
-    def _step(self, name: str, target: Target) -> tuple[str, ...]:
+    def _step(self, name: str, cpus: int, target: Target) -> tuple[str, ...]:
         command = [target.python or sys.executable, "-P", "-m", MODULE]
         if target.setup:
             lines = "\n".join(target.setup)
             command = ["bash", "-c", f"{{\n{lines}\n}} </dev/null >&2\nexec {shlex.join(command)}"]
-        return step_words(name, command)
+        return step_words(name, command, cpus)
 
     def _asked(
         self, nodes: list[Node], addresses: tuple[str, ...], target: Target, environ: Mapping[str, str], *, shared: bool
@@ -115,11 +115,15 @@ def _handed_on(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
     return {**target.environment, **{name: environ[name] for name in (*SECRETS, *target.secrets) if environ.get(name)}}
 
 
-def _names(environ: Mapping[str, str]) -> list[str]:
+def _allocated(environ: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Nodes, and how many cores of each are ours; 0: nobody says."""
+    from ludus.cluster.slurm import counts
+
     if not environ.get(ALLOCATION):
         return []
+    cpus = counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     try:
-        return allocated(environ[ALLOCATION])
+        return [(name, cpus[at] if at < len(cpus) else 0) for at, name in enumerate(allocated(environ[ALLOCATION]))]
     except (OSError, subprocess.SubprocessError) as error:
         raise WorkerFailed(f"Slurm does not say which nodes {environ[ALLOCATION]} are: {error}.", "`scontrol ping`") from error
 
@@ -153,11 +157,15 @@ def in_allocation(target: Target, words: Sequence[str], environ: Mapping[str, st
         f"--time={minutes}",
         "--job-name=ludus-doctor",
     ]
-    named = {
+    named: dict[str, str | int | None] = {
         "partition": target.partition, "account": target.account, "qos": target.qos, "constraint": target.constraint,
         "reservation": target.reservation, "nodelist": target.nodelist, "exclude": target.exclude,
     }  # fmt: skip
+    # As the run will ask: who asks for one core of a node, and for none of its accelerators, is shown no more of it.
+    named |= {"ntasks-per-node": "1", "cpus-per-task": target.cpus, "mem": target.memory}
+    named |= {"gres": f"gpu:{target.gpus}"} if target.gpus else {}
     options += [f"--{name}={value}" for name, value in named.items() if value]
+    options += ["--exclusive"] if target.exclusive else []
     said, secret, before = [], {INSIDE: "1"}, ""
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)

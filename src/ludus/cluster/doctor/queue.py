@@ -215,6 +215,7 @@ def allocated(nodelist: str) -> list[str]:
     return done.stdout.split()
 
 
-def step_words(node: str, command: Sequence[str]) -> tuple[str, ...]:
-    """A step beside whatever runs in the allocation."""
-    return ("srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--input=all", *command)
+def step_words(node: str, command: Sequence[str], cpus: int = 0) -> tuple[str, ...]:
+    """A step beside whatever runs in the allocation, with so many cores; 0: as many as Slurm gives to one process, mostly one."""
+    bound = (f"--cpus-per-task={cpus}",) if cpus else ()
+    return ("srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", *bound, f"--nodelist={node}", "--input=all", *command)
