@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +128,19 @@ def test_a_job_that_is_done_when_its_time_is_up_is_not_queued_again(queue: Queue
     assert process.wait(_WAIT_S) == 0
     assert place.read().status.state == "succeeded"
     assert not (place.path / "requeued").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_what_serves_others_ends_well_when_it_is_asked_to_and_goes_on_all_the_same(queue: Queue, number: signal.Signals) -> None:
+    place = queue.prepare(Job("trial", (replace(sh("main", LIVES.replace("130", "0")), restart="on-failure"),), "main"))
+    place.write_secrets({"PASS": "word"})
+    process = queue.start(place)
+    until((queue.path / "lives").exists)
+    process.send_signal(number)
+    assert process.wait(_WAIT_S) == 0
+    assert place.read().status.state == "pending"
+    assert (place.path / "requeued").exists() == (number == signal.SIGUSR1), "a queue that ends it starts it again by itself"
+    assert place.read_secrets() == {"PASS": "word"}
 
 
 def test_a_queue_that_does_not_take_it_again_makes_it_fail(queue: Queue) -> None:

@@ -376,11 +376,11 @@ class Supervisor:
 
     def _finish(self) -> None:
         code = self._main.returned
-        if self._later and code != 0 and self._goes_on():
+        if self._later and not self._is_done() and self._goes_on():
             self._state = "pending"
             if not self._cancelled:
                 self._queue_again()
-        elif self._later and code != 0:  # it was to go on, until somebody asked for its end
+        elif self._later and not self._is_done():  # it was to go on, until somebody asked for its end
             self._state, self._reason = "cancelled", "it was cancelled"
         elif self._cancelled:
             self._state = "cancelled"
@@ -398,6 +398,10 @@ class Supervisor:
         self._log.close()
         self._selector.close()
         self._signals.close()
+
+    def _is_done(self) -> bool:
+        """A training that ends with 0 has nothing left to do. What serves others, and is started again when it fails, ends so if asked to."""
+        return self._main.returned == 0 and self._main.role.restart != "on-failure"
 
     def _goes_on(self) -> bool:
         """Whether somebody starts it again, unless it is over by itself: a queue does, until we are asked to end it."""
