@@ -78,6 +78,18 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_what_a_module_would_preload_is_not_for_us(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "${LD_PRELOAD-none} $LOADED"\n')
+    python.chmod(0o700)
+    settings = SlurmSettings(python=str(python), workdir="/", setup=("export LD_PRELOAD=/site/xalt.so LOADED=yes",))
+    for name, text in SlurmOrchestrator(tmp_path, settings).render(train()).items():
+        (tmp_path / name).write_text(text)
+    environ = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", tmp_path / "job.sbatch"], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("none yes\n", "")
+
+
 ATTACKS: dict[str, tuple[SlurmSettings, str]] = {
     "a line break in the account": (replace(BASE, account="games\n#SBATCH --uid=0"), "account"),
     "a quote in the partition": (replace(BASE, partition='gpu" --wrap="rm'), "partition"),

@@ -94,6 +94,7 @@ def script(job: Job, settings: SlurmSettings) -> str:
         f'if [ -e "$directory/{CANCEL}" ]; then exit 130; fi',
         "unset LD_PRELOAD",
         *(line for text in settings.setup for line in text.splitlines()),
+        *(["unset LD_PRELOAD"] if settings.setup else []),  # sites have modules that set it
         f"cd {shlex.quote(str(workdir))} || exit 1",
         f'exec {shlex.quote(python)} -P -m ludus.cluster.supervisor "$directory" --stay --reach {REACH}',
     ]
