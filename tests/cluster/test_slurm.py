@@ -16,7 +16,7 @@ from ludus import pids
 from ludus.cluster.cluster import Job, JobStatus, ProcessStatus, Role
 from ludus.cluster.slurm import SlurmGroup, SlurmOrchestrator, SlurmSettings, conclusion, counts, exported
 from ludus.cluster.slurm_queue import Queued
-from ludus.cluster.slurm_script import seconds
+from ludus.cluster.slurm_script import overriding, seconds
 from ludus.errors import UsageError
 from ludus.testing.orchestrator_contract import BEATING, is_still, until
 
@@ -159,6 +159,28 @@ def test_slurm_is_given_no_secrets_and_nothing_of_another_job() -> None:
         "URL": "redis://:horse-battery@host", "LD_PRELOAD": "/x.so", "SLURM_JOB_ID": "7", "LUDUS_JOB_ID": "a", "SLURMD_NODENAME": "n1",
     }  # fmt: skip
     assert sorted(exported(environ, ("KEY",))) == ["HOME", "PATH", "SBATCH_ACCOUNT", "SLURM_CONF"]
+
+
+def test_what_was_asked_for_is_not_taken_back_by_a_variable_of_sbatch(tmp_path: Path) -> None:
+    full = overriding(SlurmOrchestrator(tmp_path, CASES["full"][1]).render(CASES["full"][0])["job.sbatch"])
+    said = {
+        "ACCOUNT",
+        "PARTITION",
+        "QOS",
+        "TIMELIMIT",
+        "CONSTRAINT",
+        "RESERVATION",
+        "MEM_PER_NODE",
+        "GRES",
+        "EXCLUSIVE",
+        "SIGNAL",
+    }
+    always = {"JOB_NAME", "OUTPUT", "OPEN_MODE", "REQUEUE", "NO_REQUEUE", "ARRAY_INX", "WAIT"}
+    assert {f"SBATCH_{name}" for name in said | always} <= full
+    simple = overriding(SlurmOrchestrator(tmp_path, BASE).render(train())["job.sbatch"])
+    assert {f"SBATCH_{name}" for name in always} <= simple
+    assert not {f"SBATCH_{name}" for name in said} & simple, "what nobody has said may be in a profile"
+    assert exported({"SBATCH_QOS": "low", "SBATCH_ACCOUNT": "games"}, (), {"SBATCH_QOS"}) == {"SBATCH_ACCOUNT": "games"}
 
 
 def test_cores_are_counted_as_slurm_writes_them() -> None:

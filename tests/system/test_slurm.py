@@ -201,6 +201,28 @@ def test_slurms_own_words_reach_whoever_asked_for_the_wrong_thing(
     assert list(orchestrator.directory.iterdir()) == []
 
 
+def test_options_come_before_variables_of_ones_profile(
+    orchestrator: SlurmOrchestrator, rig: SlurmRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = {
+        "PARTITION": "urgent",
+        "TIMELIMIT": "9",
+        "JOB_NAME": "theirs",
+        "OUTPUT": "/dev/null",
+        "NO_REQUEUE": "1",
+        "QOS": "any",
+    }
+    for name, value in profile.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    slurm = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(partition="main", time="30"))
+    job_id = slurm.submit(job(main('scontrol --oneliner show job "$SLURM_JOB_ID"')))
+    assert ended(slurm, job_id).state == "succeeded"
+    (told,) = slurm.logs(job_id)
+    said = set(told.split())
+    assert {"Partition=main", "TimeLimit=00:30:00", "Requeue=1"} <= said
+    assert {"JobName=theirs", "StdOut=/dev/null"}.isdisjoint(said)
+
+
 def test_a_setup_that_fails_is_a_failed_job_that_says_where_to_look(orchestrator: SlurmOrchestrator) -> None:
     slurm = SlurmOrchestrator(orchestrator.directory.parent, SlurmSettings(setup=("echo no such module >&2; exit 9",)))
     job_id = slurm.submit(job(main("true")))

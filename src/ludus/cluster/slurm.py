@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ludus.cluster.cluster import Job, JobStatus, checked
 from ludus.cluster.record import JobDirectory
 from ludus.cluster.shelf import Shelf
 from ludus.cluster.slurm_queue import Queued
-from ludus.cluster.slurm_script import REACH, SCRIPT, SlurmGroup, SlurmSettings, options, script
+from ludus.cluster.slurm_script import REACH, SCRIPT, SlurmGroup, SlurmSettings, options, overriding, script
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.plugins import did_you_mean
 from ludus.runtime.surroundings import PORTS, Surroundings, free_block
@@ -68,10 +68,11 @@ class SlurmOrchestrator(Shelf):
 
     def submit(self, job: Job) -> str:
         checked(job, os.environ)
-        place = self._create(job, self.render(job))
+        files = self.render(job)
+        place = self._create(job, files)
         try:
             self._hide(place, job)
-            number = slurm_queue.submit(place.path, SCRIPT, exported(os.environ, job.secrets))
+            number = slurm_queue.submit(place.path, SCRIPT, exported(os.environ, job.secrets, overriding(files[SCRIPT])))
         except BaseException:
             shutil.rmtree(place.path, ignore_errors=True)
             raise
@@ -314,12 +315,12 @@ def conclusion(status: JobStatus, queued: Queued | None, code: int | None, cance
     return replace(ended, exit_code=code or 1, reason=f"its script ended{said}{began} ({queued.state}); {log}")
 
 
-def exported(environ: Mapping[str, str], secrets: Sequence[str]) -> dict[str, str]:
+def exported(environ: Mapping[str, str], secrets: Sequence[str], unwanted: Collection[str] = ()) -> dict[str, str]:
     """What sbatch, and so the job, is given: Slurm keeps it in files. Without secrets, whatever they are called, and without another job's."""
     hidden = [environ[name] for name in secrets if len(environ.get(name, "")) >= 8]
 
     def is_kept(name: str, value: str) -> bool:
-        if name in secrets or name == "LD_PRELOAD" or name.startswith("LUDUS_JOB_"):
+        if name in secrets or name in unwanted or name == "LD_PRELOAD" or name.startswith("LUDUS_JOB_"):
             return False
         if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in _KEPT_OF_SLURM:
             return False

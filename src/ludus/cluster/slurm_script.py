@@ -32,6 +32,11 @@ _OURS: Mapping[str, str] = {
 _REFUSED = ("--ntasks", "-n", "--ntasks-per-node", "--output", "-o", "--error", "-e", "--open-mode", "--array", "-a", "--wrap",
             "--parsable", "--wait", "-W", "--input", "-i", "--test-only")  # fmt: skip
 
+_LINE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
+_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE"}
+_UNWANTED = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_INPUT", "SBATCH_ERROR", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE")
+"""Variables of sbatch that would make another job of it, or say the opposite of what its script says."""
+
 
 @dataclass(frozen=True)
 class SlurmGroup:
@@ -99,6 +104,12 @@ def script(job: Job, settings: SlurmSettings) -> str:
         f'exec {shlex.quote(python)} -P -m ludus.cluster.supervisor "$directory" --stay --reach {REACH}',
     ]
     return "\n".join(lines) + "\n"
+
+
+def overriding(script: str) -> frozenset[str]:
+    """Variables by which sbatch would be told something else than by the script: it takes their word before that of `#SBATCH` lines."""
+    said = {f"SBATCH_{_VARIABLES.get(name, name.upper().replace('-', '_'))}" for name in _LINE.findall(script)}
+    return frozenset(said.union(_UNWANTED))
 
 
 def options(job: Job, settings: SlurmSettings) -> tuple[str, ...]:
