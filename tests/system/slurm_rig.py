@@ -112,7 +112,7 @@ class SlurmRig:
         (self.base / "etc" / "gres.conf").write_text("".join(f"NodeName=n[1-{last}] Name=gpu File={it}\n" for it in devices))
         self.conf.write_text(
             f"""\
-ClusterName=rig
+ClusterName=rig{port}
 SlurmctldHost={here}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root

@@ -254,3 +254,25 @@ def test_without_a_controller_nothing_is_submitted_and_what_is_known_is_said(
         assert status.state == "running"
         assert "squeue" in status.reason
         assert os.listdir(tmp_path / "other" / "slurm") == []
+
+
+def test_a_job_of_another_cluster_is_neither_judged_nor_ended_here(
+    orchestrator: SlurmOrchestrator, rig: SlurmRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who logs in to two clusters has one home on both."""
+    job_id = orchestrator.submit(job(main("exec sleep 600")))
+    until(lambda: orchestrator.status(job_id).state == "running")
+    token = orchestrator.directory / job_id / "token"
+    with slurm_rig(1) as other:
+        monkeypatch.setenv("SLURM_CONF", str(other.conf))
+        there = SlurmOrchestrator(orchestrator.directory.parent)
+        (status,) = there.list()
+        assert (status.state, status.exit_code) == ("running", None)
+        assert "another cluster, rig" in status.reason
+        assert token.exists()
+        with pytest.raises(UsageError, match="Cancel it there"):
+            there.cancel(job_id)
+    monkeypatch.setenv("SLURM_CONF", str(rig.conf))
+    assert orchestrator.status(job_id).state == "running"
+    orchestrator.cancel(job_id)
+    assert ended(orchestrator, job_id).state == "cancelled"

@@ -6,6 +6,7 @@ processes of other nodes are started by `srun`, each behind a line to the superv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -62,6 +63,7 @@ class SlurmOrchestrator(Shelf):
         super().__init__((directory or record.state_home()) / "slurm")
         self.settings = settings or SlurmSettings()
         self._asked: dict[str, tuple[float, JobStatus, Queued | None]] = {}
+        self._name: str | None = None
 
     def render(self, job: Job) -> dict[str, str]:
         return {SCRIPT: script(checked(job), self.settings), record.JOB: record.write_job(job)}
@@ -72,16 +74,18 @@ class SlurmOrchestrator(Shelf):
         place = self._create(job, files)
         try:
             self._hide(place, job)
+            cluster = self._cluster()
             number = slurm_queue.submit(place.path, SCRIPT, exported(os.environ, job.secrets, overriding(files[SCRIPT])))
         except BaseException:
             shutil.rmtree(place.path, ignore_errors=True)
             raise
-        _write_ticket(place, number)
+        _write_ticket(place, number, cluster=cluster)
         return place.id
 
     def list(self) -> list[JobStatus]:
         """With one question to Slurm for all of them."""
         open_ = [place for place in self._all() if not self._recorded(place).over and not _ticket(place).interactive]
+        open_ = [place for place in open_ if not self._elsewhere(_ticket(place))]
         numbers = {place.id: number for place in open_ if (number := _ticket(place).number)}
         queued, unheard = self._ask(list(numbers.values()))
         for place in open_ if not unheard else ():
@@ -101,6 +105,8 @@ class SlurmOrchestrator(Shelf):
             return
         if not ticket.number:
             raise WorkerFailed(f"The number that Slurm gave to {place.id} is not known yet.", "Try again in a moment.")
+        if cluster := self._elsewhere(ticket):
+            raise UsageError(f"The job {place.id} is in the queue of another cluster, {cluster}.", "Cancel it there.")
         place.mark_cancelled()  # before anything else: should it be started just now, its script looks here
         slurm_queue.cancel_waiting(ticket.number)
         slurm_queue.signal(ticket.number, "QUIT" if at_once else "TERM")
@@ -190,6 +196,8 @@ class SlurmOrchestrator(Shelf):
         if not ticket.number:
             fresh = time.time() - status.submitted_at < _HANDED_OVER_S
             return status if fresh or status.state == "running" else record.failed(status, "it was never handed over to Slurm")
+        if cluster := self._elsewhere(ticket):
+            return replace(status, reason=f"it is in the queue of another cluster, {cluster}, which cannot be asked from here")
         then, known, queued = self._asked.get(place.id, (-ASK_EVERY_S, None, None))
         if known != status or time.monotonic() - then > ASK_EVERY_S:
             found, unheard = self._ask([ticket.number])
@@ -225,6 +233,18 @@ class SlurmOrchestrator(Shelf):
         again = self._recorded(place)
         return again if again.over else record.failed(status, "its supervisor is gone")
 
+    def _elsewhere(self, ticket: _Ticket) -> str:
+        """The cluster that the job was submitted to, if it is not this one: homes are shared, and numbers mean another job here."""
+        return ticket.cluster if ticket.cluster and self._cluster() not in ("", ticket.cluster) else ""
+
+    def _cluster(self) -> str:
+        """Asked once. Empty: it is not known, and jobs are taken for this one's."""
+        if self._name is None:
+            self._name = ""
+            with contextlib.suppress(WorkerFailed, UsageError):
+                self._name = slurm_queue.cluster()
+        return self._name
+
     def _ask(self, numbers: Sequence[str]) -> tuple[dict[str, Queued], str]:
         """And why Slurm could not be asked: then the records are all there is."""
         try:
@@ -243,7 +263,7 @@ class SlurmReach:
         if not self._number:
             raise UsageError("There is no allocation of Slurm here: SLURM_JOB_ID is not set.")
         if not _ticket(directory).number:
-            _write_ticket(directory, self._number)
+            _write_ticket(directory, self._number, cluster=self._environ.get("SLURM_CLUSTER_NAME", ""))
         self._nodes = allocated(self._environ)
         if len(self._nodes) < job.nodes:
             raise UsageError(
@@ -372,20 +392,22 @@ def _seen_by(other: str) -> str:
 
 
 class _Ticket:
-    def __init__(self, number: str = "", interactive: bool = False) -> None:
-        self.number, self.interactive = number, interactive
+    """`cluster`: its name; empty: nobody knew."""
+
+    def __init__(self, number: str = "", interactive: bool = False, cluster: str = "") -> None:
+        self.number, self.interactive, self.cluster = number, interactive, cluster
 
 
 def _ticket(place: JobDirectory) -> _Ticket:
     try:
         found = json.loads((place.path / _TICKET).read_text(encoding="utf-8"))
-        return _Ticket(str(found["number"]), bool(found["interactive"]))
+        return _Ticket(str(found["number"]), bool(found["interactive"]), str(found.get("cluster", "")))
     except (OSError, ValueError, KeyError, TypeError):
         return _Ticket()
 
 
-def _write_ticket(place: JobDirectory, number: str, *, interactive: bool = False) -> None:
-    _write(place.path / _TICKET, {"number": number, "interactive": interactive})
+def _write_ticket(place: JobDirectory, number: str, *, interactive: bool = False, cluster: str = "") -> None:
+    _write(place.path / _TICKET, {"number": number, "interactive": interactive, "cluster": cluster})
 
 
 def _verdict(place: JobDirectory, status: JobStatus) -> JobStatus | None:

@@ -45,6 +45,12 @@ def submit(directory: Path, script: str, environ: Mapping[str, str]) -> str:
     return number
 
 
+def cluster() -> str:
+    """The name of the one that the programs here speak to; empty where they do not say. Raises WorkerFailed, UsageError."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _call(("scontrol", "show", "config"), ASK_S), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def states(numbers: Sequence[str]) -> dict[str, Queued]:
     """Of those that Slurm still knows of, also for some minutes after their end. Raises WorkerFailed, UsageError."""
     if not numbers:
