@@ -193,7 +193,7 @@ def start(
             seed=seed,
             start_from=start_from,
             timeout_s=limit,
-            options=_options(option or ()),
+            options=read_options(option or ()),
         )
         if wait:
             raise typer.Exit(_await(client, runtime_id, None, as_json))
@@ -399,7 +399,7 @@ def _actors(given: Sequence[str] | None, token_file: Path | None) -> list[Camp] 
     return [None if camp in _RULE else {"address": camp, "token": token} for camp in given]
 
 
-def _options(given: Sequence[str]) -> dict[str, Any]:
+def read_options(given: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in given:
         key, equals, value = word.partition("=")

@@ -14,6 +14,7 @@ import typer
 import ludus
 from ludus.cli import (
     actor,
+    battle,
     check_game,
     cluster,
     config,
@@ -52,6 +53,7 @@ app.command("tune")(tune.tune)
 app.add_typer(presets.app, name="presets")
 app.add_typer(config.app, name="config")
 app.command("rollout")(rollout.rollout)
+app.command("battle")(battle.battle)
 app.command("serve")(serve.serve)
 app.command("export")(export.export)
 app.add_typer(gamecore.app, name="gamecore")

@@ -1,0 +1,221 @@
+"""`ludus battle`: two players, many matches, and how sure the outcome is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ludus.experiment.battle_result import BattleResult, Played, Share
+
+_SERVER, _FILES = "Games on a server", "Recordings and films"
+_SAY_EVERY_S = 5.0
+_COLUMNS = {
+    "kills": "kills",
+    "deaths": "deaths",
+    "assists": "assists",
+    "gold": "gold",
+    "level": "level",
+    "last_hits": "last hits",
+    "damage": "damage",
+}
+
+_Who = "A run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, http://HOST:PORT, or rule:hard."
+_A = Annotated[str, typer.Argument(metavar="A", help=_Who, show_default=False)]
+_B = Annotated[str, typer.Argument(metavar="B", help="The same.", show_default=False)]
+_Games = Annotated[int, typer.Option(min=1, help="Matches.")]
+_Swap = Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="A plays blue and red in turn, or always blue.")]
+_Mode = Annotated[str | None, typer.Option(metavar="NvN", help="1v1, 3v3 … [default: as they were trained]", show_default=False)]
+_Lineup = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,…/B,…|random",
+        help="Heroes of blue and red, by id, name or archetype; several with ; between them. [default: the usual ones]",
+        show_default=False,
+    ),
+]
+_Every = Annotated[
+    int | None, typer.Option(min=1, help="Ticks from decision to decision. [default: as A was trained]", show_default=False)
+]
+_Seconds = Annotated[int | None, typer.Option(min=1, help="Of the game; then nobody has won. [default: 480]", show_default=False)]
+_Seed = Annotated[int, typer.Option(min=0, help="Same seed, same matches.")]
+_Explore = Annotated[bool, typer.Option("--deterministic/--explore", help="The most probable actions, or drawn ones.")]
+_ModelA = Annotated[str | None, typer.Option(help="Which model of A, if it has several.", show_default=False)]
+_ModelB = Annotated[str | None, typer.Option(help="Which model of B.", show_default=False)]
+_Record = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Recordings of the matches.", show_default=False, rich_help_panel=_FILES)
+]
+_Most = Annotated[
+    int | None,
+    typer.Option(
+        "--record-most",
+        min=0,
+        metavar="N",
+        help="Only of the most lopsided ones. [default: all]",
+        show_default=False,
+        rich_help_panel=_FILES,
+    ),
+]
+_Video = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Films of the N most lopsided matches, into DIR.", rich_help_panel=_FILES)
+]
+_Speed = Annotated[float, typer.Option("--video-speed", help="Of the films.", rich_help_panel=_FILES)]
+_Server = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="A gamecore server. [default: this process; a private server for served players]",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
+]
+_Game = Annotated[str | None, typer.Option(metavar="NAME", help="Of its catalogue.", show_default=False, rich_help_panel=_SERVER)]
+_TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The token of the server.", show_default=False, rich_help_panel=_SERVER)
+]
+_ActorToken = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The token that served players ask for.", show_default=False, rich_help_panel=_SERVER),
+]
+_Advertise = Annotated[
+    str | None,
+    typer.Option(metavar="HOST", help="How its games reach this machine.", show_default=False, rich_help_panel=_SERVER),
+]
+_Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", metavar="KEY=VALUE", help="Of the game; repeatable.", show_default=False, rich_help_panel=_SERVER
+    ),
+]
+_Parallel = Annotated[int, typer.Option(min=0, help="Matches at once; 0 = one for each core.", rich_help_panel=_SERVER)]
+_Limit = Annotated[float, typer.Option(min=1, metavar="S", help="A match that takes longer is ended.", rich_help_panel=_SERVER)]
+_Json = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
+
+
+def battle(
+    a: _A,
+    b: _B,
+    games: _Games = 200,
+    swap_sides: _Swap = True,
+    mode: _Mode = None,
+    lineup: _Lineup = None,
+    every: _Every = None,
+    seconds: _Seconds = None,
+    seed: _Seed = 0,
+    deterministic: _Explore = True,
+    model_a: _ModelA = None,
+    model_b: _ModelB = None,
+    record: _Record = None,
+    record_most: _Most = None,
+    video: _Video = 0,
+    video_speed: _Speed = 4.0,
+    server: _Server = None,
+    game: _Game = None,
+    token_file: _TokenFile = None,
+    actor_token_file: _ActorToken = None,
+    advertise: _Advertise = None,
+    option: _Option = None,
+    parallel: _Parallel = 0,
+    limit: _Limit = 3600.0,
+    json_: _Json = False,
+) -> None:
+    """Let two players fight it out: win rate with its 95 % interval, by side, lengths, what the heroes did."""
+    from ludus.cli.gamecore import read_options
+    from ludus.experiment.battle import battle as run
+    from ludus.experiment.battle_server import Place
+    from ludus.experiment.battle_terms import Keeping, Terms, read_lineups
+    from ludus.experiment.contestants import contestant
+    from ludus.game.protocol import read_token
+
+    terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
+    keeping = Keeping(record, record_most, video, video_speed)
+    place = Place(server, game, token_file, advertise, read_options(option or ()), parallel, limit)
+    token = read_token(actor_token_file)
+    one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
+    result = run(one, other, terms, keeping, place, _Watch(games))
+    if json_:
+        print(json.dumps(result.to_json()), flush=True)
+    else:
+        _show(result)
+    if len(result.failed) == len(result.games):
+        raise typer.Exit(1)
+
+
+class _Watch:
+    """Says now and then how far it is, to people only."""
+
+    def __init__(self, games: int) -> None:
+        self._games, self._played, self._won, self._said = games, 0, 0, time.monotonic()
+
+    def __call__(self, played: Played) -> None:
+        self._played += 1
+        self._won += played.winner == "a"
+        if played.failed:
+            print(f"game {played.number} came to no result: {played.failed}", file=sys.stderr, flush=True)
+        if time.monotonic() - self._said >= _SAY_EVERY_S:
+            self._said = time.monotonic()
+            print(f"{self._played} of {self._games} games, {self._won} won by A", file=sys.stderr, flush=True)
+
+
+def _show(result: BattleResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(width=10_000, highlight=False)
+    console.print(f"A  {result.a['name']}\nB  {result.b['name']}", markup=False)
+    console.print(_told(result), markup=False)
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    for name in ("A plays", "games", "won", "lost", "drawn", "won, % [95 %]"):
+        table.add_column(name, justify="left" if name == "A plays" else "right")
+    for name, share in {"both": result.total, **result.sides}.items():
+        if share.games:
+            table.add_row(name, str(share.games), str(share.won), str(share.lost), str(share.drawn), _percent(share))
+    console.print(table)
+    _show_heroes(result, console)
+    if lengths := result.lengths:
+        middle = f"{lengths['p50']:.0f} s [{lengths['p25']:.0f}–{lengths['p75']:.0f}]"
+        console.print(f"length  {middle}, {lengths['shortest']:.0f} to {lengths['longest']:.0f} s")
+    if result.failed:
+        console.print(f"no result  {len(result.failed)} games, which count for nobody: {result.failed[0].failed}", markup=False)
+    for note in result.notes:
+        console.print(f"note  {note}", markup=False)
+    for played in result.games:
+        if played.video:
+            console.print(f"film  {played.video}", markup=False)
+    recorded = [played.recording for played in result.games if played.recording]
+    if recorded:
+        console.print(f"recordings  {len(recorded)} in {Path(recorded[0]).parent}", markup=False)
+
+
+def _told(result: BattleResult) -> str:
+    terms, total = result.terms, result.total
+    what = " ".join(str(terms[key]) for key in ("game", "mode") if terms.get(key))
+    played = f"{total.games} games of {what}, seed {terms['seed']}, {result.elapsed_s:.1f} s"
+    return f"{played}: A wins {_percent(total)} %" if total.games else f"{played}: none came to a result"
+
+
+def _percent(share: Share) -> str:
+    low, high = share.bounds
+    return f"{100 * (share.rate or 0.0):.1f} [{100 * low:.1f}–{100 * high:.1f}]"
+
+
+def _show_heroes(result: BattleResult, console: Any) -> None:
+    from rich.table import Table
+
+    rows = [(who, hero, numbers) for who, found in result.heroes.items() for hero, numbers in found.items()]
+    if not rows:
+        return
+    columns = {key: name for key, name in _COLUMNS.items() if any(key in numbers for _, _, numbers in rows)}
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    for name in ("", "hero", "games", *columns.values()):
+        table.add_column(name, justify="left" if name in ("", "hero") else "right")
+    for who, hero, numbers in rows:
+        shown = ["–" if key not in numbers else f"{numbers[key]:.{0 if numbers[key] >= 100 else 1}f}" for key in columns]
+        table.add_row(who.upper(), hero, f"{numbers['games']:.0f}", *shown)
+    console.print(table)

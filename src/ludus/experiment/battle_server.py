@@ -1,0 +1,465 @@
+"""Matches that a gamecore server starts, of any game with two camps; contestants are reached over HTTP.
+
+Policies of ours are served by a gateway in a thread of this process, one for each, for as long as the battle lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from ludus.actor.agent import Seat
+from ludus.actor.builtin import BuiltinActor
+from ludus.actor.gateway import Gateway, GatewaySettings
+from ludus.errors import LudusError, Refused, Unreachable, UsageError, WorkerFailed
+from ludus.experiment.battle_result import Hero, Played, Who, lopsided
+from ludus.experiment.battle_terms import Pairing, Terms, schedule
+from ludus.experiment.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
+from ludus.game.client import Client
+from ludus.game.gamecore import GamecoreClient, GameState
+from ludus.model.acting import Deciding
+from ludus.model.policy import Policy
+from ludus.plugins import did_you_mean
+from ludus.runtime.gateways import bind
+from ludus.runtime.machine import usable_cores
+from ludus.serve.service import Fixed
+
+if TYPE_CHECKING:
+    from ludus.games.arena.recording import Recording
+
+ARENA: Final = "arena"
+HERE: Final = "127.0.0.1"
+LIMIT_S: Final = 3600.0
+_REACH_S: Final = 5.0
+_FULL_S: Final = 60.0
+_PAUSE_S: Final = 0.5
+_LOOP_S: Final = 30.0
+_SHORT: Final = 300
+"""Characters of a complaint that are shown."""
+_UNCOUNTED: Final = frozenset({"camp", "hero_id", "asked"})
+"""Numbers of a hero that say nothing about its deeds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """`server`: host:port or URL of a gamecore server; None: a private one, if one is needed. `advertise`: by what name or address its
+    games reach this machine. `parallel`: matches at once; 0: as many as there are cores here. `options`: of the game."""
+
+    server: str | None = None
+    game: str | None = None
+    token_file: str | Path | None = None
+    advertise: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parallel: int = 0
+    limit_s: float = LIMIT_S
+    """Of the clock, for each match."""
+
+    @property
+    def asked(self) -> bool:
+        """Only a server can do it."""
+        return self.server is not None or self.game not in (None, ARENA) or bool(self.options)
+
+
+# -- policies behind an address -----------------------------------------------------------------------------------------
+
+
+class Backstage:
+    """Gateways of this process, on an event loop in a thread of its own."""
+
+    def __init__(self, host: str = HERE, *, deterministic: bool = True, seed: int = 0) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._host, self._deterministic, self._seed = host, deterministic, seed
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="battle-gateways", daemon=True)
+        self._gateways: list[Gateway] = []
+        self._thread.start()
+
+    def serve(self, seats: Mapping[str, Policy], version: int) -> int:
+        """The port where it answers."""
+        listening = _listening(self._host)
+        number = len(self._gateways)
+
+        async def start() -> Gateway:
+            made: dict[int, Seat] = {}
+            for policy in seats.values():
+                deciding = Deciding(Fixed(policy, version), seed=self._seed + number, deterministic=self._deterministic)
+                made.setdefault(id(policy), Seat(deciding))
+            told = {seat: made[id(policy)] for seat, policy in seats.items()}
+            gateway = Gateway(lambda: BuiltinActor(told), GatewaySettings(token=self.token))
+            await gateway.start([listening])
+            return gateway
+
+        self._gateways.append(self._run(start()))
+        port: int = listening.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        try:
+            for gateway in self._gateways:
+                self._run(gateway.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_LOOP_S)
+            self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_LOOP_S)
+
+
+def _listening(host: str) -> Any:
+    """At this address; or, if it is another's that leads here, at all of them. Whoever calls needs the token."""
+    try:
+        return bind(host, 0)
+    except (UsageError, OSError):
+        return bind("::" if ":" in host else "0.0.0.0", 0)  # noqa: S104 - with a token
+
+
+# -- the matches ----------------------------------------------------------------------------------------------------------
+
+
+class ServerStage:
+    """Ready when it is entered; leaving it ends what is still played, and the private server if there was one."""
+
+    def __init__(self, contestants: tuple[Contestant, Contestant], terms: Terms, place: Place, *, records: bool = False) -> None:
+        if records and place.server is not None:
+            hint = "Leave --server out, or record there: -o record=true leaves match.arena in the directory of each game."
+            raise UsageError(f"Recordings stay where the games run, at {place.server}.", hint)
+        self._contestants, self._terms, self._place, self._records = contestants, terms, place, records
+        self._stack = contextlib.ExitStack()
+        self._home: Path | None = None
+        self._gone = threading.Event()
+        self._running: set[str] = set()
+        self._id = f"battle-{secrets.token_hex(4)}"
+        self.notes: list[str] = []
+
+    def __enter__(self) -> ServerStage:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._gone.set()
+        self._stack.close()
+
+    @property
+    def about(self) -> dict[str, object]:
+        where = self._place.server or "a private server"
+        return {"game": self._game, "mode": self._mode, "where": where, "options": self._options}
+
+    def _open(self) -> None:
+        place, terms = self._place, self._terms
+        server = place.server or self._private()
+        self._client = self._stack.enter_context(
+            GamecoreClient(server, token_file=place.token_file, max_frame_num=-1 if terms.seconds is None else self._ticks())
+        )
+        self._game, entry = _entry(self._client, place.game, terms.mode)
+        self._known = entry.get("options") or {}
+        self._size = self._agree_on_size()
+        self._mode = terms.mode or (f"{self._size}v{self._size}" if self._size else None)
+        by_hero = self._sessions()
+        self._options = self._settle(by_hero)
+        self._camps = self._addresses(by_hero)
+        self._stack.callback(self._stop_all)
+
+    def _private(self) -> str:
+        if self._place.game not in (None, ARENA):
+            raise UsageError(f"Who starts {self._place.game!r}?", "Name a gamecore server that knows it: --server HOST:PORT.")
+        from ludus.gamecore.server import Settings, running
+
+        self._home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-battle-")))
+        settings = Settings(port=0, state_dir=self._home, max_games=max(1, self._parallel()))
+        return self._stack.enter_context(running(settings)).url
+
+    def _parallel(self) -> int:
+        return self._place.parallel or usable_cores()
+
+    def _ticks(self) -> int:
+        from ludus.games.arena.layout import TICKS_PER_SECOND
+
+        return (self._terms.seconds or 0) * TICKS_PER_SECOND
+
+    # -- what is agreed
+
+    @property
+    def _is_arena(self) -> bool:
+        return self._game == ARENA
+
+    def _agree_on_size(self) -> int:
+        if not self._is_arena:
+            return 0
+        from ludus.experiment.battle_arena import check, every_for, size_for
+
+        size = size_for(self._terms, self._contestants)
+        for one in self._contestants:
+            check(one, size)
+        every, notes = every_for(replace(self._terms, every=self._terms.every or 3), self._contestants)
+        if every != 3 and "every" not in self._known:
+            raise UsageError(f"Decisions every {every} ticks: the game there decides every 3.", "Leave --every out.")
+        self.notes += notes
+        return size
+
+    def _sessions(self) -> bool:
+        """Whether the Arena begins a session for each hero: those who were trained in environments know no other."""
+        if not self._is_arena:
+            return False
+        said = self._place.options.get("sessions")
+        forms = [form for one in self._contestants if (form := self._form(one)) is not None]
+        if said is None and len(set(forms)) > 1:
+            raise UsageError("One contestant plays a whole camp in a session, the other one hero.", "Serve them alike.")
+        return said == "hero" if said is not None else not forms or forms[0]
+
+    def _form(self, one: Contestant) -> bool | None:
+        """Whether it wants a session for each hero; None: it takes what comes, or nobody knows."""
+        if isinstance(one, Trained):
+            return None if len(set(map(id, one.seats.values()))) == 1 else False
+        if not isinstance(one, Served):
+            return None
+        try:
+            with contextlib.closing(Client(one.url, one.token, _REACH_S, 0)) as client:
+                return "seats" not in client.spec()
+        except Unreachable as error:
+            if self._place.server is None:
+                raise
+            self.notes.append(f"{one.url} cannot be reached from here: {str(error)[:_SHORT]}")
+            return None
+
+    def _settle(self, by_hero: bool) -> dict[str, Any]:
+        """Options of the game: what makes a battle fair, as far as the game knows it, and what was asked for."""
+        wanted: dict[str, Any] = {"on_lost": "end", "lenient": True, "record": self._records}
+        wanted |= {"sessions": "hero" if by_hero else "camp"} if self._is_arena else {}
+        rules = {one.name for one in self._contestants if isinstance(one, Script)}
+        if len(rules) > 1:
+            raise UsageError("A server plays one rule in a match, not two.", "In the Arena, leave --server out.")
+        if rules and (name := rules.pop()):
+            if "rule" not in self._known:
+                raise UsageError(f"{self._game} has no option 'rule'.", f"Its own player is {RULE!r}, without a name.")
+            wanted["rule"] = name
+        wanted |= {"every": self._terms.every} if self._terms.every is not None else {}
+        return {name: value for name, value in wanted.items() if name in self._known} | dict(self._place.options)
+
+    def _addresses(self, by_hero: bool) -> list[Any]:
+        """Of either contestant, as an order says who plays a camp."""
+        trained = [one for one in self._contestants if isinstance(one, Trained)]
+        if not trained:
+            return [_camp(one) for one in self._contestants]
+        place = self._place
+        if place.server is not None and place.advertise is None and not _is_here(place.server):
+            raise UsageError(
+                f"Games at {place.server} cannot reach this machine by {HERE}.",
+                "Say how they can: --advertise HOST, the name or address of this machine.",
+            )
+        host = place.advertise or HERE
+        stage = Backstage(host, deterministic=self._terms.deterministic, seed=self._terms.seed)
+        self._stack.callback(stage.close)
+        shown = f"[{host}]" if ":" in host else host
+        addresses: list[Any] = []
+        for one in self._contestants:
+            if isinstance(one, Trained):
+                port = stage.serve(self._seats_of(one, by_hero), one.version)
+                addresses.append({"url": f"http://{shown}:{port}", "token": stage.token})
+            else:
+                addresses.append(_camp(one))
+        return addresses
+
+    def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, Policy]:
+        if not self._is_arena or (not by_hero and ONLY_SEAT not in one.seats):
+            return one.seats
+        return {ONLY_SEAT: one.policy} if by_hero else {f"hero_{i}": one.policy for i in range(self._size)}
+
+    # -- playing
+
+    def play(self) -> Iterator[tuple[Played, Recording | None]]:
+        """As they end. One that crashes is told as `failed`; when the server itself is gone, so are all that are left."""
+        queue = self._pairings()
+        pool = ThreadPoolExecutor(self._parallel(), thread_name_prefix="battle")
+        try:
+            waiting: list[Future[Played]] = [pool.submit(self._one, pairing) for pairing in queue]
+            for done in as_completed(waiting):
+                played = done.result()
+                yield played, self._recording(played)
+        finally:
+            self._gone.set()
+            self._stop_all()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _pairings(self) -> list[Pairing]:
+        if self._is_arena:
+            from ludus.experiment.battle_arena import pairings
+
+            return pairings(self._terms, self._size)
+        if isinstance(self._terms.lineups, str):
+            raise UsageError("Random line-ups are for the Arena.", "Name the heroes: --lineup A,B/C,D.")
+        return schedule(self._terms, 0)
+
+    def _name(self, pairing: Pairing) -> str:
+        return f"{self._id}-{pairing.number:04d}"
+
+    def _one(self, pairing: Pairing) -> Played:
+        bare = Played(pairing.number, pairing.a_camp, pairing.seed)
+        if self._gone.is_set():
+            return replace(bare, failed="it was not begun: the server is gone")
+        name = self._name(pairing)
+        self._running.add(name)
+        try:
+            self._start(name, pairing)
+            state = self._client.wait_game(name)
+        except WorkerFailed as error:
+            return replace(bare, failed=_first(error))
+        except Unreachable as error:
+            self._gone.set()
+            return replace(bare, failed=_first(error))
+        finally:
+            self._running.discard(name)
+        return judged(bare, state, self._is_arena)
+
+    def _start(self, name: str, pairing: Pairing) -> None:
+        """Raises Refused; a server that is full is asked again for a while."""
+        camps = self._camps if pairing.a_camp == 0 else self._camps[::-1]
+        teams: dict[str, Any] = {} if self._mode is None else {"mode": self._mode}
+        teams |= {} if pairing.heroes is None else {"heroes": [list(camp) for camp in self._ids(pairing)]}
+        until = time.monotonic() + _FULL_S
+        while True:
+            try:
+                self._client.start_game(
+                    name, camps, teams or None, eval_mode=True, game=self._game, seed=pairing.seed,
+                    timeout_s=self._place.limit_s, options=self._options,
+                )  # fmt: skip
+                return
+            except Refused as error:
+                if error.status != 503 or time.monotonic() > until or self._gone.wait(_PAUSE_S):
+                    raise
+
+    def _ids(self, pairing: Pairing) -> tuple[tuple[int | str, ...], ...]:
+        assert pairing.heroes is not None
+        if not self._is_arena:
+            return pairing.heroes
+        from ludus.games.arena.heroes import HEROES, row_of
+
+        return tuple(tuple(HEROES[row_of(hero)].id for hero in camp) for camp in pairing.heroes)
+
+    def _recording(self, played: Played) -> Recording | None:
+        """What the private server's game has written."""
+        if not self._records or self._home is None or played.failed:
+            return None
+        from ludus.games.arena.main import RECORDING
+        from ludus.games.arena.recording import read_recording
+
+        recording = read_recording(self._home / "games" / f"{self._id}-{played.number:04d}" / RECORDING)
+        a, b = (one.label for one in self._contestants)
+        return replace(recording, names=(a, b) if played.a_camp == 0 else (b, a))
+
+    def _stop_all(self) -> None:
+        for name in list(self._running):
+            with contextlib.suppress(LudusError):
+                self._client.stop_game(name, grace_s=0)
+
+
+def _entry(client: GamecoreClient, game: str | None, mode: str | None) -> tuple[str, Mapping[str, Any]]:
+    """A game of the server's catalogue. Raises UsageError, Unreachable, Refused."""
+    games = client.catalogue()["games"]
+    name = game or next(
+        (name for name, entry in games.items() if not entry.get("modes") or mode in (None, *entry["modes"])), None
+    )
+    if name is None:
+        raise UsageError(f"No game of {client.server} plays {mode}.", f"It has {', '.join(games)}.")
+    if name not in games:
+        raise UsageError(f"{client.server} has no game {name!r}.", did_you_mean(name, games))
+    return name, games[name]
+
+
+def _camp(one: Contestant) -> Any:
+    if isinstance(one, Script):
+        return None
+    assert isinstance(one, Served)
+    return {"url": one.url} | ({"token": one.token} if one.token else {})
+
+
+def _is_here(server: str) -> bool:
+    host = urlsplit(server if "//" in server else f"//{server}").hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _first(error: LudusError) -> str:
+    return error.message.splitlines()[0][:_SHORT] if error.message else type(error).__name__
+
+
+# -- results ----------------------------------------------------------------------------------------------------------------
+
+
+def judged(bare: Played, state: GameState, arena: bool = False) -> Played:
+    """What a game says of itself, believed as far as it makes sense: `winner` is a camp, or null for a draw."""
+    result = state.result
+    if state.state != "finished":
+        return replace(bare, failed=f"the game {state.told()}"[:_SHORT])
+    if not isinstance(result, Mapping) or "winner" not in result:
+        return replace(bare, failed="the game wrote no result with a winner")
+    winner = result["winner"]
+    if winner is not None and (isinstance(winner, bool) or winner not in (0, 1)):
+        return replace(bare, failed=f"the game says that camp {winner!r} has won"[:_SHORT])
+    if result.get("lost") or result.get("completed") is False:
+        return replace(bare, failed=f"it did not come to its end: {result.get('reason', '')}"[:_SHORT])
+    ticks = result.get("ticks")
+    ticks = ticks if isinstance(ticks, int) and not isinstance(ticks, bool) else None
+    who: Callable[[int], Who] = lambda camp: "a" if camp == bare.a_camp else "b"  # noqa: E731
+    heroes = _heroes(result.get("heroes"), who)
+    return replace(
+        bare,
+        winner=None if winner is None else who(winner),
+        reason=str(result.get("reason", ""))[:_SHORT],
+        ticks=ticks,
+        seconds=_game_seconds(ticks) if arena and ticks is not None else state.seconds,
+        heroes=heroes,
+        lopsided=_lopsided(result, heroes),
+    )
+
+
+def _game_seconds(ticks: int) -> float:
+    from ludus.games.arena.layout import TICKS_PER_SECOND
+
+    return ticks / TICKS_PER_SECOND
+
+
+def _heroes(given: Any, who: Callable[[int], Who]) -> tuple[Hero, ...]:
+    if not isinstance(given, list) or not all(isinstance(hero, Mapping) and hero.get("camp") in (0, 1) for hero in given):
+        return ()
+    return tuple(
+        Hero(
+            who(hero["camp"]),
+            str(hero.get("name", hero.get("hero_id", "")))[:80],
+            {
+                key: value
+                for key, value in hero.items()
+                if key not in _UNCOUNTED and isinstance(value, int | float) and not isinstance(value, bool)
+            },
+        )
+        for hero in given
+    )
+
+
+def _lopsided(result: Mapping[str, Any], heroes: tuple[Hero, ...]) -> float:
+    gold = [float(sum(hero.numbers.get("gold", 0) for hero in heroes if hero.who == side)) for side in ("a", "b")]
+    try:
+        left = [sum(camp.values()) / len(camp) for camp in result["buildings"]]
+        first = result["heroes"][0]["camp"] == 0 and heroes[0].who == "a"
+        return lopsided(left if first else left[::-1], gold)
+    except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError):
+        return lopsided((0.0, 0.0), gold)
