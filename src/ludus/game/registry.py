@@ -27,6 +27,8 @@ _OURS = {"ludus/Arena-1v1-v0": ("ludus.games.arena.gym:ArenaEnv", "ludus.games.a
 """Gymnasium environments of our own: whoever makes one, and many at once; imported when they are made."""
 _OURS_SEVERAL = {"ludus/Arena-3v3-v0": "ludus.games.arena.zoo:arena_3v3", "ludus/Arena-5v5-v0": "ludus.games.arena.zoo:arena_5v5"}
 """Those with several agents."""
+_OURS_ELSEWHERE = {"gamecore": "ludus.actor.gamecored:GamecoreVectorEnv"}
+"""Those whose games run as processes of their own, below a server."""
 _WHOLE = ("env_config", "config", "cfg", "settings", "context", "env_ctx", "ctx")
 """Names by which a function says that it takes `env_config` as one mapping."""
 
@@ -56,7 +58,7 @@ def factory_of(name: str) -> Factory | None:
     """Whoever makes it, unless that is Gymnasium. Raises UnknownName, MissingExtra."""
     if name in _registered:
         return _registered[name]
-    name = _OURS_SEVERAL.get(name, name)
+    name = _OURS_SEVERAL.get(name) or _OURS_ELSEWHERE.get(name, name)
     if ":" not in name or _GYM_ID.match(name):
         return None
     found = import_object(name)
@@ -102,7 +104,7 @@ def _unknown(name: str) -> UnknownName | MissingExtra:
     newer = _other_versions(name, known)
     if newer:
         return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
-    hint = did_you_mean(name, [*known, *_OURS_SEVERAL, *_registered, "external"])
+    hint = did_you_mean(name, [*known, *_OURS_SEVERAL, *_OURS_ELSEWHERE, *_registered, "external"])
     if not _GYM_ID.match(name) and ":" not in name:
         hint = (
             f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()

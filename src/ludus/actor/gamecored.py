@@ -1,0 +1,308 @@
+"""Matches that run as processes below a gamecore server, as one vector environment whose rows are seats.
+
+    env: gamecore
+    env_config: {server: node1:23432, mode: 3v3, opponent: {self: 0.8, past: 0.2}}
+
+A sampler steps it like any other; what is behind it, games that call us over HTTP, it need not know. Each worker has a gateway of its
+own, with a token of its own, and orders its matches from the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from ludus import spaces
+from ludus.actor.door import Door, own_address
+from ludus.actor.gateway import GatewaySettings
+from ludus.actor.matchmaker import CAMP_S, Matchmaker, Terms, slots_of
+from ludus.actor.playable import ARENA, Playable, playable
+from ludus.actor.session import SessionLimits
+from ludus.actor.tables import Reading, Slot, Table, TableActor, Tables
+from ludus.errors import ConfigError, EnvironmentFault
+from ludus.game.bodies import SeatSpaces, plain_spec
+from ludus.game.environment import LOST
+from ludus.game.gamecore import GamecoreClient
+from ludus.game.matchups import PAST, RULE, SELF, groups
+from ludus.spaces import ACTION_MASK
+from ludus.tree import Tree, map_tree
+from ludus.types import Bools, Floats
+
+log = logging.getLogger(__name__)
+
+ADVERTISE: Final = "LUDUS_ADVERTISE"
+"""The variable that says by which address games reach this machine."""
+_TICK_S: Final = 7 * 24 * 3600.0
+"""A parked tick waits for the learner, which may evaluate or be suspended; the games decide how long they wait."""
+_BEAT_S: Final = 0.2
+_LOOK_S: Final = 1.0
+"""A game that is silent for so long is looked after, so often."""
+_PATIENCE_S: Final = 5.0
+"""At the very beginning all matches are waited for, unless that takes longer."""
+_FAILURES: Final = 10
+"""Matches in a row that come to nothing, and two for every slot, before we believe that none will."""
+_OFFSETS: Final = 997
+"""Workers whose line-ups take turns begin at different ones."""
+
+
+class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
+    """`num_envs` seats that are learned from; those of past opponents come after them (`opponent_rows`).
+
+    `reset` needs no match and shows nothing: the first step begins the matches, and is lost (`infos["lost"]`), as is every step of a row
+    whose match was lost or has not begun yet. After the end of a match the next step only begins another (next-step autoreset).
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        game: str = ARENA,
+        mode: str | int | None = None,
+        options: Mapping[str, Any] | None = None,
+        server: str | None = None,
+        token_file: str | None = None,
+        advertise: str | None = None,
+        start_from: str | None = None,
+        eval_mode: bool = False,
+        timeout_s: float = 30.0,
+        start_s: float = 120.0,
+        away_s: float = 600.0,
+        **keywords: Any,
+    ) -> None:
+        """`server`: else GAMECORE_SERVER_ADDR, else this machine. `advertise`: by which address games reach us; else LUDUS_ADVERTISE,
+        else the one that this machine has towards the server. `options`: of the game, as the server's catalogue declares them.
+        `start_from`: a saved state, or `any`. A game that is silent for `timeout_s`, or has not begun after `start_s`, costs its match; a server that
+        is away for `away_s` is an error. Keywords: `playable`. Raises ConfigError.
+        """
+        self.game: Playable = playable(game, mode, options or {}, keywords)
+        for name, value in (("timeout_s", timeout_s), ("start_s", start_s), ("away_s", away_s)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name} is {value!r}.", "A number of seconds above 0.")
+        self._where = (server, token_file, advertise or os.environ.get(ADVERTISE) or None)
+        self._start_from, self._eval_mode = start_from, eval_mode
+        self._timeout_s, self._start_s, self._away_s = timeout_s, start_s, away_s
+        seats, self._asked = len(self.game.seats), num_envs
+        dealt = groups(max(1, num_envs // seats), self.game.shares, stand_in=RULE)
+        self.slots, rows = slots_of(dealt, seats, SELF, PAST)
+        self.num_envs = rows if num_envs % seats == 0 else num_envs
+        self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.render_mode = None
+        self.single_observation_space, self.single_action_space = self.game.observation_space, self.game.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.beat: Callable[[], None] = lambda: None
+        self.counters: dict[str, float] = {}
+        """Of matches that are over, by opponent: how many, won, lost; and sums over the seats that are learned from."""
+        nothing = map_tree(lambda spec: spec.zeros(), spaces.array_spec(self.game.seen_space))
+        self._seen: list[Tree] = [nothing] * self.num_envs
+        self._allowed: Bools = np.ones(spaces.mask_size(self.game.action_space), np.bool_)
+        self._masks = [self._allowed] * self.num_envs
+        self._seed: int | None = None
+        self._house: _House | None = None
+        self._all_of_them = True
+
+    @property
+    def restarts(self) -> int:
+        """Matches that were lost."""
+        return 0 if self._house is None else self._house.tables.counts["lost"]
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Matches that go on are given up."""
+        self._leave()
+        self._seed = None if seed is None else int(seed) if isinstance(seed, (int, np.integer)) else seed[0]
+        self._seen = [map_tree(np.zeros_like, seen) for seen in self._seen]
+        self._masks = [self._allowed] * self.num_envs
+        return self._observation(), self._infos()
+
+    def step(self, actions: Any) -> tuple[Any, Floats, Bools, Bools, dict[str, Any]]:
+        """Raises EnvironmentFault when there is nothing to wait for any more."""
+        house = self._house or self._move_in()
+        house.tables.answer(_by_row(actions))
+        self._wait(house)
+        outcome = house.tables.collect()
+        reward = np.zeros(self.num_envs, np.float32)
+        terminated, truncated = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.bool_)
+        for row, said in outcome.said.items():
+            if said.seen is not None:
+                self._seen[row] = said.seen
+            self._masks[row] = self._allowed if said.mask is None else said.mask
+            reward[row], terminated[row], truncated[row] = said.reward, said.terminated, said.truncated
+        infos = self._infos()
+        if outcome.lost:
+            lost = np.zeros(self.num_envs, np.bool_)
+            lost[outcome.lost] = True
+            reward[lost], terminated[lost], truncated[lost] = 0.0, False, False
+            infos[LOST] = lost
+        if outcome.ended:
+            infos |= self._results(outcome.ended)
+        return self._observation(), reward, terminated, truncated, infos
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self._leave()
+
+    # -- what rows see
+
+    def _observation(self) -> Any:
+        seen = map_tree(lambda *rows: np.stack(rows), *self._seen)
+        if not self.game.mask_inside:
+            return seen
+        mask: Any = np.stack(self._masks).view(np.int8)
+        if self.game.heads:
+            mask = tuple(np.split(mask, self.game.heads, axis=1))
+        return (seen if isinstance(self.game.seen_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: mask}
+
+    def _infos(self) -> dict[str, Any]:
+        return {ACTION_MASK: np.stack(self._masks)} if self.game.masked and not self.game.mask_inside else {}
+
+    def _results(self, ended: Sequence[Table]) -> dict[str, npt.NDArray[Any]]:
+        """As the Arena's own environments tell them; and counted."""
+        told: dict[str, npt.NDArray[Any]] = {}
+        over = np.zeros(self.num_envs, np.bool_)
+
+        def tell(name: str, row: int, value: int) -> None:
+            if name not in told:
+                told[name] = np.zeros(self.num_envs, np.int64)
+            told[name][row] = value
+
+        for table in ended:
+            result, winner = table.result, table.result.get("winner")
+            heroes = result.get("heroes") if isinstance(result.get("heroes"), list) else []
+            ticks = _whole(result.get("ticks"))
+            own: dict[str, float] = {}
+            for camp, rows in table.rows.items():
+                won = 0 if not isinstance(winner, int) or isinstance(winner, bool) else 1 if winner == camp else -1
+                for seat, row in enumerate(rows):
+                    over[row] = True
+                    place = camp * len(rows) + seat
+                    hero = heroes[place] if heroes and place < len(heroes) and isinstance(heroes[place], dict) else {}
+                    numbers = {name: _whole(hero.get(name)) for name in self.game.statistics}
+                    for name, value in ({"won": won, "camp": camp, "ticks": ticks} | numbers).items():
+                        tell(name, row, value)
+                    if not self.opponent_rows[row]:
+                        own["heroes"] = own.get("heroes", 0) + 1
+                        for name, value in numbers.items():
+                            own[name] = own.get(name, 0) + value
+                        if camp == table.camp and table.kind != SELF:
+                            own |= {"won": won > 0, "lost": won < 0}
+            self._count(table.kind, {"matches": 1, "won": 0, "lost": 0, "seconds": ticks * self.game.seconds_a_tick} | own)
+        return told | {f"_{name}": over for name in told}
+
+    def _count(self, kind: str, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            key = f"{kind}/{name}"
+            self.counters[key] = self.counters.get(key, 0.0) + float(value)
+
+    # -- waiting
+
+    def _wait(self, house: _House) -> None:
+        """Until every game in play has spoken, and most of those that begin."""
+        tables, began = house.tables, time.monotonic()
+        while True:
+            with tables.changed:
+                if house.matchmaker.fault is not None:
+                    raise house.matchmaker.fault
+                in_no_hurry = self._all_of_them and time.monotonic() - began < _PATIENCE_S
+                if tables.settled(all_of_them=in_no_hurry):
+                    self._all_of_them = False
+                    return
+                tables.changed.wait(_BEAT_S)
+                silent = tables.waited_for()
+                failures, last = tables.failures_in_a_row, tables.last_loss
+            self.beat()
+            self._look_after(house, silent)
+            if failures > _FAILURES + 2 * len(self.slots):
+                raise EnvironmentFault(
+                    f"{failures} matches of {self.game.game!r} in a row came to nothing; the last: {last}",
+                    f"`ludus gamecore list` and `ludus gamecore logs ID` on {house.client.server} say more.",
+                )
+            since = house.matchmaker.away_since
+            if since is not None and time.monotonic() - since > self._away_s:
+                raise EnvironmentFault(f"The gamecore server has been away for {self._away_s:g} s: {house.matchmaker.away}")
+
+    def _look_after(self, house: _House, silent: Sequence[Table]) -> None:
+        now = time.monotonic()
+        for table in silent:
+            silent_s = now - table.since
+            begun = table.decisions > 0
+            if silent_s > (self._timeout_s if begun else self._start_s):
+                what = "its game has been silent for" if begun else "its game has not begun within"
+                house.tables.lose(table, f"{what} {silent_s:.0f} s")
+            elif silent_s > _LOOK_S and now - table.looked > _LOOK_S:
+                table.looked = now
+                house.matchmaker.look(table)
+
+    # -- the house
+
+    def _move_in(self) -> _House:
+        seats = len(self.game.seats)
+        if self._asked % seats:
+            raise ConfigError(
+                f"{self._asked} environments, and {self.game.mode} has {seats} seats a side.",
+                f"Set num_envs_per_worker to a multiple of {seats}.",
+            )
+        server, token_file, advertise = self._where
+        client = GamecoreClient(server, max_frame_num=self.game.max_frames or -1, token_file=token_file)
+        self._house = _House(client, self.game, [Slot(slot.index, slot.kind, slot.groups) for slot in self.slots], advertise)
+        self._house.begin(self._start_from, self._eval_mode, self._seed)
+        self._all_of_them = True
+        return self._house
+
+    def _leave(self) -> None:
+        house, self._house = self._house, None
+        if house is not None:
+            house.close()
+
+
+class _House:
+    """What stands behind the rows while there are matches: the tables, the door to them, and who orders matches."""
+
+    def __init__(self, client: GamecoreClient, game: Playable, slots: Sequence[Slot], advertise: str | None) -> None:
+        self.client, self._game = client, game
+        self.tables, reading = Tables(game, slots), Reading(game)
+        at = urlsplit(client.server)
+        host = advertise or own_address(at.hostname or "", at.port or 80)
+        self._token = secrets.token_urlsafe(24)
+        settings = GatewaySettings(
+            token=self._token,
+            sessions=SessionLimits(tick_s=_TICK_S, silent_s=_TICK_S, retry_s=10.0),
+            spec=plain_spec({seat: SeatSpaces(game.seen_space, game.action_space) for seat in game.seats}),
+        )
+        self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
+
+    def begin(self, start_from: str | None, eval_mode: bool, seed: int | None) -> None:
+        actor = {"url": self.door.url, "token": self._token, "timeout_s": CAMP_S}
+        terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode)
+        self._game.lineups.skip((seed or 0) % _OFFSETS)
+        self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)
+        self.matchmaker.start()
+
+    def close(self) -> None:
+        self.tables.closed = True
+        self.matchmaker.close()
+        self.door.close()
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _by_row(actions: Any) -> Callable[[int], Any]:
+    """Actions as messages say them."""
+    if isinstance(actions, np.ndarray):
+        rows = actions.tolist()
+        return lambda row: rows[row]
+    return lambda row: map_tree(lambda x: np.asarray(x)[row].tolist(), actions)

@@ -1,0 +1,240 @@
+"""What is known of a game before its first match: its spaces and seats, who plays whom, and what it is to be told. No I/O.
+
+For the Arena all of it follows from its mode and the keywords of its environments; any other game is declared.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import gymnasium as gym
+import numpy as np
+
+from ludus import spaces
+from ludus.errors import ConfigError, Refused
+from ludus.game import protocol
+from ludus.game.lineups import Lineup, Lineups
+from ludus.game.matchups import PAST, RULE, SELF, shares_of
+from ludus.plugins import did_you_mean
+
+ARENA: Final = "arena"
+ONLY_SEAT: Final = ""
+"""The name of the seat of a game that has one a camp: its messages have no seats around them."""
+CAMPS: Final = 2
+ANY_RULE: Final = "rule"
+"""As an opponent: whatever plays a camp of a declared game that has no actor."""
+_SIDES: Final[Mapping[str, int | None]] = {"random": None, "0": 0, "1": 1, "blue": 0, "red": 1}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One match: which side is the own one, who plays, and its chance."""
+
+    camp: int
+    heroes: tuple[tuple[Any, ...], tuple[Any, ...]] | None
+    """Of camp 0 and of camp 1."""
+    rule: str
+    """Plays the camps without an actor; empty: whatever the game has."""
+    seed: int
+
+
+@dataclass
+class Playable:
+    """A game as its rows see it."""
+
+    game: str
+    mode: str | None
+    observation_space: gym.Space[Any]
+    """As the environment shows it: for some games with the mask inside."""
+    action_space: gym.Space[Any]
+    masked: bool
+    seats: tuple[str, ...]
+    """Of one camp."""
+    shares: Mapping[str, float]
+    """Of the kinds of opponents; those that belong to the game count together."""
+    rules: Mapping[str, float]
+    """Who plays where the opponent belongs to the game, and how likely."""
+    lineups: Lineups
+    side: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_frames: int | None = None
+    expects: Mapping[str, Any] = field(default_factory=dict)
+    """What the `start` of a session says, if it is the game that we mean."""
+    heads: tuple[int, ...] = ()
+    """Where the mask inside an observation is cut, if it has parts."""
+    statistics: tuple[str, ...] = ()
+    """Of a hero, in the result of a match."""
+    seconds_a_tick: float = 0.0
+
+    @property
+    def seen_space(self) -> gym.Space[Any]:
+        """What the games send: without the mask, which has a key of its own."""
+        return spaces.split_mask(self.observation_space)[0]
+
+    @property
+    def mask_inside(self) -> bool:
+        return spaces.split_mask(self.observation_space)[1] is not None
+
+    def draw(self, random: np.random.Generator) -> Draw:
+        """In the order in which the Arena's own environments draw: the same seed is the same match."""
+        camp = int(random.integers(CAMPS)) if self.side is None else self.side
+        lineup: Lineup | None = self.lineups.next(random)
+        heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
+        names = list(self.rules)
+        chosen = 0 if len(names) == 1 else int(random.choice(len(names), p=list(self.rules.values())))
+        return Draw(camp, heroes, names[chosen], int(random.integers(1 << 31)))
+
+    def check(self, about: Mapping[str, Any]) -> None:
+        """Whether it is the game that we mean. Raises Refused (422)."""
+        version = about.get("protocol", protocol.VERSION)
+        if version != protocol.VERSION:
+            message = f"The game speaks version {reprlib.repr(version)} of the protocol, this is {protocol.VERSION}."
+            raise Refused(422, "protocol", message, "Run the same version on both sides.")
+        for key, value in self.expects.items():
+            if about.get(key) != value:
+                message = f"{key} of this game is {reprlib.repr(about.get(key))}, here it is {reprlib.repr(value)}."
+                raise Refused(422, "game", message, "Run the same version of the game on both sides.")
+
+
+def playable(game: str, mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> Playable:
+    """Raises ConfigError."""
+    if game == ARENA and "observation_space" not in keywords:
+        return _arena(mode, options, keywords)
+    return _declared(game, mode, options, dict(keywords))
+
+
+# -- the Arena ------------------------------------------------------------------------------------------------------------
+
+
+def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> Playable:
+    """`keywords`: those of the Arena's environments, with one word more for `lineup`."""
+    from ludus.games.arena import heroes, seats
+    from ludus.games.arena.host import HERO_TABLE
+    from ludus.games.arena.layout import RULES, TICKS_PER_SECOND
+    from ludus.games.arena.scripts import SCRIPTS
+
+    rest = {"opponent": SELF, **keywords}
+    lineup = rest.pop("lineup", None)
+    unknown = set(rest) - set(seats.Options.__dataclass_fields__)
+    if unknown:
+        name = min(unknown)
+        raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.Options.__dataclass_fields__, *KEYS]))
+    asked = seats.Options(mode=mode or "1v1", **rest)
+    size, settings = asked.size, asked.settings()
+    told = {
+        "every": asked.every,
+        "sparse": asked.sparse,
+        "team_spirit": asked.team_spirit,
+        "zero_sum": asked.zero_sum,
+        **{f"weight_{part}": weight for part, weight in asked.weights.items()},
+        **({"whole": True} if asked.whole else {}),
+        **({"start": asked.start} if asked.from_lane() else {}),
+        "lenient": True,
+        **options,
+        # What rows in lock step need; and a game whose actor is gone is of no use to anybody.
+        "lockstep": True,
+        "format": "msgpack",
+        "sessions": "camp",
+        "on_lost": "end",
+    }
+    lineups = Lineups(lineup, size, heroes.IDS)
+    expects = {
+        "game": ARENA,
+        "rules": RULES,
+        "hero_table": HERO_TABLE,
+        "mode": f"{size}v{size}",
+        "ticks_per_decision": settings.every,
+    }
+    return Playable(
+        game=ARENA,
+        mode=f"{size}v{size}",
+        observation_space=seats.observation_space(size, whole=asked.whole),
+        action_space=seats.action_space(size),
+        masked=True,
+        seats=tuple(f"hero_{i}" for i in range(size)),
+        shares=_by_kind(asked.shares),
+        rules={SCRIPTS[row]: share for row, share in asked.scripts().items()},
+        lineups=lineups,
+        side=asked.camp(),
+        options=told,
+        max_frames=asked.limit(),
+        expects=expects,
+        heads=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),
+        statistics=tuple(seats.STATISTICS),
+        seconds_a_tick=1 / TICKS_PER_SECOND,
+    )
+
+
+def _by_kind(shares: Mapping[str, float]) -> dict[str, float]:
+    """Whoever belongs to the game counts together: which of them plays is drawn for every match."""
+    kinds = {kind: share for kind, share in shares.items() if kind in (SELF, PAST)}
+    scripted = 1.0 - sum(kinds.values())
+    return kinds | ({RULE: scripted} if len(kinds) < len(shares) else {})
+
+
+# -- any other game -------------------------------------------------------------------------------------------------------
+
+KEYS: Final = (
+    "observation_space",
+    "action_space",
+    "seats",
+    "masked",
+    "opponent",
+    "side",
+    "lineup",
+    "heroes",
+    "max_frames",
+    "expects",
+)
+
+
+def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> Playable:
+    for name in given:
+        if name not in KEYS:
+            raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, KEYS))
+    observation, action = (_space(given.get(key), key, game) for key in KEYS[:2])
+    seats = given.get("seats", [ONLY_SEAT])
+    if not isinstance(seats, Sequence) or isinstance(seats, str) or not seats or not all(isinstance(s, str) for s in seats):
+        raise ConfigError(f"seats is {seats!r}.", "The names of the seats of a camp: [tank, mage].")
+    side = str(given.get("side", "random"))
+    if side not in _SIDES:
+        raise ConfigError(f"side is {side!r}.", f"One of {', '.join(_SIDES)}.")
+    opponent = given.get("opponent", SELF)
+    shares = shares_of(opponent, [ANY_RULE, *_rules_in(opponent)])
+    rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
+    total = sum(rules.values())
+    pool = given.get("heroes", ())
+    return Playable(
+        game=game,
+        mode=None if mode is None else str(mode),
+        observation_space=observation,
+        action_space=action,
+        masked=bool(given.get("masked", spaces.split_mask(observation)[1] is not None)),
+        seats=tuple(seats),
+        shares=_by_kind(shares),
+        rules={"" if name == ANY_RULE else name: share / total for name, share in rules.items()},
+        lineups=Lineups(given.get("lineup"), len(seats), pool),
+        side=_SIDES[side],
+        options=dict(options),
+        max_frames=given.get("max_frames"),
+        expects=dict(given.get("expects", {})),
+    )
+
+
+def _space(given: Any, key: str, game: str) -> gym.Space[Any]:
+    if isinstance(given, gym.Space):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"The {key} of {game!r} is not known.", f"Declare it: {key}: {{type: Box, shape: [3], low: -1, high: 1}}."
+        )
+    return spaces.from_json(given)
+
+
+def _rules_in(opponent: Any) -> list[str]:
+    """Of a game that we know nothing of, every name after `rule:` may be one."""
+    names = list(opponent) if isinstance(opponent, (Mapping, list, tuple)) else [opponent]
+    return [name.removeprefix(RULE) for name in names if isinstance(name, str) and name.startswith(RULE)]
