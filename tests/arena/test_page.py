@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from dataclasses import fields
 from pathlib import Path
 
+import gymnasium as gym
 import yaml
+from typer.main import get_command
 
+from ludus.cli.games import arena
+from ludus.gamecore import catalogue
+from ludus.games.arena import match
 from ludus.games.arena.gym import ArenaVectorEnv
 from ludus.games.arena.layout import BUTTONS, HEADS
 from ludus.games.arena.observe import ENTITY_FEATURES, SCALAR_FEATURES
-from ludus.games.arena.seats import Options
+from ludus.games.arena.seats import Options, action_space, observation_space
 from ludus.games.arena.settings import PARTS, USUAL
+from ludus.spaces import ACTION_MASK, from_json
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "arena.md").read_text(encoding="utf-8")
@@ -38,6 +45,39 @@ def test_every_keyword_of_the_environments_is_explained() -> None:
     explained = set(re.findall(r"`(\w+)`", TEXT.split("| keyword | |")[1].split("\n\n")[0]))
     keywords = {field.name for field in fields(Options)} | {"render_mode", "render_width"}
     assert keywords - {"mode"} <= explained, keywords - explained
+
+
+def test_every_option_of_the_process_is_explained_and_offered_by_the_server() -> None:
+    explained = set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*\|", TEXT.split("| option | |")[1].split("\n\n")[0], re.M)))
+    )
+    weights = {f"weight_{part}" for part in PARTS}
+    assert explained | weights == set(catalogue.read().games["arena"].options)
+    assert explained - weights == match.Options.__dataclass_fields__.keys() - {"weights"}
+
+
+def test_every_command_on_the_page_exists() -> None:
+    known = get_command(arena)
+    for name, rest in re.findall(r"^ludus games arena (\w+)([^#\n]*)", TEXT, re.MULTILINE):
+        options = {option for parameter in known.commands[name].params for option in parameter.opts}  # type: ignore[attr-defined]
+        assert set(re.findall(r"--[a-z-]+", rest)) <= options, name
+
+
+def test_the_ladder_on_the_page_is_the_committed_one() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "arena-ladder.json").read_text())["rows"]
+    for first, second in {(row["first"], row["second"]) for row in rows if row["first"] != row["second"]}:
+        found = {row["mode"]: row for row in rows if (row["first"], row["second"]) == (first, second)}
+        line = next(line for line in TEXT.splitlines() if line.startswith(f"| `{first}` against `{second}` |"))
+        for mode, cell in zip(("1v1", "3v3"), line.split("|")[2:4], strict=True):
+            assert cell.split("%")[0].strip() == f"{100 * found[mode]['rate']:.0f}"
+
+
+def test_the_example_of_an_actor_has_the_spaces_of_the_arena() -> None:
+    example = yaml.safe_load((ROOT / "examples" / "gamecore" / "arena.yaml").read_text())["arena_http"]
+    (seat,) = example["config"]["env_config"]["seats"].values()
+    seen = {name: part for name, part in observation_space(1).spaces.items() if name != ACTION_MASK}
+    assert from_json(seat["observation_space"]) == gym.spaces.Dict(seen)
+    assert from_json(seat["action_space"]) == action_space(1)
 
 
 def test_its_example_can_be_trained_on() -> None:
