@@ -115,6 +115,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
     from ludus.games.arena.host import HERO_TABLE
     from ludus.games.arena.layout import RULES, TICKS_PER_SECOND
     from ludus.games.arena.scripts import SCRIPTS
+    from ludus.games.arena.settings import rows_of
 
     rest = {"opponent": SELF, **keywords}
     lineup = rest.pop("lineup", None)
@@ -140,6 +141,9 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         "sessions": "camp",
         "on_lost": "end",
     }
+    if lineup is None:  # the usual one, but own side first
+        usual = [heroes.IDS[row] for row in rows_of(None, size)]
+        lineup = [usual[:size], usual[size:]]
     lineups = Lineups(lineup, size, heroes.IDS)
     expects = {
         "game": ARENA,

@@ -39,6 +39,8 @@ class Seen(NamedTuple):
     entities: npt.NDArray[np.float32]
     scalars: npt.NDArray[np.float32]
     target_mask: npt.NDArray[np.bool_]
+    state: npt.NDArray[np.float32] | None = None
+    """The whole of the match, where it is asked for."""
 
 
 class Step(NamedTuple):
@@ -135,11 +137,9 @@ class Form:
     def _step(self, step: Step) -> dict[str, Any]:
         said: dict[str, Any] = {"reward": step.reward}
         if step.seen is not None:
-            binary = self.kind == "msgpack"
-            said["observation"] = {
-                name: part.tobytes() if binary else part.view(np.uint8).tolist() if part.dtype == np.bool_ else part.tolist()
-                for name, part in zip(Seen._fields, step.seen, strict=True)
-            }
+            *parts, state = step.seen
+            seen: dict[str, Any] = {name: self._array(part) for name, part in zip(Seen._fields, parts, strict=False)}
+            said["observation"] = seen if state is None else {"observation": seen, "state": self._array(state)}
         if step.mask is not None:
             said["action_mask"] = step.mask.view(np.uint8).tolist()  # numbers: JSON and msgpack say them alike, in a byte or two
         if step.terminated:
@@ -147,6 +147,11 @@ class Form:
         if step.truncated:
             said["truncated"] = True
         return said
+
+    def _array(self, part: npt.NDArray[Any]) -> Any:
+        if self.kind == "msgpack":
+            return part.tobytes()
+        return part.view(np.uint8).tolist() if part.dtype == np.bool_ else part.tolist()
 
     def _packed(self, message: Mapping[str, Any]) -> bytes:
         if self.kind == "msgpack":
@@ -157,7 +162,7 @@ class Form:
 
 def _raw(step: Step) -> bytes:
     flags = _TERMINATED * step.terminated | _TRUNCATED * step.truncated | _MASKED * (step.mask is not None)
-    parts = [] if step.seen is None else [part.tobytes() for part in step.seen]
+    parts = [] if step.seen is None else [part.tobytes() for part in step.seen if part is not None]
     if step.mask is not None:
         parts.append(step.mask.tobytes())
     return b"".join((_HEAD.pack(step.reward, flags), *parts))

@@ -24,6 +24,7 @@ from ludus.games.arena.match import Match, Remote, outcome
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.states import write_state
 from ludus.games.arena.talk import Heard, Talk
+from ludus.games.arena.whole import whole
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class Host:
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._chance = np.random.default_rng(matches[0].plan.seed)
         self._decisions = 0
+        self._places = np.divmod(np.arange(arena.matches * arena.heroes), arena.heroes)
+        self._whole: npt.NDArray[np.float32] | None = None  # [M, H, S]
+        self._observe()  # what is compiled for it keeps nobody waiting
         self._logged = [0] * len(matches)
         self._began = time.monotonic()
         self._lines = [line for m, match in enumerate(matches) for line in self._lines_of(m, match)]
@@ -156,7 +160,7 @@ class Host:
 
     async def _decide(self) -> None:
         arena = self.arena
-        arena.observe()
+        self._observe()
         asked = self._asked()
         if asked:
             heard = await asyncio.gather(*(self._ask(line, heroes) for line, heroes in asked))
@@ -209,7 +213,14 @@ class Host:
 
     def _seen(self, m: int, hero: int) -> Seen:
         arena = self.arena
-        return Seen(arena.entities[m, hero], arena.scalars[m, hero], arena.target_mask[m, hero])
+        state = None if self._whole is None else self._whole[m, hero]
+        return Seen(arena.entities[m, hero], arena.scalars[m, hero], arena.target_mask[m, hero], state)
+
+    def _observe(self) -> None:
+        arena = self.arena
+        arena.observe()
+        if self._options.whole:
+            self._whole = whole(arena, *self._places).reshape(arena.matches, arena.heroes, -1)
 
     def _heard(self, line: Line, heroes: Sequence[int], heard: Heard, names: npt.NDArray[np.int8]) -> dict[int, Action]:
         """Actions of the heroes that were asked for; who has none is entered into `names`, where the rule is to stand in."""
@@ -305,7 +316,7 @@ class Host:
         over = [m for m, match in enumerate(self.matches) if match.reason and m not in self.results]
         if not over:
             return
-        self.arena.observe()
+        self._observe()
         for m in over:
             self.results[m] = self._result(m)
             log.info("%s: %s after %d ticks", self.matches[m].plan.runtime_id, self.matches[m].reason, self.arena.tick[m])

@@ -40,6 +40,7 @@ from ludus.plugins import did_you_mean
 OnIllegal = Literal["nothing", "rule", "forfeit"]
 OnLost = Literal["rule", "end"]
 Sessions = Literal["camp", "hero"]
+Start = Literal["home", "lane"]
 CAMPS: Final = 2
 MAX_TIMEOUT_S: Final = 3600.0
 MAX_PACE: Final = 100_000.0
@@ -103,6 +104,10 @@ class Options:
     """Ticks from decision to decision."""
     lockstep: bool = False
     """All heroes are asked at every decision, the dead too, and all are shown the end: for actors whose seats go in step."""
+    whole: bool = False
+    """Observations are {observation, state}: the second is what a centralised value sees."""
+    start: Start = "home"
+    """Where heroes are when a match begins: at home, or in front of their outer tower."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,8 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
         weights={part: _number(f"{_WEIGHT}{part}", weight, -MAX_WEIGHT, MAX_WEIGHT) for part, weight in weights.items()},
         every=_whole("every", given.get("every", default.every), 1, TICKS_PER_SECOND),
         lockstep=_flag("lockstep", given.get("lockstep", default.lockstep)),
+        whole=_flag("whole", given.get("whole", default.whole)),
+        start=_one_of("start", given.get("start", default.start), get_args(Start)),
     )
     if made.format == "raw" and "sessions" not in given:  # a session of raw arrays has one seat
         return Options(**{**vars(made), "sessions": "hero"})
