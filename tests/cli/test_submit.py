@@ -253,8 +253,9 @@ def test_a_key_that_is_named_here_is_found_from_elsewhere(call: Call, here: Path
 # -- Slurm --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_allocation_is_asked_for_and_this_command_runs_in_it() -> None:
-    words = ["submit", "--redis-password", SECRET, "--interactive", "--dry-run", "--", "train", "x", f"--redis-password={SECRET}"]
+@pytest.mark.parametrize("password", [(f"--redis-password={SECRET}",), ("--redis_password", SECRET)])
+def test_an_allocation_is_asked_for_and_this_command_runs_in_it(password: tuple[str, ...]) -> None:
+    words = ["submit", "--redis-password", SECRET, "--interactive", "--dry-run", "--", "train", "x", *password]
     ludus = [sys.executable, "-P", "-m", "ludus.cli.main"]
     assert allocating(["salloc", "--nodes=2"], words) == [
         "salloc",

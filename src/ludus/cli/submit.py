@@ -223,10 +223,12 @@ def _is_allocated() -> bool:
 
 def allocating(salloc: Sequence[str], words: Sequence[str]) -> list[str]:
     """This very command again, in an allocation; without the password that means nothing and would be seen once more."""
+    from ludus.cluster.launch import IGNORED, option_of
+
     kept: list[str] = []
     skip = False
     for word in words:
-        if skip or word.split("=")[0] == "--redis-password":
+        if skip or option_of(word) == IGNORED:
             skip = not skip and "=" not in word
         elif word != "--dry-run":
             kept.append(word)

@@ -30,7 +30,7 @@ Way = Literal["ray", "each", "one"]
 _WAYS: Mapping[tuple[str, ...], Way] = {("train",): "ray", ("tune",): "ray", ("fleet", "worker"): "each"}
 _RESTARTS: Mapping[str, Restart] = {"train": "when-killed", "tune": "when-killed", "serve": "on-failure", "fleet": "on-failure"}
 _OWN_RAY = ("--address", "--ray-address", "--local-mode")
-_IGNORED = "--redis-password"
+IGNORED = "--redis-password"
 _PASSWORD_INSIDE = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
@@ -69,7 +69,7 @@ def launch(
             f"`ludus {words[0]}` runs on one machine, and the job has {nodes} nodes.",
             "Leave --nodes out; train, tune and fleet worker use several.",
         )
-    ray = nodes if way == "ray" and nodes > 1 and not any(_option(word) in _OWN_RAY for word in words) else 0
+    ray = nodes if way == "ray" and nodes > 1 and not any(option_of(word) in _OWN_RAY for word in words) else 0
     if way == "ray" and nodes > 1 and not ray:
         raise UsageError(
             f"The job has {nodes} nodes and a Ray of its own, and the command names another cluster or none.",
@@ -144,10 +144,10 @@ def cleaned(words: Sequence[str]) -> tuple[list[str], list[str]]:
     notices: list[str] = []
     rest = iter(words)
     for word in rest:
-        if _option(word) == _IGNORED:
+        if option_of(word) == IGNORED:
             if "=" not in word:
                 next(rest, None)
-            notices.append(f"{_IGNORED} is ignored: Ray has no such password any more; every job has a token of its own")
+            notices.append(f"{IGNORED} is ignored: Ray has no such password any more; every job has a token of its own")
             continue
         if _PASSWORD_INSIDE.search(word):
             raise UsageError(
@@ -159,7 +159,7 @@ def cleaned(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, notices
 
 
-def _option(word: str) -> str:
+def option_of(word: str) -> str:
     """Its name; underscores do as well as dashes."""
     return word.split("=")[0].replace("_", "-")
 
@@ -169,7 +169,7 @@ def _of(values: Sequence[int | None], node: int) -> int:
 
 
 def _named(words: Sequence[str]) -> str:
-    return next(word.split("=")[0] for word in words if _option(word) in _OWN_RAY)
+    return next(word.split("=")[0] for word in words if option_of(word) in _OWN_RAY)
 
 
 def _name(words: Sequence[str]) -> str:
