@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,7 @@ from ludus.cluster import far
 from ludus.cluster.cluster import Job, Role
 from ludus.cluster.far import MARK, Desk, Part, unpack
 from ludus.errors import LudusError, UnknownName, UsageError
+from ludus.runtime.surroundings import Surroundings
 from ludus.testing.orchestrator_contract import BEATING, is_still, until
 
 TOKEN = "ab" * 32
@@ -82,6 +84,14 @@ def over(session: Session) -> dict[str, Any]:
 
 
 # -- a part's life ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_ports_of_a_job_are_free_also_that_of_its_first_learner(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    port = desk.answer({"verb": "ports", "job": "trial-1"})["port"]
+    entrance = Surroundings(port=port).learners_entrance[1]
+    with socket.create_server(("", entrance)):
+        assert desk.answer({"verb": "ports", "job": "trial-1"})["port"] != port
 
 
 def test_a_part_that_is_kept_outlives_the_connection_and_is_found_by_the_next(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ludus.cluster.cluster import Job, JobStatus, ProcessStatus, wait
 from ludus.cluster.local import LocalOrchestrator
 from ludus.errors import LudusError, UnknownName, UsageError
 from ludus.runtime.guard import read_token, write_token
-from ludus.runtime.surroundings import RUN, Surroundings, free_block
+from ludus.runtime.surroundings import PORTS, RUN, Surroundings, free_block
 
 PROTOCOL = 1
 MARK = "ludus-far "
@@ -40,9 +40,6 @@ INNER = "ludus."
 
 KEPT = 50
 MAX_LINE = 64_000_000
-PORTS = 2
-"""The head's, and the door's."""
-
 _PART, _TOKEN, _NOTE = "part.json", "token", "run"
 _PARTS = "parts"
 _KEEP_S = 120.0
