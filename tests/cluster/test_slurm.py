@@ -173,9 +173,8 @@ def test_what_was_asked_for_is_not_taken_back_by_a_variable_of_sbatch(tmp_path: 
         "MEM_PER_NODE",
         "GRES",
         "EXCLUSIVE",
-        "SIGNAL",
     }
-    always = {"JOB_NAME", "OUTPUT", "OPEN_MODE", "REQUEUE", "NO_REQUEUE", "ARRAY_INX", "WAIT"}
+    always = {"JOB_NAME", "OUTPUT", "OPEN_MODE", "SIGNAL", "REQUEUE", "NO_REQUEUE", "ARRAY_INX", "WAIT"}
     assert {f"SBATCH_{name}" for name in said | always} <= full
     simple = overriding(SlurmOrchestrator(tmp_path, BASE).render(train())["job.sbatch"])
     assert {f"SBATCH_{name}" for name in always} <= simple

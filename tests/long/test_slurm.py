@@ -85,8 +85,11 @@ def lives(tmp_path: Path, nodes: int) -> Job:
     return Job("lives", (far, main(script)), "main", nodes=nodes, grace_s=5.0)
 
 
-def test_before_its_time_is_up_a_job_saves_and_is_queued_again_and_goes_on(tmp_path: Path, rig: SlurmRig) -> None:
-    slurm = SlurmOrchestrator(tmp_path / "state", SlurmSettings(time="1", signal_s=20))
+@pytest.mark.parametrize("whose", ["its own", "of its partition"])
+def test_before_its_time_is_up_a_job_saves_and_is_queued_again_and_goes_on(tmp_path: Path, rig: SlurmRig, whose: str) -> None:
+    rig.ask("scontrol", "update", "PartitionName=urgent", "DefaultTime=1")
+    limited = SlurmSettings(time="1") if whose == "its own" else SlurmSettings(partition="urgent")
+    slurm = SlurmOrchestrator(tmp_path / "state", replace(limited, signal_s=20))
     job_id = slurm.submit(lives(tmp_path, 3))
     until((tmp_path / "ready").exists)
     until((tmp_path / "saved").exists, 90)

@@ -218,7 +218,7 @@ def _check_time(job: Job, settings: SlurmSettings) -> None:
 
 def _directives(settings: SlurmSettings, group: SlurmGroup) -> list[str]:
     lines = _options(settings, group)
-    if settings.time and seconds(settings.time) < float("inf"):
+    if not settings.time or seconds(settings.time) < float("inf"):  # without a word, it is the partition's
         # To the script itself, which has become our supervisor by then.
         lines.append(f"--signal=B:{'USR1' if settings.requeue else 'TERM'}@{settings.signal_s}")
     lines.append("--requeue" if settings.requeue else "--no-requeue")
