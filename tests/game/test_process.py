@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from ludus import pids
 from ludus.errors import WorkerFailed
 from ludus.game import process
+from ludus.game.limits import Limit
 from ludus.game.process import GameExit, GameProcess, Games
 from ludus.logfile import before
 from tests.tools import need
@@ -432,6 +434,30 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, t
     second.stop(grace_s=0)
     eventually(lambda: games.running == [], 5)
     assert games.expected_threads("heavy") == 301, "they are remembered for the next"
+
+
+def test_of_games_that_are_started_at_once_as_many_are_as_fit_in(
+    games: Games, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 100 threads each, in 400 of which 40 are kept free."""
+
+    def limits() -> list[Limit]:
+        time.sleep(0.02)  # somebody else may look in the meantime
+        return [Limit("a limit", 400, 0)]
+
+    monkeypatch.setattr(process, "thread_limits", limits)
+
+    def start(number: int) -> str:
+        try:
+            games.start(["sleep", "600"], log=tmp_path / f"{number}.log", threads=100)
+        except WorkerFailed as error:
+            return error.message
+        return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(start, range(8)))
+    assert len(games.running) == said.count("") == 3
+    assert all("does not fit in" in message for message in said if message)
 
 
 _TOO_MANY = textwrap.dedent(

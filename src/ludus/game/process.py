@@ -238,7 +238,7 @@ class Games:
         self._warm, self._environment = warm, environment
         self._warm_failure: str | None = None
         self._warm_deaths = 0
-        self._lock = threading.Lock()
+        self._lock, self._admission = threading.Lock(), threading.Lock()
         self._running: dict[int, GameProcess] = {}  # by the descriptor of its line
         self._peaks: dict[str, int] = {}
         self._closed = self._over = False
@@ -304,21 +304,22 @@ class Games:
         name. The first such game waits until the module is imported.
         """
         kind = kind or Path(command[0]).name
-        self._require_room(kind, threads)
         environment = dict(os.environ if environment is None else environment)
         log = log.absolute()
-        log.parent.mkdir(parents=True, exist_ok=True)
         if warm:
             self.wait_until_warm()
         elif self._warm:
             self._wait_until_ready(WARM_S)
-        deadline = time.monotonic() + _START_S
-        ours, theirs = socket.socketpair()
-        # An environment may be larger than what a socket holds, and a keeper that is stopped reads nothing.
-        ours.settimeout(_START_S)
-        game = GameProcess(name or log.stem, kind, log, ours, on_exit)
-        with contextlib.closing(theirs):
-            self._hand_over(game, ours, theirs)
+        with self._admission:  # each is counted before there is room for the next
+            self._require_room(kind, threads)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            deadline = time.monotonic() + _START_S
+            ours, theirs = socket.socketpair()
+            # An environment may be larger than what a socket holds, and a keeper that is stopped reads nothing.
+            ours.settimeout(_START_S)
+            game = GameProcess(name or log.stem, kind, log, ours, on_exit)
+            with contextlib.closing(theirs):
+                self._hand_over(game, ours, theirs)
         game._say(
             command=[os.fspath(word) for word in command],
             environment=environment,
