@@ -171,12 +171,14 @@ def test_seed_and_actions_decide_everything_compiled_or_not_in_this_process_or_a
     (tmp_path / "state").write_bytes(fought(3))
     with (
         elsewhere("1", "10000", "1000", PYTHONHASHSEED="1", NUMBA_NUM_THREADS="1", OMP_NUM_THREADS="1") as other,
+        elsewhere("3", "10000", "1000", PYTHONHASHSEED="3", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2") as team,
         elsewhere("3", "12", "1", str(tmp_path / "state"), NUMBA_DISABLE_JIT="1", PYTHONHASHSEED="2") as plain,
     ):
-        here = hashes(1, 10_000, 1_000)
+        here, ours = hashes(1, 10_000, 1_000), hashes(3, 10_000, 1_000)
         slow = hashes(3, 12, 1, (tmp_path / "state").read_bytes())
-        assert len(set(here)) == 10
+        assert len(set(here)) == len(set(ours)) == 10
         assert other.communicate(timeout=120)[0].split() == here
+        assert team.communicate(timeout=120)[0].split() == ours
         assert plain.communicate(timeout=120)[0].split() == slow
 
 

@@ -22,6 +22,8 @@ from ludus.games.arena.settings import ArenaSettings
 from ludus.games.arena.states import read_state, write_state
 from tests.arena.recorded import play, recorded
 
+GOLDEN = Path(__file__).with_name("golden")
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,6 +44,19 @@ def test_a_recording_is_replayed_to_the_same_state(size: int, tmp_path: Path) ->
     assert moments == [(number, 3 * number) for number in range(121)]
     assert again.hash(0) == arena.hash(0) == verify(found)
     assert again.units[0, layout.ILLEGAL].sum() > 0  # orders that were refused are part of it
+
+
+@pytest.mark.parametrize(
+    ("mode", "ticks_played", "winner", "last"),
+    [("1v1", 15_928, 0, "d57f4a36f8f3683af49b4b32af5bad1e"), ("3v3", 23_054, 1, "1e39ba91e8219017c8bc094d49f416da")],
+)
+def test_a_match_that_was_played_on_another_machine_is_the_same_here(
+    mode: str, ticks_played: int, winner: int, last: str
+) -> None:
+    """Orders by chance, until a base fell. Whoever changes the rules changes RULES, and plays them anew (`tests/arena/recorded.py`)."""
+    found = read_recording(GOLDEN / f"{mode}.arena")
+    assert (found.mode, found.rules) == (mode, layout.RULES)
+    assert (found.result["ticks"], found.result["winner"], verify(found)) == (ticks_played, winner, last)
 
 
 def test_each_of_several_matches_is_recorded_by_itself() -> None:
