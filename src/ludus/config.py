@@ -68,6 +68,25 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it cannot be written down ({error}); use numbers, words, booleans, lists and dicts") from error
 
 
+class BranchConfig(_Strict):
+    """One entry of `model.autoregressive`: a part of an action that is chosen after its first part, and only where it matters."""
+
+    part: int = Field(ge=1, description="Which part of a MultiDiscrete action; the first, part 0, is chosen before.")
+    after: list[Annotated[int, Field(ge=0)]] = Field(
+        min_length=1, description="Options of the first part that this part belongs to; it is chosen for each in its own way."
+    )
+    points_at: str | None = Field(None, description="A set of entities in the observation, one of which the part chooses.")
+    mask: str | None = Field(
+        None, description="With points_at: a key of the observation, one row for each option of `after`: who may be chosen."
+    )
+
+    @model_validator(mode="after")
+    def _masks_are_of_entities(self) -> BranchConfig:
+        if self.mask is not None and self.points_at is None:
+            raise ValueError("mask is for a part that points at entities; other parts are masked by action_mask")
+        return self
+
+
 class ModelConfig(_Strict):
     """The `model:` section: sizes and kinds of the default networks."""
 
@@ -80,6 +99,18 @@ class ModelConfig(_Strict):
         None, description="Own convolutions: [[channels, kernel, stride], …]."
     )
     entity_dim: int = Field(64, ge=1, description="Width of the encoder for lists of entities.")
+    entity_present: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Lists of entities without a <name>_mask beside them: {name: feature that is above 0 for who is there}.",
+    )
+    autoregressive: list[BranchConfig] = Field(
+        default_factory=list,
+        description="Parts of a MultiDiscrete action that are chosen after its first part, and only count where they belong to "
+        "it: [{part, after, points_at, mask}, …].",
+    )
+    centralized_value: bool = Field(
+        False, description="The observation is {observation, state}: the policy sees the first part only, the value both (MAPPO)."
+    )
     vf_share_layers: bool | None = Field(
         None, description="One trunk for policy and value; null = for images and recurrence only."
     )
@@ -116,6 +147,16 @@ _ELSEWHERE = {
         ("repeat_action_probability", "full_action_space", "fire_reset"), "it is a keyword of the game: config.env_config"
     ),
 }
+
+
+class SelfPlayConfig(_Strict):
+    """The `self_play:` section: which of its earlier versions a policy meets, where the environment has opponents from the `past`."""
+
+    every: int = Field(20, ge=1, description="Versions from one that is kept as an opponent to the next.")
+    keep: int = Field(50, ge=1, description="So many are kept, the newest; each is as likely as the others.")
+    period: int = Field(
+        2_000, ge=1, description="Steps of the environments after which another one is drawn; till then a worker has the same."
+    )
 
 
 class PreprocessConfig(_Strict):
@@ -311,6 +352,10 @@ class AlgorithmConfig(_Strict):
     preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="Frame skip, greyscale, stacking …")
     wrappers: list[str | dict[str, Any]] = Field(
         default_factory=list, description="module:Wrapper, or {module:Wrapper: {keywords}}, from the inside to the outside."
+    )
+    self_play: SelfPlayConfig = Field(
+        default_factory=SelfPlayConfig,
+        description="Earlier versions as opponents, where the environment has any from the `past`.",
     )
     multiagent: MultiAgentConfig | None = Field(None, description="Several agents in one environment.")
     observation_filter: Literal["NoFilter", "MeanStdFilter"] = Field(

@@ -36,6 +36,8 @@ class SegmentSpec:
     finals: int = 0
     """Room for final observations of truncated episodes whose next row already belongs to the next episode."""
     model: str = DEFAULT_MODEL
+    results: tuple[str, ...] = ()
+    """Names of the numbers that episodes end with."""
 
     @property
     def states(self) -> int:
@@ -67,6 +69,7 @@ class Segments:
     final_at: Ints  # [K, 2] (t, b) of the kept final observations; the first `finals` entries count
     final_observation: Tree  # [K, …]
     final_value: Floats  # [K]
+    results: Floats  # [B, R, 2] of the episodes that ended here: the sum of each number, and how many told it
     finals: int = 0
     episode_return: Floats = field(default_factory=lambda: np.zeros(0, np.float32))  # [E] of the episodes that ended here
     episode_length: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # [E]
@@ -102,6 +105,7 @@ class Segments:
             final_at=np.zeros((k, 2), np.int64),
             final_observation=tree((k,), spec.observation),
             final_value=np.zeros(k, np.float32),
+            results=np.zeros((b, len(spec.results), 2), np.float32),
             model=spec.model,
         )
 

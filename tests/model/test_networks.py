@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ludus.errors import ConfigError
 from ludus.model import networks
+from ludus.model.entities import EntityEncoder
+from ludus.model.layers import ACTIVATIONS, Dense
 from ludus.model.networks import (
-    ACTIVATIONS,
-    Dense,
-    EntityEncoder,
     ImageEncoder,
     Network,
     NetworkConfig,

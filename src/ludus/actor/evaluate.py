@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import gymnasium as gym
@@ -16,13 +16,17 @@ from torch import Tensor
 from ludus.game.environment import Environments
 from ludus.model.distributions import Distribution
 from ludus.model.policy import Policy
-from ludus.statistics import interval
+from ludus.statistics import interval, wilson
 from ludus.tree import Array, map_tree
 from ludus.types import Ints
 
 EPISODE_STEPS = 30_000
 """An episode that is longer is cut there, unless its environment is known to allow more. An Atari game may last 27,000."""
 
+SHARES = ("win/", "loss/")
+"""Results that are 0 or 1."""
+
+_SURE = 1.96
 _NOISE_STEPS = 64
 
 
@@ -36,6 +40,8 @@ class Score:
     """Nobody interrupted it."""
     cut: int = 0
     """Episodes among them that did not end by themselves within the bound."""
+    results: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the numbers that episodes end with: their sum, and how many episodes told them."""
 
     @property
     def mean(self) -> float:
@@ -45,6 +51,15 @@ class Score:
     def interval(self) -> tuple[float, float]:
         """Bootstrapped 95 % interval of the mean."""
         return interval(self.returns)
+
+    def numbers(self) -> dict[str, float]:
+        """Means of the results; of wins and losses with the 95 % interval of their share."""
+        told = {name: (total, count) for name, (total, count) in self.results.items() if count}
+        report = {name: total / count for name, (total, count) in told.items()}
+        for name, (total, count) in told.items():
+            if name.startswith(SHARES):
+                report[f"{name}_low"], report[f"{name}_high"] = wilson(round(total), round(count), _SURE)
+        return report
 
     @property
     def low(self) -> float:
@@ -107,6 +122,7 @@ def play(
     first, over = np.ones(n, np.bool_), np.zeros(n, np.bool_)
     running, length = np.zeros(n), np.zeros(n, np.int64)
     ended: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+    results = np.zeros((len(environments.results), 2))
     cut = 0
     while quota.any() and not interrupted():
         observation = map_tree(torch.from_numpy, map_tree(_stored, seen.observation))
@@ -117,6 +133,8 @@ def play(
         running += np.where(over, 0.0, outcome.reward)
         length += ~over
         done = (outcome.terminated | outcome.truncated) & ~over
+        if outcome.results is not None:
+            results += outcome.results[done & (quota > 0)].sum(axis=0)
         too_long = (length >= max_steps) & ~done & (quota > 0)
         for row in np.flatnonzero((done & (quota > 0)) | too_long):
             ended[row].append((float(running[row]), int(length[row])))
@@ -129,7 +147,8 @@ def play(
         first = begun if outcome.lost is None else begun | outcome.lost
         seen = outcome.seen
     whole = [episode for row in ended for episode in row]
-    return Score(tuple(r for r, _ in whole), tuple(t for _, t in whole), complete=not quota.any(), cut=cut)
+    told = {name: (float(total), float(count)) for name, (total, count) in zip(environments.results, results, strict=True)}
+    return Score(tuple(r for r, _ in whole), tuple(t for _, t in whole), complete=not quota.any(), cut=cut, results=told)
 
 
 class _Noise:

@@ -30,8 +30,13 @@ class Shape(Protocol):
     num: int
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
-    masked: bool
     resets_at_once: bool
+
+    @property
+    def masked(self) -> bool: ...
+
+    @property
+    def results(self) -> tuple[str, ...]: ...
 
 
 def segment_spec(policy: Policy, environments: Shape, steps: int, model: str = DEFAULT_MODEL) -> SegmentSpec:
@@ -47,6 +52,7 @@ def segment_spec(policy: Policy, environments: Shape, steps: int, model: str = D
         state_every=every,
         finals=max(n, steps * n // _FINAL_SHARE) if environments.resets_at_once else 0,
         model=model,
+        results=environments.results,
     )
 
 
@@ -151,6 +157,7 @@ class Sampler:
         values: list[Tensor] = []
         lost: list[tuple[int, Bools]] = []
         block.finals = 0
+        block.results.fill(0)
         clock, environment_s, began = time.perf_counter, 0.0, time.perf_counter()
         for t in range(steps):
             self._beat()
@@ -168,6 +175,8 @@ class Sampler:
             self._record(block, t, outcome, policy)
             if outcome.lost is not None:
                 lost.append((t, outcome.lost.copy()))
+            if outcome.results is not None:
+                block.results += outcome.results
             seen = outcome.seen
         self._show(block, steps, seen)
         values.append(policy.value(rows.observation[steps], self._state, rows.first[steps]))

@@ -54,7 +54,7 @@ def put_rows(batch: Segments, part: Segments, row: int) -> None:
     columns = slice(row, row + part.rows)
     for name in (*OVER_STEPS, *OVER_STEPS_AND_AFTER, "state"):
         map_tree(lambda whole, own: _put(whole, own, columns), getattr(batch, name), getattr(part, name))
-    batch.origin[columns] = part.origin
+    batch.origin[columns], batch.results[columns] = part.origin, part.results
     _put_finals(batch, part, row)
 
 

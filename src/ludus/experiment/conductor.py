@@ -486,6 +486,7 @@ class Conductor:
             "evaluation/length_mean": sum(score.lengths) / len(score.lengths),
             "evaluation/episodes": len(score.returns),
             "evaluation/cut": score.cut,
+            **{f"evaluation/{name}": value for name, value in score.numbers().items()},
         }
         numbers = {key: value for key, value in numbers.items() if not math.isnan(value)}
         self._evaluated = numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,8 @@ class EvaluationWorkers:
                 self._error = done.error
             else:
                 played = done.answer
-                self._parts[first] = Score(tuple(played["returns"]), tuple(played["lengths"]), cut=played["cut"])
+                results = {name: tuple(both) for name, both in played["results"].items()}
+                self._parts[first] = Score(tuple(played["returns"]), tuple(played["lengths"]), cut=played["cut"], results=results)
         if self._open:
             return None
         iteration, self._iteration = self._iteration, None
@@ -166,13 +167,18 @@ class EvaluationWorkers:
         returns, lengths = (
             tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths) for p in parts), strict=True)
         )
-        score = Score(returns, lengths, cut=sum(part.cut for part in parts))
+        told = {name: _added([part.results[name] for part in parts]) for name in parts[0].results}
+        score = Score(returns, lengths, cut=sum(part.cut for part in parts), results=told)
         warn_of_cuts(score, self._course.env)
         return iteration, score
 
     def close(self) -> None:
         if self._errands is not None:
             self._errands.close()
+
+
+def _added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(total for total, _ in pairs), sum(count for _, count in pairs)
 
 
 class Player:
@@ -189,7 +195,7 @@ class Player:
         weights = store_of(Path(errand["run"])).get_file(key, name)
         self._policy.load_weights(saved.decode_weights(weights, f"{key}/{name}")[0])
         score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
-        return {"returns": score.returns, "lengths": score.lengths, "cut": score.cut}
+        return {"returns": score.returns, "lengths": score.lengths, "cut": score.cut, "results": dict(score.results)}
 
     def _rows(self, rows: int) -> Environments:
         if rows not in self._environments:

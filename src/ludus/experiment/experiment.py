@@ -16,6 +16,7 @@ import torch
 
 from ludus import config as configs
 from ludus.actor.sampler import Sampler, segment_spec
+from ludus.actor.selfplay import with_past
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
 from ludus.errors import (
@@ -720,7 +721,7 @@ def program_of(
     pool = program.add("pool", make_pool, run, before if counting_on else None)
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
-    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config.explore)
+    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config)
     batches = program.add("batches", whole_episodes, memory, config)
     trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
@@ -757,8 +758,10 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
     return pool.source(DEFAULT_MODEL)
 
 
-def _sampler(environments: Environments, source: PolicySource, memory: Memory, seed: int, explore: bool) -> Sampler:
-    return Sampler(environments, source, memory, seed, explore=explore)
+def _sampler(
+    environments: Environments, source: PolicySource, memory: Memory, seed: int, config: AlgorithmConfig
+) -> Sampler:  # fmt: skip
+    return Sampler(environments, with_past(environments, source, config.self_play, seed), memory, seed, explore=config.explore)
 
 
 def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int) -> Trainer:

@@ -23,6 +23,7 @@ from ludus.experiment.run import Run
 from ludus.experiment.workspace import shown
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
+from ludus.model.branching import Branch
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -80,6 +81,8 @@ def make_policy(
         conv=section.conv,
         conv_filters=None if section.conv_filters is None else tuple(section.conv_filters),
         entity_dim=section.entity_dim,
+        entity_present=tuple(section.entity_present.items()),
+        autoregressive=tuple(Branch(b.part, tuple(b.after), b.points_at, b.mask) for b in section.autoregressive),
         vf_share_layers=section.vf_share_layers,
         core=section.core or ("lstm" if section.use_lstm else None),
         cell_size=section.cell_size,
@@ -88,7 +91,7 @@ def make_policy(
         log_std_init=section.log_std_init,
         dueling=bool(getattr(config, "dueling", False)),
         head_hiddens=tuple(getattr(config, "hiddens", ())),
-        central=central,
+        central=central or section.centralized_value,
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
     )

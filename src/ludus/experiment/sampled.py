@@ -66,6 +66,7 @@ class Shape:
     action_space: gym.Space[Any]
     masked: bool
     resets_at_once: bool
+    results: tuple[str, ...] = ()
 
 
 def program_of(
@@ -111,7 +112,8 @@ def look_at(env: str, config: AlgorithmConfig) -> Shape:
     one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
     try:
         one.reset(config.seed)
-        return Shape(config.num_envs_per_worker, one.observation_space, one.action_space, one.masked, one.resets_at_once)
+        spaces = one.observation_space, one.action_space
+        return Shape(config.num_envs_per_worker, *spaces, one.masked, one.resets_at_once, one.results)
     finally:
         one.close()
 
@@ -142,6 +144,7 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
         forgiving=config.restart_failed_sub_environments,
         explore=config.explore,
         device=config.inference_device,
+        self_play=config.self_play,
         luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
     )
 
@@ -232,6 +235,7 @@ def _fleet(
         explore=config.explore,
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
+        self_play=config.self_play.model_dump(mode="json"),
     )
     return Fleet(
         e.memory,

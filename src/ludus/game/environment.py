@@ -23,6 +23,7 @@ from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra
 from ludus.game import display
 from ludus.game.atari import is_atari, make_single, make_vector
 from ludus.game.doom import is_doom, make_doom
+from ludus.game.opposed import Opposed
 from ludus.game.preprocess import for_evaluation, is_plain, preprocess_of, preprocessed
 from ludus.game.registry import called, factory_of, makes_vectors, outdated, spec_of, takes, takes_mapping
 from ludus.game.wrapping import Named, Wrapper, wrappers_of
@@ -54,6 +55,8 @@ class Outcome:
     final_observation: Tree = None
     lost: Bools | None = None
     """Rows whose environment failed in this step and was made anew: `seen` shows the next episode. None: no row."""
+    results: Floats | None = None
+    """[N, K, 2] of the rows whose episodes ended: each of the environments' `results`, and 1 where there is such a number."""
 
 
 class Environments(Protocol):
@@ -64,12 +67,24 @@ class Environments(Protocol):
     num: int
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
-    masked: bool
     resets_at_once: bool
-    restarts: int
-    """Environments that failed and were made anew."""
     beat: Callable[[], None]
     """Called as often as the environments allow: whoever looks on knows that they are not stuck."""
+
+    @property
+    def masked(self) -> bool:
+        """Known after the first reset."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """Environments that failed and were made anew."""
+        ...
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the numbers that episodes end with."""
+        ...
 
     def reset(self, seed: int | None) -> Seen: ...
     def step(self, action: Tree) -> Outcome: ...
@@ -102,7 +117,10 @@ def make_environments(
         def vector() -> Any:
             return recipe.vector(num)
 
-        return VectorEnvironments(name, vector(), vector if forgiving else None)
+        made = vector()
+        environments = VectorEnvironments(name, made, vector if forgiving else None)
+        opponents = getattr(made.unwrapped, "opponent_rows", None)
+        return environments if opponents is None or not opponents.any() else Opposed(environments, opponents)
     return LoopEnvironments(name, [recipe.single() for _ in range(num)], recipe.single if forgiving else None)
 
 
@@ -319,6 +337,10 @@ class VectorEnvironments:
         self._steps = 0
 
     @property
+    def results(self) -> tuple[str, ...]:
+        return tuple(getattr(self._env.unwrapped, "result_names", ()))
+
+    @property
     def beat(self) -> Callable[[], None]:
         return self._beat
 
@@ -349,10 +371,20 @@ class VectorEnvironments:
         self._in_a_row = 0
         seen = self._seen(observation, infos)
         lost = infos.get(LOST)
+        results = self._results(infos) if self.results and (terminated | truncated).any() else None
         if not self.resets_at_once:
-            return Outcome(seen, reward, terminated, truncated, lost=lost)
+            return Outcome(seen, reward, terminated, truncated, lost=lost, results=results)
         rows = np.flatnonzero(terminated | truncated)
-        return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows), lost)
+        return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows), lost, results)
+
+    def _results(self, infos: Mapping[str, Any]) -> Floats:
+        """Gymnasium's way for a vector: what was said, and under the same name with a line before it, by whom."""
+        found = np.zeros((self.num, len(self.results), 2), np.float32)
+        for k, name in enumerate(self.results):
+            told = infos.get(f"_{name}")
+            if told is not None:
+                found[told, k, 0], found[told, k, 1] = infos[name][told], 1
+        return found
 
     def _begun_again(self, fault: EnvironmentFault) -> Outcome:
         """All rows are lost, and start anew. Raises the fault when that is not wanted, or has not helped."""
@@ -465,6 +497,7 @@ class LoopEnvironments:
         self.name, self.num, self._envs, self._again = name, len(envs), envs, again
         self.beat: Callable[[], None] = _nothing
         self.restarts, self._in_a_row = 0, [0] * len(envs)
+        self.results: tuple[str, ...] = ()
         self._lost = np.zeros(self.num, np.bool_)
         env = envs[0]
         if not isinstance(env, gym.Env):

@@ -382,7 +382,7 @@ def spec_to_plain(spec: SegmentSpec) -> dict[str, object]:
     """A specification as plain values; `spec_from_plain` makes an equal one."""
     trees = {name: _plain(getattr(spec, name)) for name in ("observation", "action", "state")}
     numbers = {name: getattr(spec, name) for name in ("steps", "mask_size", "state_every", "finals")}
-    return {**trees, **numbers, "model": spec.model}
+    return {**trees, **numbers, "model": spec.model, "results": list(spec.results)}
 
 
 def spec_from_plain(plain: dict[str, object]) -> SegmentSpec:
@@ -392,7 +392,14 @@ def spec_from_plain(plain: dict[str, object]) -> SegmentSpec:
         numbers = {name: int(str(plain[name])) for name in ("steps", "mask_size", "state_every", "finals")}
         if min(numbers.values()) < 0:
             raise ValueError(f"negative: {numbers}")
-        return SegmentSpec(model=str(plain["model"]), **trees, **numbers)
+        results = plain.get("results", [])  # files of earlier versions have none
+        if not isinstance(results, list):
+            raise ValueError(f"results: {results!r}")
+        steps, masks, every, finals = (numbers[name] for name in ("steps", "mask_size", "state_every", "finals"))
+        return SegmentSpec(
+            steps, trees["observation"], trees["action"], masks, trees["state"], every, finals, str(plain["model"]),
+            tuple(map(str, results)),
+        )  # fmt: skip
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, SyntaxError) as error:
         raise Damaged(f"This does not describe segments: {error}.") from error
 
@@ -548,6 +555,7 @@ def _check(segments: Segments, template: Segments) -> None:
         **dict.fromkeys(OVER_STEPS_AND_AFTER, (spec.steps + 1, rows)),
         "state": (spec.states, rows),
         "origin": (rows,),
+        "results": (rows,),
         **dict.fromkeys(("final_at", "final_observation", "final_value"), (spec.finals,)),
     }
     expected = template.arrays()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ludus.errors import ConfigError
+from ludus.model.layers import Dense
 from ludus.model.networks import (
-    Dense,
     Network,
     NetworkConfig,
     PolicyNetwork,
@@ -46,7 +46,7 @@ class CentralNetwork(PolicyNetwork):
         self.actor = Network(observation_space[OWN], num_outputs, _of_actor(config), free_outputs)
         nn.init.zeros_(self.actor.value_head.weight)  # nobody learns it: who asks the actor alone hears 0
         self.recurrent = self.actor.recurrent
-        plan = _plan(observation_space)
+        plan = _plan(observation_space, config)
         self.vector = VectorPart(plan)
         self.trunk = Trunk(plan, self.vector.size, config)
         self.value_head = Dense(self.trunk.size, 1, gain=1.0)

@@ -19,7 +19,7 @@ from ludus.errors import ConfigError
 from ludus.spaces import ArraySpec, array_spec
 from ludus.tree import Tree
 
-_MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
+MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
 _LOG_STD_RANGE = (-20.0, 2.0)
 _INT64 = np.dtype(np.int64)
 _RARE = 1e-12  # a probability that is taken for 0: its logarithm is a number
@@ -82,18 +82,18 @@ def make_values(space: gym.Space[Any]) -> EpsilonGreedy:
     return EpsilonGreedy(int(space.n), int(space.start), np.dtype(space.dtype))
 
 
-def _gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.empty(shape).exponential_(generator=generator).log_().neg_()
 
 
-def _categorical(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+def categorical(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     log_p = F.log_softmax(logits, dim=-1)
     choice = (log_p if noise is None else log_p + noise).argmax(dim=-1)  # the Gumbel-max trick
     return choice, log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
 
 
-def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    return logits if mask is None else torch.where(mask, logits, _MASKED)
+def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return logits if mask is None else torch.where(mask, logits, MASKED)
 
 
 class Categorical:
@@ -103,13 +103,13 @@ class Categorical:
         self._start, self._dtype = start, dtype
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return _gumbel((*lead, self.noise_size), generator)
+        return gumbel((*lead, self.noise_size), generator)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        return _categorical(_masked(outputs, mask), noise)
+        return categorical(masked(outputs, mask), noise)
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        log_p = F.log_softmax(_masked(outputs, mask), dim=-1)
+        log_p = F.log_softmax(masked(outputs, mask), dim=-1)
         log_prob = log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         return log_prob, -(log_p.exp() * log_p).sum(dim=-1)
 
@@ -138,16 +138,16 @@ class EpsilonGreedy(nn.Module):
         return torch.empty((*lead, self.noise_size)).uniform_(generator=generator)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        best = _masked(outputs, mask).argmax(dim=-1)
+        best = masked(outputs, mask).argmax(dim=-1)
         chosen = best
         if noise is not None:
             wanders = noise[..., 0] > 1 - self.epsilon
-            chosen = torch.where(wanders, _masked(noise[..., 1:], mask).argmax(dim=-1), best)
+            chosen = torch.where(wanders, masked(noise[..., 1:], mask).argmax(dim=-1), best)
         return chosen, self._log_prob(chosen == best, self._any(mask))
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         each = self._any(mask)
-        best = _masked(outputs, mask).argmax(dim=-1)
+        best = masked(outputs, mask).argmax(dim=-1)
         count = self.num_outputs if mask is None else mask.sum(dim=-1)
         greedy, other = 1 - self.epsilon + each, each
         entropy = -(greedy * greedy.clamp(min=_RARE).log() + (count - 1) * other * other.clamp(min=_RARE).log())
@@ -155,7 +155,7 @@ class EpsilonGreedy(nn.Module):
 
     def best(self, outputs: Tensor, mask: Tensor | None) -> Tensor:
         """What the best allowed action is worth."""
-        return _masked(outputs, mask).amax(dim=-1)
+        return masked(outputs, mask).amax(dim=-1)
 
     def _any(self, mask: Tensor | None) -> Tensor:
         """The probability with which exploration takes one certain action."""
@@ -177,12 +177,12 @@ class MultiCategorical:
         self.free_outputs: list[int] = []
 
     def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return _gumbel((*lead, self.noise_size), generator)
+        return gumbel((*lead, self.noise_size), generator)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        logits = _masked(outputs, mask).split(self._sizes, dim=-1)
+        logits = masked(outputs, mask).split(self._sizes, dim=-1)
         noises = noise.split(self._sizes, dim=-1) if noise is not None else [None] * len(logits)
-        picks = [_categorical(part, n) for part, n in zip(logits, noises, strict=True)]
+        picks = [categorical(part, n) for part, n in zip(logits, noises, strict=True)]
         action = torch.stack([choice for choice, _ in picks], dim=-1)
         log_prob = torch.stack([lp for _, lp in picks], dim=-1).sum(dim=-1)
         return action.unflatten(-1, self._shape), log_prob
@@ -190,7 +190,7 @@ class MultiCategorical:
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         flat = action.flatten(-len(self._shape))
         log_probs, entropies = [], []
-        for i, part in enumerate(_masked(outputs, mask).split(self._sizes, dim=-1)):
+        for i, part in enumerate(masked(outputs, mask).split(self._sizes, dim=-1)):
             log_p = F.log_softmax(part, dim=-1)
             log_probs.append(log_p.gather(-1, flat[..., i : i + 1]).squeeze(-1))
             entropies.append(-(log_p.exp() * log_p).sum(dim=-1))
@@ -213,12 +213,12 @@ class Bernoulli:
         return torch.logit(uniform)
 
     def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
-        logits = _masked(outputs, mask)
+        logits = masked(outputs, mask)
         bits = (logits if noise is None else logits + noise) > 0
         return bits.to(torch.int8).unflatten(-1, self._shape), self._log_prob(logits, bits)
 
     def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = _masked(outputs, mask)
+        logits = masked(outputs, mask)
         p = torch.sigmoid(logits)
         entropy = -(p * F.logsigmoid(logits) + (1 - p) * F.logsigmoid(-logits))
         return self._log_prob(logits, action.flatten(-len(self._shape)) > 0), entropy.sum(dim=-1)

@@ -6,9 +6,8 @@ may reuse. Observations are trees of tensors with any leading dimensions; recurr
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ludus.errors import ConfigError
+from ludus.model.branching import Branch
+from ludus.model.entities import EntityEncoder, Pointer
+from ludus.model.layers import ACTIVATIONS, Dense, mlp, traced
 from ludus.tree import Tree
 
 NATURE_FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
@@ -36,6 +38,10 @@ class NetworkConfig:
     conv_filters: tuple[tuple[int, int, int], ...] | None = None
     """Own convolutions as (channels, kernel, stride); replaces `conv`."""
     entity_dim: int = 64
+    entity_present: tuple[tuple[str, int], ...] = ()
+    """Sets of entities that have no mask beside them: their name, and the feature that is above 0 for those who are there."""
+    autoregressive: tuple[Branch, ...] = ()
+    """Parts of an action that are chosen after its first one (`ludus.model.branching`)."""
     vf_share_layers: bool | None = None
     """One trunk for policy and value; by default only for images and recurrent models."""
     core: str | None = None
@@ -54,6 +60,11 @@ class NetworkConfig:
     custom_model: str | None = None
     """A model of the user's: the name of its file in `model/`, or `module:Class`."""
     custom_model_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """A description that was read from a file has plain mappings for branches."""
+        made = tuple(b if isinstance(b, Branch) else Branch(**{**b, "after": tuple(b["after"])}) for b in self.autoregressive)
+        object.__setattr__(self, "autoregressive", made)
 
 
 class PolicyNetwork(nn.Module):
@@ -101,71 +112,6 @@ class PolicyNetwork(nn.Module):
         raise NotImplementedError
 
 
-# -- elementary layers --------------------------------------------------------------------------------------------------
-
-
-class _LinearTanh(torch.autograd.Function):
-    """tanh(x·Wᵀ + b) in five memory passes.
-
-    tanh(z) = 2·sigmoid(2z) − 1 costs a third of torch.tanh on CPUs without AVX-512 and differs by less than 2e-7; the
-    gradient of a narrow input layer is taken as (xᵀ·g)ᵀ, which MKL computes several times faster than gᵀ·x.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y = torch.addmm(bias, x, weight.t(), beta=2, alpha=2).sigmoid_().mul_(2).sub_(1)
-        ctx.save_for_backward(x, weight, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        x, weight, y = ctx.saved_tensors
-        g = torch.ops.aten.tanh_backward(grads[0], y)
-        wide = weight.shape[0] > weight.shape[1]
-        weight_grad = x.t().mm(g).t() if wide else g.t().mm(x)
-        return (g.mm(weight) if ctx.needs_input_grad[0] else None), weight_grad, g.sum(dim=0)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": F.relu,
-    "elu": F.elu,
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "linear": lambda x: x,
-}
-_GAINS = {"tanh": 5 / 3, "relu": math.sqrt(2), "linear": 1.0}
-
-
-class Dense(nn.Linear):
-    """A linear layer with its activation, orthogonally initialised."""
-
-    def __init__(self, inputs: int, outputs: int, activation: str = "linear", gain: float | None = None) -> None:
-        super().__init__(inputs, outputs)
-        self.activation = activation
-        nn.init.orthogonal_(self.weight, _GAINS.get(activation, math.sqrt(2)) if gain is None else gain)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
-        fused = self.activation == "tanh" and x.ndim == 2 and x.dtype == torch.float32 and not x.is_cuda
-        if (
-            fused
-            and not torch.is_autocast_enabled("cpu")
-            and not torch._C._get_tracing_state()
-            and not torch.compiler.is_compiling()
-        ):
-            return _LinearTanh.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
-        return ACTIVATIONS[self.activation](super().forward(x))
-
-
-def mlp(inputs: int, hiddens: Sequence[int], activation: str) -> nn.Sequential:
-    sizes = [inputs, *hiddens]
-    return nn.Sequential(*(Dense(a, b, activation) for a, b in itertools.pairwise(sizes)))
-
-
 # -- encoders of one leaf of the observation ----------------------------------------------------------------------------
 
 
@@ -203,7 +149,7 @@ class ImageEncoder(nn.Module):
         x = image.flatten(0, -4) if len(lead) != 1 else image
         if tuple(image.shape[-3:]) != self.chw:
             x = x.permute(0, 3, 1, 2)
-        elif image.dtype == torch.uint8 and not _traced():
+        elif image.dtype == torch.uint8 and not traced():
             x = _interleaved(x).permute(0, 3, 1, 2)
         weight = next(self.body.parameters())
         x = x.to(weight.dtype, memory_format=torch.channels_last)
@@ -218,11 +164,6 @@ def _interleaved(planes: Tensor) -> Tensor:
     for channel in range(planes.shape[-3]):
         out[..., channel] = planes[..., channel, :, :]
     return out
-
-
-def _traced() -> bool:
-    """A graph that is being exported has the plain form."""
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
@@ -270,29 +211,6 @@ def _resnet(channels: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.ReLU())
 
 
-class EntityEncoder(nn.Module):
-    """A set of entities [N, F] with a presence mask: shared layers, one round of attention, pooled by mean and maximum."""
-
-    def __init__(self, features: int, dim: int) -> None:
-        super().__init__()
-        self.embed = mlp(features, [dim, dim], "relu")
-        self.query, self.value = Dense(dim, dim), Dense(dim, dim)
-        self.key = nn.Linear(dim, dim, bias=False)  # the softmax would not notice one
-        self.size = 2 * dim
-
-    def forward(self, entities: Tensor, present: Tensor) -> Tensor:
-        x = self.embed(entities)
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        weights = torch.where(present.unsqueeze(-2), logits, -1e9).softmax(dim=-1)
-        x = x + weights @ v
-        shown = present.unsqueeze(-1)
-        count = shown.sum(dim=-2).clamp(min=1)
-        mean = torch.where(shown, x, 0.0).sum(dim=-2) / count
-        maximum = torch.where(shown, x, -1e9).amax(dim=-2)
-        return torch.cat([mean, torch.where(present.any(dim=-1, keepdim=True), maximum, 0.0)], dim=-1)
-
-
 # -- the whole observation ----------------------------------------------------------------------------------------------
 
 
@@ -303,22 +221,29 @@ class _Leaf:
     space: Any
     size: int = 0
     mask: tuple[Any, ...] | None = None
+    present: int | None = None
+    """Of entities without a mask: the feature that says who is there."""
 
 
-def _plan(space: gym.Space[Any], path: tuple[Any, ...] = ()) -> list[_Leaf]:
-    """Which leaf goes where. A 2-D Box beside `<name>_mask` in a Dict is a list of entities."""
+def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tuple[Any, ...] = ()) -> list[_Leaf]:
+    """Which leaf goes where. A 2-D Box beside `<name>_mask` in a Dict is a list of entities, and so is one that the config names.
+    Masks of branches are no numbers to learn from."""
+    config = config or NetworkConfig()
     if isinstance(space, gym.spaces.Dict):
+        present, masks = dict(config.entity_present), {branch.mask for branch in config.autoregressive}
         plan: list[_Leaf] = []
         for key, item in sorted(space.spaces.items()):
-            if key.endswith("_mask") and _is_entities(space, key[: -len("_mask")]):
+            if key in masks or (key.endswith("_mask") and _is_entities(space, key[: -len("_mask")])):
                 continue
             if _is_entities(space, key):
                 plan.append(_Leaf((*path, key), "entities", item, mask=(*path, f"{key}_mask")))
+            elif key in present:
+                plan.append(_Leaf((*path, key), "entities", item, present=_present(key, item, present[key])))
             else:
-                plan += _plan(item, (*path, key))
+                plan += _plan(item, config, (*path, key))
         return plan
     if isinstance(space, gym.spaces.Tuple):
-        return [leaf for i, item in enumerate(space.spaces) for leaf in _plan(item, (*path, i))]
+        return [leaf for i, item in enumerate(space.spaces) for leaf in _plan(item, config, (*path, i))]
     if isinstance(space, gym.spaces.Box):
         if len(space.shape) == 3 and min(space.shape[0], space.shape[-1]) <= 16 and min(_chw(space.shape)[1:]) >= 5:
             return [_Leaf(path, "image", space)]
@@ -333,6 +258,16 @@ def _plan(space: gym.Space[Any], path: tuple[Any, ...] = ()) -> list[_Leaf]:
 def _is_entities(space: gym.spaces.Dict, key: str) -> bool:
     item, mask = space.spaces.get(key), space.spaces.get(f"{key}_mask")
     return isinstance(item, gym.spaces.Box) and len(item.shape) == 2 and mask is not None and mask.shape == item.shape[:1]
+
+
+def _present(key: str, item: gym.Space[Any], feature: int) -> int:
+    if not isinstance(item, gym.spaces.Box) or len(item.shape) != 2:
+        raise ConfigError(
+            f"model.entity_present names {key!r}, which is {item}.", "A set of entities is a Box [entities, features]."
+        )
+    if not 0 <= feature < item.shape[1]:
+        raise ConfigError(f"model.entity_present: {key!r} has no feature {feature}.", f"They are 0 to {item.shape[1] - 1}.")
+    return feature
 
 
 def _pick(tree: Tree, path: tuple[Any, ...]) -> Tensor:
@@ -387,7 +322,7 @@ class Trunk(nn.Module):
             EntityEncoder(leaf.space.shape[1], config.entity_dim) for leaf in plan if leaf.kind == "entities"
         )
         self.image_paths = [leaf.path for leaf in plan if leaf.kind == "image"]
-        self.set_paths = [(leaf.path, leaf.mask) for leaf in plan if leaf.kind == "entities"]
+        self.set_leaves = [leaf for leaf in plan if leaf.kind == "entities"]
         joined = vector_size + sum(int(e.size) for e in (*self.images, *self.sets))
         hiddens = config.fcnet_hiddens
         if hiddens is None:
@@ -401,13 +336,63 @@ class Trunk(nn.Module):
         return [encoder for encoder in self.images if isinstance(encoder, ImageEncoder)]
 
     def forward(self, vector: Tensor | None, observation: Tree) -> Tensor:
+        return self.seen(vector, observation)[0]
+
+    def seen(self, vector: Tensor | None, observation: Tree) -> tuple[Tensor, list[Tensor]]:
+        """The features, and of every set its entities one by one."""
         parts = [] if vector is None else [vector]
         parts += [encode(_pick(observation, path)) for encode, path in zip(self.images, self.image_paths, strict=True)]
-        for encode, (path, mask) in zip(self.sets, self.set_paths, strict=True):
-            assert mask is not None
-            parts.append(encode(_pick(observation, path), _pick(observation, mask) > 0))
+        each = []
+        for encoder, leaf in zip(self.sets, self.set_leaves, strict=True):
+            assert isinstance(encoder, EntityEncoder)
+            entities = _pick(observation, leaf.path)
+            present = (_pick(observation, leaf.mask) if leaf.mask is not None else entities[..., leaf.present]) > 0
+            each.append(encoder.each(entities, present))
+            parts.append(encoder.pooled(each[-1], present))
         x = parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts], dim=-1)
-        return self.dense(x)  # type: ignore[no-any-return]
+        return self.dense(x), each
+
+
+class Pointing(nn.Module):
+    """The heads of an action's branches that choose an entity; their outputs follow all others."""
+
+    def __init__(self, space: gym.Space[Any], config: NetworkConfig, trunk: Trunk, features: int) -> None:
+        super().__init__()
+        self._branches = [branch for branch in config.autoregressive if branch.points_at is not None]
+        names = [leaf.path[-1] for leaf in trunk.set_leaves]
+        self.heads = nn.ModuleList()
+        self._sets: list[int] = []
+        self.size = 0
+        for branch in self._branches:
+            if branch.points_at not in names:
+                raise ConfigError(
+                    f"model.autoregressive points at {branch.points_at!r}, which is no set of entities.",
+                    f"There are {', '.join(names)}." if names else "Name its presence in model.entity_present.",
+                )
+            self._sets.append(names.index(branch.points_at))
+            entities = int(trunk.set_leaves[self._sets[-1]].space.shape[0])
+            _check_branch_mask(space, branch, entities)
+            self.heads.append(Pointer(features, config.entity_dim, len(branch.after)))
+            self.size += len(branch.after) * entities
+
+    def forward(self, features: Tensor, each: list[Tensor], observation: Tree) -> list[Tensor]:
+        return [
+            head(features, each[number], None if branch.mask is None else observation[branch.mask] > 0)
+            for head, number, branch in zip(self.heads, self._sets, self._branches, strict=True)
+        ]
+
+
+def _check_branch_mask(space: gym.Space[Any], branch: Branch, entities: int) -> None:
+    if branch.mask is None:
+        return
+    found = space.spaces.get(branch.mask) if isinstance(space, gym.spaces.Dict) else None
+    wanted = (len(branch.after), entities)
+    if found is None or found.shape != wanted:
+        shown = "is not there" if found is None else f"is {found}"
+        raise ConfigError(
+            f"model.autoregressive: the mask {branch.mask!r} of part {branch.part} {shown} in the observation.",
+            f"It has {wanted[0]} rows, one for each option that the part comes after, of {wanted[1]}.",
+        )
 
 
 # -- recurrence ---------------------------------------------------------------------------------------------------------
@@ -564,7 +549,7 @@ class EncodedNetwork(PolicyNetwork):
         super().__init__()
         if config.fcnet_activation not in ACTIVATIONS:
             raise ConfigError(f"model.fcnet_activation is {config.fcnet_activation!r}.", f"Use one of {', '.join(ACTIVATIONS)}.")
-        self._plan = _plan(observation_space)
+        self._plan = _plan(observation_space, config)
         self.vector = VectorPart(self._plan)
         self.trunk = self._another_trunk(config)
         self.pixels = sum(encoder.pixels for encoder in self.trunk.image_encoders)
@@ -617,7 +602,8 @@ class Network(EncodedNetwork):
         self.value_trunk = None if share else self._another_trunk(config)
         features = self.core.size if self.core else self.trunk.size
         free = list(free_outputs) if config.free_log_std else []
-        self.head = Dense(features, num_outputs - len(free), gain=0.01)
+        self.pointing = Pointing(observation_space, config, self.trunk, features)
+        self.head = Dense(features, num_outputs - len(free) - self.pointing.size, gain=0.01)
         self.value_head = Dense(features if share else self.trunk.size, 1, gain=1.0)
         self.log_std = nn.Parameter(torch.full((len(free),), config.log_std_init)) if free else None
         order = [i for i in range(num_outputs) if i not in set(free)] + free
@@ -654,11 +640,11 @@ class Network(EncodedNetwork):
         if self._frozen is not None and vector is not None:
             outputs, value = self._frozen(vector)
             return self._ordered(outputs), value, ()
-        features = self.trunk(vector, observation)
+        features, each = self.trunk.seen(vector, observation)
         if self.core is not None:
             assert first is not None
             features, state = self.core(features.float(), state, first)
-        outputs = self._ordered(self.head(features).float())
+        outputs = self._answers(features, each, observation).float()
         if not self._values:
             return outputs, outputs.new_zeros(outputs.shape[:-1]), state
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
@@ -666,19 +652,23 @@ class Network(EncodedNetwork):
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         vector = self.numbers(observation)
-        features = self.trunk(vector, observation)
+        features, each = self.trunk.seen(vector, observation)
         if self.core is not None:
             state = self.core.advance(features, state)
             features = state[0]
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
-        return self._ordered(self.head(features)), self.value_head(value_features).squeeze(-1), state
+        return self._answers(features, each, observation), self.value_head(value_features).squeeze(-1), state
+
+    def _answers(self, features: Tensor, each: list[Tensor], observation: Tree) -> Tensor:
+        outputs = self._ordered(self.head(features))
+        return torch.cat([outputs, *self.pointing(features, each, observation)], dim=-1) if self.pointing.size else outputs
 
     def _ordered(self, outputs: Tensor) -> Tensor:
         """Put the free log standard deviations where the distribution expects them."""
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], -1)], dim=-1)
         if self.output_order is not None:
-            if _traced():  # by Gather, which every runtime has
+            if traced():  # by Gather, which every runtime has
                 return outputs.index_select(-1, torch.tensor(self.output_order))
             outputs = outputs[..., self.output_order]
         return outputs

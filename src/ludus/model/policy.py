@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ludus import spaces
 from ludus.errors import ConfigError, IncompatibleCheckpoint
+from ludus.model.branching import Branching
 from ludus.model.distributions import Distribution, EpsilonGreedy, make_distribution, make_values
 from ludus.model.networks import Network, NetworkConfig, PolicyNetwork
 from ludus.model.values import ActionValues
@@ -60,12 +61,19 @@ class Policy(nn.Module):
         self.observation_space, self.action_space = observation_space, action_space
         self.config = config or NetworkConfig()
         self.normalise_observations = normalise_observations
-        self.distribution: Distribution = make_values(action_space) if kind == VALUES else make_distribution(action_space)
+        self.distribution = self._make_distribution()
         self.network = self._make_network()
         if kind == VALUES and self.network.recurrent:
             raise ConfigError("The model is recurrent, and DQN learns from single steps.", "Use PPO, APPO or IMPALA.")
         if normalise_observations:
             self.network.normalise_observations()
+
+    def _make_distribution(self) -> Distribution:
+        if self.kind == VALUES:
+            return make_values(self.action_space)
+        if self.config.autoregressive and self.config.custom_model is None:
+            return Branching(self.action_space, self.config.autoregressive)
+        return make_distribution(self.action_space)
 
     def _make_network(self) -> PolicyNetwork:
         if self.config.custom_model is not None:

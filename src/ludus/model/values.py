@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ludus.errors import ConfigError
-from ludus.model.networks import Dense, EncodedNetwork, FrozenMLP, NetworkConfig, folded, mlp
+from ludus.model.layers import Dense, mlp
+from ludus.model.networks import EncodedNetwork, FrozenMLP, NetworkConfig, folded
 from ludus.tree import Tree
 
 

@@ -25,7 +25,8 @@ import torch
 
 from ludus import spaces
 from ludus.actor.sampler import Sampler, segment_spec
-from ludus.config import PreprocessConfig
+from ludus.actor.selfplay import with_past
+from ludus.config import PreprocessConfig, SelfPlayConfig
 from ludus.errors import (
     Damaged,
     EnvironmentFault,
@@ -232,7 +233,8 @@ class FleetWorker:
         environments.beat = beat
         name = int.from_bytes(self._options.name.encode(), "little")
         seed = int(np.random.SeedSequence((orders.seed, name)).generate_state(1)[0]) % (1 << 30)
-        sampler = Sampler(environments, source, writer, seed, beat=beat, explore=orders.explore)
+        facing = with_past(environments, source, SelfPlayConfig(**orders.self_play), seed)
+        sampler = Sampler(environments, facing, writer, seed, beat=beat, explore=orders.explore)
         weights_s = blocked_s = 0.0
         with_version, made, blocks = -1, 0, 0
         while True:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import ludus
@@ -50,6 +50,7 @@ class Orders:
     explore: bool = True
     forgiving: bool = False
     device: str = "cpu"
+    self_play: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
     ludus: str = ludus.__version__
 

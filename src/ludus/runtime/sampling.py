@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from ludus.actor.sampler import Sampler
+from ludus.actor.selfplay import with_past
 from ludus.buffer.blocks import BlockBatches
-from ludus.config import PreprocessConfig
+from ludus.config import PreprocessConfig, SelfPlayConfig
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.game.environment import make_environments
 from ludus.game.wrapping import Named
@@ -75,6 +76,7 @@ class Plan:
     forgiving: bool = False
     explore: bool = True
     device: str = "cpu"
+    self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: Named = ()
     luggage: Luggage = field(default_factory=Luggage)
@@ -176,7 +178,8 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         environments.beat = context.beat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
         first_row = index * plan.num_envs
-        sampler = Sampler(environments, source, memory, seed, first_row=first_row, beat=context.beat, explore=plan.explore)
+        facing = with_past(environments, source, plan.self_play, seed)
+        sampler = Sampler(environments, facing, memory, seed, first_row=first_row, beat=context.beat, explore=plan.explore)
         notes, before = memory.notes, list(memory.notes)
         context.ready()
         blocked_s = weights_s = 0.0

@@ -65,6 +65,26 @@ class Progress:
             window.extend(map(float, data.get("returns_of", {}).get(model, [])))
 
 
+class _Recent:
+    """The mean of a number over the last episodes that told it, as whole batches: at least as many as were asked for."""
+
+    def __init__(self, episodes: int) -> None:
+        self._episodes = episodes
+        self._parts: deque[tuple[float, float]] = deque()
+        self._total = self._count = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        self._parts.append((total, count))
+        self._total, self._count = self._total + total, self._count + count
+        while self._count - self._parts[0][1] >= self._episodes:
+            old, few = self._parts.popleft()
+            self._total, self._count = self._total - old, self._count - few
+
+    @property
+    def mean(self) -> float:
+        return self._total / self._count
+
+
 class Trainer:
     """One `step()` is one update from one block of segments. Several models may train side by side."""
 
@@ -86,6 +106,8 @@ class Trainer:
         self._began = clock()
         self._time_before: float | None = None  # of earlier parts of a resumed run, known once they are loaded
         self._learn_s = 0.0
+        self._smoothing = smoothing
+        self._results: dict[str, _Recent] = {}
 
     def step(self) -> bool:
         """Learn from the oldest waiting block; False when there is none."""
@@ -124,6 +146,9 @@ class Trainer:
         p.recent_lengths.extend(segments.episode_length.tolist())
         if segments.model in p.returns_of:
             p.returns_of[segments.model].extend(segments.episode_return.tolist())
+        for name, (total, count) in zip(segments.spec.results, segments.results.sum(axis=0).tolist(), strict=True):
+            if count:
+                self._results.setdefault(name, _Recent(self._smoothing)).add(total, count)
 
     def _report(self, model: str, numbers: dict[str, float], now: float) -> dict[str, float]:
         p = self.progress
@@ -141,6 +166,7 @@ class Trainer:
         if means:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
+        report |= {f"match/{name}": recent.mean for name, recent in self._results.items()}
         elapsed = now - self._began
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,

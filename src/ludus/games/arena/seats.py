@@ -15,6 +15,7 @@ import numpy.typing as npt
 from gymnasium.utils.seeding import np_random
 
 from ludus.errors import ConfigError
+from ludus.game.matchups import RULE, SELF, shares_of
 from ludus.games.arena import heroes
 from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
 from ludus.games.arena.compiled import kernel
@@ -44,12 +45,10 @@ from ludus.games.arena.observe import FEATURES, SCALARS, allow, see_unit, see_wh
 from ludus.games.arena.rules import observed_slot
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
-from ludus.plugins import did_you_mean
 from ludus.types import Bools, Floats, Ints, Ints32
 
 CAMPS: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
-SELF: Final = "self"
 RANDOM: Final = "random"
 STARTS: Final = ("home", "lane")
 STAND_IN: Final = "medium"
@@ -79,17 +78,18 @@ def options_of(size: int) -> tuple[int, ...]:
     return len(BUTTONS), DIRECTIONS, DIRECTIONS, units_of(size)
 
 
-def observation_space(size: int) -> gym.spaces.Dict:
-    """Of one hero."""
+def observation_space(size: int, *, whole: bool = False) -> gym.spaces.Dict:
+    """Of one hero; `whole`: with what a centralised value sees beside it."""
     slots = units_of(size)
-    return gym.spaces.Dict(
-        {
-            "entities": gym.spaces.Box(-_BOUND, _BOUND, (slots, FEATURES), np.float32),
-            "scalars": gym.spaces.Box(-_BOUND, _BOUND, (SCALARS,), np.float32),
-            "target_mask": gym.spaces.MultiBinary((len(AIMED), slots)),
-            "action_mask": gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in options_of(size)]),
-        }
-    )
+    seen: dict[str, gym.Space[Any]] = {
+        "entities": gym.spaces.Box(-_BOUND, _BOUND, (slots, FEATURES), np.float32),
+        "scalars": gym.spaces.Box(-_BOUND, _BOUND, (SCALARS,), np.float32),
+        "target_mask": gym.spaces.MultiBinary((len(AIMED), slots)),
+    }
+    choices = gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in options_of(size)])
+    if whole:
+        return gym.spaces.Dict({"observation": gym.spaces.Dict(seen), "state": state_space(size), "action_mask": choices})
+    return gym.spaces.Dict(seen | {"action_mask": choices})
 
 
 def action_space(size: int) -> gym.spaces.MultiDiscrete:
@@ -102,10 +102,10 @@ def state_space(size: int) -> gym.spaces.Box:
     return gym.spaces.Box(-_BOUND, _BOUND, (numbers,), np.float32)
 
 
-def row_of(observation: Observation, row: int) -> Observation:
-    return {
-        name: tuple(head[row] for head in part) if isinstance(part, tuple) else part[row] for name, part in observation.items()
-    }
+def row_of(observation: Any, row: int) -> Any:
+    if isinstance(observation, dict):
+        return {name: row_of(part, row) for name, part in observation.items()}
+    return tuple(row_of(part, row) for part in observation) if isinstance(observation, tuple) else observation[row]
 
 
 # -- what can be chosen -----------------------------------------------------------------------------------------------
@@ -115,14 +115,15 @@ def row_of(observation: Observation, row: int) -> Observation:
 class Options:
     """Keywords of the environments.
 
-    `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`. `side`: camp 0 or 1, or
+    `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`; in a vector also shares of
+    them, as {self: 0.5, past: 0.2, medium: 0.3}, where `past` is somebody from outside who is not learned from. `side`: camp 0 or 1, or
     `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
     every match; `random`: anybody; None: the usual ones. `start`: where heroes are when a match begins, `home` or `lane`: in front of
     their outer tower, where there is something to learn from. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
     """
 
     mode: str | int = 1
-    opponent: str | Sequence[str] = "easy"
+    opponent: str | Sequence[str] | Mapping[str, float] = "easy"
     side: int | str = RANDOM
     lineup: str | Sequence[Any] | None = None
     seconds: int = SECONDS
@@ -132,6 +133,8 @@ class Options:
     team_spirit: float = 0.0
     zero_sum: bool = True
     start: str = STARTS[0]
+    whole: bool = False
+    """Show the whole of the match besides, for a centralised value: observations are {observation, state}."""
     max_episode_steps: int | None = None
 
     @property
@@ -141,6 +144,11 @@ class Options:
     @property
     def against_self(self) -> bool:
         return self.opponent == SELF
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the kinds of opponents. Raises ConfigError."""
+        return shares_of(self.opponent, SCRIPTS)
 
     def settings(self) -> ArenaSettings:
         rewards = Rewards(self.weights, self.sparse, self.team_spirit, self.zero_sum)
@@ -160,17 +168,12 @@ class Options:
             raise ConfigError(f"start is {self.start!r}.", f"One of {', '.join(STARTS)}.")
         return self.start == "lane"
 
-    def scripts(self) -> tuple[int, ...]:
-        """Their places in SCRIPTS. Raises ConfigError."""
-        names = [self.opponent] if isinstance(self.opponent, str) else list(self.opponent)
-        if self.against_self:
-            names = [STAND_IN]
-        for name in names:
-            if name not in SCRIPTS:
-                raise ConfigError(f"There is no opponent {name!r}.", did_you_mean(str(name), [*SCRIPTS, SELF]))
-        if not names:
-            raise ConfigError("opponent is an empty list.", f"Name one of {', '.join(SCRIPTS)}.")
-        return tuple(SCRIPTS.index(name) for name in names)
+    def scripts(self) -> dict[int, float]:
+        """Scripts, by their places in SCRIPTS, and how likely each is drawn where a script plays. Raises ConfigError."""
+        drawn = {kind.removeprefix(RULE): share for kind, share in self.shares.items() if kind.startswith(RULE)}
+        drawn = drawn or {STAND_IN: 1.0}
+        total = sum(drawn.values())
+        return {SCRIPTS.index(name): share / total for name, share in drawn.items()}
 
     def camp(self) -> int | None:
         """The own one; None: drawn for every match."""
@@ -201,23 +204,27 @@ def _is_list(value: Any) -> bool:
 
 
 class Seats:
-    """`matches` matches, in each of which the heroes `seated` are played from outside and all others by scripts.
+    """Matches in each of which the heroes `seated` are played from outside and all others by scripts.
 
     `seated` are places among the heroes of a match, own side first. An own side that is drawn anew for every match takes them along.
     """
 
-    def __init__(self, options: Options, seated: Sequence[Sequence[int]]) -> None:
-        """`seated`: for each match, in the order of the rows."""
+    def __init__(self, options: Options, seated: Sequence[Sequence[int]], opposed: Sequence[Sequence[int]] = ()) -> None:
+        """`seated`: for each match, in the order of the rows. `opposed`: the same for further rows, which come after all those."""
         matches = len(seated)
         self.size, self._limit, self._from_lane = options.size, options.limit(), options.from_lane()
         self.arena = Arena(self.size, matches, options.settings(), lenient=True)
-        self.match_of: Ints = np.array([m for m, row in enumerate(seated) for _ in row], np.int64)
+        places = [(m, hero) for side in (seated, opposed) for m, row in enumerate(side) for hero in row]
+        self.match_of: Ints = np.array([m for m, _ in places], np.int64)
         """Of each row."""
-        self.hero_of: Ints = np.array([hero for row in seated for hero in row], np.int64)
+        self.hero_of: Ints = np.array([hero for _, hero in places], np.int64)
         """Of each row: its place among the heroes of the match."""
         self._seat_of = self.hero_of.copy()  # own side first
         self._rows = [np.flatnonzero(self.match_of == m) for m in range(matches)]
-        self._camp, self._scripts, self._lineups = options.camp(), np.array(options.scripts(), np.int8), options.lineups()
+        self._camp, self._lineups, self._whole = options.camp(), options.lineups(), options.whole
+        self._scripts, self._likely = (np.array(part) for part in zip(*options.scripts().items(), strict=True))
+        self.script_of: Ints = np.zeros(matches, np.int64)
+        """Of each match: who plays those that nobody else does, by its place in SCRIPTS."""
         self._players: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
         self._scripted = bool(len(self.match_of) < matches * self.arena.heroes)
         self._nothing: Ints32 = np.zeros((matches, self.arena.heroes, len(HEADS)), np.int32)
@@ -258,7 +265,10 @@ class Seats:
         rows, turn = self._rows[m], camp * size
         self.arena.lineup[m] = np.roll(lineup, turn)
         self.hero_of[rows] = (self._seat_of[rows] + turn) % number
-        self._players[m] = self._scripts[int(random.integers(len(self._scripts)))]
+        self.script_of[m] = self._scripts[
+            0 if len(self._scripts) == 1 else int(random.choice(len(self._scripts), p=self._likely))
+        ]
+        self._players[m] = self.script_of[m]
         self._players[m, self.hero_of[rows]] = -1
         return int(random.integers(1 << 31))
 
@@ -291,12 +301,19 @@ class Seats:
         _show(
             self.arena.units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, entities, scalars, mask, targets
         )  # fmt: skip
-        return {
-            "entities": entities,
-            "scalars": scalars,
-            "target_mask": targets.view(np.int8),
-            "action_mask": tuple(np.split(mask.view(np.int8), self._heads, axis=1)),
-        }
+        seen: Observation = {"entities": entities, "scalars": scalars, "target_mask": targets.view(np.int8)}
+        choices = tuple(np.split(mask.view(np.int8), self._heads, axis=1))
+        if self._whole:
+            return {"observation": seen, "state": self.whole(), "action_mask": choices}
+        return seen | {"action_mask": choices}
+
+    def whole(self) -> Floats:
+        """[rows, S] what each row's hero would see if nothing were hidden, then the scalars of all heroes, its own first."""
+        state = np.empty((self.rows, self.arena.slots * FEATURES + self.arena.heroes * SCALARS), np.float32)
+        units = self.arena.units.copy()
+        units[:, SEEN] = 1
+        _show_whole(units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, self.size, state)
+        return state
 
     def state(self, m: int = 0) -> Floats:
         """The whole of a match as the first row's hero would see it if nothing were hidden, then the scalars of all heroes."""
@@ -342,3 +359,21 @@ def _show(
             see_unit(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[k, row])
         see_whole(units[m], match[m], table, h, scalars[k])
         allow(units[m], match[m], table, h, mask[k], target_mask[k])
+
+
+@kernel
+def _show_whole(
+    units: Ints32, match: Ints32, table: Ints32, matches: Ints, heroes_of: Ints, size: int, state: Floats
+) -> None:  # fmt: skip
+    for k in range(matches.shape[0]):
+        m, h = int(matches[k]), int(heroes_of[k])
+        for row in range(units.shape[2]):
+            see_unit(
+                units[m], match[m], table, h, observed_slot(match[m], h, row), state[k, row * FEATURES : (row + 1) * FEATURES]
+            )
+        at = units.shape[2] * FEATURES
+        camp, place = h // size, h % size
+        for i in range(2 * size):
+            own = i < size
+            other = camp * size + (place + i) % size if own else (1 - camp) * size + i - size
+            see_whole(units[m], match[m], table, other, state[k, at + i * SCALARS : at + (i + 1) * SCALARS])

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ludus.errors import ConfigError, MissingExtra
+from ludus.game.matchups import RULE, SELF
 from ludus.games.arena.gym import RENDER_WIDTH, Actions, Pictures, metadata
-from ludus.games.arena.seats import CAMPS, SELF, Observation, Options, Seats, action_space, observation_space, row_of, state_space
+from ludus.games.arena.seats import CAMPS, Observation, Options, Seats, action_space, observation_space, row_of, state_space
 from ludus.types import Floats
 
 try:
@@ -37,6 +38,11 @@ class ArenaParallel(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no typ
         """Keywords: `Options`. Raises ConfigError."""
         options = Options(mode=mode, **{"opponent": SELF, "side": 0, **keywords})
         size, camp = options.size, options.camp()
+        if options.whole or (not options.against_self and not all(kind.startswith(RULE) for kind in options.shares)):
+            raise ConfigError(
+                f"A single match has the opponent {options.opponent!r}{' and whole' if options.whole else ''}.",
+                "A script, several, or self. Shares of `self` and `past`, and `whole`, are for vectors: ludus.games.arena.gym:ArenaVectorEnv.",
+            )
         if camp is None:
             raise ConfigError(f"side is {options.side!r}.", "The names of agents tell their camp: it cannot be drawn.")
         self.pictures, self.render_mode = Pictures(size, render_mode, render_width), render_mode

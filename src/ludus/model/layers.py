@@ -1,0 +1,79 @@
+"""Elementary layers of all networks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class _LinearTanh(torch.autograd.Function):
+    """tanh(x·Wᵀ + b) in five memory passes.
+
+    tanh(z) = 2·sigmoid(2z) − 1 costs a third of torch.tanh on CPUs without AVX-512 and differs by less than 2e-7; the
+    gradient of a narrow input layer is taken as (xᵀ·g)ᵀ, which MKL computes several times faster than gᵀ·x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = torch.addmm(bias, x, weight.t(), beta=2, alpha=2).sigmoid_().mul_(2).sub_(1)
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        x, weight, y = ctx.saved_tensors
+        g = torch.ops.aten.tanh_backward(grads[0], y)
+        wide = weight.shape[0] > weight.shape[1]
+        weight_grad = x.t().mm(g).t() if wide else g.t().mm(x)
+        return (g.mm(weight) if ctx.needs_input_grad[0] else None), weight_grad, g.sum(dim=0)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "elu": F.elu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "linear": lambda x: x,
+}
+_GAINS = {"tanh": 5 / 3, "relu": math.sqrt(2), "linear": 1.0}
+
+
+class Dense(nn.Linear):
+    """A linear layer with its activation, orthogonally initialised."""
+
+    def __init__(self, inputs: int, outputs: int, activation: str = "linear", gain: float | None = None) -> None:
+        super().__init__(inputs, outputs)
+        self.activation = activation
+        nn.init.orthogonal_(self.weight, _GAINS.get(activation, math.sqrt(2)) if gain is None else gain)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
+        fused = self.activation == "tanh" and x.ndim == 2 and x.dtype == torch.float32 and not x.is_cuda
+        if (
+            fused
+            and not torch.is_autocast_enabled("cpu")
+            and not torch._C._get_tracing_state()
+            and not torch.compiler.is_compiling()
+        ):
+            return _LinearTanh.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return ACTIVATIONS[self.activation](super().forward(x))
+
+
+def mlp(inputs: int, hiddens: Sequence[int], activation: str) -> nn.Sequential:
+    sizes = [inputs, *hiddens]
+    return nn.Sequential(*(Dense(a, b, activation) for a, b in itertools.pairwise(sizes)))
+
+
+def traced() -> bool:
+    """A graph that is being exported has the plain form."""
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
