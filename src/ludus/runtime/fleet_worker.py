@@ -188,9 +188,10 @@ class FleetWorker:
             )
             try:
                 self._sample(orders, environments, policy, writer, follower)
-            except _Ended:
-                with contextlib.suppress(LudusError):
-                    writer.flush(_LEAVE_S)
+            except _Ended as ended:
+                if str(ended) == "stopped":  # else nobody learns from it any more, and it would be left in the exchange
+                    with contextlib.suppress(LudusError):
+                        writer.flush(_LEAVE_S)
                 follower.farewell()
                 raise
             except EnvironmentFault as fault:
