@@ -27,7 +27,7 @@ from ludus.model import saved
 from ludus.model.policy import Policy
 from ludus.runtime.fleet_learner import Ages, Fleet, channel_of
 from ludus.runtime.fleet_worker import FleetWorker, WorkerOptions
-from ludus.runtime.orders import BULLETIN, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
+from ludus.runtime.orders import BULLETIN, END, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
 from ludus.store.local import LocalStore
 from ludus.store.store import Bytes
 from ludus.training.algorithms.ppo import PPO
@@ -352,6 +352,19 @@ def test_workers_go_home_though_the_server_was_away_at_the_end(tmp_path: Path, m
             server.start()
             work.join()
             assert work.ended == "over"
+
+
+def test_workers_go_home_though_the_weights_that_they_were_told_of_are_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner came to its end right after its last version, and could not say so."""
+    monkeypatch.setattr("ludus.runtime.fleet_worker._OVER_S", 0.2)
+    with rig.worker("one") as work:
+        with rig.fleet() as fleet:
+            rig.update(fleet)
+        with rig.exchange() as exchange:
+            exchange.post(BULLETIN, Bulletin(1, 99, 2, rig.orders.fingerprint).encode(), 1)
+        rig.store.put(END, b"")
+        work.join()
+        assert work.ended == "over"
 
 
 def test_a_worker_that_is_told_to_stop_says_so_and_takes_its_notice_along(rig: Rig) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import platform
 import threading
@@ -327,6 +328,7 @@ class _Follower:
         self._troubles: dict[str, str] = {}
         self._error: LudusError | None = None
         self._over = self._others = False
+        self._missed_at = math.inf  # since when the weights that the bulletin names are not there
         self._threads = [
             threading.Thread(target=self._keep, args=(name, work), name=name, daemon=True)
             for name, work in (("news", self._read_news), ("weights", self._fetch_weights))
@@ -448,12 +450,21 @@ class _Follower:
         key = weights_key(bulletin.version)
         try:
             weights, _ = saved.decode_weights(self._store.get(key), key)
-        except NotFound:  # they have been replaced: the next bulletin names others
-            self._closed.wait(_NEWS_S)
+        except NotFound:  # they have been replaced, and the next bulletin names others; or nobody is left to name any
+            self._miss()
             return
+        self._missed_at = math.inf
         with self._changed:
             self.weights = bulletin.version, weights
             self._changed.notify_all()
+
+    def _miss(self) -> None:
+        now = time.monotonic()
+        self._missed_at = min(self._missed_at, now)
+        long = now - self._missed_at >= _OVER_S
+        if long:
+            self._look_for_the_end()
+        self._closed.wait(_AGAIN_S if long else _NEWS_S)
 
     def _look_for_the_end(self) -> None:
         """Nothing was new for long: the learner may have come to its end when it could not say so, or use another channel now."""
