@@ -519,3 +519,21 @@ def test_improve_steps_takes_the_place_of_every_stop() -> None:
     data: dict[str, Any] = {"stopping_criteria": {"timesteps": 9, "episode_return_mean": 3}}
     config.override(data, "improve_steps=TrainingSteps(4)")
     assert data == {"stop": {"iterations": 4}}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:hush@host", "redis://:hush@host:6379/0", "redis://me:12/hush@host", "redis://me:hu/sh?#@host",
+        "redis://host?password=hush", "mine:Class://me:hush@host",
+    ],
+)  # fmt: skip
+def test_a_memory_with_a_password_in_its_address_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="memory holds a password") as refused:
+        config.ExperimentConfig(env="CartPole-v1", memory=url)
+    assert "hush" not in repr(refused.value)
+
+
+@pytest.mark.parametrize("url", ["embedded", "redis://me@host:6379/0", "rediss://host:1?ssl_ca_certs=/ca", "mine:Class://host:1"])
+def test_a_memory_without_one_stays_as_it_is(url: str) -> None:
+    assert config.ExperimentConfig(env="CartPole-v1", memory=url).memory == url

@@ -508,7 +508,7 @@ _PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
 
 
 def _memory_without_password(url: str) -> str:
-    if _PASSWORD.search(url) or re.search(r"[?&](password|username)=", url):
+    if re.search(r"//[^/@]*:.*@", url, re.DOTALL) or re.search(r"[?&](password|username)=", url):
         raise ConfigError(
             "memory holds a password, and configs are saved with their runs.",
             "Leave it out of the URL, and put it into LUDUS_MEMORY_PASSWORD, or into the file that --memory-password-file names.",

@@ -157,8 +157,8 @@ def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: C
                 "redis_password_file is for a server that redis_url names.", "A private server has a password of its own."
             )
         return found
-    url = urlsplit(values["redis_url"])
     try:
+        url = urlsplit(values["redis_url"])
         if url.scheme not in ("redis", "rediss") or not url.hostname or (url.port is not None and url.port < 1):
             raise ValueError
     except ValueError:

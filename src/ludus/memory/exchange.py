@@ -87,7 +87,7 @@ class Exchange(Protocol):
 def check_url(url: str) -> None:
     """Raises UnknownName, UsageError when no exchange can be meant. Nothing is imported or asked."""
     scheme, separator, rest = url.partition("://")
-    if separator and scheme not in EXCHANGES:
+    if separator and scheme not in EXCHANGES and ":" not in scheme:
         raise UnknownName(f"Unknown memory {scheme!r}.", plugins.did_you_mean(scheme, EXCHANGES))
     if not (rest if separator else ":" in url):
         ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in EXCHANGES)
@@ -95,21 +95,32 @@ def check_url(url: str) -> None:
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """The URL without its password, and the password. Raises UsageError, which does not show it, where it is in the query."""
-    parts = urlsplit(url)
+    """The URL without its password, and the password. Raises UsageError, which does not show it, where it cannot be told apart."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url, None
+    try:
+        parts = urlsplit(f"//{rest}")
+    except ValueError:
+        raise UsageError("The URL of the memory cannot be read.", f"Write USER@HOST; put the password into {PASSWORD}.") from None
+    if ":" in parts.netloc and "@" in f"{parts.path}{parts.query}{parts.fragment}":  # as / ? and # in a password have it
+        raise UsageError(
+            "The URL of the memory has an @ behind its host, as when / ? or # are in a password.",
+            f"Write USER@HOST; put the password into {PASSWORD}.",
+        )
     if {"password", "username"} & dict(parse_qsl(parts.query, keep_blank_values=True)).keys():
         raise UsageError(
             "The URL of the memory has a user or a password in its query.", f"Write USER@HOST; put the password into {PASSWORD}."
         )
-    if not parts.scheme or parts.password is None:
+    if parts.password is None:
         return url, None
     user, _, place = parts.netloc.rpartition("@")
     name = user.partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{name}@{place}" if name else place)), unquote(parts.password)
+    return f"{scheme}:{urlunsplit(parts._replace(netloc=f'{name}@{place}' if name else place))}", unquote(parts.password)
 
 
 def open_exchange(url: str, channel: str, room: int) -> Exchange:
-    """The exchange at `scheme://…`, or of a user's class (`module:Class`). Raises UnknownName, UsageError, ExchangeUnavailable.
+    """The exchange at `scheme://…`, or of a user's class (`module:Class`, `module:Class://…`). Raises UnknownName, UsageError, ExchangeUnavailable.
 
     `channel`: the name of the run; channels of one server do not know of each other. `room`: messages that may wait in it.
     """
