@@ -106,12 +106,14 @@ def test_an_address_that_was_made_a_path_is_known_all_the_same(boxes: Path) -> N
 
 
 def test_buckets_of_one_name_at_two_servers_are_two(boxes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
-    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    variables = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")  # the later, the stronger
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
     found = {directory_of("s3://bucket/run"), directory_of("s3://bucket/run?endpoint=http://here:1")}
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://there:2")
-    found.add(directory_of("s3://bucket/run"))
-    assert len(found) == 3
+    for port, name in enumerate(variables, 2):
+        monkeypatch.setenv(name, f"http://there:{port}")
+        found.add(directory_of("s3://bucket/run"))
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from ludus.errors import NotFound, StoreError, StoreFull, UsageError
-from ludus.store.address import Address
+from ludus.store.address import Address, usual_endpoint
 from ludus.store.local import LocalStore
 from ludus.store.redaction import redacted
 from ludus.store.store import STORES, Store, check_key, open_store
@@ -146,9 +146,7 @@ def _joined(scheme: str, bucket: str, key: str, query: str) -> str:
 
 def _usual_end_point(scheme: str) -> str:
     """Two servers may have buckets of one name."""
-    if scheme != "s3":
-        return ""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return (usual_endpoint(os.environ) or "") if scheme == "s3" else ""
 
 
 def _place(directory: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -10,6 +11,7 @@ from ludus.errors import UsageError
 from ludus.store.store import check_key
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _FORM = "Write s3://bucket/prefix, with ?endpoint=http://host:port where the server is not Amazon's."
 
 
@@ -59,6 +61,12 @@ class Address:
     def path(self, key: str) -> str:
         """The name of an object in the bucket."""
         return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
+
+
+def usual_endpoint(environment: Mapping[str, str]) -> str | None:
+    """Of addresses that name none; None: Amazon's own. Raises UsageError."""
+    named = next(filter(None, (environment.get(name) for name in _VARIABLES)), None)
+    return None if named is None else check_endpoint(named)
 
 
 def check_endpoint(endpoint: str) -> str:

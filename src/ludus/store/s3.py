@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ludus import plugins
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, UsageError
 from ludus.store import answers, credentials, uploads
-from ludus.store.address import Address, check_endpoint
+from ludus.store.address import Address, usual_endpoint
 from ludus.store.store import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class S3Store:
         self._address = Address.parse(url)
         self._patience = Patience.of(os.environ)
         self._credentials = credentials.find(os.environ)
-        self._endpoint = self._address.endpoint or _usual_endpoint(os.environ)
+        self._endpoint = self._address.endpoint or usual_endpoint(os.environ)
         self._region = self._find_region()
         if self._credentials is None and self._endpoint and not credentials.left_to_client(os.environ):
             raise UsageError(f"There are no credentials for {self.url}.", credentials.REMEDY)
@@ -511,13 +511,6 @@ def _read_authorities(file: str) -> bytes:
         return Path(file).expanduser().read_bytes()
     except OSError as error:
         raise UsageError(f"{file} (named by {uploads.AUTHORITIES}) cannot be read: {error.strerror}.") from error
-
-
-def _usual_endpoint(environment: Mapping[str, str]) -> str | None:
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
-        if environment.get(name):
-            return check_endpoint(environment[name])
-    return None
 
 
 def _number(environment: Mapping[str, str], name: str, usual: float) -> float:
