@@ -165,6 +165,16 @@ def test_what_cannot_be_an_address_is_refused(boxes: Path, address: str) -> None
         directory_of(address)
 
 
+def test_a_class_of_the_users_own_is_a_kind_of_store(boxes: Path) -> None:
+    place = "tests.experiment.boxes:Box://shelf/project/run"
+    result = train(place, top={"checkpoint_freq": 1})
+    assert result.place == place
+    assert checkpoint.names(store_of(directory_of(place))) == ["000001", "000002", "000003"]
+    assert (boxes / "shelf/project/run/config.yaml").exists()
+    assert directory_of(Path(place)) == directory_of(place) == result.run_dir
+    assert shown(result.run_dir / "best") == f"{place}/best"
+
+
 def test_an_unknown_kind_of_store_is_named(boxes: Path) -> None:
     with pytest.raises(UsageError, match="gopher"):
         train("gopher://bucket/run")

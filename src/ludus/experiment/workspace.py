@@ -46,7 +46,7 @@ _WHOLE = ("config.yaml", "meta.json")
 _LAST = ".last"  # which run this was, while the store has none
 _KEEP_WEIGHTS_S = 7 * 86_400.0
 _LOCAL = ("file", "nfs")
-_URL = re.compile(r"([A-Za-z][\w.+-]*)://(.*)", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][\w.+-]*(?::[A-Za-z_]\w*)?)://(.*)", re.DOTALL)  # a scheme may be a class: module:Class
 
 
 # -- places -------------------------------------------------------------------------------------------------------------
@@ -111,8 +111,9 @@ def cache_root() -> Path:
 def _address(where: str | Path) -> str | None:
     """The URL that is meant, if it is one of a backend; a `Path` has lost a slash wherever there were two."""
     text = str(where)
-    if isinstance(where, Path) and text.partition(":/")[0] in STORES:
-        text = re.sub(r"(^\w+|=https?):/(?!/)", r"\1://", text)
+    scheme = text.partition(":/")[0]
+    if isinstance(where, Path) and (scheme in STORES or ":" in scheme):
+        text = re.sub(r"(^[\w.:]+?|=https?):/(?!/)", r"\1://", text)
     match = _URL.fullmatch(text)
     return None if match is None or match[1].lower() in _LOCAL else text
 
@@ -124,8 +125,9 @@ def _plain(text: str) -> str:
 
 def _split(url: str) -> tuple[str, str, str, str]:
     """(scheme, bucket, key, query) of an address. Raises UsageError."""
-    parts = urlsplit(url)
-    if parts.scheme == "s3":
+    scheme, _, rest = url.partition("://")
+    parts = urlsplit(f"//{rest}")
+    if scheme.lower() == "s3":
         Address.parse(url)  # which knows more of what a secret may look like
     key = parts.path.strip("/")
     secrets = [parts.netloc, *(value for _, value in parse_qsl(parts.query))]
@@ -137,7 +139,7 @@ def _split(url: str) -> tuple[str, str, str, str]:
         raise UsageError(f"{url} is not the address of a run.", "s3://BUCKET/PREFIX")
     if key:
         check_key(key)
-    return parts.scheme, parts.netloc, key, parts.query
+    return scheme, parts.netloc, key, parts.query
 
 
 def _joined(scheme: str, bucket: str, key: str, query: str) -> str:
