@@ -21,7 +21,7 @@ import pytest
 from ludus.errors import ExchangeUnavailable, UnknownName, UsageError
 from ludus.memory.exchange import PASSWORD, Exchange, open_exchange
 from ludus.memory.exchanged import ExchangeReader, ExchangeWriter
-from ludus.memory.redis import RedisExchange
+from ludus.memory.redis import RedisExchange, _Lost, _Refusal
 from ludus.memory.shared import Layout
 from ludus.testing.exchange_contract import Call, ExchangeContract, MakeExchange, contents, pulled
 from ludus.testing.memory_contract import ROWS, SPEC, sign, signature
@@ -392,6 +392,27 @@ def test_a_server_without_memory_counts_as_full(server: RedisServer, caplog: pyt
         assert exchange.push(b"small", WAIT_S)
         admin.config_set("maxmemory", 0)
         assert exchange.post("key", b"value")
+
+
+def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to it is lost, and then there is no memory for it any more."""
+    with closing(opened(shared.full_url, uuid.uuid4().hex)) as exchange:
+        exchange_once, pushed = exchange._link.exchange, list[bool]()
+
+        def answer(request: Any, answers: int, end: float) -> list[Any]:
+            if answers != 2 or not pushed:
+                said = exchange_once(request, answers, end)
+            if answers != 2:
+                return said
+            pushed.append(True)
+            if len(pushed) == 1:
+                raise _Lost("it closed the connection", at_once=True)
+            return [_Refusal("OOM command not allowed when used memory > 'maxmemory'."), 1]
+
+        monkeypatch.setattr(exchange._link, "exchange", answer)
+        with pytest.raises(ExchangeUnavailable, match="no room now"):
+            exchange.push(b"x", 0)
+        assert exchange.waiting() == 1
 
 
 @pytest.mark.usefixtures("quick")

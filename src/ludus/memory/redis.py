@@ -114,7 +114,7 @@ class RedisExchange:
         size = sum(memoryview(piece).nbytes for piece in pieces)
         request = [b"%b$%d\r\n" % (self._add[0], size), *pieces, self._add[1]]
         end = time.monotonic() + timeout_s
-        pause = _FULL_S[0]
+        pause, unsure_until = _FULL_S[0], self._unsure_until
         while True:
             try:
                 if self._length is None:
@@ -128,6 +128,8 @@ class RedisExchange:
                 self._warn_of_memory()
                 pause = max(pause, _DOWN_S[0])
             left = end - time.monotonic()
+            if left <= 0 and self._unsure_until != unsure_until:  # an attempt whose answer was lost may have succeeded
+                raise ExchangeUnavailable(f"{self._link.shown} was away when it was sent a message, and has no room now.")
             if left <= 0:
                 return False
             time.sleep(min(left, pause * random.uniform(0.5, 1.5)))  # noqa: S311
