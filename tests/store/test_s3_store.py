@@ -23,7 +23,7 @@ import pytest
 
 from ludus.errors import AlreadyExists, Fenced, NotFound, StoreError, StoreFull, StoreUnavailable, UsageError
 from ludus.store.address import Address
-from ludus.store.s3 import AT_ONCE, S3Store
+from ludus.store.s3 import AT_ONCE, Patience, S3Store, _pauses
 from ludus.store.store import MANIFEST, Store, open_store
 from ludus.testing.store_contract import FILES, StoreContract
 from tests.s3 import BUCKET, KEY_ID, READER_ID, READER_SECRET, SECRET, Fault, Proxy, Server, free_ports
@@ -688,3 +688,9 @@ def test_after_every_kill_what_is_listed_is_whole_and_what_was_acknowledged_is_t
     store.sweep("checkpoints")
     assert _uploads(s3_server, store) == 0
     assert _objects(s3_server, store) == 3 * len(store.list("checkpoints"))
+
+
+def test_whoever_is_very_patient_is_not_told_to_wait_for_ever() -> None:
+    pauses = list(_pauses(Patience(total_s=1e6), 2000))
+    assert pauses[-1] is None
+    assert all(pause is not None and 0 < pause <= 5 for pause in pauses[:-1])

@@ -500,7 +500,7 @@ def _pauses(patience: Patience, retries: int) -> Iterator[float | None]:
     """How long to wait after each attempt when it fails; None after the last."""
     deadline = time.monotonic() + patience.total_s
     for attempt in range(retries):
-        yield min(_PAUSE_S * 2.0**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)  # noqa: S311 - so that many do not come at once
+        yield min(_PAUSE_S * 2.0 ** min(attempt, 16), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)  # noqa: S311 - so that many do not come at once
         if time.monotonic() > deadline:
             break
     yield None
