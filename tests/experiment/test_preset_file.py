@@ -37,6 +37,14 @@ def test_a_function_makes_one_and_a_mapping_of_several_has_their_names(tmp_path:
     assert sys.path == before
 
 
+def test_a_function_may_import_what_lies_beside_it_when_it_is_called(tmp_path: Path) -> None:
+    written(tmp_path, "LR = 0.25", "beside_the_function.py")
+    path = written(
+        tmp_path, "def preset():\n    from beside_the_function import LR\n    return {'env': 'A', 'config': {'lr': LR}}\n"
+    )
+    assert preset_file.load(str(path))[1] == {"mine": {"env": "A", "config": {"lr": 0.25}}}
+
+
 @pytest.mark.parametrize(
     ("text", "suffix", "words"),
     [

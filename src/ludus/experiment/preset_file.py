@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import json
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,8 +37,19 @@ def load(preset: str) -> tuple[Path, dict[str, dict[str, Any]]]:
     if found is None or (found[1] and not found[1][1:].isidentifier()):
         raise UsageError(f"-p {preset} is not of the form path.py:object.", f"Without :object it is {DEFAULT!r}.")
     path, rest = found
-    module = _run(path)
-    return path, _experiments(_made(module, path, rest[1:] or DEFAULT), path)
+    with _beside(path):
+        return path, _experiments(_made(_run(path), path, rest[1:] or DEFAULT), path)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[None]:
+    """It may import what lies beside it, and what it calls too."""
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _run(path: Path) -> ModuleType:
@@ -47,8 +59,6 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)  # it may import what lies beside it
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -59,8 +69,6 @@ def _run(path: Path) -> ModuleType:
         raise ConfigError(f"{path} needs {error.name!r}, which is not installed.", f"pip install {error.name}") from error
     except Exception as error:  # whatever a user's file may raise
         raise ConfigError(_told(path, error, "raised")) from error
-    finally:
-        sys.path.remove(folder)
     return module
 
 
