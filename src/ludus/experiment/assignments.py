@@ -273,8 +273,7 @@ _ROOTS = {path.partition(".")[0] for path in COACH}
 
 
 def _ours(given: Assignment, run: str) -> Mapping[str, Any]:
-    path = re.sub(r"^agent_params\.network_wrappers\.(main)\.", f"{_MAIN}.", given.path)
-    path = re.sub(r"^visualization(?=\.)", "visualization_parameters", path.removeprefix("agent_params."))
+    path = re.sub(r"^visualization(?=\.)", "visualization_parameters", given.path.removeprefix("agent_params."))
     path = path if path in COACH or path.startswith("visualization_parameters.") else given.path
     if path in COACH:
         try:
