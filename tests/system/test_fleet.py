@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -126,6 +127,43 @@ def test_a_worker_of_a_place_without_a_learner_waits_and_stops_when_told(
     until(lambda: "there is no learner yet" in commands.log("worker"), "the worker says what it waits for")
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(WAIT_S) == 0, commands.log("worker")
+
+
+@pytest.mark.timeout(300)
+def test_many_workers_of_one_command_pack_and_drop_and_go_home(redis: RedisServer, tmp_path: Path, commands: Commands) -> None:
+    place = ("--memory", redis.url, "--store", str(tmp_path / "run"))
+    workers = commands.start("workers", "fleet", "worker", *place, "-n", "2", "--compression", "lz4", "--when-full", "drop")
+    learn = ["fleet", "learner", "CartPole-v1", "--run", "IMPALA", "-n", "2", "--stop", "iterations=40", *place]
+    learner = commands.start("learner", *learn, "--set", "evaluation_duration=0")
+    assert learner.wait(WAIT_S) == 0, commands.log("learner")
+    assert workers.wait(WAIT_S) == 0, commands.log("workers")
+    assert commands.log("workers").endswith("the run is over\n")
+
+
+@pytest.mark.timeout(300)
+def test_many_workers_that_are_refused_end_with_the_reason(redis: RedisServer, tmp_path: Path, commands: Commands) -> None:
+    place = ("--memory", redis.url, "--store", str(tmp_path / "run"))
+    commands.start("learner", "fleet", "learner", "CartPole-v1", *place)
+    workers = commands.start("workers", "fleet", "worker", *place, "-n", "2", "--env", "Acrobot-v1")
+    assert workers.wait(WAIT_S) == 2, commands.log("workers")
+    assert "this worker is for Acrobot-v1 alone" in commands.log("workers")
+
+
+@pytest.mark.timeout(300)
+def test_what_a_run_that_was_given_up_left_in_the_memory_is_cleared(
+    redis: RedisServer, tmp_path: Path, commands: Commands
+) -> None:
+    place = ("--memory", redis.url, "--store", str(tmp_path / "run"))
+    learner = commands.start("learner", "fleet", "learner", "CartPole-v1", *place)
+    worker = commands.start("worker", "fleet", "worker", *place)
+    until(lambda: len(rows(tmp_path / "run")) > 0, "the first update")
+    for process in (learner, worker):
+        commands.kill(process)
+    with contextlib.closing(redis.client()) as client:
+        assert client.keys("ludus:*")
+        done = CliRunner().invoke(app, ["fleet", "clear", *place])
+        assert done.exit_code == 0, done.output
+        assert client.keys("ludus:*") == []
 
 
 @pytest.mark.parametrize(
