@@ -174,7 +174,7 @@ def test_an_interruption_lets_the_learner_save_and_a_second_one_does_not(tmp_pat
         process.send_signal(signal.SIGTERM)
         line(process, "deaf")
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "the learner was ended before it had saved (code 137); there is no checkpoint" in told
         assert [status.exit_code for status in jobs(tmp_path).list()] == [130, 137]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import importlib.metadata
 import json
 import os
@@ -481,7 +482,9 @@ def test_graphics_fall_back_to_a_private_screen_where_display_leads_nowhere() ->
     found = by_check(graphics.judge_graphics(seen, needed=True))
     assert found["X server"].status == "warning"
     assert "nobody answers at DISPLAY=:4321" in found["X server"].found
-    assert {found[check].status for check in ("graphics", "EGL", "OSMesa", "Xvfb")} == {"ok"}
+    assert {found[check].status for check in ("graphics", "Xvfb")} == {"ok"}
+    for check in ("EGL", "OSMesa"):  # a machine need not have them: an engine that draws in software brings its own
+        assert found[check].status == ("ok" if ctypes.util.find_library(check) else "skipped")
     assert seen is not None
     assert seen.private is not None
     assert seen.private.number >= graphics.LEAST
