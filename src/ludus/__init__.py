@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ludus.actor.actor import Actor as Actor
+    from ludus.api import battle as battle
     from ludus.api import evaluate as evaluate
     from ludus.api import load as load
     from ludus.api import read_rollout as read_rollout
@@ -54,6 +55,7 @@ _WHERE = {
     "RemoteModel": "ludus.remote.model",
     "RemoteTrainer": "ludus.remote.trainer",
     "Result": "ludus.experiment.experiment",
+    "battle": "ludus.api",
     "evaluate": "ludus.api",
     "fake": "ludus.remote",
     "get_torch_model_weights": "ludus.remote.model",
@@ -85,6 +87,7 @@ __all__ = [
     "RemoteTrainer",
     "Result",
     "__version__",
+    "battle",
     "evaluate",
     "fake",
     "get_torch_model_weights",

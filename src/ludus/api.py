@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ludus.types import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ludus.actor.evaluate import Score
+    from ludus.experiment.battle_result import BattleResult
     from ludus.experiment.outcome import SweepResult
     from ludus.experiment.rollout import Played
     from ludus.tree import Array
@@ -173,6 +174,39 @@ def rollout(
     *_, stage = rollouts.stage_of(where, env=env, env_config=env_config, **options)
     files = rollouts.Files(None if out is None else Path(out), None if video is None else Path(video), video_grid)
     return rollouts.rollout(stage, episodes, max_steps=steps, files=files, workers=num_workers)
+
+
+def battle(
+    a: str | Path | Result | TrainedAgent,
+    b: str | Path | Result | TrainedAgent,
+    games: int = 200,
+    *,
+    swap_sides: bool = True,
+    mode: str | None = None,
+    lineup: str | Sequence[Any] | None = None,
+    every: int | None = None,
+    seconds: int | None = None,
+    seed: int = 0,
+    deterministic: bool = True,
+    record: str | Path | None = None,
+    video: int = 0,
+    server: str | None = None,
+    game: str | None = None,
+    **place: Any,
+) -> BattleResult:
+    """Two players fight it out: `.win_rate` of `a` with `.interval`, `.sides`, `.heroes`, `.games`, as `ludus battle` shows them.
+
+    Each is a run, a checkpoint, `RUN@VERSION`, what `ludus.train` or `ludus.load` returned, `http://host:port`, or `rule:hard`. `place`:
+    what else there is to say about the server: `token_file`, `advertise`, `options`, `parallel`, `limit_s`.
+    """
+    from ludus.experiment import battle as battles
+    from ludus.experiment.battle_server import Place
+    from ludus.experiment.battle_terms import Keeping, Terms, read_lineups
+    from ludus.experiment.contestants import contestant
+
+    terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
+    keeping = Keeping(None if record is None else Path(record), films=video)
+    return battles.battle(contestant(a), contestant(b), terms, keeping, Place(server, game, **place))
 
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:

@@ -93,7 +93,10 @@ _Option = Annotated[
     ),
 ]
 _Parallel = Annotated[int, typer.Option(min=0, help="Matches at once; 0 = one for each core.", rich_help_panel=_SERVER)]
-_Limit = Annotated[float, typer.Option(min=1, metavar="S", help="A match that takes longer is ended.", rich_help_panel=_SERVER)]
+_Limit = Annotated[
+    float | None,
+    typer.Option(min=1, metavar="S", help="A match that takes longer is ended.", show_default=False, rich_help_panel=_SERVER),
+]
 _Json = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
 
 
@@ -121,7 +124,7 @@ def battle(
     advertise: _Advertise = None,
     option: _Option = None,
     parallel: _Parallel = 0,
-    limit: _Limit = 3600.0,
+    limit: _Limit = None,
     json_: _Json = False,
 ) -> None:
     """Let two players fight it out: win rate with its 95 % interval, by side, lengths, what the heroes did."""

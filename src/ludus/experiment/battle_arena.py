@@ -232,6 +232,8 @@ class ArenaStage:
         """All of them; `tell` is told of each as it ends."""
         waiting = iter(queue)
         with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)  # batches are small: threads would only wait for each other
             for player in self._players.values():
                 stack.enter_context(player.policy.acting())
             for m in range(self._matches):

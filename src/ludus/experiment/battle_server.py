@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 
 ARENA: Final = "arena"
 HERE: Final = "127.0.0.1"
-LIMIT_S: Final = 3600.0
 _REACH_S: Final = 5.0
 _FULL_S: Final = 60.0
 _PAUSE_S: Final = 0.5
 _LOOP_S: Final = 30.0
 _SHORT: Final = 300
 """Characters of a complaint that are shown."""
+_FIRST: Final = "hero_0"
+"""The seat of the first hero, where the Arena begins a session for a whole camp."""
 _UNCOUNTED: Final = frozenset({"camp", "hero_id", "asked"})
 """Numbers of a hero that say nothing about its deeds."""
 
@@ -65,8 +66,8 @@ class Place:
     advertise: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     parallel: int = 0
-    limit_s: float = LIMIT_S
-    """Of the clock, for each match."""
+    limit_s: float | None = None
+    """Of the clock, for each match; None: as long as the server allows."""
 
     @property
     def asked(self) -> bool:
@@ -208,7 +209,8 @@ class ServerStage:
 
         size = size_for(self._terms, self._contestants)
         for one in self._contestants:
-            check(one, size)
+            if one != Script(""):  # the game's own choice
+                check(one, size)
         every, notes = every_for(replace(self._terms, every=self._terms.every or 3), self._contestants)
         if every != 3 and "every" not in self._known:
             raise UsageError(f"Decisions every {every} ticks: the game there decides every 3.", "Leave --every out.")
@@ -228,7 +230,7 @@ class ServerStage:
     def _form(self, one: Contestant) -> bool | None:
         """Whether it wants a session for each hero; None: it takes what comes, or nobody knows."""
         if isinstance(one, Trained):
-            return None if len(set(map(id, one.seats.values()))) == 1 else False
+            return None if len(set(map(id, one.seats.values()))) == 1 else _FIRST not in one.seats
         if not isinstance(one, Served):
             return None
         try:
@@ -279,7 +281,7 @@ class ServerStage:
         return addresses
 
     def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, Policy]:
-        if not self._is_arena or (not by_hero and ONLY_SEAT not in one.seats):
+        if not self._is_arena or (not by_hero and _FIRST in one.seats):
             return one.seats
         return {ONLY_SEAT: one.policy} if by_hero else {f"hero_{i}": one.policy for i in range(self._size)}
 
@@ -324,6 +326,10 @@ class ServerStage:
             return replace(bare, failed=_first(error))
         except Unreachable as error:
             self._gone.set()
+            return replace(bare, failed=_first(error))
+        except Refused as error:
+            if error.status < 500:
+                raise
             return replace(bare, failed=_first(error))
         finally:
             self._running.discard(name)
@@ -420,15 +426,14 @@ def judged(bare: Played, state: GameState, arena: bool = False) -> Played:
     ticks = result.get("ticks")
     ticks = ticks if isinstance(ticks, int) and not isinstance(ticks, bool) else None
     who: Callable[[int], Who] = lambda camp: "a" if camp == bare.a_camp else "b"  # noqa: E731
-    heroes = _heroes(result.get("heroes"), who)
     return replace(
         bare,
         winner=None if winner is None else who(winner),
         reason=str(result.get("reason", ""))[:_SHORT],
         ticks=ticks,
         seconds=_game_seconds(ticks) if arena and ticks is not None else state.seconds,
-        heroes=heroes,
-        lopsided=_lopsided(result, heroes),
+        heroes=_heroes(result.get("heroes"), who),
+        lopsided=_lopsided(result),
     )
 
 
@@ -455,11 +460,11 @@ def _heroes(given: Any, who: Callable[[int], Who]) -> tuple[Hero, ...]:
     )
 
 
-def _lopsided(result: Mapping[str, Any], heroes: tuple[Hero, ...]) -> float:
-    gold = [float(sum(hero.numbers.get("gold", 0) for hero in heroes if hero.who == side)) for side in ("a", "b")]
+def _lopsided(result: Mapping[str, Any]) -> float:
+    """Of a game that tells what is left of the camps' buildings, and the gold of their heroes; 0 for any other."""
     try:
-        left = [sum(camp.values()) / len(camp) for camp in result["buildings"]]
-        first = result["heroes"][0]["camp"] == 0 and heroes[0].who == "a"
-        return lopsided(left if first else left[::-1], gold)
-    except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError):
-        return lopsided((0.0, 0.0), gold)
+        gold = [float(sum(hero["gold"] for hero in result["heroes"] if hero["camp"] == camp)) for camp in (0, 1)]
+        blue, red = (sum(camp.values()) / len(camp) for camp in result["buildings"])
+        return lopsided((blue, red), gold)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        return 0.0

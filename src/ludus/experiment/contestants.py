@@ -200,4 +200,5 @@ def _seats(found: checkpoint.Checkpoint, chosen: str) -> Mapping[str, str]:
     config = found.state["config"]
     if config["env"] == configs.EXTERNAL:
         return external.seats_of(configs.external_config(config["config"]["env_config"])).seats
-    return {ONLY_SEAT: chosen}
+    mapping = (config["config"].get("multiagent") or {}).get("policy_mapping")
+    return mapping if isinstance(mapping, dict) else {ONLY_SEAT: chosen}

@@ -1,0 +1,73 @@
+"""`ludus battle`: what people see, what programs get, and how it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.games.arena.ladder import ladder
+from ludus.games.arena.settings import ArenaSettings
+from tests.cli.calling import Call, one_line
+
+SHORT = ("--games", "4", "--seconds", "200", "--lineup", "random", "--seed", "9")
+
+
+def test_programs_get_one_object_and_its_numbers_are_those_of_the_ladder(call: Call) -> None:
+    (standing,) = ladder(4, 1, 9, (("hard", "easy"),), ArenaSettings(seconds=200))
+    said = call("battle", "rule:hard", "rule:easy", *SHORT, "--json")
+    assert said.code == 0
+    assert len(said.out.splitlines()) == 1
+    found = said.json
+    assert [found[key] for key in ("games", "won", "lost", "drawn")] == [4, standing.won, standing.lost, standing.drawn]
+    assert (found["low"], found["high"]) == tuple(round(bound, 4) for bound in standing.bounds)
+    assert found["a"]["name"] == "rule:hard"
+    assert (found["terms"]["mode"], found["terms"]["seed"]) == ("1v1", 9)
+    assert [match["side_of_a"] for match in found["matches"]] == ["blue", "red", "blue", "red"]
+    assert found["matches"][0]["heroes"][0].keys() >= {"kills", "deaths", "assists", "gold", "level", "last_hits", "damage"}
+    assert found["sides"]["blue"]["games"] == found["sides"]["red"]["games"] == 2
+    assert call("battle", "rule:hard", "rule:easy", *SHORT, "--json").json["matches"] == found["matches"]
+
+
+def test_people_see_a_table(call: Call) -> None:
+    said = call("battle", "rule:hard", "rule:random", *SHORT, "--no-swap-sides")
+    assert said.code == 0
+    assert "A  rule:hard" in said.out
+    assert "4 games of arena 1v1, seed 9" in said.out
+    assert "won, % [95 %]" in said.out
+    assert "last hits" in said.out
+    assert not any(line.startswith("red") for line in said.out.splitlines())
+
+
+def test_recordings_can_be_looked_at(call: Call, tmp_path: Path) -> None:
+    said = call(
+        "battle", "rule:easy", "rule:random", "--games", "3", "--seconds", "20", "--record", tmp_path, "--record-most", "1"
+    )
+    assert said.code == 0
+    (file,) = tmp_path.iterdir()
+    replayed = call("games", "arena", "replay", file, "--check")
+    assert replayed.code == 0
+    assert "bit for bit" in replayed.out
+    assert "rule:easy" in replayed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("rule:hrad", "rule:easy"), 2, "Did you mean 'rule:hard'"),
+        (("hard", "rule:easy"), 2, "Did you mean 'rule:hard'"),
+        (("no/such/run", "rule:easy"), 2, "There is no run or checkpoint"),
+        (("rule:hard", "rule:easy", "--mode", "1v2"), 2, "no mode '1v2'"),
+        (("rule:hard", "rule:easy", "--lineup", "107"), 2, "The line-up is '107'"),
+        (("rule:hard", "rule:easy", "--lineup", "lacner/107"), 2, "no hero 'lacner'"),
+        (("rule:hard", "rule:easy", "--video", "1"), 2, "--record DIR"),
+        (("rule:hard", "rule:easy", "--every", "99"), 2, "every 99 ticks"),
+        (("rule:hard", "rule:easy", "--game", "nim"), 2, "--server HOST:PORT"),
+        (("rule:hard", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
+        (("rule:hard", "rule:hard", "--server", "127.0.0.1:9"), 1, "127.0.0.1:9"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(call: Call, words: tuple[str, ...], code: int, told: str) -> None:
+    said = call("battle", *words)
+    assert said.code == code
+    assert told in one_line(said)
