@@ -130,7 +130,7 @@ def _space_tree(space: gym.Space[Any]) -> Tree:
 
 
 def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
-    """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks)."""
+    """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks); also as raw bytes."""
     lead = () if batch is None else (batch,)
     _check_names(mask, space)
     parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))] or [np.zeros((*lead, 0))]
@@ -159,6 +159,8 @@ def _check_names(mask: Any, space: gym.Space[Any]) -> None:
 def _as_tree(mask: Any) -> Tree:
     if isinstance(mask, Mapping):
         return {key: _as_tree(item) for key, item in mask.items() if item is not None}
+    if isinstance(mask, bytes):
+        return np.frombuffer(mask, np.uint8)
     if isinstance(mask, (tuple, list)) and mask and not np.isscalar(mask[0]):
         return tuple(_as_tree(item) for item in mask if item is not None)
     return np.asarray(mask)
@@ -173,7 +175,7 @@ class Fit:
 
     def __init__(self, space: gym.Space[Any], where: str = "observation") -> None:
         self.spec = array_spec(space, where)
-        self._categories = categories(space) | _bits(space)
+        self._categories = categories(space) | bits(space)
         self._where = where
         self._lone = self.spec if isinstance(self.spec, ArraySpec) else None
         plain = self._lone is not None and self._lone.dtype == np.float32 and len(self._lone.shape) == 1
@@ -231,7 +233,7 @@ class Fit:
         return f"{self._where}.{path}" if path else self._where
 
 
-def _bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
     """The same as `categories` for parts of zeros and ones."""
     parts = [path for path, leaf in leaves(_space_tree(space)) if isinstance(leaf, gym.spaces.MultiBinary)]
     return {path: (np.asarray(0), np.asarray(2)) for path in parts}

@@ -23,20 +23,19 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from ludus import spaces
 from ludus.actor.door import Door, own_address
 from ludus.actor.gateway import GatewaySettings
 from ludus.actor.matchmaker import CAMP_S, Matchmaker, Terms, slots_of
 from ludus.actor.playable import ARENA, Playable, playable
 from ludus.actor.session import SessionLimits
-from ludus.actor.tables import Reading, Slot, Table, TableActor, Tables
+from ludus.actor.tables import Leaves, Outcome, Reading, Sight, Slot, Table, TableActor, Tables
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import SeatSpaces, plain_spec
 from ludus.game.environment import LOST
 from ludus.game.gamecore import GamecoreClient
 from ludus.game.matchups import PAST, RULE, SELF, groups
 from ludus.spaces import ACTION_MASK
-from ludus.tree import Tree, map_tree
+from ludus.tree import Array, map_tree
 from ludus.types import Bools, Floats
 
 log = logging.getLogger(__name__)
@@ -105,10 +104,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.beat: Callable[[], None] = lambda: None
         self.counters: dict[str, float] = {}
         """Of matches that are over, by opponent: how many, won, lost; and sums over the seats that are learned from."""
-        nothing = map_tree(lambda spec: spec.zeros(), spaces.array_spec(self.game.seen_space))
-        self._seen: list[Tree] = [nothing] * self.num_envs
-        self._allowed: Bools = np.ones(spaces.mask_size(self.game.action_space), np.bool_)
-        self._masks = [self._allowed] * self.num_envs
+        self._sight = Sight(self.game)
+        self._seen: list[Leaves] = [self._sight.blank] * self.num_envs
+        self._masks: list[bytes] = [self._sight.open] * self.num_envs
         self._seed: int | None = None
         self._house: _House | None = None
         self._all_of_them = True
@@ -124,9 +122,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         """Matches that go on are given up."""
         self._leave()
         self._seed = None if seed is None else int(seed) if isinstance(seed, (int, np.integer)) else seed[0]
-        self._seen = [map_tree(np.zeros_like, seen) for seen in self._seen]
-        self._masks = [self._allowed] * self.num_envs
-        return self._observation(), self._infos()
+        self._seen, self._masks = [self._sight.blank] * self.num_envs, [self._sight.open] * self.num_envs
+        arrays, _ = self._sight.show(self._seen)
+        return self._shown(arrays, self._sight.allow(self._masks)[0])
 
     def step(self, actions: Any) -> tuple[Any, Floats, Bools, Bools, dict[str, Any]]:
         """Raises EnvironmentFault when there is nothing to wait for any more."""
@@ -134,14 +132,11 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         house.tables.answer(_by_row(actions))
         self._wait(house)
         outcome = house.tables.collect()
+        observation, infos = self._look(house, outcome)
         reward = np.zeros(self.num_envs, np.float32)
         terminated, truncated = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.bool_)
         for row, said in outcome.said.items():
-            if said.seen is not None:
-                self._seen[row] = said.seen
-            self._masks[row] = self._allowed if said.mask is None else said.mask
             reward[row], terminated[row], truncated[row] = said.reward, said.terminated, said.truncated
-        infos = self._infos()
         if outcome.lost:
             lost = np.zeros(self.num_envs, np.bool_)
             lost[outcome.lost] = True
@@ -149,24 +144,41 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             infos[LOST] = lost
         if outcome.ended:
             infos |= self._results(outcome.ended)
-        return self._observation(), reward, terminated, truncated, infos
+        return observation, reward, terminated, truncated, infos
 
     def close_extras(self, **kwargs: Any) -> None:
         self._leave()
 
     # -- what rows see
 
-    def _observation(self) -> Any:
-        seen = map_tree(lambda *rows: np.stack(rows), *self._seen)
-        if not self.game.mask_inside:
-            return seen
-        mask: Any = np.stack(self._masks).view(np.int8)
-        if self.game.heads:
-            mask = tuple(np.split(mask, self.game.heads, axis=1))
-        return (seen if isinstance(self.game.seen_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: mask}
+    def _look(self, house: _House, outcome: Outcome) -> tuple[Any, dict[str, Any]]:
+        """What the rows see now, and infos. Matches that show what is no number are lost."""
+        before = [(row, self._seen[row], self._masks[row]) for row in outcome.said]
+        for row, said in outcome.said.items():
+            if said.seen is not None:
+                self._seen[row] = said.seen
+            self._masks[row] = said.mask or self._sight.open
+        arrays, wrong = self._sight.show(self._seen)
+        mask, closed = self._sight.allow(self._masks)
+        if wrong or closed:
+            rows = house.tables.spoilt(wrong | closed)
+            outcome.lost += rows
+            for row, seen, allowed in before:
+                if row in rows:
+                    self._seen[row], self._masks[row] = seen, allowed
+            arrays, _ = self._sight.show(self._seen)
+            mask, _ = self._sight.allow(self._masks)
+        return self._shown(arrays, mask)
 
-    def _infos(self) -> dict[str, Any]:
-        return {ACTION_MASK: np.stack(self._masks)} if self.game.masked and not self.game.mask_inside else {}
+    def _shown(self, arrays: Sequence[Array], mask: Bools) -> tuple[Any, dict[str, Any]]:
+        """The observation as its space has it, and infos."""
+        seen = self._sight.tree(arrays)
+        if not self.game.mask_inside:
+            return seen, {ACTION_MASK: mask} if self.game.masked else {}
+        parts: Any = mask.view(np.int8)
+        if self.game.heads:
+            parts = tuple(np.split(parts, self.game.heads, axis=1))
+        return (seen if isinstance(self.game.seen_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: parts}, {}
 
     def _results(self, ended: Sequence[Table]) -> dict[str, npt.NDArray[Any]]:
         """As the Arena's own environments tell them; and counted."""

@@ -53,6 +53,8 @@ class Playable:
     masked: bool
     seats: tuple[str, ...]
     """Of one camp."""
+    joint: tuple[str, ...] = field(kw_only=True, default=())
+    """Of both camps, that of camp 0 first, in a session that plays both; none: there are no such."""
     shares: Mapping[str, float]
     """Of the kinds of opponents; those that belong to the game count together."""
     rules: Mapping[str, float]
@@ -138,7 +140,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         # What rows in lock step need; and a game whose actor is gone is of no use to anybody.
         "lockstep": True,
         "format": "msgpack",
-        "sessions": "camp",
+        "sessions": "match",
         "on_lost": "end",
     }
     if lineup is None:  # the usual one, but own side first
@@ -159,6 +161,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         action_space=seats.action_space(size),
         masked=True,
         seats=tuple(f"hero_{i}" for i in range(size)),
+        joint=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
         shares=_by_kind(asked.shares),
         rules={SCRIPTS[row]: share for row, share in asked.scripts().items()},
         lineups=lineups,

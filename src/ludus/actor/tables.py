@@ -16,7 +16,7 @@ import reprlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from ludus.actor.playable import ONLY_SEAT, Playable
 from ludus.errors import ConfigError, Refused
 from ludus.model.batching import Answer
 from ludus.plugins import did_you_mean
-from ludus.tree import Tree
+from ludus.tree import Array, Tree, leaves
 from ludus.types import Bools
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,16 @@ _LOGGED, _EVERY = 20, 100
 """So many losses are told one by one, then one in so many."""
 
 
+Leaves = tuple[bytes, ...]
+"""Of an observation: arrays as they are in memory, of the right size; whether they are right is looked at for all rows at once."""
+
+
 @dataclass(slots=True)
 class Said:
     """What one seat was told by its game: what it sees now, and what its last action has earned."""
 
-    seen: Tree
-    mask: Bools | None = None
+    seen: Leaves | None
+    mask: bytes | None = None
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -72,7 +76,8 @@ class Table:
         """Camps whose session is over."""
         self.left: set[int] = set()
         """Rows whose seat has left a match that goes on."""
-        self.parked: dict[int, Answer] = {}
+        self.parked: dict[tuple[int, ...], Answer] = {}
+        """By the camps of a session."""
         self.said: dict[int, Said] = {}
         """By row, of this round."""
         self.missing = self._expected()
@@ -96,12 +101,12 @@ class Table:
     def over(self) -> bool:
         return len(self.ended) == len(self.rows)
 
-    def heard(self, camp: int, said: Mapping[int, Said]) -> None:
+    def heard(self, camps: tuple[int, ...], said: Mapping[int, Said]) -> None:
         self.said.update(said)
-        self.missing -= len(self.rows[camp])
+        self.missing -= sum(len(self.rows[camp]) for camp in camps)
 
-    def answered(self, now: float) -> dict[int, Answer]:
-        """A new round begins; who waits for the answer, by camp."""
+    def answered(self, now: float) -> dict[tuple[int, ...], Answer]:
+        """A new round begins; who waits for the answer, by the camps of the session."""
         self.left = (self.left - self.said.keys()) | {row for row, one in self.said.items() if one.over}
         parked, self.parked, self.said = self.parked, {}, {}
         self.missing, self.since = self._expected(), now
@@ -199,8 +204,8 @@ class Tables:
 
     # -- for sessions, on the event loop
 
-    def sit(self, match: str, about: Mapping[str, Any]) -> tuple[Table, int]:
-        """The table of a session that begins, and the camp it plays. Raises Refused."""
+    def sit(self, match: str, about: Mapping[str, Any]) -> tuple[Table, tuple[int, ...]]:
+        """The table of a session that begins, and the camps it plays. Raises Refused."""
         with self.changed:
             table = self._by_id.get(match)
             if table is None:
@@ -208,39 +213,41 @@ class Tables:
                 raise Refused(404, "match", f"No match {match[:80]!r} was ordered from here.", hint)
             try:
                 self.game.check(about)
-                camp = self._camp(table, about)
+                camps = self._camps(table, about)
             except Refused as refused:
                 self._lose(table, str(refused))
                 raise
-            table.seated.add(camp)
-            return table, camp
+            table.seated.update(camps)
+            return table, camps
 
-    def _camp(self, table: Table, about: Mapping[str, Any]) -> int:
+    def _camps(self, table: Table, about: Mapping[str, Any]) -> tuple[int, ...]:
+        if self.game.joint and about.get("camps") == sorted(table.rows) and not table.seated:
+            return tuple(sorted(table.rows))
         camp = about.get("camp", next(iter(table.rows)) if len(table.rows) == 1 else None)
         if isinstance(camp, bool) or camp not in table.rows:
             hint = 'The body of start says it: {"camp": 0}.'
             raise Refused(422, "camp", f"camp is {reprlib.repr(camp)}, from here are played {sorted(table.rows)}.", hint)
         if camp in table.seated:
             raise Refused(409, "camp", f"Camp {camp} of this match has a session already.", "One for each camp, once.")
-        return int(camp)
+        return (int(camp),)
 
-    def park(self, table: Table, camp: int, said: Mapping[int, Said], answer: Answer) -> None:
+    def park(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said], answer: Answer) -> None:
         """A tick. Raises Refused when nobody waits for it any more."""
         with self.changed:
             self._still(table)
-            table.parked[camp] = answer
-            self._heard(table, camp, said)
+            table.parked[camps] = answer
+            self._heard(table, camps, said)
 
-    def end(self, table: Table, camp: int, said: Mapping[int, Said], result: Mapping[str, Any]) -> None:
+    def end(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said], result: Mapping[str, Any]) -> None:
         with self.changed:
             if table.lost:
                 return
             if table.decisions == 0:
                 self._lose(table, "it ended before its first decision")
                 return
-            table.ended.add(camp)
+            table.ended.update(camps)
             table.result = result or table.result
-            self._heard(table, camp, said)
+            self._heard(table, camps, said)
             if table.over:
                 self._by_id.pop(table.id, None)
                 self.counts["finished"] += 1
@@ -250,9 +257,9 @@ class Tables:
         if table.lost:
             raise Refused(410, "session_lost", f"This match was given up: {table.lost}", "End it.")
 
-    def _heard(self, table: Table, camp: int, said: Mapping[int, Said]) -> None:
+    def _heard(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said]) -> None:
         slot = self.slots[table.slot]
-        table.heard(camp, said)
+        table.heard(camps, said)
         if table.ready:
             if table is slot.table:
                 self._awaited -= 1
@@ -272,9 +279,10 @@ class Tables:
                 if table is None or table.lost or not table.ready or table.over:
                     continue
                 over = {row for row, said in table.said.items() if said.over}
-                for camp, answer in table.answered(now).items():
+                for camps, answer in table.answered(now).items():
                     loop = answer.get_loop()
-                    answers.append((answer, {row: None if row in over else actions(row) for row in table.rows[camp]}))
+                    rows = [row for camp in camps for row in table.rows[camp]]
+                    answers.append((answer, {row: None if row in over else actions(row) for row in rows}))
                 self._awaited += 1
                 self.failures_in_a_row = slot.failures = 0
         if loop is not None:
@@ -319,6 +327,20 @@ class Tables:
             outcome.ended.append(table)
             slot.table, slot.over = None, True
 
+    def spoilt(self, wrong: Mapping[int, str]) -> list[int]:
+        """Rows were shown something that is not right: their matches are lost, with all their rows."""
+        lost: list[int] = []
+        with self.changed:
+            for slot in self.slots:
+                why = next((wrong[row] for row in slot.rows if row in wrong), "")
+                if not why:
+                    continue
+                lost += slot.rows
+                if slot.table is not None:
+                    self._lose(slot.table, why)
+                slot.over = False
+        return lost
+
     def going(self) -> list[str]:
         """Ids of the matches that are not over."""
         with self.changed:
@@ -351,25 +373,29 @@ def _refuse(answer: Answer) -> None:
 
 
 class Reading:
-    """How what games send becomes what rows see. Shared by all sessions."""
+    """How what games send becomes what rows see. Shared by all sessions.
+
+    A tick is taken apart and measured; its numbers are checked when all rows are there, in one go: `Sight`.
+    """
 
     def __init__(self, game: Playable) -> None:
-        self.seats, self.lone = game.seats, game.seats == (ONLY_SEAT,)
+        self.seats, self.joint, self.lone = game.seats, game.joint, game.seats == (ONLY_SEAT,)
         self._fit = spaces.Fit(game.seen_space)
+        self._paths = [(path.split(".") if path else [], _size(spec)) for path, spec in leaves(self._fit.spec)]
+        self._branches = [(path.split(".") if path else [], keys) for path, keys in _branches(self._fit.spec)]
         self._action_space, self._masked = game.action_space, game.masked
         self._mask_size = spaces.mask_size(game.action_space)
-        self._choices = spaces.choices(game.action_space)
 
-    def parts(self, message: dict[str, Any]) -> Mapping[str, Any]:
-        """By seat. Raises Refused (422)."""
+    def parts(self, message: dict[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+        """By seat, of those that the session has. Raises Refused (422)."""
         if self.lone:
             return {ONLY_SEAT: message}
         seats = message.get("seats")
         if not isinstance(seats, dict) or message.keys() - {"seats"}:
-            raise Refused(422, "seats", "This game has several seats.", f"Send {{seats: {{name: …}}}}: {', '.join(self.seats)}.")
-        if seats.keys() - set(self.seats):
-            name = str(min(seats.keys() - set(self.seats), key=str))[:80]
-            raise Refused(422, "seats", f"There is no seat {name!r}.", did_you_mean(name, self.seats))
+            raise Refused(422, "seats", "This game has several seats.", f"Send {{seats: {{name: …}}}}: {', '.join(names)}.")
+        if unknown := [name for name in seats if name not in names]:
+            name = str(unknown[0])[:80]
+            raise Refused(422, "seats", f"There is no seat {name!r}.", did_you_mean(name, names))
         return seats
 
     def said(self, part: Any, *, began: bool, last: bool) -> Said:
@@ -388,33 +414,126 @@ class Reading:
         given, over = part.get("observation"), terminated or truncated
         if given is None and not terminated:
             raise Refused(422, "observation", "The observation is missing.", 'Send it as "observation".')
+        seen = None if given is None else self._leaves(given) or self._fitted(given)
+        return Said(seen, None if over else self._mask(part.get("action_mask")), reward, terminated, truncated)
+
+    def _leaves(self, given: Any) -> Leaves | None:
+        """Of an observation all of whose arrays are raw bytes, as games that are in a hurry send them; None: look closer."""
+        found = []
         try:
-            seen = None if given is None else self._fit(given)
+            for path, keys in self._branches:
+                if len(_at(given, path)) != keys:
+                    return None
+            for path, size in self._paths:
+                leaf = _at(given, path)
+                if leaf.__class__ is not bytes or len(leaf) != size:
+                    return None
+                found.append(leaf)
+        except (TypeError, KeyError):
+            return None
+        return tuple(found)
+
+    def _fitted(self, given: Any) -> Leaves:
+        try:
+            return tuple(leaf.tobytes() for _, leaf in leaves(self._fit(given)))
         except ValueError as error:
             what = str(error)[:_SHOWN]
             raise Refused(422, "observation", f"The observation does not fit: {what}.", "GET /spec shows the space.") from None
-        return Said(seen, None if over else self._mask(part.get("action_mask")), reward, terminated, truncated)
 
-    def _mask(self, given: Any) -> Bools | None:
+    def _mask(self, given: Any) -> bytes | None:
         if given is None:
             return None
         if not self._masked:
             raise Refused(422, "action_mask", "This game was declared without masks.", "Set masked: true in env_config.")
         try:
-            if isinstance(given, list) and len(given) == self._mask_size:
-                flat = np.array(given, np.uint8) == 1
-                if int(flat.sum()) != sum(given):
-                    raise ConfigError("The action mask holds something else than 0 (forbidden) and 1 (allowed).")
-            else:
-                flat = spaces.flat_mask(given, self._action_space)
-        except (ConfigError, ValueError, TypeError, OverflowError) as error:
+            flat = given if given.__class__ is bytes else bytes(given) if given.__class__ is list else b""
+        except (TypeError, ValueError):  # it has parts, or no whole numbers
+            flat = b""
+        if len(flat) == self._mask_size:
+            return flat
+        try:
+            return spaces.flat_mask(given, self._action_space).tobytes()
+        except (ConfigError, ValueError, TypeError) as error:
             what = str(error)[:_SHOWN]
             raise Refused(422, "action_mask", f"The action mask does not fit: {what}", "One 0 or 1 per option.") from None
+
+
+class Sight:
+    """What all rows see, as arrays; and which of them show something that is no number, or none of its category."""
+
+    def __init__(self, game: Playable) -> None:
+        self._spec = spaces.array_spec(game.seen_space)
+        self._leaves = [(path, spec) for path, spec in leaves(self._spec)]
+        self._bounds = spaces.categories(game.seen_space) | spaces.bits(game.seen_space)
+        self._choices = spaces.choices(game.action_space)
+        self.blank: Leaves = tuple(bytes(_size(spec)) for _, spec in self._leaves)
+        """What a row sees before its first match."""
+        self.open = b"\1" * spaces.mask_size(game.action_space)
+        """A mask that forbids nothing."""
+
+    def show(self, rows: Sequence[Leaves]) -> tuple[list[Array], dict[int, str]]:
+        """An array of its own for each leaf, [rows, …]; and by row what is wrong."""
+        arrays, wrong = [], {}
+        for i, (path, spec) in enumerate(self._leaves):
+            array = np.frombuffer(bytearray().join([row[i] for row in rows]), spec.dtype).reshape(len(rows), *spec.shape)
+            arrays.append(array)
+            if spec.dtype.kind == "f":
+                good = np.isfinite(array)
+            elif path in self._bounds:
+                low, high = self._bounds[path]
+                good = (array >= low) & (array < high)
+            else:
+                continue
+            if not good.all():
+                for row in np.flatnonzero(~good.reshape(len(rows), -1).all(axis=1)).tolist():
+                    wrong[row] = f"its observation holds {array[row][~good[row]].reshape(-1)[0]} in {path or 'it'!r}"
+        return arrays, wrong
+
+    def allow(self, rows: Sequence[bytes]) -> tuple[Bools, dict[int, str]]:
+        """[rows, options], and by row what is wrong."""
+        given = np.frombuffer(bytearray().join(rows), np.uint8).reshape(len(rows), -1)
+        wrong = {}
+        bad = (given > 1).any(axis=1)
+        mask: Bools = given.view(np.bool_)
+        closed = np.zeros(len(rows), np.bool_)
         for part in self._choices:
-            if not flat[part].any():
-                message = f"The action mask forbids every action (options {part.start} to {part.stop - 1})."
-                raise Refused(422, "action_mask", message, "Leave at least one option of every choice allowed.")
-        return flat
+            closed |= ~given[:, part].any(axis=1)
+        for row in np.flatnonzero(bad | closed).tolist():
+            wrong[row] = (
+                "its action mask holds something else than 0 and 1" if bad[row] else "its action mask forbids every action"
+            )
+        return mask, wrong
+
+    def tree(self, arrays: Sequence[Array]) -> Tree:
+        """In the structure of the observation."""
+        return _planted(self._spec, "", {path: array for (path, _), array in zip(self._leaves, arrays, strict=True)})
+
+
+def _at(given: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        given = given[key]
+    return given
+
+
+def _planted(spec: Tree, path: str, arrays: Mapping[str, Array]) -> Tree:
+    here = f"{path}." if path else ""
+    if isinstance(spec, dict):
+        return {key: _planted(item, f"{here}{key}", arrays) for key, item in spec.items()}
+    if isinstance(spec, tuple):
+        return tuple(_planted(item, f"{here}{i}", arrays) for i, item in enumerate(spec))
+    return arrays[path]
+
+
+def _branches(spec: Tree, path: str = "") -> Iterator[tuple[str, int]]:
+    """Paths of all mappings, and how many keys each has."""
+    if isinstance(spec, dict):
+        yield path, len(spec)
+        for key, item in spec.items():
+            yield from _branches(item, f"{path}.{key}" if path else str(key))
+
+
+def _size(spec: spaces.ArraySpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _flag(part: Mapping[str, Any], key: str) -> bool:
@@ -432,18 +551,21 @@ def _reward(given: Any) -> float:
 
 
 class TableActor(Actor):
-    """One camp of one match. Whatever is wrong with what its game says costs the match, and nothing else."""
+    """One camp of one match, or both. Whatever is wrong with what its game says costs the match, and nothing else."""
 
     def __init__(self, tables: Tables, reading: Reading) -> None:
         self._tables, self._reading = tables, reading
         self._table: Table | None = None
-        self._camp = 0
+        self._camps: tuple[int, ...] = ()
+        self._rows: dict[str, int] = {}
         self._acted: set[int] = set()
 
     async def start(self, session: str, body: bytes) -> bytes:
         about = decoded(body)[0] if body.strip() else {}
-        self._table, self._camp = self._tables.sit(self.match, about)
-        self._rows = dict(zip(self._reading.seats, self._table.rows[self._camp], strict=True))
+        table, self._camps = self._tables.sit(self.match, about)
+        names = self._reading.seats if len(self._camps) == 1 else self._reading.joint
+        self._rows = dict(zip(names, [row for camp in self._camps for row in table.rows[camp]], strict=True))
+        self._table = table
         return b""
 
     async def tick(self, body: bytes) -> bytes:
@@ -462,7 +584,7 @@ class TableActor(Actor):
             self._tables.lose(table, f"it sent something else than was agreed on: {refused}")
             raise
         answer = Answer(loop=asyncio.get_running_loop())
-        self._tables.park(table, self._camp, said, answer)
+        self._tables.park(table, self._camps, said, answer)
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}
         if self._reading.lone:
@@ -471,7 +593,7 @@ class TableActor(Actor):
 
     def _said(self, message: dict[str, Any], *, last: bool = False) -> dict[int, Said]:
         said = {}
-        for seat, part in self._reading.parts(message).items():
+        for seat, part in self._reading.parts(message, self._rows).items():
             row = self._rows[seat]
             said[row] = self._reading.said(part, began=row in self._acted, last=last)
         return said
@@ -491,5 +613,5 @@ class TableActor(Actor):
             self._tables.lose(table, f"it ended in another way than was agreed on: {refused}")
             raise
         result = info.get("result") if isinstance(info, dict) else None
-        self._tables.end(table, self._camp, said, result if isinstance(result, dict) else {})
+        self._tables.end(table, self._camps, said, result if isinstance(result, dict) else {})
         return encoded({}, packed)

@@ -66,9 +66,10 @@ class Reply:
 class Form:
     """How the bodies of one session are written."""
 
-    def __init__(self, kind: Format, options: Sequence[int], *, lone: bool = False) -> None:
-        """`options`: how many each head of an action has. Raw arrays are for a lone seat."""
+    def __init__(self, kind: Format, options: Sequence[int], *, lone: bool = False, packed_masks: bool = False) -> None:
+        """`options`: how many each head of an action has. Raw arrays are for a lone seat. `packed_masks`: in msgpack, as bytes too."""
         self.kind, self.lone = kind, lone or kind == "raw"
+        self._packed_masks = packed_masks and kind == "msgpack"
         self._options = tuple(options)
 
     def start(self, about: Mapping[str, Any]) -> bytes:
@@ -141,7 +142,8 @@ class Form:
             seen: dict[str, Any] = {name: self._array(part) for name, part in zip(Seen._fields, parts, strict=False)}
             said["observation"] = seen if state is None else {"observation": seen, "state": self._array(state)}
         if step.mask is not None:
-            said["action_mask"] = step.mask.view(np.uint8).tolist()  # numbers: JSON and msgpack say them alike, in a byte or two
+            # Numbers: JSON and msgpack say them alike, in a byte or two.
+            said["action_mask"] = step.mask.tobytes() if self._packed_masks else step.mask.view(np.uint8).tolist()
         if step.terminated:
             said["terminated"] = True
         if step.truncated:

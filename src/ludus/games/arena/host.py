@@ -20,7 +20,7 @@ from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import Action, Form, Seen, Step, options_of, refusal
 from ludus.games.arena.heroes import HEROES, TABLE
 from ludus.games.arena.layout import AIMED, ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, OVER, RULES, TICKS_PER_SECOND
-from ludus.games.arena.match import Match, Remote, outcome
+from ludus.games.arena.match import CAMPS, Match, Remote, outcome
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.states import write_state
 from ludus.games.arena.talk import Heard, Talk
@@ -34,6 +34,7 @@ _SILENT_S: Final = 20.0
 """A camp whose heroes are all dead for longer is asked nevertheless: sessions end by silence."""
 _STOP_S: Final = 2.0
 """For telling the actors, when we are told to stop."""
+CAMP_NAMES: Final = ("blue", "red")
 _LOGGED: Final = 20
 """Refusals of one match that are logged; the others are counted."""
 
@@ -44,11 +45,31 @@ class Line:
 
     m: int
     match: Match
-    camp: int
+    camps: tuple[int, ...]
     heroes: Sequence[int]
     form: Form
     talk: Talk
     asked: float = 0.0
+
+    def seat_of(self, hero: int) -> str:
+        return _seat_of(self.match, hero, self.camps)
+
+
+def _seat_of(match: Match, hero: int, camps: Sequence[int]) -> str:
+    """As its camp calls it; where one session plays both, as everybody does."""
+    return match.seat_of(hero) if len(camps) == 1 else f"{CAMP_NAMES[match.camp_of(hero)]}_{hero % match.plan.size}"
+
+
+def _sessions(match: Match) -> list[tuple[tuple[int, ...], list[int], Remote]]:
+    """Camps and heroes of each session, and who plays them."""
+    players = {camp: player for camp, player in enumerate(match.plan.camps) if isinstance(player, Remote)}
+    sessions = match.plan.options.sessions
+    one_actor = len({(player.url, player.token) for player in players.values()}) == 1
+    if sessions == "match" and len(players) == CAMPS and one_actor:
+        return [(tuple(players), [hero for camp in players for hero in match.heroes_of(camp)], players[0])]
+    if sessions == "hero":
+        return [((camp,), [hero], player) for camp, player in players.items() for hero in match.heroes_of(camp)]
+    return [((camp,), match.heroes_of(camp), player) for camp, player in players.items()]
 
 
 class Host:
@@ -113,28 +134,24 @@ class Host:
         options, plan = match.plan.options, match.plan
         rows = self.arena.units[m, HERO_ROW, : match.heroes].tolist()
         ids = [HEROES[row].id for row in rows]
-        for camp, player in enumerate(plan.camps):
-            if not isinstance(player, Remote):
-                continue
-            heroes = match.heroes_of(camp)
+        for camps, group, player in _sessions(match):
             lone = options.sessions == "hero"
-            for group in [[hero] for hero in heroes] if lone else [heroes]:
-                form = Form(options.format, options_of(self.arena.units.shape[2]), lone=lone)
-                about = {
-                    "game": "arena",
-                    "rules": RULES,
-                    "hero_table": HERO_TABLE,
-                    "mode": plan.mode,
-                    "camp": camp,
-                    "seats": [match.seat_of(hero) for hero in group],
-                    "heroes": [ids[: plan.size], ids[plan.size :]],
-                    "ticks_per_second": TICKS_PER_SECOND,
-                    "ticks_per_decision": int(self.arena.match[m, EVERY]),
-                    "eval_mode": plan.eval_mode,
-                }
-                name = f"{plan.runtime_id}-{camp}" + (f"-{group[0] % plan.size}" if lone else "")
-                talk = Talk(player, name, plan.runtime_id, form.start(about), options.patience_s)
-                made.append(Line(m, match, camp, group, form, talk, time.monotonic()))
+            form = Form(options.format, options_of(self.arena.units.shape[2]), lone=lone, packed_masks=options.lockstep)
+            about = {
+                "game": "arena",
+                "rules": RULES,
+                "hero_table": HERO_TABLE,
+                "mode": plan.mode,
+                **({"camp": camps[0]} if len(camps) == 1 else {"camps": list(camps)}),
+                "seats": [_seat_of(match, hero, camps) for hero in group],
+                "heroes": [ids[: plan.size], ids[plan.size :]],
+                "ticks_per_second": TICKS_PER_SECOND,
+                "ticks_per_decision": int(self.arena.match[m, EVERY]),
+                "eval_mode": plan.eval_mode,
+            }
+            name = "-".join([plan.runtime_id, *map(str, camps), *([str(group[0] % plan.size)] if lone else [])])
+            talk = Talk(player, name, plan.runtime_id, form.start(about), options.patience_s)
+            made.append(Line(m, match, camps, group, form, talk, time.monotonic()))
         return made
 
     async def _begin(self) -> None:
@@ -146,13 +163,14 @@ class Host:
         await self._finish()
 
     def _lose(self, line: Line, why: str) -> None:
-        if line.camp not in line.match.lost:
-            log.error("%s: the actor of camp %d is gone: %s", line.match.plan.runtime_id, line.camp, why)
-        line.match.lose(line.camp, why)
+        for camp in line.camps:
+            if camp not in line.match.lost:
+                log.error("%s: the actor of camp %d is gone: %s", line.match.plan.runtime_id, camp, why)
+            line.match.lose(camp, why)
 
     def _drop_lost(self) -> None:
         """Sessions of a camp that plays no more end, if anybody hears it. Nobody waits for that."""
-        for line in [line for line in self._lines if line.camp in line.match.lost]:
+        for line in [line for line in self._lines if line.camps[0] in line.match.lost]:
             self._lines.remove(line)
             self._farewells.add(asyncio.ensure_future(line.talk.end(b"")))
 
@@ -205,8 +223,8 @@ class Host:
 
     def _ask(self, line: Line, heroes: Sequence[int]) -> Coroutine[Any, Any, Heard]:
         m, match = line.m, line.match
-        steps = [Step(match.seat_of(hero), match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
-        wrong = {match.seat_of(hero): why for hero in line.heroes if (why := match.told.pop(hero, ""))}
+        steps = [Step(line.seat_of(hero), match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
+        wrong = {line.seat_of(hero): why for hero in line.heroes if (why := match.told.pop(hero, ""))}
         if not wrong:
             return line.talk.tick(line.form.steps(steps))
         return line.talk.tick(line.form.steps(steps, {"refused": wrong}), line.form.steps(steps))
@@ -237,7 +255,7 @@ class Host:
             else:
                 self._complain(line, f"no answer: {heard.why}")
             return {}
-        seats = {match.seat_of(hero): hero for hero in heroes}
+        seats = {line.seat_of(hero): hero for hero in heroes}
         reply = line.form.read(heard.reply, seats)
         for hero in heroes:
             match.acted[hero] = True
@@ -245,7 +263,7 @@ class Host:
         for name, why in reply.wrong.items():
             self._refuse(line, seats[name], why, garbled=True)
             self._stand_in(line, seats[name], names)
-        strange = reply.others - {match.seat_of(hero) for hero in line.heroes}  # for the dead an answer is only superfluous
+        strange = reply.others - {line.seat_of(hero) for hero in line.heroes}  # for the dead an answer is only superfluous
         if strange:
             self._refuse(line, heroes[0], f"There is no seat {min(strange)!r}.", garbled=True)
         return {seats[name]: action for name, action in reply.actions.items()}
@@ -273,12 +291,12 @@ class Host:
 
     def _refuse(self, line: Line, hero: int, why: str, *, garbled: bool) -> None:
         line.match.refuse(hero, why, garbled=garbled)
-        self._complain(line, f"{line.match.seat_of(hero)} refused: {why}")
+        self._complain(line, f"{line.seat_of(hero)} refused: {why}")
 
     def _complain(self, line: Line, what: str) -> None:
         self._logged[line.m] += 1
         if self._logged[line.m] <= _LOGGED:
-            log.warning("%s, camp %d: %s", line.match.plan.runtime_id, line.camp, what)
+            log.warning("%s, camp %s: %s", line.match.plan.runtime_id, " and ".join(map(str, line.camps)), what)
         if self._logged[line.m] == _LOGGED:
             log.warning("%s: further ones are counted only.", line.match.plan.runtime_id)
 
@@ -330,7 +348,7 @@ class Host:
         match, m = line.match, line.m
         steps = [
             Step(
-                match.seat_of(hero),
+                line.seat_of(hero),
                 match.take(hero),
                 None if match.decided and not self._options.lockstep else self._seen(m, hero),
                 terminated=match.decided,

@@ -39,7 +39,7 @@ from ludus.plugins import did_you_mean
 
 OnIllegal = Literal["nothing", "rule", "forfeit"]
 OnLost = Literal["rule", "end"]
-Sessions = Literal["camp", "hero"]
+Sessions = Literal["camp", "hero", "match"]
 Start = Literal["home", "lane"]
 CAMPS: Final = 2
 MAX_TIMEOUT_S: Final = 3600.0
@@ -90,7 +90,7 @@ class Options:
     """An actor that has not answered for so long, and for its time-out, is gone."""
     format: Format = "msgpack"
     sessions: Sessions = "camp"
-    """One for a camp, whose heroes are its seats; or one for every hero."""
+    """One for a camp, whose heroes are its seats; one for every hero; or one for the match, where one actor plays both camps."""
     record: bool = False
     lenient: bool = False
     """An order that is aimed at somebody it cannot be aimed at goes to the nearest one it can, and is not refused: for actors that
