@@ -166,6 +166,18 @@ def test_what_the_queue_ends_is_not_cancelled(queue: Queue) -> None:
     assert not (place.path / "requeued").exists()
 
 
+@pytest.mark.parametrize("end", ["exit 130", "kill -TERM $$"])
+def test_a_queue_that_ends_all_processes_may_be_heard_by_main_first(queue: Queue, end: str) -> None:
+    place = queue.prepare(Job("trial", (sh("main", end),), "main"))
+    place.write_secrets({"PASS": "word"})
+    process = queue.start(place)
+    until(lambda: place.log("supervisor").exists() and "main-0 ended" in place.log("supervisor").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(_WAIT_S) == 0
+    assert place.read().status.state == "pending"
+    assert place.read_secrets() == {"PASS": "word"}
+
+
 def test_a_cancel_between_the_last_warning_and_the_end_is_heeded(queue: Queue) -> None:
     slow = "echo life >> lives; trap 'echo ending > ending; while [ ! -e go ]; do sleep 0.02; done; exit 130' TERM; while :; do sleep 0.05; done"
     place = queue.prepare(Job("trial", (sh("main", slow),), "main"))

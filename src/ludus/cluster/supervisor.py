@@ -56,6 +56,12 @@ _ASKS = {signal.SIGTERM: False, signal.SIGINT: False, signal.SIGHUP: False, sign
 _LATER = signal.SIGUSR1
 """Ends the job too, but only for now: a queue will start it again."""
 
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM, 130)
+"""How a process ends that was asked to."""
+
+_SAME_MOMENT_S = 1.0
+"""A queue that ends a job tells all its processes; so much later than main we may hear of it."""
+
 INTERRUPTED = 75
 """How a supervisor ends whose job is not over, but will go on."""
 
@@ -218,6 +224,8 @@ class Supervisor:
         left = pids.end_descendants()
         if left:
             self._say(f"could not be killed: {left}")
+        if self._reach is not None and not self._asked() and self._main.returned in _TERMINATED:
+            self._await_word()
         self._finish()
 
     # -- where it is
@@ -319,6 +327,17 @@ class Supervisor:
             elif number in _ASKS:
                 orphaned = os.getppid() != self._keeper.pid
                 self._cancel("its keeper was killed" if orphaned else "", at_once=_ASKS[signal.Signals(number)])
+
+    def _asked(self) -> bool:
+        return self._cancelled or self._later
+
+    def _await_word(self) -> None:
+        """Main has ended as if it had been asked to, and not by us: perhaps the queue has asked all of us, and it was quicker."""
+        deadline = time.monotonic() + _SAME_MOMENT_S
+        while not self._asked() and _readable(self._signals.fileno(), max(0.0, deadline - time.monotonic())):
+            if any(number in _ASKS for number in self._signals.recv(256)) and self._goes_on():
+                self._cancelled = self._later = True
+                self._reason = "its queue ended it"
 
     def _bereaved(self) -> None:
         assert self._lifeline is not None
@@ -498,10 +517,10 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _readable(fd: int) -> bool:
+def _readable(fd: int, within_s: float = 0.0) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(0))
+        return bool(selector.select(within_s))
 
 
 def _spoken(returned: int) -> str:
