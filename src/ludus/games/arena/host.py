@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -49,15 +49,16 @@ class Line:
     heroes: Sequence[int]
     form: Form
     talk: Talk
+    seats: Mapping[int, str]
+    """How its heroes are called in it."""
     asked: float = 0.0
 
-    def seat_of(self, hero: int) -> str:
-        return _seat_of(self.match, hero, self.camps)
 
-
-def _seat_of(match: Match, hero: int, camps: Sequence[int]) -> str:
-    """As its camp calls it; where one session plays both, as everybody does."""
-    return match.seat_of(hero) if len(camps) == 1 else f"{CAMP_NAMES[match.camp_of(hero)]}_{hero % match.plan.size}"
+def _seats(match: Match, heroes: Sequence[int], camps: Sequence[int]) -> dict[int, str]:
+    """As their camp calls them; where one session plays both, as everybody does."""
+    if len(camps) == 1:
+        return {hero: match.seat_of(hero) for hero in heroes}
+    return {hero: f"{CAMP_NAMES[match.camp_of(hero)]}_{hero % match.plan.size}" for hero in heroes}
 
 
 def _sessions(match: Match) -> list[tuple[tuple[int, ...], list[int], Remote]]:
@@ -135,7 +136,7 @@ class Host:
         rows = self.arena.units[m, HERO_ROW, : match.heroes].tolist()
         ids = [HEROES[row].id for row in rows]
         for camps, group, player in _sessions(match):
-            lone = options.sessions == "hero"
+            lone, seats = options.sessions == "hero", _seats(match, group, camps)
             form = Form(options.format, options_of(self.arena.units.shape[2]), lone=lone, packed_masks=options.lockstep)
             about = {
                 "game": "arena",
@@ -143,7 +144,7 @@ class Host:
                 "hero_table": HERO_TABLE,
                 "mode": plan.mode,
                 **({"camp": camps[0]} if len(camps) == 1 else {"camps": list(camps)}),
-                "seats": [_seat_of(match, hero, camps) for hero in group],
+                "seats": list(seats.values()),
                 "heroes": [ids[: plan.size], ids[plan.size :]],
                 "ticks_per_second": TICKS_PER_SECOND,
                 "ticks_per_decision": int(self.arena.match[m, EVERY]),
@@ -151,7 +152,7 @@ class Host:
             }
             name = "-".join([plan.runtime_id, *map(str, camps), *([str(group[0] % plan.size)] if lone else [])])
             talk = Talk(player, name, plan.runtime_id, form.start(about), options.patience_s)
-            made.append(Line(m, match, camps, group, form, talk, time.monotonic()))
+            made.append(Line(m, match, camps, group, form, talk, seats, time.monotonic()))
         return made
 
     async def _begin(self) -> None:
@@ -181,7 +182,8 @@ class Host:
         self._observe()
         asked = self._asked()
         if asked:
-            heard = await asyncio.gather(*(self._ask(line, heroes) for line, heroes in asked))
+            asking = [self._ask(line, heroes) for line, heroes in asked]
+            heard = [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)  # a task costs 20 µs
         else:
             heard = []
             await asyncio.sleep(0)  # a signal is heard in between
@@ -201,8 +203,8 @@ class Host:
             if match.reason:
                 arena.match[m, OVER] = 1  # it stands still, whatever has ended it
             else:
-                np.copyto(names[m], match.script, where=match.script >= 0)
-        if (names >= 0).any():
+                np.maximum(names[m], match.script, out=names[m])
+        if names.max() >= 0:
             np.copyto(actions, arena.script(names), where=(names >= 0)[..., None])
         self._play(actions)
 
@@ -213,7 +215,8 @@ class Host:
         for line in self._lines:
             if line.match.reason:
                 continue
-            heroes: list[int] = [hero for hero in line.heroes if self._options.lockstep or alive[line.m, hero]]
+            everybody = self._options.lockstep
+            heroes = list(line.heroes) if everybody else [hero for hero in line.heroes if alive[line.m, hero]]
             if not heroes and now - line.asked > _SILENT_S:
                 heroes = list(line.heroes)
             if heroes:
@@ -223,8 +226,8 @@ class Host:
 
     def _ask(self, line: Line, heroes: Sequence[int]) -> Coroutine[Any, Any, Heard]:
         m, match = line.m, line.match
-        steps = [Step(line.seat_of(hero), match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
-        wrong = {line.seat_of(hero): why for hero in line.heroes if (why := match.told.pop(hero, ""))}
+        steps = [Step(line.seats[hero], match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
+        wrong = {line.seats[hero]: why for hero in line.heroes if (why := match.told.pop(hero, ""))}
         if not wrong:
             return line.talk.tick(line.form.steps(steps))
         return line.talk.tick(line.form.steps(steps, {"refused": wrong}), line.form.steps(steps))
@@ -255,7 +258,7 @@ class Host:
             else:
                 self._complain(line, f"no answer: {heard.why}")
             return {}
-        seats = {line.seat_of(hero): hero for hero in heroes}
+        seats = {line.seats[hero]: hero for hero in heroes}
         reply = line.form.read(heard.reply, seats)
         for hero in heroes:
             match.acted[hero] = True
@@ -263,7 +266,7 @@ class Host:
         for name, why in reply.wrong.items():
             self._refuse(line, seats[name], why, garbled=True)
             self._stand_in(line, seats[name], names)
-        strange = reply.others - {line.seat_of(hero) for hero in line.heroes}  # for the dead an answer is only superfluous
+        strange = reply.others - {line.seats[hero] for hero in line.heroes}  # for the dead an answer is only superfluous
         if strange:
             self._refuse(line, heroes[0], f"There is no seat {min(strange)!r}.", garbled=True)
         return {seats[name]: action for name, action in reply.actions.items()}
@@ -291,7 +294,7 @@ class Host:
 
     def _refuse(self, line: Line, hero: int, why: str, *, garbled: bool) -> None:
         line.match.refuse(hero, why, garbled=garbled)
-        self._complain(line, f"{line.seat_of(hero)} refused: {why}")
+        self._complain(line, f"{line.seats[hero]} refused: {why}")
 
     def _complain(self, line: Line, what: str) -> None:
         self._logged[line.m] += 1
@@ -348,7 +351,7 @@ class Host:
         match, m = line.match, line.m
         steps = [
             Step(
-                line.seat_of(hero),
+                line.seats[hero],
                 match.take(hero),
                 None if match.decided and not self._options.lockstep else self._seen(m, hero),
                 terminated=match.decided,
