@@ -70,6 +70,28 @@ class TestFar(test_slurm.SlurmContract):
         assert (status.state, status.of("worker")[0].restarts) == ("succeeded", 1)
 
 
+# -- a real training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["--wait", "--interactive"])
+def test_a_training_is_spread_over_three_nodes_and_ends_with_its_own_code(tmp_path: Path, rig: SlurmRig, how: str) -> None:
+    environment = {**os.environ, **rig.environment, "LUDUS_STATE_DIR": str(tmp_path / "state"), "HOME": str(tmp_path)}
+    words = [sys.executable, "-P", "-m", "ludus.cli.main", "submit", "--on", "slurm", "--nodes", "3", "--cpus", "1", how]
+    old = ["--redis-password", "horse-battery", "--", "train", "CartPole-v1", "--redis_password", "horse-battery"]
+    train = [*old, "--num-workers", "3", "--stop", "timesteps=3000"]
+    done = subprocess.run(
+        [*words, *train], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Ray: 3 nodes, 3 cores" in done.stdout
+    assert list(tmp_path.glob("runs/default/*/checkpoints/*"))
+    (status,) = SlurmOrchestrator(tmp_path / "state").list()
+    assert (status.state, status.exit_code) == ("succeeded", 0)
+    until(lambda: not processes_of(status.id) and not rig.jobs())
+    written = [path for place in (tmp_path, rig.base) for path in place.rglob("*") if path.is_file()]
+    assert [path for path in written if b"horse-battery" in path.read_bytes()] == [], "also Slurm writes down what it is told"
+
+
 # -- interrupted, and going on --------------------------------------------------------------------------------------------
 
 

@@ -280,3 +280,18 @@ def test_a_job_that_is_over_cannot_be_mended(orchestrator: SshOrchestrator) -> N
     assert (status.state, status.exit_code) == ("failed", 3)
     with pytest.raises(UsageError, match="is over"):
         orchestrator.mend(job_id)
+
+
+def test_a_training_is_spread_over_three_machines_and_ends_with_its_own_code(rig: ssh_rig.SshRig, tmp_path: Path) -> None:
+    (tmp_path / "learner.iplist").write_text("".join(f"{rig.hosts.address(host)} root 22 1\n" for host in range(3)))
+    environment = {**os.environ, "LUDUS_STATE_DIR": str(tmp_path / "state"), "PATH": f"{rig.directory}:{os.environ['PATH']}"}
+    words = [sys.executable, "-P", "-m", "ludus.cli.main", "submit", "--on", "ssh", "--iplist", "learner.iplist", "--cpus", "1"]
+    reach = ["--identity", str(rig.identity), "--known-hosts", str(rig.known_hosts), "--workdir", str(rig.shared)]
+    train = ["--wait", "--", "train", "CartPole-v1", "--num-workers", "3", "--stop", "timesteps=3000"]
+    done = subprocess.run(
+        [*words, *reach, *train], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Ray: 3 nodes, 3 cores" in done.stdout
+    assert list(rig.shared.glob("runs/default/*/checkpoints/*"))
+    assert [ssh_rig.until_gone(rig, host) for host in range(3)] == [[], [], []]
