@@ -19,6 +19,7 @@ from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
+from ludus.experiment import workspace
 from ludus.experiment.battle import battle
 from ludus.experiment.battle_arena import ArenaStage, Ended, every_for, pairings
 from ludus.experiment.battle_result import Hero, Played, lopsided, most_lopsided, share_of
@@ -38,7 +39,7 @@ from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
 from ludus.serve.service import Fixed
 from ludus.spaces import split_mask
-from tests.experiment.small import train
+from tests.experiment.small import SETTINGS, train
 from tests.serving import gateway
 from tests.test_gamecore_page import NIM, block
 
@@ -209,6 +210,18 @@ def test_a_version_that_no_checkpoint_has_any_more_is_read_from_the_kept_ones(ru
     assert isinstance(one, Trained)
     assert (one.version, one.every) == (900, 5)
     assert battle(one, contestant(run), Terms(2, seconds=10)).drawn == 2
+
+
+def test_a_run_on_a_store_takes_part(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(workspace.CACHE_DIR, str(tmp_path / "cache"))
+    settings: dict[str, Any] = {**SETTINGS, "env_config": {"seconds": 30}, "evaluation_duration": 0}
+    where = ludus.train("ludus/Arena-1v1-v0", stop={"iterations": 1}, local_dir=s3_url, **settings).place
+    monkeypatch.setenv(workspace.CACHE_DIR, str(tmp_path / "another machine"))
+    one = contestant(where)
+    assert isinstance(one, Trained)
+    other = contestant(where.replace("?", f"@{one.version}?"))
+    terms = Terms(2, seconds=5)
+    assert last_states(one, EASY, terms) == last_states(other, EASY, terms)
 
 
 def test_names_that_lead_nowhere_are_told_with_what_was_meant(run: Path, tmp_path: Path) -> None:

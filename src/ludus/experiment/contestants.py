@@ -32,7 +32,7 @@ RULES: Final = ("easy", "medium", "hard", "random", "nearest")
 """Those of the Arena, for whoever forgets to write `rule:`."""
 ONLY_SEAT: Final = ""
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
-_VERSION = re.compile(r"(.+)@0*([0-9]+)")
+_VERSION = re.compile(r"(.+)@0*([0-9]+)(\?.*)?")  # of a store, before what is said of it after the question mark
 _WEIGHTS = ".safetensors"
 
 
@@ -124,7 +124,7 @@ def _trained(text: str, model: str | None) -> Trained:
         return _of_file(text, model)
     asked = _VERSION.fullmatch(text)
     if asked is not None and (is_remote(directory_of(text)) or not directory_of(text).exists()):
-        return _of_version(directory_of(asked[1]), int(asked[2]), model)
+        return _of_version(directory_of(asked[1] + (asked[3] or "")), int(asked[2]), model)
     run, found = checkpoint.open_checkpoint(text)
     return _of_checkpoint(run, found, model)
 
