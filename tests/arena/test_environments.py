@@ -170,7 +170,7 @@ def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
     ("keywords", "sentence"),
     [
         ({"opponent": "mediun"}, "no opponent 'mediun'.*medium"),
-        ({"opponent": []}, "empty list"),
+        ({"opponent": []}, "nobody to play against"),
         ({"side": 2}, "side is 2"),
         ({"start": "river"}, "start is 'river'"),
         ({"lineup": "mage"}, "lineup is 'mage'"),

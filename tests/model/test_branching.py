@@ -25,7 +25,7 @@ BRANCHES = (Branch(1, (1,)), Branch(3, (2, 3), "things", "aim"))
 
 @pytest.fixture
 def distribution() -> Branching:
-    return Branching(gym.spaces.MultiDiscrete(SIZES), BRANCHES)
+    return Branching(gym.spaces.MultiDiscrete(list(SIZES)), BRANCHES)
 
 
 def softmax(logits: list[float], allowed: list[bool]) -> list[float]:
@@ -89,11 +89,11 @@ def test_samples_are_as_frequent_as_they_should_be(distribution: Branching) -> N
     np.testing.assert_allclose(log_prob, again, atol=1e-5)
     counts: dict[tuple[int | None, ...], int] = {}
     for w, k, a, t in action.tolist():
-        seen = (w, k if w == 1 else None, a, t if w in (2, 3) else None)
+        seen: tuple[int | None, ...] = (w, k if w == 1 else None, a, t if w in (2, 3) else None)
         counts[seen] = counts.get(seen, 0) + 1
     assert counts.keys() <= {seen for seen, p in table.items() if p > 0}
-    for seen, p in table.items():
-        assert abs(counts.get(seen, 0) / n - p) < 5 * math.sqrt(p * (1 - p) / n) + 1e-9, seen
+    for meant, p in table.items():
+        assert abs(counts.get(meant, 0) / n - p) < 5 * math.sqrt(p * (1 - p) / n) + 1e-9, meant
 
 
 def test_without_noise_the_most_probable_of_each_choice(distribution: Branching) -> None:
@@ -131,7 +131,7 @@ def test_what_does_not_count_does_not_matter(distribution: Branching) -> None:
 )
 def test_branches_that_cannot_be_are_named(branches: list[Branch], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Branching(gym.spaces.MultiDiscrete(SIZES), branches)
+        Branching(gym.spaces.MultiDiscrete(list(SIZES)), branches)
 
 
 def test_other_actions_have_no_branches() -> None:
@@ -167,7 +167,7 @@ def observations(rows: int, seed: int = 0) -> dict[str, Tensor]:
 @pytest.fixture
 def policy() -> Policy:
     torch.manual_seed(0)
-    return Policy(SEEN, gym.spaces.MultiDiscrete(SIZES), CONFIG)
+    return Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), CONFIG)
 
 
 def test_whoever_may_not_be_aimed_at_never_is(policy: Policy) -> None:
@@ -207,7 +207,7 @@ def test_a_description_makes_the_same_policy_again(policy: Policy) -> None:
 @pytest.mark.parametrize("core", [None, "lstm"])
 def test_every_weight_is_learned(core: str | None) -> None:
     torch.manual_seed(0)
-    policy = Policy(SEEN, gym.spaces.MultiDiscrete(SIZES), NetworkConfig(**{**vars(CONFIG), "core": core, "cell_size": 16}))
+    policy = Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), NetworkConfig(**{**vars(CONFIG), "core": core, "cell_size": 16}))
     seen: Any = observations(256)
     state, first = policy.initial_state(64), None
     if core is not None:
@@ -234,4 +234,4 @@ def test_every_weight_is_learned(core: str | None) -> None:
 )
 def test_a_network_that_cannot_be_says_why(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Policy(SEEN, gym.spaces.MultiDiscrete(SIZES), NetworkConfig(**{**vars(CONFIG), **change}))
+        Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), NetworkConfig(**{**vars(CONFIG), **change}))

@@ -98,6 +98,19 @@ class SamplerTimes:
     policy_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Clock:
+    """How far training has come, by the version of its weights: every update learns from as many steps as the others."""
+
+    first_version: int
+    """Of this part of the run, which began after `begun` timesteps."""
+    begun: int
+    per_version: int
+
+    def timesteps(self, version: int) -> int:
+        return self.begun + max(0, version - self.first_version) * self.per_version
+
+
 class Sampler:
     """Fills one block per `step()`. Reproducible: all randomness comes from `seed`. `beat` is called at every step."""
 
@@ -111,9 +124,10 @@ class Sampler:
         first_row: int = 0,
         beat: Callable[[], None] = lambda: None,
         explore: bool = True,
+        clock: Clock | None = None,
     ) -> None:
-        """Without `explore`: always the most probable action."""
-        self._explore = explore
+        """Without `explore`: always the most probable action. `clock`: tells the environments how far training has come."""
+        self._explore, self._clock = explore, clock
         self._envs, self._source, self._memory, self._beat = environments, source, memory, beat
         self.times = SamplerTimes()
         self._generator = torch.Generator().manual_seed(seed)
@@ -134,6 +148,8 @@ class Sampler:
         if block is None:
             return False
         policy, version = self._source.newest()
+        if self._clock is not None:
+            self._envs.progress(self._clock.timesteps(version))
         try:
             with policy.acting():
                 self.fill(block, policy, version)

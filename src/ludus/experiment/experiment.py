@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ludus import config as configs
-from ludus.actor.sampler import Sampler, segment_spec
+from ludus.actor.sampler import Clock, Sampler, segment_spec
 from ludus.actor.selfplay import with_past
 from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
@@ -47,6 +47,7 @@ from ludus.experiment.parts import (
     make_pool,
     opened,
     share,
+    timesteps_of,
     whole_episodes,
     without_far_learners,
 )
@@ -721,7 +722,8 @@ def program_of(
     pool = program.add("pool", make_pool, run, before if counting_on else None)
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
-    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config)
+    begun = timesteps_of(before if counting_on else None)
+    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config, begun)
     batches = program.add("batches", whole_episodes, memory, config)
     trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
@@ -759,9 +761,11 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
 
 
 def _sampler(
-    environments: Environments, source: PolicySource, memory: Memory, seed: int, config: AlgorithmConfig
-) -> Sampler:  # fmt: skip
-    return Sampler(environments, with_past(environments, source, config.self_play, seed), memory, seed, explore=config.explore)
+    environments: Environments, source: PolicySource, memory: Memory, seed: int, config: AlgorithmConfig, begun: int
+) -> Sampler:
+    facing = with_past(environments, source, config.self_play, seed)
+    clock = Clock(source.newest()[1], begun, environments.num * config.steps)
+    return Sampler(environments, facing, memory, seed, explore=config.explore, clock=clock)
 
 
 def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int) -> Trainer:

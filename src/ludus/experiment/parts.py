@@ -242,6 +242,11 @@ def make_conductor(
     return Conductor(trainer, source, pool, run.store, schedule, written, e, evaluate, always)
 
 
+def timesteps_of(before: Checkpoint | None) -> int:
+    """That a run has behind it when it goes on from there."""
+    return 0 if before is None else int(before.state["progress"]["timesteps"])
+
+
 def count_on(before: Checkpoint | None, trainer: Trainer, source: Experience) -> None:
     """A resumed run goes on counting, and drawing, where it was."""
     if before is not None:

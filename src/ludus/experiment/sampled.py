@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 
-from ludus.actor.sampler import segment_spec
+from ludus.actor.sampler import Clock, segment_spec
 from ludus.buffer.blocks import BlockBatches
 from ludus.config import AlgorithmConfig
 from ludus.errors import ConfigError
@@ -26,6 +26,7 @@ from ludus.experiment.parts import (
     make_pool,
     opened,
     share,
+    timesteps_of,
     whole_episodes,
 )
 from ludus.experiment.run import Run
@@ -91,7 +92,8 @@ def program_of(
     pool = program.add("pool", make_pool, run, before if counting_on else None)
     program.add("versions", _add_model, pool, policy, before)
     if e.memory == EMBEDDED:
-        plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed)
+        begun = timesteps_of(before if counting_on else None)
+        plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed, begun)
         sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
         batches = program.add("batches", make_batches, sampling, pool, config)
     else:
@@ -126,7 +128,10 @@ def _add_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> No
     pool.add(DEFAULT_MODEL, policy, above=before.state["models"][DEFAULT_MODEL]["version"] if before else 0)
 
 
-def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, first_version: int, seed: int) -> Plan:
+def make_plan(
+    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, first_version: int, seed: int, begun: int = 0
+) -> Plan:
+    """`begun`: timesteps of earlier parts of the run."""
     return Plan(
         env=env,
         env_config=config.env_config,
@@ -145,12 +150,15 @@ def make_plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, f
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
+        clock=Clock(first_version, begun, config.train_batch_size),
         luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
     )
 
 
-def _plan(env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, seed: int) -> Plan:
-    return make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed)
+def _plan(
+    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, seed: int, begun: int
+) -> Plan:  # fmt: skip
+    return make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed, begun)
 
 
 def _cluster(options: ClusterOptions | None, announce: Callable[[str], None] | None) -> Cluster | None:
@@ -236,6 +244,7 @@ def _fleet(
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
         self_play=config.self_play.model_dump(mode="json"),
+        clock=(pool.newest(DEFAULT_MODEL)[1], timesteps_of(before), config.train_batch_size),
     )
     return Fleet(
         e.memory,

@@ -88,6 +88,11 @@ class Environments(Protocol):
 
     def reset(self, seed: int | None) -> Seen: ...
     def step(self, action: Tree) -> Outcome: ...
+
+    def progress(self, timesteps: int) -> None:
+        """How far training has come: for environments that change with it. They have `set_timesteps(timesteps)`."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -297,6 +302,11 @@ def _nothing() -> None:
     pass
 
 
+def _tell(env: Any, timesteps: int) -> None:
+    if hasattr(env.unwrapped, "set_timesteps"):
+        env.unwrapped.set_timesteps(timesteps)
+
+
 def _closed(env: Any) -> None:
     try:
         env.close()
@@ -376,6 +386,9 @@ class VectorEnvironments:
             return Outcome(seen, reward, terminated, truncated, lost=lost, results=results)
         rows = np.flatnonzero(terminated | truncated)
         return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows), lost, results)
+
+    def progress(self, timesteps: int) -> None:
+        _tell(self._env, timesteps)
 
     def _results(self, infos: Mapping[str, Any]) -> Floats:
         """Gymnasium's way for a vector: what was said, and under the same name with a line before it, by whom."""
@@ -675,6 +688,10 @@ class LoopEnvironments:
 
     def _seen(self) -> Seen:
         return Seen(self._observation, self._mask if self.masked else None)
+
+    def progress(self, timesteps: int) -> None:
+        for env in self._envs:
+            _tell(env, timesteps)
 
     def close(self) -> None:
         for env in self._envs:

@@ -103,6 +103,9 @@ class Opposed:
         whole[self._own], whole[self._theirs] = own, theirs
         return whole
 
+    def progress(self, timesteps: int) -> None:
+        self._inner.progress(timesteps)
+
     def close(self) -> None:
         self._inner.close()
 

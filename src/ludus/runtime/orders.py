@@ -51,6 +51,8 @@ class Orders:
     forgiving: bool = False
     device: str = "cpu"
     self_play: Mapping[str, Any] = field(default_factory=dict)
+    clock: tuple[int, int, int] | None = None
+    """`sampler.Clock`, as plain numbers."""
     protocol: int = PROTOCOL
     ludus: str = ludus.__version__
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ludus.actor.sampler import Sampler
+from ludus.actor.sampler import Clock, Sampler
 from ludus.actor.selfplay import with_past
 from ludus.buffer.blocks import BlockBatches
 from ludus.config import PreprocessConfig, SelfPlayConfig
@@ -77,6 +77,7 @@ class Plan:
     explore: bool = True
     device: str = "cpu"
     self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
+    clock: Clock | None = None
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: Named = ()
     luggage: Luggage = field(default_factory=Luggage)
@@ -179,7 +180,10 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
         first_row = index * plan.num_envs
         facing = with_past(environments, source, plan.self_play, seed)
-        sampler = Sampler(environments, facing, memory, seed, first_row=first_row, beat=context.beat, explore=plan.explore)
+        sampler = Sampler(
+            environments, facing, memory, seed,
+            first_row=first_row, beat=context.beat, explore=plan.explore, clock=plan.clock,
+        )  # fmt: skip
         notes, before = memory.notes, list(memory.notes)
         context.ready()
         blocked_s = weights_s = 0.0

@@ -14,10 +14,10 @@ from ludus.config import AlgorithmConfig, Schedule
 from ludus.errors import TrainingDiverged
 from ludus.model.device import moved
 from ludus.model.policy import Policy
+from ludus.schedule import value_at
 from ludus.training.batch import D, part_of, split
 from ludus.training.normalise import RewardScale
 from ludus.training.optimizer import Optimizer
-from ludus.training.schedule import value_at
 from ludus.tree import Array, Tree, map_tree
 from ludus.types import Bools, Floats, Segments
 

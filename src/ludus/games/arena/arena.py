@@ -204,7 +204,7 @@ class Arena:
         rewards = self.rewards
         _step(
             self.units, self.match, heroes.TABLE, self._pending, self._orders, self._targets, ticks, self.lenient, self._memo,
-            self.parts, self.reward, rewards.vector(), 0.0 if rewards.sparse else float(rewards.team_spirit), rewards.zero_sum,
+            self.parts, self.reward, rewards.vector(), rewards.spirit, rewards.zero_sum,
         )  # fmt: skip
 
     def observe(self) -> None:

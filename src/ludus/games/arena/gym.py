@@ -59,8 +59,10 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         self.seats = Seats(options, seated, opposed)
         self.num_envs = self.seats.rows
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
-        against = [PAST] if PAST in self.kinds else []
-        against += [SCRIPTS[script] for script in options.scripts()] if "" in self.kinds else []
+        whole = np.arange(self.num_envs) < num_envs // size * size
+        self._tells: Bools = whole & (np.arange(self.num_envs) % size == 0)
+        """Whether a match was won is told once by each whole group, however many heroes it has."""
+        against = [kind.removeprefix(RULE) for kind in options.shares if kind != SELF]  # the same for any number of rows
         self.result_names = (*(f"{how}/{who}" for who in against for how in ("win", "loss")), "seconds", *STATISTICS)
         """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
         self.single_observation_space = observation_space(size, whole=options.whole)
@@ -95,6 +97,10 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
             self.seats.begin(over)
         return self.seats.observe(), reward, terminated, truncated, infos
 
+    def set_timesteps(self, timesteps: int) -> None:
+        """Of training: rewards may change with it."""
+        self.seats.set_timesteps(timesteps)
+
     def _told(self, result: Mapping[str, npt.NDArray[Any]], ended: Bools) -> dict[str, Any]:
         """The results by whom the matches were played against; `self` always wins and loses."""
         matches = self.seats.match_of
@@ -103,7 +109,7 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         for name in (name for name in self.result_names if "/" in name):
             how, _, who = name.partition("/")
             told[name] = (result["won"] == (1 if how == "win" else -1)).astype(np.float32)
-            told[f"_{name}"] = ended & (against[matches] == who)
+            told[f"_{name}"] = ended & self._tells & (against[matches] == who)
         return told
 
     def render(self) -> tuple[Any, ...] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import gymnasium as gym
@@ -42,9 +43,12 @@ from ludus.games.arena.layout import (
     units_of,
 )
 from ludus.games.arena.observe import FEATURES, SCALARS, allow, see_unit, see_whole
+from ludus.games.arena.repeats import Repeats
 from ludus.games.arena.rules import observed_slot
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.settings import SECONDS, ArenaSettings, Rewards, rows_of, size_of
+from ludus.games.arena.whole import whole
+from ludus.schedule import Scheduled
 from ludus.types import Bools, Floats, Ints, Ints32
 
 CAMPS: Final = ("blue", "red")
@@ -128,11 +132,15 @@ class Options:
     lineup: str | Sequence[Any] | None = None
     seconds: int = SECONDS
     every: int = 3
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, Scheduled] = field(default_factory=dict)
     sparse: bool = False
-    team_spirit: float = 0.0
+    team_spirit: Scheduled = 0.0
     zero_sum: bool = True
     start: str = STARTS[0]
+    states: str | None = None
+    """A directory of saved states, as a gamecore server keeps them: matches begin at one of them, drawn for each."""
+    repeat: float = 0.0
+    """How many matches begin where an earlier one of this environment once was, or at one of `states`."""
     whole: bool = False
     """Show the whole of the match besides, for a centralised value: observations are {observation, state}."""
     max_episode_steps: int | None = None
@@ -167,6 +175,16 @@ class Options:
         if self.start not in STARTS:
             raise ConfigError(f"start is {self.start!r}.", f"One of {', '.join(STARTS)}.")
         return self.start == "lane"
+
+    def repeats(self) -> Repeats | None:
+        """Raises ConfigError."""
+        if not 0 <= self.repeat <= 1:
+            raise ConfigError(f"repeat is {self.repeat!r}.", "From 0, never, to 1, always.")
+        if self.states is not None and not self.repeat:
+            raise ConfigError(
+                "There are states, and repeat is 0: no match would begin at them.", "Set repeat, for example to 0.5."
+            )
+        return Repeats(self.size, self.repeat, None if self.states is None else Path(self.states)) if self.repeat else None
 
     def scripts(self) -> dict[int, float]:
         """Scripts, by their places in SCRIPTS, and how likely each is drawn where a script plays. Raises ConfigError."""
@@ -215,6 +233,7 @@ class Seats:
         self.size, self._limit, self._from_lane = options.size, options.limit(), options.from_lane()
         self.arena = Arena(self.size, matches, options.settings(), lenient=True)
         places = [(m, hero) for side in (seated, opposed) for m, row in enumerate(side) for hero in row]
+        self._rewards = options.settings().rewards
         self.match_of: Ints = np.array([m for m, _ in places], np.int64)
         """Of each row."""
         self.hero_of: Ints = np.array([hero for _, hero in places], np.int64)
@@ -232,10 +251,15 @@ class Seats:
         self._bases = [structure_slot(self.size, camp, CORE) for camp in (0, 1)]
         self._random: list[np.random.Generator] = [np_random(None)[0] for _ in range(matches)]
         self._before: Bools = np.ones(matches, np.bool_)
+        self._repeats = options.repeats()
 
     @property
     def rows(self) -> int:
         return len(self.match_of)
+
+    def set_timesteps(self, timesteps: int) -> None:
+        if self._rewards.scheduled:
+            self.arena.rewards = self._rewards.at(timesteps)
 
     def seed(self, seeds: Sequence[int | None]) -> None:
         """One for each match: all chance of its future comes from it. None: it goes on as it was."""
@@ -253,6 +277,9 @@ class Seats:
             self.arena.units[chosen, X, : self.size] = _LANE_X
             self.arena.units[chosen, X, self.size : 2 * self.size] = LENGTH - _LANE_X
         self._before[chosen] = False
+        if self._repeats is not None:
+            for m in chosen.tolist():
+                self._repeats.begin(self.arena, m, self._random[m])
 
     def _draw(self, m: int) -> int:
         """Sides, heroes and opponents of the next match; and its seed."""
@@ -277,6 +304,8 @@ class Seats:
         orders = self.arena.script(self._players) if self._scripted else self._nothing
         orders[self.match_of, self.hero_of] = actions
         self.arena.step(orders)
+        if self._repeats is not None:
+            self._repeats.keep(self.arena, self._random[0])
         over = self.arena.over
         ended = over & ~self._before
         self._before = over
@@ -309,11 +338,7 @@ class Seats:
 
     def whole(self) -> Floats:
         """[rows, S] what each row's hero would see if nothing were hidden, then the scalars of all heroes, its own first."""
-        state = np.empty((self.rows, self.arena.slots * FEATURES + self.arena.heroes * SCALARS), np.float32)
-        units = self.arena.units.copy()
-        units[:, SEEN] = 1
-        _show_whole(units, self.arena.match, heroes.TABLE, self.match_of, self.hero_of, self.size, state)
-        return state
+        return whole(self.arena, self.match_of, self.hero_of)
 
     def state(self, m: int = 0) -> Floats:
         """The whole of a match as the first row's hero would see it if nothing were hidden, then the scalars of all heroes."""
@@ -359,21 +384,3 @@ def _show(
             see_unit(units[m], match[m], table, h, observed_slot(match[m], h, row), entities[k, row])
         see_whole(units[m], match[m], table, h, scalars[k])
         allow(units[m], match[m], table, h, mask[k], target_mask[k])
-
-
-@kernel
-def _show_whole(
-    units: Ints32, match: Ints32, table: Ints32, matches: Ints, heroes_of: Ints, size: int, state: Floats
-) -> None:  # fmt: skip
-    for k in range(matches.shape[0]):
-        m, h = int(matches[k]), int(heroes_of[k])
-        for row in range(units.shape[2]):
-            see_unit(
-                units[m], match[m], table, h, observed_slot(match[m], h, row), state[k, row * FEATURES : (row + 1) * FEATURES]
-            )
-        at = units.shape[2] * FEATURES
-        camp, place = h // size, h % size
-        for i in range(2 * size):
-            own = i < size
-            other = camp * size + (place + i) % size if own else (1 - camp) * size + i - size
-            see_whole(units[m], match[m], table, other, state[k, at + i * SCALARS : at + (i + 1) * SCALARS])

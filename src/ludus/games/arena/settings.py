@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from ludus.errors import ConfigError
 from ludus.games.arena import heroes
 from ludus.games.arena.layout import TICKS_PER_SECOND
 from ludus.plugins import did_you_mean
+from ludus.schedule import Scheduled, value_at
 from ludus.types import Floats, Ints32
 
 MAX_SIZE: Final = 10
@@ -54,27 +55,53 @@ WEIGHTS: Final[Mapping[str, float]] = {
 @dataclass(frozen=True)
 class Rewards:
     """`weights` replace those of WEIGHTS by name. `sparse`: nothing but a win, 1 or −1. `team_spirit`: how much of a hero's reward
-    is the mean of its team. `zero_sum`: less the mean of the other team."""
+    is the mean of its team. `zero_sum`: less the mean of the other team. Weights and spirit may change with the time of training."""
 
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, Scheduled] = field(default_factory=dict)
     sparse: bool = False
-    team_spirit: float = 0.0
+    team_spirit: Scheduled = 0.0
     zero_sum: bool = True
 
     def __post_init__(self) -> None:
         for name, weight in self.weights.items():
             if name not in PARTS:
                 raise ConfigError(f"There is no part {name!r} of the reward.", did_you_mean(name, PARTS))
-            if not isinstance(weight, int | float) or not abs(weight) <= 1e6:
-                raise ConfigError(f"The weight of {name} is {weight!r}.", "A number that is not larger than a million.")
-        if not 0 <= self.team_spirit <= 1:
+            if not _within(weight, -1e6, 1e6):
+                raise ConfigError(
+                    f"The weight of {name} is {weight!r}.",
+                    "A number that is not larger than a million, or points [[timestep, number], …] in rising order.",
+                )
+        if not _within(self.team_spirit, 0, 1):
             raise ConfigError(f"team_spirit is {self.team_spirit!r}.", "From 0, each for itself, to 1, all alike.")
 
+    @property
+    def scheduled(self) -> bool:
+        return any(not isinstance(value, int | float) for value in (*self.weights.values(), self.team_spirit))
+
+    def at(self, timestep: int) -> Rewards:
+        """As they are after so many timesteps of training."""
+        weights = {name: value_at(weight, timestep) for name, weight in self.weights.items()}
+        return replace(self, weights=weights, team_spirit=value_at(self.team_spirit, timestep))
+
     def vector(self) -> Floats:
-        """In the order of PARTS."""
+        """In the order of PARTS; of scheduled ones, as they are in the beginning."""
         if self.sparse:
             return np.array([float(part == "win") for part in PARTS], np.float32)
-        return np.array([self.weights.get(part, WEIGHTS[part]) for part in PARTS], np.float32)
+        return np.array([value_at(self.weights.get(part, WEIGHTS[part]), 0) for part in PARTS], np.float32)
+
+    @property
+    def spirit(self) -> float:
+        return 0.0 if self.sparse else value_at(self.team_spirit, 0)
+
+
+def _within(value: Scheduled, low: float, high: float) -> bool:
+    if isinstance(value, int | float):
+        return low <= value <= high
+    points = [tuple(point) for point in value if isinstance(point, Sequence)] if isinstance(value, Sequence) else []
+    if not points or len(points) < len(value) or any(len(point) != 2 for point in points):
+        return False
+    times = [point[0] for point in points]
+    return times == sorted(set(times)) and all(isinstance(v, int | float) and low <= v <= high for _, v in points)
 
 
 @dataclass(frozen=True)

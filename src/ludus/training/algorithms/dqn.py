@@ -22,10 +22,10 @@ from ludus.config import REPLAYED_STEPS, AlgorithmConfig, ModelConfig, ReplayBuf
 from ludus.model.device import moved
 from ludus.model.distributions import EpsilonGreedy
 from ludus.model.policy import VALUES, Policy
+from ludus.schedule import value_at
 from ludus.spaces import array_spec
 from ludus.training.batch import described
 from ludus.training.learner import Learner, LearnerConfig, means
-from ludus.training.schedule import value_at
 from ludus.training.target import Target
 from ludus.tree import Array, Tree, map_tree
 from ludus.types import Segments

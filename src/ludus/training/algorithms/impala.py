@@ -17,10 +17,10 @@ from torch import Tensor
 from ludus.buffer.replay import Replay
 from ludus.config import AlgorithmConfig, Schedule
 from ludus.model.policy import Policy
+from ludus.schedule import value_at
 from ludus.training.batch import minibatches
 from ludus.training.learner import ActorCritic, ActorCriticConfig, means
 from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
-from ludus.training.schedule import value_at
 from ludus.training.trajectories import Evaluated, Trajectories
 from ludus.tree import Array
 from ludus.types import Segments

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ludus.config import AlgorithmConfig
 from ludus.model.policy import Policy
+from ludus.schedule import value_at
 from ludus.training.batch import Batch, make_batch, mean_over, minibatches
 from ludus.training.learner import ActorCritic, ActorCriticConfig, means
 from ludus.training.penalty import KLPenalty
 from ludus.training.returns import ROUNDING, explained_variance, gae, successor_values, vtrace
-from ludus.training.schedule import value_at
 from ludus.training.trajectories import Trajectories
 from ludus.tree import Array
 from ludus.types import Bools, Floats, Segments

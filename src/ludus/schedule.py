@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-Scheduled = float | Sequence[tuple[int, float]]
+Scheduled = float | Sequence[Sequence[float]]
 """A number, or points (timestep, value) in rising order; before the first and after the last point the value is constant."""
 
 

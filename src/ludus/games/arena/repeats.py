@@ -1,0 +1,53 @@
+"""Matches that begin in the middle: at states that were saved, or where an earlier match once was.
+
+What is decided late in a match is met early in training, and as often as one likes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ludus.errors import ConfigError
+from ludus.games.arena.arena import Arena
+from ludus.games.arena.states import read_state
+
+KEPT: Final = 256
+"""Moments of earlier matches, the newest."""
+_EVERY: Final = 200  # steps of all matches together, on average, from one that is kept to the next: about a dozen of each match
+
+
+class Repeats:
+    """`share` of all matches begin at a state: of `directory`, if there is one, else of those that were kept on the way."""
+
+    def __init__(self, size: int, share: float, directory: Path | None) -> None:
+        self._share = share
+        self._given = [] if directory is None else _states(size, directory)
+        self._kept: deque[bytes] = deque(maxlen=KEPT)
+
+    def begin(self, arena: Arena, m: int, random: np.random.Generator) -> None:
+        """Match m has just been made: go on elsewhere, perhaps. Who plays it, and for which camp, stays as it is."""
+        states = self._given or self._kept
+        if states and random.random() < self._share:
+            arena.load(m, states[int(random.integers(len(states)))])
+
+    def keep(self, arena: Arena, random: np.random.Generator) -> None:
+        """One decision of all matches was played."""
+        if not self._given and random.random() < arena.matches / _EVERY:
+            m = int(random.integers(arena.matches))
+            if not arena.over[m]:
+                self._kept.append(arena.save(m))
+
+
+def _states(size: int, directory: Path) -> list[bytes]:
+    if not directory.is_dir():
+        raise ConfigError(f"states: {directory} is no directory.", "Name one with saved states of matches.")
+    found = [read_state(path) for path in sorted(directory.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    fitting = [state.data for state in found if state.size == size]
+    if not fitting:
+        others = ", ".join(sorted({state.mode for state in found}))
+        raise ConfigError(f"There is no state of {size}v{size} in {directory}.", f"There are some of {others}." if others else "")
+    return fitting
