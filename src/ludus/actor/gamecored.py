@@ -45,11 +45,11 @@ ADVERTISE: Final = "LUDUS_ADVERTISE"
 _TICK_S: Final = 7 * 24 * 3600.0
 """A parked tick waits for the learner, which may evaluate or be suspended; the games decide how long they wait."""
 _BEAT_S: Final = 0.2
-_LOOK_S: Final = 1.0
+_LOOK_S: Final = 0.5
 """A game that is silent for so long is looked after, so often."""
 _PATIENCE_S: Final = 5.0
 """At the very beginning all matches are waited for, unless that takes longer."""
-_FAILURES: Final = 10
+_FAILURES: Final = 6
 """Matches in a row that come to nothing, and two for every slot, before we believe that none will."""
 _OFFSETS: Final = 997
 """Workers whose line-ups take turns begin at different ones."""
@@ -249,10 +249,11 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         now = time.monotonic()
         for table in silent:
             silent_s = now - table.since
-            begun = table.decisions > 0
+            begun = table.decisions > 0 or bool(table.said)
             if silent_s > (self._timeout_s if begun else self._start_s):
                 what = "its game has been silent for" if begun else "its game has not begun within"
-                house.tables.lose(table, f"{what} {silent_s:.0f} s")
+                turns = "; all seats have to be asked at the same time, and some were not" if table.said else ""
+                house.tables.lose(table, f"{what} {silent_s:.1f} s{turns}")
             elif silent_s > _LOOK_S and now - table.looked > _LOOK_S:
                 table.looked = now
                 house.matchmaker.look(table)
@@ -287,16 +288,16 @@ class _House:
         self.tables, reading = Tables(game, slots), Reading(game)
         at = urlsplit(client.server)
         host = advertise or own_address(at.hostname or "", at.port or 80)
-        self._token = secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(24)
         settings = GatewaySettings(
-            token=self._token,
+            token=self.token,
             sessions=SessionLimits(tick_s=_TICK_S, silent_s=_TICK_S, retry_s=10.0),
             spec=plain_spec({seat: SeatSpaces(game.seen_space, game.action_space) for seat in game.seats}),
         )
         self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
 
     def begin(self, start_from: str | None, eval_mode: bool, seed: int | None) -> None:
-        actor = {"url": self.door.url, "token": self._token, "timeout_s": CAMP_S}
+        actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}
         terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode)
         self._game.lineups.skip((seed or 0) % _OFFSETS)
         self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)

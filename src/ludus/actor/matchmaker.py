@@ -194,7 +194,7 @@ class Matchmaker:
             return
         else:
             self._is_back()
-            self._begun = True
+            self._begun = table.accepted = True
             table.since = time.monotonic()
             return
         table.since = time.monotonic()  # its time has not begun
@@ -209,7 +209,7 @@ class Matchmaker:
         self._tables.lose(table, str(refused))
 
     def _look(self, table: Table) -> None:
-        if table.lost:
+        if table.lost or not table.accepted:
             return
         silent_s = time.monotonic() - table.since
         try:
@@ -262,6 +262,7 @@ def slots_of(kinds: Sequence[str], seats: int, own: str, past: str) -> tuple[lis
     group, extra = 0, len(kinds)
     while group < len(kinds):
         kind = kinds[group]
+        groups: tuple[tuple[int, ...], ...]
         if kind == own:
             groups, taken = (rows(group), rows(group + 1)), 2
         elif kind == past:

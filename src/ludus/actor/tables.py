@@ -81,12 +81,14 @@ class Table:
         self.said: dict[int, Said] = {}
         """By row, of this round."""
         self.missing = self._expected()
+        self.accepted = False
+        """Its server has said that it starts it."""
         self.decisions = 0
         self.result: Mapping[str, Any] = {}
         self.lost = ""
         """Why it came to nothing."""
         self.since = now
-        """When it was ordered, or last answered."""
+        """When it was ordered, last answered, or last heard."""
         self.looked = now
 
     def _expected(self) -> int:
@@ -101,8 +103,9 @@ class Table:
     def over(self) -> bool:
         return len(self.ended) == len(self.rows)
 
-    def heard(self, camps: tuple[int, ...], said: Mapping[int, Said]) -> None:
+    def heard(self, camps: tuple[int, ...], said: Mapping[int, Said], now: float) -> None:
         self.said.update(said)
+        self.since = now
         self.missing -= sum(len(self.rows[camp]) for camp in camps)
 
     def answered(self, now: float) -> dict[tuple[int, ...], Answer]:
@@ -259,7 +262,7 @@ class Tables:
 
     def _heard(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said]) -> None:
         slot = self.slots[table.slot]
-        table.heard(camps, said)
+        table.heard(camps, said, self.clock())
         if table.ready:
             if table is slot.table:
                 self._awaited -= 1
@@ -493,7 +496,7 @@ class Sight:
         """[rows, options], and by row what is wrong."""
         given = np.frombuffer(bytearray().join(rows), np.uint8).reshape(len(rows), -1)
         wrong = {}
-        bad = (given > 1).any(axis=1)
+        bad: Bools = np.any(given > 1, axis=1)
         mask: Bools = given.view(np.bool_)
         closed = np.zeros(len(rows), np.bool_)
         for part in self._choices:

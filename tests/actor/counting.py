@@ -1,0 +1,90 @@
+"""A game for tests, as a process below a gamecore server: it counts to `length`. With `fault` set, some of its matches go wrong.
+
+Standard library only, so that it begins at once. An actor sees [how far, what was chosen, the camp], and is rewarded for choosing 1.
+"""
+
+import http.client
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class Session:
+    def __init__(self, camp: int, url: str, match: str, token: str) -> None:
+        at = urlsplit(url)
+        self.connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
+        self.headers = {"session": f"{match}-{camp}", "match": match, "Authorization": f"Bearer {token}"}
+        self.seq = 0
+
+    def say(self, kind: str, message: dict[str, Any]) -> None:
+        headers = {**self.headers, "step_kind": kind, "seq": str(self.seq)}
+        self.connection.request("POST", "/step", json.dumps(message), headers)
+
+    def hear(self) -> dict[str, Any]:
+        reply = self.connection.getresponse()
+        body = reply.read()
+        if reply.status != 200:
+            sys.exit(f"{reply.status} {body.decode()}")
+        self.seq += 1
+        found: dict[str, Any] = json.loads(body) if body else {}
+        return found
+
+
+def main() -> None:
+    config = json.loads(Path(os.environ["LUDUS_GAME_CONFIG"]).read_text())
+    options, match = config["options"], config["runtime_id"]
+    chance = random.Random(config["seed"])
+    length, fault = options["length"], options["fault"]
+    if chance.random() >= options["share"]:
+        fault = "none"
+    at = chance.randrange(length)
+    sessions = {
+        camp: Session(camp, actor["url"], match, os.environ.get(f"LUDUS_GAME_TOKEN_{camp}", ""))
+        for camp, actor in enumerate(config["camps"])
+        if actor is not None
+    }
+    for camp, session in sessions.items():
+        session.say("start", {"camp": camp, "rules": 1} | ({"protocol": 2} if fault == "protocol" else {}))
+        session.hear()
+    rewards, chosen = dict.fromkeys(sessions, 0.0), dict.fromkeys(sessions, 0)
+    for step in range(length):
+        wrong = fault if step == at or fault == "turns" else "none"
+        if wrong == "crash":
+            os._exit(9)
+        if wrong == "hang":
+            time.sleep(3600)
+        for camp, session in sessions.items():
+            seen: list[Any] = [step / length, chosen[camp], camp]
+            if wrong == "nan":
+                seen[0] = math.nan
+            if wrong == "shape":
+                seen.append(0)
+            message: dict[str, Any] = {"observation": seen, "reward": rewards[camp], "action_mask": [1, 1]}
+            if wrong == "mask":
+                message["action_mask"] = [0, 0]
+            if wrong == "reward":
+                message["reward"] = math.inf
+            if wrong == "words":
+                message = {"observation": "nothing"}
+            session.say("tick", message)
+            if wrong == "turns":  # it asks one after the other
+                session.hear()
+        for camp, session in sessions.items():
+            chosen[camp] = session.hear()["action"]
+            rewards[camp] = float(chosen[camp])
+    winner = max(chosen, key=lambda camp: chosen[camp]) if len(set(chosen.values())) > 1 or len(chosen) == 1 else None
+    for camp, session in sessions.items():
+        session.say("end", {"reward": rewards[camp], "terminated": True, "info": {"result": {"winner": winner, "ticks": length}}})
+    for session in sessions.values():
+        session.hear()
+    Path(os.environ["LUDUS_GAME_RESULT"]).write_text(json.dumps({"winner": winner}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Matches below a real gamecore server as one vector environment: what rows see, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ludus
+from ludus import pids
+from ludus.actor.gamecored import GamecoreVectorEnv
+from ludus.errors import ConfigError, EnvironmentFault
+from ludus.game.bodies import random_action
+from ludus.game.environment import Environments, make_environments
+from ludus.game.gamecore import GamecoreClient
+from ludus.gamecore.server import Settings, running
+from ludus.tree import Tree, leaves
+from tests.gamecore.callers import until
+from tests.long.gamecore_rig import Server
+
+pytestmark = pytest.mark.system
+
+COUNTING = {
+    "command": ["{python}", "-S", str(Path(__file__).with_name("counting.py"))],
+    "modes": ["1v1"],
+    "options": {
+        "length": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 8},
+        "fault": {"type": "string", "default": "none"},
+        "share": {"type": "number", "minimum": 0, "maximum": 1, "default": 1},
+    },
+}
+DECLARED: dict[str, Any] = {
+    "game": "counting",
+    "mode": "1v1",
+    "observation_space": {"type": "Box", "shape": [3], "low": -1, "high": 10},
+    "action_space": {"type": "Discrete", "n": 2},
+    "masked": True,
+    "expects": {"rules": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """With the Arena, and a game that counts."""
+    directory = tmp_path_factory.mktemp("gamecore")
+    built_in = Path(ludus.__file__).with_name("gamecore") / "games.yaml"
+    games = directory / "games.yaml"
+    games.write_text(built_in.read_text() + f"  counting: {COUNTING}\n".replace("'", '"'))
+    with running(Settings(port=0, games=games, state_dir=directory / "state")) as found:
+        yield f"127.0.0.1:{found.port}"
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    """Environments that are closed in the end."""
+    environments: list[Any] = []
+    yield environments
+    for one in environments:
+        one.close()
+
+
+def counting(
+    made: list[Any], server: str, num: int = 2, *, fault: str = "none", share: float = 1.0, **more: Any
+) -> GamecoreVectorEnv:
+    options = {"fault": fault, "share": share, "length": more.pop("length", 8)}
+    env = GamecoreVectorEnv(num, server=server, options=options, **{**DECLARED, "opponent": "rule", **more})
+    made.append(env)
+    env.reset(seed=1)
+    return env
+
+
+def ones(env: GamecoreVectorEnv) -> Any:
+    return np.ones(env.num_envs, np.int64)
+
+
+def played(env: GamecoreVectorEnv, steps: int) -> None:
+    for _ in range(steps):
+        env.step(ones(env))
+
+
+# -- what rows see --------------------------------------------------------------------------------------------------------
+
+
+def same(one: Tree, other: Tree, where: object) -> None:
+    for (path, ours), (named, theirs) in zip(leaves(one), leaves(other), strict=True):
+        assert (path, ours.dtype) == (named, theirs.dtype)
+        assert np.array_equal(ours, theirs), f"{path} differs at {where}"
+
+
+def random_actions(environments: Environments, mask: Any, random: np.random.Generator) -> Any:
+    return np.stack([random_action(environments.action_space, random, one) for one in mask])
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        (2, {"mode": "1v1", "opponent": "self", "seconds": 12}),
+        (
+            3,
+            {
+                "mode": "3v3", "opponent": ["easy", "hard"], "seconds": 10, "whole": True, "start": "lane", "lineup": "random",
+                "weights": {"gold": 2.0}, "every": 2, "zero_sum": False,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_rows_get_the_same_numbers_over_http_as_in_this_process(
+    server: str, made: list[Any], rows: int, config: dict[str, Any]
+) -> None:
+    far = make_environments("gamecore", rows, {"server": server, **config})
+    near = make_environments("ludus.games.arena.gym:ArenaVectorEnv", rows, config)
+    made += [far, near]
+    random = np.random.default_rng(0)
+    far.reset(3)
+    seen = near.reset(3)
+    begun = far.step(np.zeros((rows, 4), np.int64))
+    assert begun.lost is not None
+    assert begun.lost.all()
+    same(begun.seen.observation, seen.observation, "the beginning")
+    ends = 0
+    for step in range(140):  # into a second match
+        actions = random_actions(near, seen.mask, random)
+        expected, got = near.step(actions), far.step(actions)
+        assert got.lost is None
+        same(got.seen.observation, expected.seen.observation, step)
+        same((got.reward, got.terminated, got.truncated), (expected.reward, expected.terminated, expected.truncated), step)
+        over = expected.terminated | expected.truncated
+        if not over.any():
+            same(got.seen.mask, expected.seen.mask, step)
+        ends += int(over.any())
+        seen = expected.seen
+    assert ends >= 1
+
+
+def test_looking_at_the_environment_needs_no_server() -> None:
+    environments = make_environments("gamecore", 1, {"server": "127.0.0.1:9", "mode": "3v3"})
+    seen = environments.reset(0)
+    assert environments.masked
+    assert {path: leaf.shape for path, leaf in leaves(seen.observation)}["entities"][0] == 1
+    environments.close()
+
+
+def test_a_declared_game_is_played_to_its_end_and_begun_anew(server: str, made: list[Any]) -> None:
+    env = counting(made, server, opponent="self", side=0)
+    _, _, _, _, infos = env.step(ones(env))
+    assert infos["lost"].all()
+    seen, rewards = [], []
+    for _ in range(10):
+        observation, reward, terminated, truncated, infos = env.step(np.array([1, 0]))
+        assert "lost" not in infos
+        seen.append(observation[:, 0].tolist())
+        rewards.append(reward.tolist())
+        assert not truncated.any()
+        if terminated.any():
+            assert terminated.all()
+            assert infos["won"].tolist() == [1, -1]
+            assert infos["camp"].tolist() == [0, 1]
+    steps = [[k / 8] * 2 for k in (1, 2, 3, 4, 5, 6, 7, 7, 0, 1)]  # the end shows what was seen last; the next step begins anew
+    assert np.allclose(seen, steps)
+    assert rewards == [[1, 0]] * 8 + [[0, 0]] + [[1, 0]]
+    assert env.counters["self/matches"] == 1
+
+
+def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 5, opponent={"self": 0.4, "past": 0.4, "rule": 0.2})
+    assert env.num_envs == 7
+    assert env.opponent_rows.tolist() == [False] * 5 + [True] * 2
+    for _ in range(3):
+        observation, *_ = env.step(ones(env))
+    camps = observation[:, 2]
+    assert camps[0] != camps[1]
+    assert {(camps[2], camps[5]), (camps[3], camps[6])} <= {(0.0, 1.0), (1.0, 0.0)}
+
+
+def test_the_own_side_is_drawn_for_every_match(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 1, length=1)
+    camps = {float(env.step(ones(env))[0][0, 2]) for _ in range(40)}
+    assert camps == {0.0, 1.0}
+
+
+def test_nobody_is_let_in_without_the_token_and_the_server_writes_it_nowhere(
+    server: str, made: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    env = counting(made, server)
+    env.step(ones(env))
+    house = env._house
+    assert house is not None
+    connection = http.client.HTTPConnection("127.0.0.1", house.door.port, timeout=20)
+    connection.request("POST", "/step", b"{}", {"session": "x", "step_kind": "start"})
+    assert connection.getresponse().status == 401
+    connection.close()
+    written = [path for path in tmp_path_factory.getbasetemp().rglob("*") if path.is_file()]
+    assert any(path.name == "config.json" for path in written)
+    assert not any(house.token.encode() in path.read_bytes() for path in written)
+
+
+# -- training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ppo_trains_on_matches_that_run_elsewhere(server: str, tmp_path: Path, workers: int) -> None:
+    result = ludus.train(
+        "gamecore",
+        stop={"timesteps_total": 600},
+        local_dir=tmp_path,
+        env_config={"server": server, "opponent": "self", "seconds": 8},
+        num_workers=workers,
+        num_envs_per_worker=4,
+        rollout_fragment_length=25,
+        train_batch_size=100 * max(1, workers),
+        sgd_minibatch_size=50,
+        num_sgd_iter=1,
+        evaluation_duration=0,
+    )
+    assert result.metrics["timesteps"] >= 600
+    assert result.metrics["episodes"] > 0
+    assert np.isfinite(result.metrics["learner/loss"])
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["nan", "shape", "mask", "reward", "words", "crash"])
+def test_a_game_that_goes_wrong_costs_its_match_and_nothing_else(server: str, made: list[Any], fault: str) -> None:
+    env = counting(made, server, 4, fault=fault, share=0.4)
+    ended, lost = 0, 0
+    until_s = time.monotonic() + 60
+    while (ended < 12 or env.restarts < 3) and time.monotonic() < until_s:
+        observation, reward, terminated, truncated, infos = env.step(ones(env))
+        assert np.isfinite(observation).all()
+        assert np.isfinite(reward).all()
+        gone = infos.get("lost", np.zeros(4, np.bool_))
+        assert not (gone & (terminated | truncated)).any()
+        assert infos["action_mask"].any(axis=1).all()
+        lost += int(gone.sum())
+        ended += int(terminated.sum())
+    assert ended >= 12
+    assert lost >= env.restarts >= 3
+
+
+def test_a_game_that_never_goes_right_is_an_error_that_says_why(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 4, fault="protocol")
+    with pytest.raises(EnvironmentFault, match=r"came to nothing.*version 2 of the protocol"):
+        played(env, 100)
+
+
+def test_another_game_than_the_one_that_was_meant_is_not_played(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 2, expects={"rules": 7})
+    with pytest.raises(EnvironmentFault, match="rules of this game is 1, here it is 7"):
+        played(env, 100)
+
+
+def test_a_game_that_hangs_is_given_up(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 2, fault="hang", share=0.5, timeout_s=0.5, length=3)
+    beats: list[int] = []
+    env.beat = lambda: beats.append(1)
+    ended = 0
+    until_s = time.monotonic() + 60
+    while (ended < 3 or env.restarts < 1) and time.monotonic() < until_s:
+        ended += int(env.step(ones(env))[2].sum())
+    assert ended >= 3
+    assert env.restarts >= 1
+    assert beats
+
+
+def test_a_game_that_asks_its_camps_one_after_the_other_is_told_so(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 4, fault="turns", opponent="self", timeout_s=0.1)
+    with pytest.raises(EnvironmentFault, match="at the same time"):
+        env.step(ones(env))
+
+
+def test_a_game_that_is_killed_costs_its_own_rows(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 4, length=10_000)
+    for _ in range(3):
+        env.step(ones(env))
+    house = env._house
+    assert house is not None
+    victim = next(slot.table.id for slot in house.tables.slots if slot.table is not None and slot.rows == (2,))
+    with GamecoreClient(server) as client:
+        pid = client.state(victim).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    lost, infos = np.zeros(4, np.int64), {}
+    until_s = time.monotonic() + 60
+    while (lost.sum() == 0 or "lost" in infos) and time.monotonic() < until_s:
+        infos = env.step(ones(env))[4]
+        lost += infos.get("lost", 0)
+    assert lost[2] > 0
+    assert lost.sum() == lost[2]
+    assert "lost" not in infos
+
+
+def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made: list[Any]) -> None:
+    with Server(tmp_path, {"counting": COUNTING}) as rig:
+        env = counting(made, f"127.0.0.1:{rig.port}", 2, length=10_000)
+        for _ in range(5):
+            env.step(ones(env))
+        games = [game["pid"] for game in rig.games("running")]
+        assert rig.process is not None
+        rig.process.kill()
+        rig.process.wait()
+        until(lambda: not any(pids.started(pid) for pid in games), "the end of the games")
+        beats: list[float] = []
+
+        def beat() -> None:
+            beats.append(time.monotonic())
+            if len(beats) == 12:  # some seconds later
+                rig.start()
+
+        env.beat = beat
+        infos = env.step(ones(env))[4]
+        assert infos["lost"].all()
+        assert len(beats) >= 12
+        until(lambda: "lost" not in env.step(ones(env))[4], "a match for all rows")
+        assert env.restarts == 2
+        env.close()
+
+
+def test_a_server_that_stays_away_is_an_error(made: list[Any]) -> None:
+    env = counting(made, "127.0.0.1:9", away_s=0.5)
+    with pytest.raises(EnvironmentFault, match=r"away for 0.5 s: No gamecore server listens on 127.0.0.1:9"):
+        env.step(ones(env))
+
+
+def test_what_the_server_does_not_start_is_an_error_at_once(server: str, made: list[Any]) -> None:
+    env = GamecoreVectorEnv(1, server=server, opponent="easy", options={"paze": 3})
+    made.append(env)
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentFault, match="paze"):
+        env.step(np.zeros((1, 4), np.int64))
+    other = counting(made, server, game="draughts")
+    with pytest.raises(EnvironmentFault, match="draughts"):
+        other.step(ones(other))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"mode": "3v4"}, "no mode"),
+        ({"opponent": "mediun"}, "medium"),
+        ({"linup": "random"}, "lineup"),
+        ({"lineup": [[107], [999]], "mode": "3v3"}, "3v3"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"game": "other"}, "observation_space"),
+        ({**DECLARED, "paze": 1}, "paze"),
+        ({**DECLARED, "side": 2}, "side"),
+        ({**DECLARED, "seats": "x"}, "seats"),
+    ],
+)
+def test_what_is_wrong_with_the_config_is_said_before_anything_starts(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GamecoreVectorEnv(2, **config)
+
+
+def test_rows_come_in_whole_groups(server: str, made: list[Any]) -> None:
+    env = GamecoreVectorEnv(4, server=server, mode="3v3")
+    made.append(env)
+    env.reset(seed=0)
+    with pytest.raises(ConfigError, match="a multiple of 3"):
+        env.step(np.zeros((4, 4), np.int64))
