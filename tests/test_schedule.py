@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.training.schedule import value_at
+from ludus.schedule import value_at
 
 
 @pytest.mark.parametrize("timestep", [0, 1, 10**9])

@@ -207,7 +207,7 @@ def see_whole(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) 
     out[2] = units[HP, h] / units[MAX_HP, h]
     out[3] = units[MANA, h] / units[MAX_MANA, h]
     out[4] = units[LEVEL, h] / MAX_LEVEL
-    out[5] = units[XP, h] / needed(int(units[LEVEL, h]))
+    out[5] = min(3.0, units[XP, h] / needed(int(units[LEVEL, h])))  # at the highest level it goes on and leads nowhere
     out[6] = min(3.0, units[GOLD, h] / price(int(units[ITEMS, h])))
     out[7] = units[ITEMS, h] / MAX_ITEMS
     for s in range(3):

@@ -57,7 +57,7 @@ RANDOM: Final = "random"
 STARTS: Final = ("home", "lane")
 STAND_IN: Final = "medium"
 """Plays the other seat of the last row when rows play against each other and their number is odd."""
-_BOUND: Final = 100.0
+_BOUND: Final = 10.0
 _LANE_X: Final = OUTER_X + 4_000
 """Still out of each other's sight."""
 STATISTICS: Final[Mapping[str, int]] = {

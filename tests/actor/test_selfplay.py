@@ -1,0 +1,195 @@
+"""Playing against one's own past: whose rows are learned from, who plays the others, and with which version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from ludus.actor.sampler import Clock, Sampler, segment_spec
+from ludus.actor.selfplay import History, with_past
+from ludus.config import SelfPlayConfig
+from ludus.errors import ConfigError
+from ludus.game.environment import Environments, VectorEnvironments
+from ludus.game.opposed import Opposed
+from ludus.memory.local import LocalMemory
+from ludus.model.networks import NetworkConfig
+from ludus.model.policy import Policy
+
+OWN, THEIRS, LENGTH = 3, 2, 4
+
+
+class Rows(gym.vector.VectorEnv[Any, Any, Any]):
+    """Row i shows i and the step; the reward is what the first opponent did. Episodes last LENGTH steps, the result is i."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - Gymnasium declares it so
+    result_names = ("row", "win/past")
+
+    def __init__(self) -> None:
+        self.num_envs = OWN + THEIRS
+        self.opponent_rows = np.arange(self.num_envs) >= OWN
+        self.single_observation_space = gym.spaces.Box(-1e3, 1e3, (2,), np.float32)
+        self.single_action_space = gym.spaces.Discrete(5)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.actions: list[np.ndarray[Any, Any]] = []
+        self.told: list[int] = []
+        self._step = 0
+
+    def set_timesteps(self, timesteps: int) -> None:
+        self.told.append(timesteps)
+
+    def _seen(self) -> Any:
+        return np.stack([np.arange(self.num_envs), np.full(self.num_envs, self._step)], axis=1).astype(np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self._step = 0
+        return self._seen(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.actions.append(np.array(actions))
+        self._step += 1
+        over = np.full(self.num_envs, self._step % (LENGTH + 1) == LENGTH)
+        infos = {"row": np.arange(self.num_envs), "_row": over, "win/past": np.ones(self.num_envs), "_win/past": over & False}
+        reward = np.full(self.num_envs, actions[OWN], np.float32)
+        return self._seen(), reward, over, np.zeros_like(over), infos if over.any() else {}
+
+
+class Versions:
+    """A policy whose version and weights a test changes."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.version = policy, 1
+
+    def newest(self) -> tuple[Policy, int]:
+        return self.policy, self.version
+
+    def always(self, action: int, version: int) -> None:
+        """From this version on, this action is all but certain."""
+        with torch.no_grad():
+            network: Any = self.policy.network
+            network.head.weight.zero_()
+            network.head.bias.zero_()
+            network.head.bias[action] = 50.0
+        self.version = version
+
+
+@pytest.fixture
+def env() -> Rows:
+    return Rows()
+
+
+@pytest.fixture
+def environments(env: Rows) -> Environments:
+    return Opposed(VectorEnvironments("rows", env), env.opponent_rows)
+
+
+@pytest.fixture
+def source(env: Rows) -> Versions:
+    torch.manual_seed(0)
+    return Versions(Policy(env.single_observation_space, env.single_action_space, NetworkConfig(fcnet_hiddens=(8,))))
+
+
+def sampler_of(environments: Environments, source: Versions, steps: int, **settings: int) -> tuple[Sampler, LocalMemory]:
+    environments.reset(0)
+    facing = with_past(environments, source, SelfPlayConfig(**settings), 0)
+    memory = LocalMemory(segment_spec(source.policy, environments, steps), environments.num, 1)
+    return Sampler(environments, facing, memory, 0, clock=Clock(1, 1_000, 60)), memory
+
+
+def test_only_own_rows_are_shown_and_learned_from(environments: Environments, env: Rows, source: Versions) -> None:
+    sampler, memory = sampler_of(environments, source, 10)
+    assert environments.num == OWN
+    assert sampler.step()
+    block = memory.take(0)
+    assert block is not None
+    assert block.rows == OWN
+    assert set(block.observation[:, :, 0].reshape(-1).tolist()) == set(range(OWN))
+    assert all(len(actions) == OWN + THEIRS for actions in env.actions)
+
+
+def test_own_actions_reach_own_rows(environments: Environments, env: Rows, source: Versions) -> None:
+    sampler, memory = sampler_of(environments, source, 10)
+    assert sampler.step()
+    block = memory.take(0)
+    assert block is not None
+    np.testing.assert_array_equal(np.stack(env.actions)[:, :OWN], block.action)
+    np.testing.assert_array_equal(block.reward[:, 0], np.stack(env.actions)[:, OWN])
+
+
+def test_the_opponent_is_an_earlier_version_until_another_is_drawn(
+    environments: Environments, env: Rows, source: Versions
+) -> None:
+    source.always(2, version=1)
+    sampler, memory = sampler_of(environments, source, 10, every=1, keep=1, period=20)
+    for version, action in ((2, 4), (3, 1), (4, 3)):
+        source.always(action, version)
+        assert sampler.step()
+        block = memory.take(0)
+        assert block is not None
+        memory.release(block)
+        assert (block.action == action).all()
+    theirs = np.stack(env.actions)[:, OWN:]
+    assert (theirs[:20] == 4).all(), "the newest that was kept when the first step was made, for a whole period"
+    assert (theirs[20:] == 3).all()
+
+
+def test_a_history_keeps_some_and_forgets_the_oldest(source: Versions) -> None:
+    history = History(SelfPlayConfig(every=5, keep=3))
+    for version in range(1, 41):
+        source.always(version % 5, version)
+        history.note(*source.newest())
+    drawn = {history.draw(np.random.default_rng(seed))[0] for seed in range(60)}
+    assert drawn == {26, 31, 36}
+    version, weights = history.draw(np.random.default_rng(0))
+    assert weights["network.head.bias"].argmax() == version % 5, "as it was then, not as it is now"
+
+
+def test_results_of_own_rows_are_told_once_for_each_episode(environments: Environments, source: Versions) -> None:
+    sampler, memory = sampler_of(environments, source, 2 * (LENGTH + 1))
+    assert sampler.step()
+    block = memory.take(0)
+    assert block is not None
+    assert block.spec.results == ("row", "win/past")
+    np.testing.assert_array_equal(block.results[:, 0], [(2 * row, 2) for row in range(OWN)])
+    np.testing.assert_array_equal(block.results[:, 1], np.zeros((OWN, 2)))
+
+
+def test_environments_hear_how_far_training_has_come(environments: Environments, env: Rows, source: Versions) -> None:
+    sampler, memory = sampler_of(environments, source, 5)
+    for version in (1, 2, 7):
+        source.version = version
+        assert sampler.step()
+        block = memory.take(0)
+        assert block is not None
+        memory.release(block)
+    assert env.told == [1_000, 1_060, 1_360]
+
+
+def test_a_recurrent_opponent_begins_anew_with_every_match(environments: Environments, env: Rows) -> None:
+    torch.manual_seed(0)
+    recurrent = Policy(env.single_observation_space, env.single_action_space, NetworkConfig(fcnet_hiddens=(8,), core="lstm"))
+    source = Versions(recurrent)
+    sampler, _ = sampler_of(environments, source, 3 * (LENGTH + 1))
+    player: Any = environments.player  # type: ignore[attr-defined]
+    states: list[tuple[bool, bool]] = []
+    act = player._policy.act
+
+    def seen(observation: Any, state: Any, mask: Any, noise: Any) -> Any:
+        states.append((bool((state[0] == 0).all()), bool(observation[0, 1] % (LENGTH + 1) == 0)))
+        return act(observation, state, mask, noise)
+
+    player._policy.act = seen
+    assert sampler.step()
+    assert [fresh for fresh, _ in states] == [begins for _, begins in states]
+
+
+def test_without_a_past_it_says_what_to_do(environments: Environments) -> None:
+    environments.reset(0)
+    with pytest.raises(ConfigError, match=r"nobody here has one.*name a script"):
+        environments.step(np.zeros(OWN, np.int64))
