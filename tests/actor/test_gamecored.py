@@ -132,7 +132,9 @@ def test_rows_get_the_same_numbers_over_http_as_in_this_process(
         same(got.seen.observation, expected.seen.observation, step)
         same((got.reward, got.terminated, got.truncated), (expected.reward, expected.terminated, expected.truncated), step)
         over = expected.terminated | expected.truncated
-        if not over.any():
+        if over.any():
+            same(got.results, expected.results, step)
+        else:
             same(got.seen.mask, expected.seen.mask, step)
         ends += int(over.any())
         seen = expected.seen
@@ -165,11 +167,24 @@ def test_a_declared_game_is_played_to_its_end_and_begun_anew(server: str, made: 
     steps = [[k / 8] * 2 for k in (1, 2, 3, 4, 5, 6, 7, 7, 0, 1)]  # the end shows what was seen last; the next step begins anew
     assert np.allclose(seen, steps)
     assert rewards == [[1, 0]] * 8 + [[0, 0]] + [[1, 0]]
-    assert env.counters["self/matches"] == 1
+
+
+def test_what_became_of_a_match_is_told_by_whom_it_was_played_against(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 2, opponent={"rule": 0.5, "past": 0.5}, length=2)
+    assert env.result_names == ("win/rule", "loss/rule", "win/past", "loss/past")
+    told = np.zeros(3)
+    until_s = time.monotonic() + 60
+    while not (told[0] and told[1]) and time.monotonic() < until_s:
+        infos = env.step(np.array([1, 1, 0]))[4]
+        if "win/rule" in infos:
+            told += infos["_win/past"] * infos["win/past"] + 10 * infos["_win/rule"] * infos["win/rule"]
+    assert 1 <= told[0] < 10  # against a past opponent, who chose 0 and has nothing to tell
+    assert told[1] >= 10
+    assert told[2] == 0
 
 
 def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list[Any]) -> None:
-    env = counting(made, server, 5, opponent={"self": 0.4, "past": 0.4, "rule": 0.2})
+    env = counting(made, server, 5, opponent={"past": 0.4, "rule": 0.2, "self": 0.4})
     assert env.num_envs == 7
     assert env.opponent_rows.tolist() == [False] * 5 + [True] * 2
     for _ in range(3):

@@ -33,7 +33,7 @@ from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import SeatSpaces, plain_spec
 from ludus.game.environment import LOST
 from ludus.game.gamecore import GamecoreClient
-from ludus.game.matchups import PAST, RULE, SELF, groups
+from ludus.game.matchups import RULE, groups
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, map_tree
 from ludus.types import Bools, Floats
@@ -93,7 +93,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self._timeout_s, self._start_s, self._away_s = timeout_s, start_s, away_s
         seats, self._asked = len(self.game.seats), num_envs
         dealt = groups(max(1, num_envs // seats), self.game.shares, stand_in=RULE)
-        self.slots, rows = slots_of(dealt, seats, SELF, PAST)
+        self.slots, rows = slots_of(dealt, seats)
         self.num_envs = rows if num_envs % seats == 0 else num_envs
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -102,8 +102,12 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.beat: Callable[[], None] = lambda: None
-        self.counters: dict[str, float] = {}
-        """Of matches that are over, by opponent: how many, won, lost; and sums over the seats that are learned from."""
+        self._tells: Bools = ~self.opponent_rows & (np.arange(self.num_envs) % seats == 0)
+        """Whether a match was won is told once by each group, however many seats it has."""
+        told = [f"{how}/{who}" for who in self.game.against for how in ("win", "loss")]
+        self.result_names = (*told, *(["seconds"] if self.game.ticks_a_second else []), *self.game.statistics)
+        """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
+        self._timesteps = 0
         self._sight = Sight(self.game)
         self._seen: list[Leaves] = [self._sight.blank] * self.num_envs
         self._masks: list[bytes] = [self._sight.open] * self.num_envs
@@ -181,42 +185,38 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         return (seen if isinstance(self.game.seen_space, gym.spaces.Dict) else {"observation": seen}) | {ACTION_MASK: parts}, {}
 
     def _results(self, ended: Sequence[Table]) -> dict[str, npt.NDArray[Any]]:
-        """As the Arena's own environments tell them; and counted."""
-        told: dict[str, npt.NDArray[Any]] = {}
-        over = np.zeros(self.num_envs, np.bool_)
-
-        def tell(name: str, row: int, value: int) -> None:
-            if name not in told:
-                told[name] = np.zeros(self.num_envs, np.int64)
-            told[name][row] = value
-
+        """As the Arena's own environments tell them."""
+        numbers: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(self.num_envs, np.int64) for name in ("won", "camp", "ticks", *self.game.statistics)
+        }
+        over, against = np.zeros(self.num_envs, np.bool_), np.full(self.num_envs, "", object)
         for table in ended:
             result, winner = table.result, table.result.get("winner")
-            heroes = result.get("heroes") if isinstance(result.get("heroes"), list) else []
-            ticks = _whole(result.get("ticks"))
-            own: dict[str, float] = {}
+            heroes = result.get("heroes")
             for camp, rows in table.rows.items():
-                won = 0 if not isinstance(winner, int) or isinstance(winner, bool) else 1 if winner == camp else -1
+                won = 0 if type(winner) is not int else 1 if winner == camp else -1
                 for seat, row in enumerate(rows):
-                    over[row] = True
+                    over[row], against[row] = True, table.against
+                    numbers["won"][row], numbers["camp"][row], numbers["ticks"][row] = won, camp, _whole(result.get("ticks"))
                     place = camp * len(rows) + seat
-                    hero = heroes[place] if heroes and place < len(heroes) and isinstance(heroes[place], dict) else {}
-                    numbers = {name: _whole(hero.get(name)) for name in self.game.statistics}
-                    for name, value in ({"won": won, "camp": camp, "ticks": ticks} | numbers).items():
-                        tell(name, row, value)
-                    if not self.opponent_rows[row]:
-                        own["heroes"] = own.get("heroes", 0) + 1
-                        for name, value in numbers.items():
-                            own[name] = own.get(name, 0) + value
-                        if camp == table.camp and table.kind != SELF:
-                            own |= {"won": won > 0, "lost": won < 0}
-            self._count(table.kind, {"matches": 1, "won": 0, "lost": 0, "seconds": ticks * self.game.seconds_a_tick} | own)
-        return told | {f"_{name}": over for name in told}
+                    hero = heroes[place] if isinstance(heroes, list) and place < len(heroes) else None
+                    if isinstance(hero, dict):
+                        for name in self.game.statistics:
+                            numbers[name][row] = _whole(hero.get(name))
+        told = numbers | {f"_{name}": over for name in numbers}
+        if self.game.ticks_a_second:
+            told |= {"seconds": numbers["ticks"] / self.game.ticks_a_second, "_seconds": over}
+        for who in self.game.against:
+            for how, won in (("win", 1), ("loss", -1)):
+                told[f"{how}/{who}"] = (numbers["won"] == won).astype(np.float32)
+                told[f"_{how}/{who}"] = over & self._tells & (against == who)
+        return told
 
-    def _count(self, kind: str, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            key = f"{kind}/{name}"
-            self.counters[key] = self.counters.get(key, 0.0) + float(value)
+    def set_timesteps(self, timesteps: int) -> None:
+        """Of training: matches that begin from now on may be rewarded otherwise."""
+        self._timesteps = timesteps
+        if self._house is not None:
+            self._house.matchmaker.timesteps = timesteps
 
     # -- waiting
 
@@ -270,7 +270,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         server, token_file, advertise = self._where
         client = GamecoreClient(server, max_frame_num=self.game.max_frames or -1, token_file=token_file)
         self._house = _House(client, self.game, [Slot(slot.index, slot.kind, slot.groups) for slot in self.slots], advertise)
-        self._house.begin(self._start_from, self._eval_mode, self._seed)
+        self._house.begin(self._start_from, self._eval_mode, self._seed, self._timesteps)
         self._all_of_them = True
         return self._house
 
@@ -296,11 +296,12 @@ class _House:
         )
         self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
 
-    def begin(self, start_from: str | None, eval_mode: bool, seed: int | None) -> None:
+    def begin(self, start_from: str | None, eval_mode: bool, seed: int | None, timesteps: int) -> None:
         actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}
         terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode)
         self._game.lineups.skip((seed or 0) % _OFFSETS)
         self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)
+        self.matchmaker.timesteps = timesteps
         self.matchmaker.start()
 
     def close(self) -> None:

@@ -18,10 +18,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
-from ludus.actor.playable import CAMPS, Playable
+from ludus.actor.playable import ANY_RULE, CAMPS, Playable
 from ludus.actor.tables import Slot, Table, Tables
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
 from ludus.game.gamecore import GameState
+from ludus.game.matchups import PAST, RULE, SELF
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class Matchmaker:
         self._random: list[np.random.Generator] = [
             np_random(None if seed is None else seed + slot.index)[0] for slot in tables.slots
         ]
+        self.timesteps = 0
+        """Of training: matches that begin later may be told otherwise."""
         self.fault: EnvironmentFault | None = None
         """What will not get better by trying again."""
         self.away_since: float | None = None
@@ -159,10 +162,9 @@ class Matchmaker:
         draw = self._game.draw(self._random[slot.index])
         own, *others = slot.groups
         rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
-        table = Table(
-            f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, draw.camp, slot.kind or draw.rule, time.monotonic()
-        )
-        options = dict(self._game.options) | ({"rule": draw.rule} if draw.rule else {})
+        against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
+        table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, time.monotonic())
+        options = {**self._game.options, **self._game.changing(self.timesteps)} | ({"rule": draw.rule} if draw.rule else {})
         heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
         order = {
             "server_config": [self._terms.actor if camp in rows else None for camp in range(CAMPS)],
@@ -170,7 +172,7 @@ class Matchmaker:
             "eval_mode": self._terms.eval_mode,
             "game": self._game.game,
             "seed": draw.seed,
-            "start_from": self._terms.start_from,
+            "start_from": "any" if draw.repeats else self._terms.start_from,
             "options": options,
         }
         self._tables.lay(slot, table)
@@ -249,10 +251,10 @@ def _pause_s(attempts: int) -> float:
     return 0.0 if attempts == 0 else min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(attempts - 1, 10))
 
 
-def slots_of(kinds: Sequence[str], seats: int, own: str, past: str) -> tuple[list[Slot], int]:
+def slots_of(kinds: Sequence[str], seats: int) -> tuple[list[Slot], int]:
     """Slots for groups with these kinds of opponents; and how many rows there are with those of past opponents, which come last.
 
-    `own`: the kind whose groups play each other, two by two, as they follow one another.
+    Groups of `self` play each other, two by two, as they follow one another.
     """
 
     def rows(group: int) -> tuple[int, ...]:
@@ -263,9 +265,9 @@ def slots_of(kinds: Sequence[str], seats: int, own: str, past: str) -> tuple[lis
     while group < len(kinds):
         kind = kinds[group]
         groups: tuple[tuple[int, ...], ...]
-        if kind == own:
+        if kind == SELF:
             groups, taken = (rows(group), rows(group + 1)), 2
-        elif kind == past:
+        elif kind == PAST:
             groups, taken, extra = (rows(group), rows(extra)), 1, extra + 1
         else:
             groups, taken = (rows(group),), 1

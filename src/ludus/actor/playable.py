@@ -6,7 +6,7 @@ For the Arena all of it follows from its mode and the keywords of its environmen
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -39,6 +39,8 @@ class Draw:
     rule: str
     """Plays the camps without an actor; empty: whatever the game has."""
     seed: int
+    repeats: bool = False
+    """It begins where an earlier match once was."""
 
 
 @dataclass
@@ -60,8 +62,14 @@ class Playable:
     rules: Mapping[str, float]
     """Who plays where the opponent belongs to the game, and how likely."""
     lineups: Lineups
+    against: tuple[str, ...] = ()
+    """Whom matches can be won or lost against."""
+    repeat: float = 0.0
+    """How many matches begin at a saved state of the server."""
     side: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    changing: Callable[[int], Mapping[str, Any]] = field(default=lambda timesteps: {})
+    """Further options, which change with the time of training."""
     max_frames: int | None = None
     expects: Mapping[str, Any] = field(default_factory=dict)
     """What the `start` of a session says, if it is the game that we mean."""
@@ -69,7 +77,7 @@ class Playable:
     """Where the mask inside an observation is cut, if it has parts."""
     statistics: tuple[str, ...] = ()
     """Of a hero, in the result of a match."""
-    seconds_a_tick: float = 0.0
+    ticks_a_second: float = 0.0
 
     @property
     def seen_space(self) -> gym.Space[Any]:
@@ -87,7 +95,8 @@ class Playable:
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
         names = list(self.rules)
         chosen = 0 if len(names) == 1 else int(random.choice(len(names), p=list(self.rules.values())))
-        return Draw(camp, heroes, names[chosen], int(random.integers(1 << 31)))
+        seed = int(random.integers(1 << 31))
+        return Draw(camp, heroes, names[chosen], seed, bool(self.repeat) and random.random() < self.repeat)
 
     def check(self, about: Mapping[str, Any]) -> None:
         """Whether it is the game that we mean. Raises Refused (422)."""
@@ -126,13 +135,14 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         name = min(unknown)
         raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.Options.__dataclass_fields__, *KEYS]))
     asked = seats.Options(mode=mode or "1v1", **rest)
+    if asked.states is not None:
+        raise ConfigError(f"states is {asked.states!r}.", "A gamecore server has states of its own: `repeat` alone is enough.")
     size, settings = asked.size, asked.settings()
+    rewards = settings.rewards
     told = {
         "every": asked.every,
         "sparse": asked.sparse,
-        "team_spirit": asked.team_spirit,
         "zero_sum": asked.zero_sum,
-        **{f"weight_{part}": weight for part, weight in asked.weights.items()},
         **({"whole": True} if asked.whole else {}),
         **({"start": asked.start} if asked.from_lane() else {}),
         "lenient": True,
@@ -166,20 +176,26 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         rules={SCRIPTS[row]: share for row, share in asked.scripts().items()},
         lineups=lineups,
         side=asked.camp(),
+        against=tuple(kind.removeprefix(RULE) for kind in asked.shares if kind != SELF),
+        repeat=asked.repeat,
         options=told,
+        changing=lambda timesteps: _weighed(rewards.at(timesteps)),
         max_frames=asked.limit(),
         expects=expects,
         heads=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),
         statistics=tuple(seats.STATISTICS),
-        seconds_a_tick=1 / TICKS_PER_SECOND,
+        ticks_a_second=TICKS_PER_SECOND,
     )
+
+
+def _weighed(rewards: Any) -> dict[str, Any]:
+    return {"team_spirit": rewards.team_spirit} | {f"weight_{part}": weight for part, weight in rewards.weights.items()}
 
 
 def _by_kind(shares: Mapping[str, float]) -> dict[str, float]:
     """Whoever belongs to the game counts together: which of them plays is drawn for every match."""
-    kinds = {kind: share for kind, share in shares.items() if kind in (SELF, PAST)}
-    scripted = 1.0 - sum(kinds.values())
-    return kinds | ({RULE: scripted} if len(kinds) < len(shares) else {})
+    scripted = sum(share for kind, share in shares.items() if kind.startswith(RULE))
+    return {SELF: shares.get(SELF, 0.0), PAST: shares.get(PAST, 0.0), RULE: scripted}
 
 
 # -- any other game -------------------------------------------------------------------------------------------------------
@@ -224,6 +240,7 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
         shares=_by_kind(shares),
         rules={"" if name == ANY_RULE else name: share / total for name, share in rules.items()},
         lineups=Lineups(given.get("lineup"), len(seats), pool),
+        against=tuple(kind.removeprefix(RULE) for kind in shares if kind != SELF),
         side=_SIDES[side],
         options=dict(options),
         max_frames=given.get("max_frames"),

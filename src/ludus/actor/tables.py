@@ -68,9 +68,8 @@ Rows = Mapping[int, tuple[int, ...]]
 class Table:
     """One match, while it is ours. Everything in it is changed under the lock of its Tables."""
 
-    def __init__(self, runtime_id: str, slot: int, rows: Rows, camp: int, kind: str, now: float) -> None:
-        """`camp`: the own side. `kind`: of its opponent."""
-        self.id, self.slot, self.rows, self.camp, self.kind = runtime_id, slot, rows, camp, kind
+    def __init__(self, runtime_id: str, slot: int, rows: Rows, against: str, now: float) -> None:
+        self.id, self.slot, self.rows, self.against = runtime_id, slot, rows, against
         self.seated: set[int] = set()
         self.ended: set[int] = set()
         """Camps whose session is over."""
