@@ -37,6 +37,7 @@ LAYERS = [
         "logfile",
         "pids",
         "repeats",
+        "schedule",
     },
 ]
 """From top to bottom; a module may import from its own room and from below. `testing` is outside: it tests them all."""

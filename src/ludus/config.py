@@ -777,6 +777,7 @@ _SECTIONS: Mapping[str, type[_Strict]] = {
     spellings.EVALUATION: EvaluationConfig,
     spellings.MULTIAGENT: MultiAgentConfig,
     "config.preprocess": PreprocessConfig,
+    "config.self_play": SelfPlayConfig,
     "config.replay_buffer_config": ReplayBufferConfig,
     "tune": TuneConfig,
     "track": TrackConfig,

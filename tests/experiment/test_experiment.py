@@ -29,10 +29,10 @@ from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import LOG_FILE, Run
 from ludus.metrics import Numbers, read_jsonl
 from ludus.model.pool import claims_after, stored_versions
+from ludus.schedule import value_at
 from ludus.store.local import LocalStore
 from ludus.store.store import Bytes
 from ludus.training.algorithms.ppo import PPO
-from ludus.training.schedule import value_at
 from ludus.tree import Array
 from tests import environments as tiny
 from tests.experiment import small

@@ -13,6 +13,7 @@ from ludus.experiment.status import bottleneck as bottleneck
 from ludus.experiment.status import summary
 from ludus.metrics import Numbers
 
+_WINS = "match/win/"
 _REDRAW_S = 0.1
 _LINE_EVERY_S = 2.0
 _COUNTERS = ("timesteps", "iterations")
@@ -83,8 +84,7 @@ class Display:
         mean = n.get("episode_return_mean")
         shown = "–" if mean is None else f"{mean:.1f}"
         line = f"{n['time_s']:7.1f} s  {int(n['timesteps']):>10,} steps  {n['fps']:>8,.0f} steps/s  return {shown}"
-        parts = summary(n)
-        return f"{line}  {parts}" if parts else line
+        return "  ".join(part for part in (line, wins(n), summary(n)) if part)
 
     def _table(self) -> Any:
         from rich.table import Table
@@ -99,12 +99,26 @@ class Display:
         share = 100 * n.get("learner_share", 0.0)
         parts = summary(n)
         table.add_row("time", f"{n['time_s']:.1f} s", parts or f"sampling {100 - share:.0f} %, learning {share:.0f} %")
+        if wins(n):
+            table.add_row("matches", "", wins(n))
         if parts:
             table.add_row("limit", "", bottleneck(n))
         if "learner/entropy" in n:
             losses = f"value loss {n['learner/value_loss']:.3g}, KL {n['learner/kl']:.4f}, explained variance {n['learner/explained_variance']:.2f}"
             table.add_row("entropy", f"{n['learner/entropy']:.3f}", losses)
         return table
+
+
+def wins(numbers: Numbers) -> str:
+    """Against whom how many of the last matches were won; with the interval where an evaluation has just played them."""
+    shown = []
+    for name in (name for name in numbers if name.startswith(_WINS)):
+        who, share = name.removeprefix(_WINS), 100 * numbers[name]
+        judged = f"evaluation/win/{who}"
+        low, high = numbers.get(f"{judged}_low"), numbers.get(f"{judged}_high")
+        interval = "" if low is None or high is None else f" ({100 * numbers[judged]:.0f} [{100 * low:.0f}–{100 * high:.0f}])"
+        shown.append(f"{who} {share:.0f} %{interval}")
+    return f"won: {', '.join(shown)}" if shown else ""
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -44,7 +44,7 @@ from ludus.experiment.video import (
 )
 from ludus.experiment.workspace import is_remote, kept_file
 from ludus.game.agents import make_match
-from ludus.game.environment import make_one, translated
+from ludus.game.environment import make_one, own_part, translated
 from ludus.game.preprocess import preprocess_of
 from ludus.game.wrapping import Named, names_of
 from ludus.model import saved
@@ -228,6 +228,10 @@ def make_player(stage: Stage) -> Player:
     return SoloPlayer(stage) if stage.cast is None else MatchPlayer(stage, stage.cast)
 
 
+def _names(space: gym.Space[Any]) -> set[str]:
+    return set(space.spaces) if isinstance(space, gym.spaces.Dict) else set()
+
+
 class _Recording:
     """What is written down of an episode: nothing, its steps, its pictures."""
 
@@ -259,6 +263,8 @@ class SoloPlayer:
             if stage.filmed:
                 check_renders(self.env, stage.env)
             self._policy = policy if policy is not None else next(iter(stage.policies().values()))
+            if "state" not in _names(self._policy.observation_space):  # of one with a centralised value the actor plays
+                self.env = own_part(self.env)
             _check_spaces(self._policy, self.env, stage)
         except BaseException:
             self.env.close()
@@ -268,10 +274,10 @@ class SoloPlayer:
         s = self._stage
         make = partial(make_one, s.env, s.env_config, preprocess=s.preprocess, wrappers=s.wrappers)
         env = make("rgb_array" if s.filmed else None)
-        if not (s.filmed and s.depth and "depth_array" in env.metadata.get("render_modes", ())):
-            return env
-        env.close()
-        return make("depth_array")
+        if s.filmed and s.depth and "depth_array" in env.metadata.get("render_modes", ()):
+            env.close()
+            env = make("depth_array")
+        return env
 
     def play(self, episode: int, max_steps: int, directory: Path, beat: Callable[[], None]) -> Told:
         env, stage = self.env, self._stage

@@ -163,7 +163,8 @@ def made_as_trained(
     config = state["config"]
     keywords = {**config.get("env_config", {}), **(env_config or {})}
     preprocess, wrappers = preprocess_of(config), config.get("wrappers") or ()
-    return make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
+    one = make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
+    return own_part(one) if (config.get("model") or {}).get("centralized_value") else one
 
 
 class _Recipe:
@@ -460,6 +461,29 @@ def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
     except Exception as error:
         who = name if row is None else f"environment {row} of {name}"
         raise EnvironmentFault(f"{who} raised {type(error).__name__} in {call} (step {step}): {error}.") from error
+
+
+def own_part(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Of an environment that shows {observation, state} for a centralised value: what its agent sees, for whoever only plays."""
+    space = env.observation_space
+    shown = set(space.spaces) - {ACTION_MASK} if isinstance(space, gym.spaces.Dict) else set()
+    return OwnPart(env) if shown == {"observation", "state"} else env
+
+
+class OwnPart(gym.ObservationWrapper[Any, Any, Any]):
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        assert isinstance(env.observation_space, gym.spaces.Dict)
+        self.observation_space = gym.spaces.Dict(self._flat(env.observation_space.spaces))
+
+    def observation(self, observation: Any) -> Any:
+        return self._flat(observation)
+
+    @staticmethod
+    def _flat(parts: Any) -> dict[str, Any]:
+        own = parts["observation"]
+        own = own.spaces if isinstance(own, gym.spaces.Dict) else own if isinstance(own, dict) else {"observation": own}
+        return {**own, ACTION_MASK: parts[ACTION_MASK]} if ACTION_MASK in parts else {**own}
 
 
 class SingleRow(gym.Env[Any, Any]):

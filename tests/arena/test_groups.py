@@ -1,0 +1,196 @@
+"""Teams and opponents in a vector of the Arena: who plays for whom, what is told at the end, where matches begin, what is rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from ludus.errors import ConfigError
+from ludus.games.arena.gym import ArenaVectorEnv
+from ludus.games.arena.layout import ALIVE, CORE, HP, TICK, structure_slot
+from ludus.games.arena.observe import FEATURES, SCALARS
+from ludus.games.arena.seats import state_space
+from ludus.games.arena.states import write_state
+
+SEEN_BY_THE_ENEMY = 33
+SHORT = {"seconds": 4, "every": 15}
+
+
+def nothing(env: ArenaVectorEnv) -> Any:
+    return np.zeros((env.num_envs, 4), np.int64)
+
+
+def played(env: ArenaVectorEnv, steps: int) -> list[dict[str, Any]]:
+    """What was told in so many steps in which nobody does anything."""
+    return [env.step(nothing(env))[4] for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "mode", "opponent", "matches", "others"),
+    [
+        (4, "1v1", "self", 2, 0),
+        (5, "1v1", "self", 3, 0),
+        (4, "1v1", "easy", 4, 0),
+        (10, "1v1", {"self": 0.4, "past": 0.3, "easy": 0.3}, 2 + 3 + 3, 3),
+        (12, "3v3", "self", 2, 0),
+        (12, "3v3", {"past": 0.5, "hard": 0.5}, 4, 6),
+        (13, "3v3", "medium", 5, 0),
+        (1, "3v3", {"self": 0.8, "past": 0.2}, 1, 0),
+    ],
+)
+def test_rows_are_dealt_out_as_shares_say(
+    rows: int, mode: str, opponent: str | Mapping[str, float], matches: int, others: int
+) -> None:
+    env = ArenaVectorEnv(rows, mode=mode, opponent=opponent)
+    assert env.seats.arena.matches == matches
+    assert env.num_envs == rows + others
+    assert env.opponent_rows.tolist() == [False] * rows + [True] * others
+    env.reset(seed=0)
+    size, heroes = env.seats.size, env.seats.hero_of
+    places = list(zip(env.seats.match_of.tolist(), heroes.tolist(), strict=True))
+    assert len(set(places)) == len(places), "nobody sits in two seats, and no seat has two"
+    for m in set(env.seats.match_of[env.opponent_rows].tolist()):
+        mine = {h // size for (match, h), past in zip(places, env.opponent_rows, strict=True) if match == m and not past}
+        theirs = {h // size for (match, h), past in zip(places, env.opponent_rows, strict=True) if match == m and past}
+        assert len(mine) == len(theirs) == 1
+        assert mine != theirs
+
+
+def test_a_team_is_on_one_side_and_its_rows_stand_together() -> None:
+    env = ArenaVectorEnv(9, mode="3v3", opponent="easy")
+    env.reset(seed=3)
+    camps = env.seats.hero_of // 3
+    assert [set(camps[i : i + 3].tolist()) for i in (0, 3, 6)] == [{c} for c in camps[::3].tolist()]
+
+
+def test_names_of_results_do_not_depend_on_the_number_of_rows() -> None:
+    opponent = {"self": 0.7, "past": 0.2, "easy": 0.1}
+    assert ArenaVectorEnv(1, opponent=opponent).result_names == ArenaVectorEnv(40, opponent=opponent).result_names
+    assert ArenaVectorEnv(1, opponent=opponent).result_names[:4] == ("win/past", "loss/past", "win/easy", "loss/easy")
+
+
+def fell(env: ArenaVectorEnv, m: int, camp: int) -> None:
+    """The base of this camp is about to fall."""
+    units = env.seats.arena.units[m]
+    for which in range(CORE):
+        units[ALIVE, structure_slot(env.seats.size, camp, which)] = 0
+    units[HP, structure_slot(env.seats.size, camp, CORE)] = 0
+
+
+def test_a_won_match_is_told_once_by_its_team_and_by_nobody_else() -> None:
+    env = ArenaVectorEnv(6, mode="3v3", opponent={"easy": 0.5, "past": 0.5}, side=0)
+    env.reset(seed=0)
+    by_script = int(np.flatnonzero([kind == "" for kind in env.kinds])[0])
+    fell(env, by_script, camp=1)
+    infos = env.step(nothing(env))[4]
+    rows = np.flatnonzero(env.seats.match_of == by_script)
+    assert infos["_win/easy"].nonzero()[0].tolist() == [rows[0]]
+    assert infos["win/easy"][rows[0]] == 1
+    assert infos["loss/easy"][rows[0]] == 0
+    assert not infos["_win/past"].any()
+    assert infos["_kills"].nonzero()[0].tolist() == rows.tolist()
+
+
+def test_a_match_that_time_ends_is_neither_won_nor_lost() -> None:
+    env = ArenaVectorEnv(2, opponent="easy", **SHORT)
+    env.reset(seed=0)
+    told = [infos for infos in played(env, 6) if infos]
+    assert len(told) == 1
+    assert told[0]["_win/easy"].all()
+    assert not told[0]["win/easy"].any()
+    assert not told[0]["loss/easy"].any()
+    assert told[0]["seconds"].tolist() == [4.0, 4.0]
+
+
+def test_the_whole_has_nothing_hidden_and_the_own_hero_first() -> None:
+    env = ArenaVectorEnv(6, mode="3v3", opponent="self", whole=True)
+    seen, _ = env.reset(seed=0)
+    assert isinstance(env.single_observation_space, gym.spaces.Dict)
+    assert env.single_observation_space["state"] == state_space(3)
+    assert env.observation_space.contains(seen)
+    own, state = seen["observation"], seen["state"]
+    slots = env.seats.arena.slots
+    entities = state[:, : slots * FEATURES].reshape(6, slots, FEATURES)
+    scalars = state[:, slots * FEATURES :].reshape(6, 6, SCALARS)
+    other = np.arange(SCALARS) != SEEN_BY_THE_ENEMY
+    np.testing.assert_array_equal(scalars[:, 0][:, other], own["scalars"][:, other])
+    present = own["entities"][:, :, 0] > 0
+    assert (entities[present] == own["entities"][present]).mean() > 0.99, "what is seen is the same, but for who sees it"
+    hidden = (entities[:, 3:6, 0] > 0) & ~present[:, 3:6]
+    assert hidden.any(), "enemies at home are shown, which nobody sees"
+
+
+def test_matches_repeat_moments_of_earlier_ones() -> None:
+    env = ArenaVectorEnv(16, opponent="self", repeat=1.0, seconds=20)
+    env.reset(seed=0)
+    played(env, 400)
+    states = env.seats._repeats
+    assert states is not None
+    assert len(states._kept) > 5
+    env.seats.begin()
+    assert (env.seats.arena.match[:, TICK] > 0).all()
+    assert {env.seats.arena.save(m) for m in range(env.seats.arena.matches)} <= set(states._kept)
+
+
+def test_matches_begin_at_saved_states(tmp_path: Path) -> None:
+    source = ArenaVectorEnv(1, opponent="medium")
+    source.reset(seed=5)
+    played(source, 30)
+    moment = source.seats.arena.save(0)
+    write_state(tmp_path / "moment", moment)
+    env = ArenaVectorEnv(4, opponent="easy", states=str(tmp_path), repeat=1.0)
+    env.reset(seed=0)
+    assert {env.seats.arena.save(m) for m in range(4)} == {moment}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"repeat": 1.5}, "repeat is 1.5"),
+        ({"states": "."}, "repeat is 0"),
+        ({"states": "/no/such/place", "repeat": 0.5}, "no directory"),
+        ({"weights": {"gold": [[0, 1], [0, 2]]}}, "weight of gold"),
+        ({"weights": {"gold": []}}, "weight of gold"),
+        ({"weights": {"gold": [[0, 1, 2]]}}, "weight of gold"),
+        ({"team_spirit": [[0, 0.5], [10, 1.5]]}, "team_spirit"),
+        ({"opponent": {"self": -1}}, "share of opponent 'self'"),
+        ({"opponent": {"meduim": 1}}, "medium"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_told(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ArenaVectorEnv(4, **keywords)
+
+
+def test_a_directory_without_states_of_the_mode_says_which_there_are(tmp_path: Path) -> None:
+    source = ArenaVectorEnv(1, opponent="medium")
+    source.reset(seed=5)
+    write_state(tmp_path / "moment", source.seats.arena.save(0))
+    with pytest.raises(ConfigError, match=r"no state of 3v3 .*1v1"):
+        ArenaVectorEnv(3, mode="3v3", opponent="easy", states=str(tmp_path), repeat=1.0)
+
+
+def test_weights_of_rewards_follow_their_schedule() -> None:
+    weights = {"gold": [[0, 1.0], [1000, 3.0]]} | dict.fromkeys(
+        ("experience", "health", "kill", "death", "assist", "last_hit", "damage", "healing", "towers", "win"), 0
+    )
+    env = ArenaVectorEnv(1, opponent="easy", weights=weights, zero_sum=False, every=15, side=0)
+
+    def earned() -> float:
+        env.reset(seed=0)
+        return float(sum(env.step(nothing(env))[1][0] for _ in range(30)))
+
+    first = earned()
+    env.set_timesteps(500)
+    second = earned()
+    env.set_timesteps(10**9)
+    third = earned()
+    assert first > 0
+    assert second == pytest.approx(2 * first, rel=1e-4)
+    assert third == pytest.approx(3 * first, rel=1e-4)

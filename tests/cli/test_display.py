@@ -1,0 +1,28 @@
+"""What a training shows on the way."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ludus.cli.display import Display, wins
+
+NUMBERS = {"time_s": 12.0, "timesteps": 4096.0, "fps": 341.3, "episodes": 3.0, "episode_return_mean": 1.5}
+
+
+def test_without_matches_nothing_is_said_of_them() -> None:
+    assert wins(NUMBERS) == ""
+
+
+def test_wins_are_shown_by_opponent_and_with_the_interval_of_an_evaluation() -> None:
+    told = {"match/win/easy": 0.93, "match/win/medium": 0.371, "match/loss/medium": 0.5}
+    assert wins({**NUMBERS, **told}) == "won: easy 93 %, medium 37 %"
+    judged = {"evaluation/win/medium": 0.5, "evaluation/win/medium_low": 0.341, "evaluation/win/medium_high": 0.66}
+    assert wins({**told, **judged}) == "won: easy 93 %, medium 37 % (50 [34–66])"
+
+
+def test_the_line_of_a_report_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as shown:
+        shown.write({**NUMBERS, "match/win/hard": 0.25})
+    assert re.search(r"return 1\.5  won: hard 25 %", capsys.readouterr().out)
