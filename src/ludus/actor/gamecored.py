@@ -44,6 +44,7 @@ ADVERTISE: Final = "LUDUS_ADVERTISE"
 """The variable that says by which address games reach this machine."""
 _TICK_S: Final = 7 * 24 * 3600.0
 """A parked tick waits for the learner, which may evaluate or be suspended; the games decide how long they wait."""
+_FORGOTTEN_S: Final = 60.0
 _BEAT_S: Final = 0.2
 _LOOK_S: Final = 0.5
 """A game that is silent for so long is looked after, so often."""
@@ -269,7 +270,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             )
         server, token_file, advertise = self._where
         client = GamecoreClient(server, max_frame_num=self.game.max_frames or -1, token_file=token_file)
-        self._house = _House(client, self.game, [Slot(slot.index, slot.kind, slot.groups) for slot in self.slots], advertise)
+        slots = [Slot(slot.index, slot.kind, slot.groups) for slot in self.slots]
+        silent_s = max(self._timeout_s, self._start_s) + _FORGOTTEN_S  # by then their match is lost
+        self._house = _House(client, self.game, slots, advertise, silent_s)
         self._house.begin(self._start_from, self._eval_mode, self._seed, self._timesteps)
         self._all_of_them = True
         return self._house
@@ -283,7 +286,10 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
 class _House:
     """What stands behind the rows while there are matches: the tables, the door to them, and who orders matches."""
 
-    def __init__(self, client: GamecoreClient, game: Playable, slots: Sequence[Slot], advertise: str | None) -> None:
+    def __init__(
+        self, client: GamecoreClient, game: Playable, slots: Sequence[Slot], advertise: str | None, silent_s: float
+    ) -> None:
+        """`silent_s`: sessions whose game says nothing for so long are forgotten."""
         self.client, self._game = client, game
         self.tables, reading = Tables(game, slots), Reading(game)
         at = urlsplit(client.server)
@@ -291,7 +297,7 @@ class _House:
         self.token = secrets.token_urlsafe(24)
         settings = GatewaySettings(
             token=self.token,
-            sessions=SessionLimits(tick_s=_TICK_S, silent_s=_TICK_S, retry_s=10.0),
+            sessions=SessionLimits(tick_s=_TICK_S, silent_s=silent_s, retry_s=10.0),
             spec=plain_spec({seat: SeatSpaces(game.seen_space, game.action_space) for seat in game.seats}),
         )
         self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
