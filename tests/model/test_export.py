@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from ludus import plugins
 from ludus.errors import Damaged, IncompatibleCheckpoint, MissingExtra, UsageError
 from ludus.model import export, parity
 from ludus.model import module as modules
+from ludus.model.branching import Branch
+from ludus.model.central import actor_of, plain
 from ludus.model.int8 import quantize
 from ludus.model.networks import NetworkConfig
 from ludus.model.onnx import OnnxModule, OnnxPolicy
@@ -45,6 +48,8 @@ HYBRID = spaces.Dict(
         "pair": spaces.MultiDiscrete([2, 3]),
     }
 )
+AIMED = spaces.Dict({"units": spaces.Box(-1, 1, (6, 5)), "me": spaces.Box(-1, 1, (4,)), "aim": spaces.MultiBinary((2, 6))})
+BRANCHES = (Branch(1, (1,)), Branch(3, (2, 3), "units", "aim"))
 VECTOR = spaces.Box(-1, 1, (8,))
 PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
 
@@ -74,6 +79,12 @@ KINDS: dict[str, tuple[gym.Space[Any], gym.Space[Any], NetworkConfig, bool]] = {
         spaces.Tuple((spaces.MultiDiscrete(np.array([[3, 4], [2, 2]])), spaces.Discrete(2))),
         NetworkConfig(core="gru", cell_size=24, fcnet_activation="gelu"),
         False,
+    ),
+    "lstm, parts in turn": (
+        AIMED,
+        spaces.MultiDiscrete([4, 3, 2, 6], start=[0, 1, 0, 0]),
+        NetworkConfig(entity_dim=16, entity_present=(("units", 0),), autoregressive=BRANCHES, core="lstm", cell_size=24),
+        True,
     ),
 }
 
@@ -129,6 +140,34 @@ def test_an_exported_policy_acts_like_the_original(kind: str) -> None:
     assert report.batch_sizes == list(range(1, 65))
     assert report.unrolled == (1600 if policy.recurrent else 0)
     assert report.decisions == report.random + report.unrolled >= 4000
+
+
+def test_of_a_policy_with_a_centralised_value_the_actor_is_exported() -> None:
+    """It sees what its agent sees, and needs nothing of the value: neither what that sees nor its weights."""
+    _, action, config, _ = KINDS["lstm, parts in turn"]
+    whole = spaces.Dict({"observation": AIMED, "state": spaces.Box(-1, 1, (7,))})
+    torch.manual_seed(0)
+    trained = Policy(whole, action, replace(config, central=True), normalise_observations=True)
+    description, weights = plain(trained.description(), trained.weights())
+    stored = Policy.from_description(json.loads(json.dumps(description)))
+    stored.load_weights(weights)
+    model = export.export_policy(actor_of(trained))
+    assert OnnxPolicy(model).observation_space == AIMED
+    report = parity.verify(stored, model)
+    assert report.passed, report.reasons
+    assert report.unrolled
+
+
+def test_options_that_are_hidden_do_not_hide_what_differs() -> None:
+    """Their logits are numbers without meaning, so large that beside them all others look alike."""
+    kind = "lstm, parts in turn"
+    policy, weights = made(kind), made(kind).weights()
+    weights["network.head.bias"][0] += 5e-4
+    report = parity.verify(policy, export.with_weights(traced(kind), weights))
+    assert report.max_logit_difference == pytest.approx(5e-4, rel=0.05)
+    assert any("logits differ" in reason for reason in report.reasons)
+    weights["network.head.bias"] += 5.0 * np.arange(len(weights["network.head.bias"]), dtype=np.float32)
+    assert parity.rounding_error(policy, export.with_weights(traced(kind), weights)) > parity.INT8_ERROR
 
 
 def test_every_weight_is_an_initialiser_and_can_be_exchanged(kind: str) -> None:
@@ -311,7 +350,7 @@ def eight(kind: str) -> bytes:
     return quantize(traced(kind), parity.calibration_of(made(kind)))
 
 
-@pytest.mark.parametrize("kind", ["nature", "mlp", "relu, boxes", "lstm, entities, hybrid", "gru, tuple"])
+@pytest.mark.parametrize("kind", ["nature", "mlp", "relu, boxes", "lstm, entities, hybrid", "gru, tuple", "lstm, parts in turn"])
 def test_int8_is_smaller_and_close(kind: str) -> None:
     policy, model, small = made(kind), traced(kind), eight(kind)
     assert len(small) < 0.95 * len(model)

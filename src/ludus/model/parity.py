@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import ludus
 from ludus import spaces
 from ludus.model import export
+from ludus.model.distributions import MASKED
 from ludus.model.export import Arguments, Feed, named, plain_outputs
 from ludus.model.int8 import quantize
 from ludus.model.onnx import OnnxModule, OnnxPolicy
@@ -187,6 +188,12 @@ def _share_off(mine: Array, theirs: Array) -> float:
         return _finite(error / (spread + 1e-12))
 
 
+def _without_hidden(*sides: Array) -> list[Array]:
+    """Logits, with 0 for options that all sides hide: the number that hides them says nothing, and dwarfs all that does."""
+    hidden = np.logical_and.reduce([side < MASKED / 2 for side in sides])
+    return [np.where(hidden, np.float32(0), side) for side in sides]
+
+
 class _Tally:
     """Asks both sides, and keeps what differed most."""
 
@@ -232,7 +239,8 @@ class _Tally:
     def _compare(self, mine: Feed, theirs: Feed, states: Sequence[str]) -> None:
         report = self.report
         self._not_numbers |= {k for k in ("logits", "value", "log_prob", *states) if not np.isfinite(theirs[k]).all()}
-        report.max_logit_difference = max(report.max_logit_difference, self._differ("logits", mine["logits"], theirs["logits"]))
+        logits = _without_hidden(mine["logits"], theirs["logits"])
+        report.max_logit_difference = max(report.max_logit_difference, self._differ("logits", *logits))
         report.max_value_difference = max(report.max_value_difference, self._differ("value", mine["value"], theirs["value"]))
         for name in states:
             report.max_state_difference = max(report.max_state_difference, self._differ("state", mine[name], theirs[name]))
@@ -267,6 +275,8 @@ class _Tally:
 
     def _depends(self, kind: str, alone: Array, together: Array, usual: Array, strange: bool) -> None:
         least, share = _ALLOWED[kind]
+        if kind == "logits":
+            (alone, together), (usual,) = _without_hidden(alone, together), _without_hidden(usual)
         with np.errstate(all="ignore"):
             if self.report.precision == "int8":  # a sum in another order may round to the next integer
                 least, share = max(least, INT8_ERROR * float(np.std(usual))), INT8_ERROR if strange else 0.0
@@ -510,4 +520,4 @@ def rounding_error(policy: Policy, model: bytes, seed: int = 0) -> float:
         state = _random_state(policy, BATCH_SIZES[-1], rng)
         pairs.append((_outputs(policy, observation, state, None, None)["logits"], exported.logits(observation, state)))
     mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    return _share_off(mine, theirs)
+    return _share_off(*_without_hidden(mine, theirs))
