@@ -15,7 +15,7 @@ from torch import Tensor
 from ludus.errors import ConfigError
 from ludus.model.branching import Branch, Branching
 from ludus.model.networks import NetworkConfig
-from ludus.model.policy import Policy
+from ludus.model.policy import VALUES, Policy
 from ludus.tree import map_tree
 
 SIZES = (4, 3, 2, 5)
@@ -227,6 +227,7 @@ def test_every_weight_is_learned(core: str | None) -> None:
         ({"entity_present": ()}, "no set of entities"),
         ({"entity_present": (("self", 0),)}, "'self'"),
         ({"entity_present": (("things", 6),)}, "no feature 6"),
+        ({"entity_present": (("things", 0), ("thing", 0))}, "'thing', which is not in the observation. Did you mean 'things'"),
         ({"autoregressive": (Branch(3, (2, 3), "foes"),)}, "'foes'"),
         ({"autoregressive": (Branch(3, (2,), "things", "aim"),)}, "'aim'"),
         ({"autoregressive": (Branch(3, (2, 3), "things", "target"),)}, "'target'"),
@@ -235,3 +236,28 @@ def test_every_weight_is_learned(core: str | None) -> None:
 def test_a_network_that_cannot_be_says_why(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), NetworkConfig(**{**vars(CONFIG), **change}))
+
+
+@pytest.mark.parametrize("options", [THINGS - 1, THINGS + 1, 4 * THINGS])
+def test_a_part_that_points_has_an_option_for_each_entity(options: int) -> None:
+    """Else the logits of its neighbours would be taken for its own."""
+    with pytest.raises(ConfigError, match=rf"part 3 has {options} options .* 'things', which has {THINGS} entities"):
+        Policy(SEEN, gym.spaces.MultiDiscrete([*SIZES[:3], options]), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("space", "change", "message"),
+    [
+        (SEEN, {}, "model.autoregressive is for"),
+        (
+            gym.spaces.Dict({"observation": SEEN, "state": SEEN["self"]}),
+            {"autoregressive": (), "central": True},
+            "centralized_value",
+        ),
+    ],
+)
+def test_what_actions_are_worth_has_neither_branches_nor_a_centralised_value(
+    space: gym.Space[Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Policy(space, gym.spaces.Discrete(4), NetworkConfig(**{**vars(CONFIG), **change}), kind=VALUES)

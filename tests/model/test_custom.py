@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UnknownName
 from ludus.model import custom_class, saved
+from ludus.model.branching import Branch
 from ludus.model.custom import CustomNetwork
 from ludus.model.custom_check import check_custom
 from ludus.model.custom_class import Files, find_class
@@ -310,6 +311,12 @@ def test_a_recurrent_layer_of_ours_is_not_put_on_top(write: Write) -> None:
     write()
     with pytest.raises(ConfigError, match="use_lstm is set beside custom_model"):
         made(core="lstm")
+
+
+def test_parts_of_an_action_that_follow_each_other_are_not_forgotten_in_silence(write: Write) -> None:
+    write()
+    with pytest.raises(ConfigError, match="autoregressive is set beside custom_model"):
+        made(autoregressive=(Branch(1, (1,)),))
 
 
 def test_lazy_layers_take_their_size_from_the_observation(write: Write) -> None:

@@ -7,7 +7,7 @@ function of (outputs, mask, noise), like every distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,3 +161,17 @@ def check(sizes: Sequence[int], branches: Sequence[Branch]) -> None:
     parts = [branch.part for branch in branches]
     if len(set(parts)) < len(parts):
         raise ConfigError(f"{where} names a part twice.", "Once for each part.")
+
+
+def check_pointers(space: gym.Space[Any], branches: Sequence[Branch], entities: Mapping[str, int]) -> None:
+    """`entities`: how many there are in each set of the observation. Raises ConfigError."""
+    sizes = sizes_of(space)
+    check(sizes, branches)
+    for branch in branches:
+        there = entities.get(branch.points_at or "")  # a set that is not there is named by the network
+        if there is not None and there != sizes[branch.part]:
+            raise ConfigError(
+                f"model.autoregressive: part {branch.part} has {sizes[branch.part]} options and points at {branch.points_at!r}, "
+                f"which has {there} entities.",
+                "One option for each entity.",
+            )

@@ -42,7 +42,10 @@ class CentralNetwork(PolicyNetwork):
     ) -> None:
         super().__init__()
         if not isinstance(observation_space, gym.spaces.Dict) or set(observation_space.spaces) != {OWN, WHOLE}:
-            raise ConfigError(f"A centralised value takes {OWN!r} and {WHOLE!r}, not {observation_space}.")
+            raise ConfigError(
+                f"A centralised value takes {OWN!r} and {WHOLE!r}, not {observation_space}.",
+                "Leave out model.centralized_value, or have the environment show both; the Arena does with env_config.whole: true.",
+            )
         self.actor = Network(observation_space[OWN], num_outputs, _of_actor(config), free_outputs)
         nn.init.zeros_(self.actor.value_head.weight)  # nobody learns it: who asks the actor alone hears 0
         self.recurrent = self.actor.recurrent

@@ -60,9 +60,14 @@ class CustomNetwork(PolicyNetwork):
                 f"model.{'use_lstm' if config.core == 'lstm' else 'core'} is set beside custom_model {config.custom_model!r}.",
                 f"A model of your own has its recurrence inside: initial_state(batch_size), and {_RECURRENT}.",
             )
+        if config.autoregressive:
+            raise ConfigError(
+                f"model.autoregressive is set beside custom_model {config.custom_model!r}.",
+                "Leave one of them out: the parts of an action that a model of your own answers for are chosen each by itself.",
+            )
         if config.central:
             raise ConfigError(
-                f"multiagent.centralized_value is set beside custom_model {config.custom_model!r}.",
+                f"centralized_value is set beside custom_model {config.custom_model!r}.",
                 "Leave one of them out: a model of your own sees what its agent sees.",
             )
         self.num_outputs = num_outputs

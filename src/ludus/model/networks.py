@@ -21,6 +21,7 @@ from ludus.errors import ConfigError
 from ludus.model.branching import Branch
 from ludus.model.entities import EntityEncoder, Pointer
 from ludus.model.layers import ACTIVATIONS, Dense, mlp, traced
+from ludus.plugins import did_you_mean
 from ludus.tree import Tree
 
 NATURE_FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
@@ -253,6 +254,11 @@ def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tupl
     if isinstance(space, gym.spaces.MultiDiscrete):
         return [_Leaf(path, "onehot", space, int(space.nvec.sum()))]
     return [_Leaf(path, "vector", space, math.prod(np.atleast_1d(np.asarray(space.shape)).tolist()))]
+
+
+def entities_of(space: gym.Space[Any], config: NetworkConfig) -> dict[str, int]:
+    """Sets of entities in an observation, and how many each has room for."""
+    return {leaf.path[-1]: int(leaf.space.shape[0]) for leaf in _plan(space, config) if leaf.kind == "entities"}
 
 
 def _is_entities(space: gym.spaces.Dict, key: str) -> bool:
@@ -550,6 +556,15 @@ class EncodedNetwork(PolicyNetwork):
         if config.fcnet_activation not in ACTIVATIONS:
             raise ConfigError(f"model.fcnet_activation is {config.fcnet_activation!r}.", f"Use one of {', '.join(ACTIVATIONS)}.")
         self._plan = _plan(observation_space, config)
+        sets = entities_of(observation_space, config)
+        unknown = [name for name, _ in config.entity_present if name not in sets]
+        if unknown:
+            raise ConfigError(
+                f"model.entity_present names {unknown[0]!r}, which is not in the observation.",
+                did_you_mean(
+                    unknown[0], list(observation_space.spaces) if isinstance(observation_space, gym.spaces.Dict) else []
+                ),
+            )
         self.vector = VectorPart(self._plan)
         self.trunk = self._another_trunk(config)
         self.pixels = sum(encoder.pixels for encoder in self.trunk.image_encoders)

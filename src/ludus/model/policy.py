@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ludus import spaces
 from ludus.errors import ConfigError, IncompatibleCheckpoint
-from ludus.model.branching import Branching
+from ludus.model.branching import Branching, check_pointers
 from ludus.model.distributions import Distribution, EpsilonGreedy, make_distribution, make_values
-from ludus.model.networks import Network, NetworkConfig, PolicyNetwork
+from ludus.model.networks import Network, NetworkConfig, PolicyNetwork, entities_of
 from ludus.model.values import ActionValues
 from ludus.spaces import ArraySpec
 from ludus.tree import Array, Tree, map_tree
@@ -70,10 +70,20 @@ class Policy(nn.Module):
 
     def _make_distribution(self) -> Distribution:
         if self.kind == VALUES:
+            self._check_values()
             return make_values(self.action_space)
         if self.config.autoregressive and self.config.custom_model is None:
+            check_pointers(self.action_space, self.config.autoregressive, entities_of(self.observation_space, self.config))
             return Branching(self.action_space, self.config.autoregressive)
         return make_distribution(self.action_space)
+
+    def _check_values(self) -> None:
+        for key, wanted in (("autoregressive", self.config.autoregressive), ("centralized_value", self.config.central)):
+            if wanted:
+                raise ConfigError(
+                    f"model.{key} is for policies that draw their actions; DQN says what each action is worth.",
+                    "Use PPO, APPO or IMPALA, or leave it out.",
+                )
 
     def _make_network(self) -> PolicyNetwork:
         if self.config.custom_model is not None:
