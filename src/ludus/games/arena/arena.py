@@ -54,6 +54,7 @@ from ludus.games.arena.layout import (
     MAX_MANA,
     MELEE,
     NOTHING,
+    OUTER_X,
     OVER,
     RECALL,
     RECALLING,
@@ -99,6 +100,7 @@ from ludus.types import Bools, Floats, Ints, Ints32
 
 MASK_BEFORE_TARGETS: Final = RECALL + 1 + 2 * DIRECTIONS
 _MAGIC = b"LudusArenaState\0"
+_LANE_X: Final = OUTER_X + 4_000
 _HEAD = struct.Struct("<16sIII")
 _GOLD, _XP, _HEALTH, _KILL, _DEATH, _ASSIST, _LAST_HIT, _DAMAGE, _HEALING, _TOWERS, _WIN = range(11)
 _MAX_MATCHES = 100_000
@@ -228,6 +230,12 @@ class Arena:
         return orders
 
     # -- keeping
+
+    def to_lane(self, which: Sequence[int] | None = None) -> None:
+        """Heroes of these matches, or of all, stand before their outer tower: still out of each other's sight."""
+        chosen = range(self.matches) if which is None else which
+        self.units[list(chosen), X, : self.size] = _LANE_X
+        self.units[list(chosen), X, self.size : self.heroes] = LENGTH - _LANE_X
 
     def save(self, m: int) -> bytes:
         """The whole state of a match."""

@@ -27,7 +27,7 @@ from ludus.errors import ConfigError, LudusError, UsageError
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import FORMATS
 from ludus.games.arena.host import Host
-from ludus.games.arena.layout import HEADS, LENGTH, LIMIT, OUTER_X, X
+from ludus.games.arena.layout import HEADS, LIMIT
 from ludus.games.arena.match import CAMPS, Match, OnIllegal, OnLost, Plan, Rule, Sessions, read_plan
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.scripts import SCRIPTS
@@ -47,8 +47,6 @@ RECORDING: Final = "match.arena"
 _UNFINISHED: Final = 3
 _MAX_CONFIG = 1 << 20
 _MAX_MATCHES = 4096
-_LANE_X: Final = OUTER_X + 4_000
-"""As the environments have it."""
 
 
 def prepare() -> None:
@@ -213,8 +211,7 @@ def arena_for(plans: Sequence[Plan]) -> Arena:
     arena = Arena(plan.size, len(plans), settings, plan.lineup, lenient=options.lenient)
     arena.reset([each.seed for each in plans])
     if options.start == "lane":
-        arena.units[:, X, : plan.size] = _LANE_X
-        arena.units[:, X, plan.size : CAMPS * plan.size] = LENGTH - _LANE_X
+        arena.to_lane()
     if plan.start_from is not None:
         saved = read_state(plan.start_from)
         for m in range(len(plans)):

@@ -33,12 +33,9 @@ from ludus.games.arena.layout import (
     ILLEGAL,
     KILLS,
     LAST_HITS,
-    LENGTH,
     LEVEL,
     LIMIT,
-    OUTER_X,
     SEEN,
-    X,
     structure_slot,
     units_of,
 )
@@ -58,8 +55,6 @@ STARTS: Final = ("home", "lane")
 STAND_IN: Final = "medium"
 """Plays the other seat of the last row when rows play against each other and their number is odd."""
 _BOUND: Final = 10.0
-_LANE_X: Final = OUTER_X + 4_000
-"""Still out of each other's sight."""
 STATISTICS: Final[Mapping[str, int]] = {
     "kills": KILLS,
     "deaths": DEATHS,
@@ -274,8 +269,7 @@ class Seats:
         self.arena.reset(seeds, chosen.tolist())
         self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
         if self._from_lane:
-            self.arena.units[chosen, X, : self.size] = _LANE_X
-            self.arena.units[chosen, X, self.size : 2 * self.size] = LENGTH - _LANE_X
+            self.arena.to_lane(chosen.tolist())
         self._before[chosen] = False
         if self._repeats is not None:
             for m in chosen.tolist():
