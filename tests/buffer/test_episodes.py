@@ -84,6 +84,29 @@ def test_every_episode_is_there_once_and_whole(lengths: list[int], steps: int, b
     assert episodes.left_out == 0
 
 
+class Told(SameStep):
+    """Says at the end of an episode in which row it was."""
+
+    result_names = ("row",)
+
+    def step(self, actions: Any) -> Any:
+        *outcome, infos = super().step(actions)
+        over = outcome[2] | outcome[3]
+        return *outcome, {**infos, "row": np.arange(self.num_envs), "_row": over}
+
+
+def test_what_episodes_ended_with_is_told_once() -> None:
+    sampler, episodes = whole(VectorEnvironments("told", Told(num_envs=3)), 4, 12)
+    ended = total = count = 0.0
+    for _ in range(4):
+        batch = next_batch(sampler, episodes)
+        ended += len(batch.episode_return)
+        ((told, of),) = batch.results.sum(axis=0).tolist()
+        total, count = total + told, count + of
+    assert count == ended > 0
+    assert total > 0
+
+
 def test_the_last_observation_of_a_cut_episode_is_the_final_one_where_rows_reset_at_once() -> None:
     sampler, episodes = whole(VectorEnvironments("same step", SameStep(num_envs=3)), 4, 12)
     for _ in range(3):

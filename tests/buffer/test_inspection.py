@@ -46,6 +46,7 @@ SPEC = SegmentSpec(
     state=(array_spec(gym.spaces.Box(-1, 1, (5,), np.float32)),),
     state_every=2,
     finals=3,
+    results=("won",),
 )
 INSPECTOR = Inspector(OBSERVATION, ACTION, SPEC)
 """Masks: 0-2 the first choice, 3-4 and 5-8 the next two, 9-10 bits."""
@@ -145,6 +146,9 @@ LAST = (-1, -1)
         (_set("final_observation.kind", 6, 0), "a final observation is not one"),
         (_count("episode_return", np.array([NAN], np.float32)), "episode_return is not finite"),
         (_count("episode_length", np.array([0])), "episode_length is below 1"),
+        (_set("results", NAN, LAST), "results are not finite"),
+        (_set("results", 5, LAST), "results are of more episodes than can have ended, or of fewer than none"),
+        (_set("results", -1, LAST), "results are of more episodes than can have ended, or of fewer than none"),
     ],
 )
 def test_a_poisoned_block_is_told_by_what_is_wrong_with_it(poison: Callable[[Segments], None], said: str) -> None:

@@ -224,6 +224,20 @@ def test_a_segment_that_is_not_of_the_announced_shape_is_left_out(tmp_path: Path
     assert counts.damaged == 3
 
 
+def test_segments_that_were_written_before_episodes_had_results_are_read(tmp_path: Path) -> None:
+    without = replace(ONE, results=())
+    with RecordedRoom(without, tmp_path, PLENTY) as room:
+        written(room, 1)
+    block = Segments.empty(without, 1)
+    block.origin[0] = 2
+    arrays = {name: array for name, array in block.arrays().items() if name != "results"}
+    with recordings(tmp_path)[0].open("ab") as file:
+        file.write(recorded._record(encode(arrays, {"steps": 4, "finals": 0, "temperature": 1.0})))
+    counts = ReadCounts()
+    assert numbers(tmp_path, counts) == [1, 2]
+    assert counts.damaged == 0
+
+
 @pytest.mark.system
 @pytest.mark.skipif(sys.platform == "win32", reason="kills a process")
 def test_everything_that_was_written_before_kill_9_is_read(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class WholeEpisodes:
         self._whole: deque[Segments] = deque()
         self._steps = self._since = 0
         self._scores: list[tuple[Floats, Ints]] = []
+        self._results: list[Floats] = []
         self._taken: Segments | None = None
         self.left_out = 0
 
@@ -51,8 +52,10 @@ class WholeEpisodes:
         batch = joined(list(self._whole))
         returns, lengths = zip(*self._scores, strict=True)
         batch.episode_return, batch.episode_length = np.concatenate(returns), np.concatenate(lengths)
+        batch.results[0] = np.sum(self._results, axis=0)  # of all that ended, left out or not: as the scores are
         self._whole.clear()
         self._scores.clear()
+        self._results.clear()
         self._steps, self._taken = 0, batch
         return batch
 
@@ -63,6 +66,7 @@ class WholeEpisodes:
 
     def _absorb(self, block: Segments) -> None:
         self._scores.append((block.episode_return, block.episode_length))
+        self._results.append(block.results.sum(axis=0))
         done = block.terminated | block.truncated
         finals = {(int(t), int(row)): i for i, (t, row) in enumerate(block.final_at[: block.finals])}
         self._since = 0 if done.any() else self._since + int(done.size)

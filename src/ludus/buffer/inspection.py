@@ -134,6 +134,10 @@ class Inspector:
             return "episode_return is not finite"
         if len(segments.episode_length) and segments.episode_length.min() < 1:
             return "episode_length is below 1"
+        if not np.isfinite(segments.results).all():
+            return "results are not finite"
+        if ((segments.results[..., 1] < 0) | (segments.results[..., 1] > segments.spec.steps)).any():
+            return "results are of more episodes than can have ended, or of fewer than none"
         return None
 
 

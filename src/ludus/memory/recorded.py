@@ -541,6 +541,8 @@ def _recorded(spec: SegmentSpec, data: bytes) -> Recorded:
         spec = replace(spec, steps=int(meta["steps"]))
         template = Segments.empty(replace(spec, steps=0, finals=0), 0)  # nothing is allocated before it is believed
         segments = replace(template, spec=spec, finals=int(meta["finals"]), **arrays)
+        if "results" not in arrays:  # it was written before episodes had any
+            segments.results = np.zeros((segments.rows, 0, 2), np.float32)
         _check(segments, template)
         return Recorded(segments, float(meta["temperature"]))
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -625,7 +627,7 @@ def _put(segments: Segments, block: Segments) -> None:
             getattr(block, name),
             getattr(segments, name),
         )
-    block.origin[:] = segments.origin
+    block.origin[:], block.results[:] = segments.origin, segments.results
     block.episode_return, block.episode_length = segments.episode_return.copy(), segments.episode_length.copy()
 
 

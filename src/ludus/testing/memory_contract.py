@@ -34,6 +34,7 @@ SPEC = SegmentSpec(
     state_every=2,
     finals=2,
     model="left",
+    results=("won", "seconds"),
 )
 """A bit of everything that a transport must carry."""
 
