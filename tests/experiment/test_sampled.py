@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ludus.config import AlgorithmConfig, algorithm_config
 from ludus.experiment import experiment
+from ludus.experiment.sampled import make_clock
 from ludus.metrics import read_jsonl
 from ludus.model.policy import Weights
+from ludus.training.algorithms.dqn import DQNConfig
+from ludus.training.algorithms.impala import IMPALAConfig
+from ludus.training.algorithms.ppo import PPOConfig
 
 
 def trained(where: Path, iterations: int = 4, **config: Any) -> tuple[Weights, list[dict[str, Any]]]:
@@ -49,3 +54,22 @@ def test_pipelined_learning_is_one_version_behind_and_never_more(tmp_path: Path)
     lags = [row["learner/lag_max"] for row in rows]
     assert max(lags) == 1
     assert lags[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "an_update"),
+    [
+        (PPOConfig, {"num_workers": 3}, 3 * 8 * 16),
+        (PPOConfig, {"num_workers": 2, "sampling": "pipelined", "train_batch_size": 512}, 512),
+        (IMPALAConfig, {"num_workers": 2, "train_batch_size": 512}, 512),
+        (DQNConfig, {"num_workers": 2, "sampling": "sync"}, 2 * 8 * 16),
+        (DQNConfig, {"num_workers": 2, "train_batch_size": 4096}, 8 * 16),
+    ],
+)
+def test_environments_hear_of_as_many_steps_as_were_sampled(
+    schema: type[AlgorithmConfig], given: dict[str, Any], an_update: int
+) -> None:
+    config = algorithm_config(schema, {"num_envs_per_worker": 8, "rollout_fragment_length": 16} | given)
+    clock = make_clock(config, first_version=2_001, begun=50_000)
+    assert clock.timesteps(2_001) == 50_000
+    assert clock.timesteps(2_004) == 50_000 + 3 * an_update

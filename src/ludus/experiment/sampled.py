@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +91,13 @@ def program_of(
     learning = program.add("learning", share, algorithm, policy, config, run)
     pool = program.add("pool", make_pool, run, before if counting_on else None)
     program.add("versions", _add_model, pool, policy, before)
+    begun = timesteps_of(before if counting_on else None)
     if e.memory == EMBEDDED:
-        begun = timesteps_of(before if counting_on else None)
         plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed, begun)
         sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
         batches = program.add("batches", make_batches, sampling, pool, config)
     else:
-        given = (resolved, shape, policy, pool, run, before, announce)
+        given = (resolved, shape, policy, pool, run, before, begun, announce)
         sampling = program.add_worker("sampling", _fleet, *given)
         batches = program.add("batches", _fleet_batches, sampling)
     publisher = program.add("publisher", PublishingPool, pool, sampling)
@@ -118,6 +118,18 @@ def look_at(env: str, config: AlgorithmConfig) -> Shape:
         return Shape(config.num_envs_per_worker, *spaces, one.masked, one.resets_at_once, one.results)
     finally:
         one.close()
+
+
+def blocks_of(config: AlgorithmConfig) -> int:
+    """Blocks of workers that one update learns from."""
+    if config.sampling != "async":
+        return config.workers
+    return 1 if config.replays else config.train_batch_size // (config.num_envs_per_worker * config.steps)
+
+
+def make_clock(config: AlgorithmConfig, first_version: int, begun: int) -> Clock:
+    """An algorithm that replays draws `train_batch_size` from its store; time passes with what was sampled for the update."""
+    return Clock(first_version, begun, blocks_of(config) * config.num_envs_per_worker * config.steps)
 
 
 def _policy(shape: Shape, config: AlgorithmConfig) -> Policy:
@@ -150,7 +162,7 @@ def make_plan(
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
-        clock=Clock(first_version, begun, config.train_batch_size),
+        clock=make_clock(config, first_version, begun),
         luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
     )
 
@@ -189,14 +201,11 @@ def _newest(pool: LocalPool) -> tuple[int, Mapping[str, Array]]:
 
 
 def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -> BlockBatches:
-    in_turn = config.sampling != "async"
-    one = config.num_envs_per_worker * config.steps
-    blocks = config.workers if in_turn else 1 if config.replays else config.train_batch_size // one
     sampling.batches = BlockBatches(
         sampling,
         config.workers,
-        blocks,
-        in_turn=in_turn,
+        blocks_of(config),
+        in_turn=config.sampling != "async",
         newest=lambda: pool.newest(DEFAULT_MODEL)[1],
         max_lag=config.max_lag,
     )
@@ -210,6 +219,7 @@ def _fleet(
     pool: LocalPool,
     run: Run,
     before: Checkpoint | None,
+    begun: int,
     announce: Callable[[str], None] | None,
 ) -> Fleet:
     """Workers that bring their segments by themselves, from wherever they are."""
@@ -226,7 +236,7 @@ def _fleet(
             f"{MAX_MESSAGE >> 20}.",
             "Use fewer num_envs_per_worker, or a shorter rollout_fragment_length.",
         )
-    blocks = config.workers if in_turn else 1 if config.replays else config.train_batch_size // (shape.num * config.steps)
+    blocks = blocks_of(config)
     orders = Orders(
         channel=channel_of(run.store, uuid.uuid4().hex[:16]),
         room=max(4, 2 * blocks, config.workers * config.blocks_ahead),
@@ -244,7 +254,7 @@ def _fleet(
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
         self_play=config.self_play.model_dump(mode="json"),
-        clock=(pool.newest(DEFAULT_MODEL)[1], timesteps_of(before), config.train_batch_size),
+        clock=astuple(make_clock(config, pool.newest(DEFAULT_MODEL)[1], begun)),
     )
     return Fleet(
         e.memory,
