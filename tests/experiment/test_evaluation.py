@@ -86,6 +86,22 @@ def test_an_evaluation_may_have_another_environment(tmp_path: Path) -> None:
     assert 40 <= row["evaluation/length_mean"] <= 43
 
 
+@pytest.mark.parametrize("mode", ["1v1", "3v3"])
+def test_opponents_from_the_past_are_refused_at_the_start_and_not_at_the_first_evaluation(tmp_path: Path, mode: str) -> None:
+    keywords = {"mode": mode, "opponent": {"self": 0.8, "past": 0.2}}
+    with pytest.raises(ConfigError, match=r"opponents from the past.*evaluation_config\.env_config"):
+        small.train(
+            tmp_path,
+            1,
+            env="ludus.games.arena.gym:ArenaVectorEnv",
+            env_config=keywords,
+            num_envs_per_worker=6,
+            train_batch_size=60,
+            minibatch_size=60,
+            evaluation_duration=12,
+        )
+
+
 def test_an_environment_for_evaluations_with_other_spaces_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evaluation_config.env_config makes another environment of .*Walk.*\(6,\)"):
         train(tmp_path / "run", env=WALK, evaluation_config={"env_config": {"seen": 6}})

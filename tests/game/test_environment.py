@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -12,15 +12,18 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
+from ludus import spaces
 from ludus.actor.sampler import Sampler, segment_spec
-from ludus.errors import EnvironmentFault, MissingExtra, UnknownName, UsageError
+from ludus.errors import ConfigError, EnvironmentFault, MissingExtra, UnknownName, UsageError
 from ludus.game.environment import (
     Environments,
     LoopEnvironments,
     VectorEnvironments,
     check_exists,
+    has_opponents,
     make_environments,
     make_one,
+    own_part,
     reward_threshold,
 )
 from ludus.memory.local import LocalMemory
@@ -564,6 +567,96 @@ def test_a_vector_that_raises_loses_all_of_its_rows_and_goes_on() -> None:
     again = made.step(np.zeros(3, np.int64))
     assert again.lost is None
     assert made.restarts == 1
+
+
+class _Listens(tiny.Count):
+    """Hears how far training has come."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__(length=50)
+        self.breaks, self.heard = breaks, list[int]()
+
+    def set_timesteps(self, timesteps: int) -> None:
+        self.heard.append(timesteps)
+
+    def step(self, action: Any) -> Any:
+        if self.breaks:
+            raise RuntimeError("the game crashed")
+        return super().step(action)
+
+
+def test_one_that_is_made_anew_hears_how_far_training_has_come() -> None:
+    fresh = _Listens()
+    made = LoopEnvironments("listens", [_Listens(breaks=True)], lambda: fresh)
+    made.reset(0)
+    made.progress(7_000)
+    made.step(np.zeros(1, np.int64))
+    assert fresh.heard == [7_000]
+
+
+def test_a_vector_that_is_made_anew_hears_it_too() -> None:
+    class Breaks(tiny.SameStep):
+        def step(self, actions: Any) -> Any:
+            raise RuntimeError("the server is gone")
+
+    class Hears(tiny.SameStep):
+        heard: ClassVar[list[int]] = []
+
+        def set_timesteps(self, timesteps: int) -> None:
+            self.heard.append(timesteps)
+
+    made = VectorEnvironments("vector", Breaks(3), lambda: Hears(3))
+    made.reset(0)
+    made.progress(7_000)
+    made.step(np.zeros(3, np.int64))
+    assert Hears.heard == [7_000]
+
+
+SELF_PLAY = {"opponent": {"self": 0.8, "past": 0.2}}
+ARENA = "ludus.games.arena.gym:ArenaVectorEnv"
+
+
+def test_a_single_row_has_no_opponent_from_the_past() -> None:
+    """It would be played by the same action as the row itself."""
+    with pytest.raises(ConfigError, match="earlier version"):
+        make_one(ARENA, SELF_PLAY)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "config", "has"),
+    [
+        (ARENA, 16, SELF_PLAY, True),
+        (ARENA, 15, {**SELF_PLAY, "mode": "3v3"}, True),
+        (ARENA, 16, {"opponent": "medium"}, False),
+        ("ludus/Arena-1v1-v0", 16, SELF_PLAY, True),
+        ("CartPole-v1", 4, {}, False),
+        ("tests.environments:make_crash", 4, {}, False),  # it is not even made
+    ],
+)
+def test_whether_there_would_be_opponents_is_known_before(name: str, rows: int, config: dict[str, Any], has: bool) -> None:
+    assert has_opponents(name, rows, config) is has
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "own", [gym.spaces.Box(-1, 1, (3,)), gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (3,))})], ids=["box", "dict"]
+)
+def test_whoever_only_plays_sees_its_own_part_as_the_actor_does(own: gym.Space[Any], masked: bool) -> None:
+    class Both(gym.Env[Any, Any]):
+        action_space = gym.spaces.Discrete(2)
+
+        def __init__(self) -> None:
+            mask = {"action_mask": gym.spaces.MultiBinary(2)} if masked else {}
+            self.observation_space = gym.spaces.Dict({"observation": own, "state": gym.spaces.Box(-1, 1, (7,)), **mask})
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return self.observation_space.sample(), {}
+
+    env = own_part(Both())
+    seen, mask_space = spaces.split_mask(env.observation_space)
+    assert seen == own
+    assert (mask_space is not None) is masked
+    assert env.observation_space.contains(env.reset()[0])
 
 
 def test_what_was_lost_is_not_learned_from_and_its_episode_is_not_scored() -> None:

@@ -20,7 +20,7 @@ from ludus.experiment.checkpoint import FOLDER
 from ludus.experiment.parts import Resolved
 from ludus.experiment.run import Run
 from ludus.experiment.workspace import store_of
-from ludus.game.environment import Environments, make_environments
+from ludus.game.environment import Environments, has_opponents, make_environments
 from ludus.game.preprocess import for_evaluation
 from ludus.game.wrapping import Named, names_of
 from ludus.model import saved
@@ -230,6 +230,7 @@ def make_evaluation(
     course = _course(resolved.experiment.env, config, policy)
     if config.evaluation_config.env_config is not None:
         _check(course, policy)
+    _check_opponents(course)
     if not config.evaluation_num_workers:
         return Evaluation(course, policy, interrupted)
     restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
@@ -266,4 +267,17 @@ def _check(course: Course, policy: Policy) -> None:
             f"config.evaluation_config.env_config makes another environment of {course.env}: it shows {one.observation_space}"
             f" and takes {one.action_space}.",
             "What an agent sees and does must be the same as in training.",
+        )
+
+
+def _check_opponents(course: Course) -> None:
+    """The first evaluation may be an hour away. Raises ConfigError."""
+    with undisturbed():
+        opposed = has_opponents(
+            course.env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers
+        )
+    if opposed:
+        raise ConfigError(
+            f"Evaluations of {course.env} would have opponents from the past, and nobody there has one.",
+            "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
         )

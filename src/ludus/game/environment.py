@@ -124,9 +124,28 @@ def make_environments(
 
         made = vector()
         environments = VectorEnvironments(name, made, vector if forgiving else None)
-        opponents = getattr(made.unwrapped, "opponent_rows", None)
-        return environments if opponents is None or not opponents.any() else Opposed(environments, opponents)
+        opponents = _opponents(made)
+        return environments if opponents is None else Opposed(environments, opponents)
     return LoopEnvironments(name, [recipe.single() for _ in range(num)], recipe.single if forgiving else None)
+
+
+def _opponents(made: gym.vector.VectorEnv[Any, Any, Any]) -> Bools | None:
+    rows: Bools | None = getattr(made.unwrapped, "opponent_rows", None)
+    return None if rows is None or not rows.any() else rows
+
+
+def has_opponents(
+    name: str, num: int, env_config: Mapping[str, Any], *, preprocess: PreprocessConfig = _NOTHING, wrappers: Named = ()
+) -> bool:
+    """Whether so many rows of it would have opponents from outside. Nothing is made of what cannot have any."""
+    recipe = _Recipe(name, dict(env_config), preprocess, *wrappers_of(wrappers))
+    if recipe.atari or not (recipe.only_vectors or recipe.native) or not recipe.is_vector:
+        return False
+    made = recipe.vector(num)
+    try:
+        return _opponents(made) is not None
+    finally:
+        made.close()
 
 
 def make_one(
@@ -201,11 +220,11 @@ class _Recipe:
     @property
     def is_vector(self) -> bool:
         """A vector implementation that can do what is asked, or wrappers that want one."""
-        native = self.only_vectors or self.atari or (self._native and self._limited_at_most)
+        native = self.only_vectors or self.atari or (self.native and self._limited_at_most)
         return bool(self.vector_wrappers) or (native and not self.wrappers)
 
     @property
-    def _native(self) -> bool:
+    def native(self) -> bool:
         return self.spec is not None and self.spec.vector_entry_point is not None and not self._is_raw_atari
 
     @property
@@ -229,7 +248,7 @@ class _Recipe:
             assert self.factory is not None
             shown = {"render_mode": render_mode} if render_mode is not None and takes(self.factory, "render_mode") else {}
             return self.factory(num_envs=num, **self.config, **shown)
-        if self.wrappers or render_mode is not None or not (self.atari or (self._native and self._limited_at_most)):
+        if self.wrappers or render_mode is not None or not (self.atari or (self.native and self._limited_at_most)):
             return gym.vector.SyncVectorEnv([lambda: self.single(render_mode)] * num)
         if self.atari:
             assert self.spec is not None
@@ -303,8 +322,8 @@ def _nothing() -> None:
     pass
 
 
-def _tell(env: Any, timesteps: int) -> None:
-    if hasattr(env.unwrapped, "set_timesteps"):
+def _tell(env: Any, timesteps: int | None) -> None:
+    if timesteps is not None and hasattr(env.unwrapped, "set_timesteps"):
         env.unwrapped.set_timesteps(timesteps)
 
 
@@ -335,6 +354,7 @@ class VectorEnvironments:
         self.name, self.num, self._env, self._again = name, env.num_envs, env, again
         self._beat: Callable[[], None] = _nothing
         self._restarts, self._in_a_row = 0, 0
+        self._timesteps: int | None = None
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         mode = AutoresetMode(mode)
         if mode is AutoresetMode.DISABLED:
@@ -389,6 +409,7 @@ class VectorEnvironments:
         return Outcome(seen, reward, terminated, truncated, rows, self._finals(infos, rows), lost, results)
 
     def progress(self, timesteps: int) -> None:
+        self._timesteps = timesteps
         _tell(self._env, timesteps)
 
     def _results(self, infos: Mapping[str, Any]) -> Floats:
@@ -412,6 +433,7 @@ class VectorEnvironments:
             try:
                 self._env = self._again()
                 self.beat = self._beat
+                _tell(self._env, self._timesteps)
                 seen = self.reset(None)
             except EnvironmentFault as another:
                 fault = another
@@ -471,25 +493,36 @@ def own_part(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
 
 
 class OwnPart(gym.ObservationWrapper[Any, Any, Any]):
+    """Shows `observation`, with the mask beside its parts if there is one: as `spaces.split_mask` takes it apart."""
+
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
         assert isinstance(env.observation_space, gym.spaces.Dict)
-        self.observation_space = gym.spaces.Dict(self._flat(env.observation_space.spaces))
+        parts = env.observation_space.spaces
+        own = parts["observation"]
+        self._named = isinstance(own, gym.spaces.Dict)
+        shown = self._joined({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
+        self.observation_space = gym.spaces.Dict(shown) if isinstance(shown, dict) else shown
 
     def observation(self, observation: Any) -> Any:
-        return self._flat(observation)
+        return self._joined(observation)
 
-    @staticmethod
-    def _flat(parts: Any) -> dict[str, Any]:
+    def _joined(self, parts: Mapping[str, Any]) -> Any:
         own = parts["observation"]
-        own = own.spaces if isinstance(own, gym.spaces.Dict) else own if isinstance(own, dict) else {"observation": own}
-        return {**own, ACTION_MASK: parts[ACTION_MASK]} if ACTION_MASK in parts else {**own}
+        if ACTION_MASK not in parts:
+            return own
+        return {**(own if self._named else {"observation": own}), ACTION_MASK: parts[ACTION_MASK]}
 
 
 class SingleRow(gym.Env[Any, Any]):
     """The one row of a vector environment, as an ordinary environment."""
 
     def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
+        """Raises ConfigError."""
+        if _opponents(env) is not None:
+            raise ConfigError(
+                "Its opponent would be an earlier version, and nobody here has one.", "Name a script as its opponent."
+            )
         self._env = env
         self.metadata, self.render_mode = env.metadata, getattr(env, "render_mode", None)
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
@@ -561,6 +594,7 @@ class LoopEnvironments:
         self._truncated = np.zeros(self.num, np.bool_)
         self._over = np.zeros(self.num, np.bool_)
         self._steps = 0
+        self._timesteps: int | None = None
 
     def reset(self, seed: int | None) -> Seen:
         for i in range(self.num):
@@ -618,6 +652,7 @@ class LoopEnvironments:
             _closed(self._envs[i])
             try:
                 self._envs[i] = self._again()
+                _tell(self._envs[i], self._timesteps)
                 self._reset(i, None)
             except EnvironmentFault as another:
                 fault = another
@@ -714,6 +749,7 @@ class LoopEnvironments:
         return Seen(self._observation, self._mask if self.masked else None)
 
     def progress(self, timesteps: int) -> None:
+        self._timesteps = timesteps
         for env in self._envs:
             _tell(env, timesteps)
 
