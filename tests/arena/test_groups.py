@@ -18,7 +18,7 @@ from ludus.games.arena.seats import state_space
 from ludus.games.arena.states import write_state
 
 SEEN_BY_THE_ENEMY = 33
-SHORT = {"seconds": 4, "every": 15}
+SHORT: dict[str, Any] = {"seconds": 4, "every": 15}
 
 
 def nothing(env: ArenaVectorEnv) -> Any:

@@ -26,3 +26,10 @@ def test_the_line_of_a_report_has_them(capsys: pytest.CaptureFixture[str]) -> No
     with Display() as shown:
         shown.write({**NUMBERS, "match/win/hard": 0.25})
     assert re.search(r"return 1\.5  won: hard 25 %", capsys.readouterr().out)
+
+
+def test_whoever_is_met_in_evaluations_alone_is_shown_too() -> None:
+    """As when training plays against itself."""
+    told = {"match/win/past": 0.55, "match/loss/past": 0.45}
+    judged = {f"evaluation/{how}/hard{which}": 0.25 for how in ("win", "loss") for which in ("", "_low", "_high")}
+    assert wins({**NUMBERS, **told, **judged}) == "won: past 55 %, hard (25 [25–25])"

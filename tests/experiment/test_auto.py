@@ -47,6 +47,12 @@ def test_an_environment_that_waits_is_seen_to_wait() -> None:
     assert cost.learn_s > 0
 
 
+def test_opponents_from_the_past_are_played_while_it_is_measured() -> None:
+    keywords = {"num_envs_per_worker": 4, "env_config": {"opponent": "past", "seconds": 20}, "model": {"fcnet_hiddens": [8]}}
+    cost = measure("ludus.games.arena.gym:ArenaVectorEnv", PPO, algorithm_config(PPOConfig, keywords))
+    assert cost.sample_s > 0
+
+
 @pytest.mark.long
 def test_a_very_slow_environment_is_measured_by_a_few_steps_and_the_threads_are_given_back(tmp_path: Path) -> None:
     said = tmp_path / "steps"

@@ -13,7 +13,7 @@ from ludus.experiment.status import bottleneck as bottleneck
 from ludus.experiment.status import summary
 from ludus.metrics import Numbers
 
-_WINS = "match/win/"
+_WINS, _JUDGED = "match/win/", "evaluation/win/"
 _REDRAW_S = 0.1
 _LINE_EVERY_S = 2.0
 _COUNTERS = ("timesteps", "iterations")
@@ -111,13 +111,17 @@ class Display:
 
 def wins(numbers: Numbers) -> str:
     """Against whom how many of the last matches were won; with the interval where an evaluation has just played them."""
+    met = [name.removeprefix(_WINS) for name in numbers if name.startswith(_WINS)]
+    judged = [
+        name.removeprefix(_JUDGED).removesuffix("_low") for name in numbers if name.startswith(_JUDGED) and name.endswith("_low")
+    ]
     shown = []
-    for name in (name for name in numbers if name.startswith(_WINS)):
-        who, share = name.removeprefix(_WINS), 100 * numbers[name]
-        judged = f"evaluation/win/{who}"
-        low, high = numbers.get(f"{judged}_low"), numbers.get(f"{judged}_high")
-        interval = "" if low is None or high is None else f" ({100 * numbers[judged]:.0f} [{100 * low:.0f}–{100 * high:.0f}])"
-        shown.append(f"{who} {share:.0f} %{interval}")
+    for who in dict.fromkeys((*met, *judged)):
+        share = [f"{100 * numbers[f'{_WINS}{who}']:.0f} %"] if who in met else []
+        if who in judged:
+            mean, low, high = (100 * numbers[f"{_JUDGED}{who}{which}"] for which in ("", "_low", "_high"))
+            share.append(f"({mean:.0f} [{low:.0f}–{high:.0f}])")
+        shown.append(" ".join((who, *share)))
     return f"won: {', '.join(shown)}" if shown else ""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ludus.actor.sampler import Sampler, segment_spec
+from ludus.actor.selfplay import with_past
 from ludus.config import AlgorithmConfig
 from ludus.experiment.parts import make_algorithm, make_policy
 from ludus.game.environment import Environments, make_environments
@@ -94,7 +95,8 @@ def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Co
 
 def _measured(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> Cost:
     memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
-    sampler = Sampler(environments, _Fixed(policy), memory, config.seed)
+    facing = with_past(environments, _Fixed(policy), config.self_play, config.seed)
+    sampler = Sampler(environments, facing, memory, config.seed)
     sampler.step()
     steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)
     block = Segments.empty(segment_spec(policy, environments, steps), environments.num)
