@@ -148,6 +148,31 @@ def test_matches_begin_at_saved_states(tmp_path: Path) -> None:
     assert {env.seats.arena.save(m) for m in range(4)} == {moment}
 
 
+def test_a_match_that_began_in_the_middle_lasts_no_longer_than_any_other(tmp_path: Path) -> None:
+    source = ArenaVectorEnv(1, opponent="medium", every=15)
+    source.reset(seed=5)
+    played(source, 3)
+    write_state(tmp_path / "moment", source.seats.arena.save(0))
+    env = ArenaVectorEnv(2, opponent="easy", states=str(tmp_path), repeat=1.0, seconds=5, every=15)
+    env.reset(seed=0)
+    told = [infos["seconds"].tolist() for infos in played(env, 3) if infos]
+    assert told == [[5.0, 5.0]]
+
+
+def test_states_of_matches_that_are_over_are_none_to_begin_at(tmp_path: Path) -> None:
+    source = ArenaVectorEnv(1, opponent="medium", every=15, side=0)
+    source.reset(seed=5)
+    played(source, 3)
+    write_state(tmp_path / "late", source.seats.arena.save(0))
+    with pytest.raises(ConfigError, match="over, or beyond 2 s"):
+        ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0, seconds=2)
+    fell(source, 0, camp=1)
+    played(source, 1)
+    write_state(tmp_path / "late", source.seats.arena.save(0))
+    with pytest.raises(ConfigError, match="over, or beyond"):
+        ArenaVectorEnv(1, opponent="easy", states=str(tmp_path), repeat=1.0)
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

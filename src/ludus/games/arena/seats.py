@@ -179,7 +179,8 @@ class Options:
             raise ConfigError(
                 "There are states, and repeat is 0: no match would begin at them.", "Set repeat, for example to 0.5."
             )
-        return Repeats(self.size, self.repeat, None if self.states is None else Path(self.states)) if self.repeat else None
+        directory = None if self.states is None else Path(self.states)
+        return Repeats(self.size, self.repeat, directory, self.limit()) if self.repeat else None
 
     def scripts(self) -> dict[int, float]:
         """Scripts, by their places in SCRIPTS, and how likely each is drawn where a script plays. Raises ConfigError."""
