@@ -71,7 +71,7 @@ def test_an_observation_of_another_shape_is_refused_with_both() -> None:
 @pytest.mark.parametrize(
     "mask",
     [
-        *([1, 1, 1], [1] * 5, [], 1, "1111", b"\x01\x01\x00\x00", True),
+        *([1, 1, 1], [1] * 5, [], 1, "1111", b"\x01\x01\x00", b"\x01\x02\x00\x00", True),
         *(["a", "b", "", "d"], [1, None, 1, 1], [None] * 4, [1, 0, math.nan, 0], [0.5, 1, 1, 1]),
         *([0, -1e9, 0, 0], [2, 1, 1, 1], [10**30, 1, 1, 1], [1, [1, 1], 1], {"move": [1, 1, 1, 1]}, object()),
     ],

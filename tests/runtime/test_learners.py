@@ -234,5 +234,5 @@ def test_one_learner_is_the_algorithm_itself() -> None:
 def test_a_spec_survives_the_way_to_another_learner() -> None:
     leaf = ArraySpec((2, 3), np.dtype(np.uint8))
     seen = {"a": leaf, "b": (leaf, ArraySpec((), np.dtype(np.int64)))}
-    spec = SegmentSpec(7, seen, (leaf,), 4, (ArraySpec((8,), np.dtype(np.float32)),), 4, 2, "m")
+    spec = SegmentSpec(7, seen, (leaf,), 4, (ArraySpec((8,), np.dtype(np.float32)),), 4, 2, "m", ("won", "seconds"))
     assert spec_from_json(spec_json(spec)) == spec

@@ -163,7 +163,8 @@ def spec_json(spec: SegmentSpec) -> bytes:
 
 def spec_from_json(data: bytes | bytearray) -> SegmentSpec:
     plain = json.loads(data)
-    return SegmentSpec(**{**plain, **{name: _specs(plain[name]) for name in _TREES}})
+    trees = {name: _specs(plain[name]) for name in _TREES}
+    return SegmentSpec(**{**plain, **trees, "results": tuple(plain["results"])})
 
 
 def _plain(specs: Tree) -> Any:

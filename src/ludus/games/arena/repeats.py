@@ -65,4 +65,4 @@ def _states(size: int, directory: Path, limit: int) -> list[bytes]:
 def _goes_on(data: bytes, limit: int) -> bool:
     """A match that is over would be won or lost once more, without a decision."""
     _, match, _ = parse_state(data)
-    return match[OVER] == 0 and match[TICK] < limit
+    return not match[OVER] and bool(match[TICK] < limit)
