@@ -10,16 +10,17 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
+from torch import nn
 
 from ludus.actor.sampler import Clock, Sampler, segment_spec
-from ludus.actor.selfplay import History, with_past
+from ludus.actor.selfplay import History, PastPlayer, with_past
 from ludus.config import SelfPlayConfig
 from ludus.errors import ConfigError
 from ludus.game.environment import Environments, VectorEnvironments
 from ludus.game.opposed import Opposed
 from ludus.memory.local import LocalMemory
 from ludus.model.networks import NetworkConfig
-from ludus.model.policy import Policy
+from ludus.model.policy import Acted, Policy
 
 OWN, THEIRS, LENGTH = 3, 2, 4
 
@@ -187,6 +188,52 @@ def test_a_recurrent_opponent_begins_anew_with_every_match(environments: Environ
     player._policy.act = seen
     assert sampler.step()
     assert [fresh for fresh, _ in states] == [begins for _, begins in states]
+
+
+class Remembers(nn.Module):
+    """Stands in for a policy: says with which states it was asked."""
+
+    recurrent = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def initial_state(self, rows: int) -> tuple[torch.Tensor, ...]:
+        return (torch.full((rows, 2, 3), 5.0),)
+
+    def draw_noise(self, rows: int, generator: torch.Generator) -> Any:
+        return None
+
+    def act(self, observation: Any, state: Any, mask: Any, noise: Any) -> Acted:
+        self.asked.append(state[0][:, 0, 0].tolist())
+        n = len(observation)
+        return Acted(np.zeros(n, np.int64), None, np.zeros(n), np.zeros(n), (state[0] + 1,))
+
+
+def test_states_of_any_shape_begin_as_their_network_says(source: Versions) -> None:
+    history = History(SelfPlayConfig())
+    history.note(*source.newest())
+    player: Any = PastPlayer(source.policy, history, SelfPlayConfig(), 0)
+    player._policy = Remembers()
+    for first in ([True, True], [False, False], [False, True]):
+        player.play(np.zeros((2, 2), np.float32), None, np.array(first))
+    assert player._policy.asked == [[5, 5], [6, 6], [7, 5]]
+
+
+def test_an_opponent_is_shown_the_numbers_of_the_kind_that_the_learner_is(source: Versions) -> None:
+    """Environments may say more exactly than networks are told."""
+    history = History(SelfPlayConfig())
+    history.note(*source.newest())
+    player = PastPlayer(source.policy, history, SelfPlayConfig(), 0)
+    assert player.play(np.zeros((2, 2), np.float64), None, np.ones(2, np.bool_)).shape == (2,)
+
+
+def test_chance_of_the_opponent_is_not_that_of_the_learner(source: Versions) -> None:
+    history = History(SelfPlayConfig())
+    player: Any = PastPlayer(source.policy, history, SelfPlayConfig(), 7)
+    mine = source.policy.draw_noise(4, torch.Generator().manual_seed(7))
+    assert not np.isclose(mine, source.policy.draw_noise(4, player._generator)).any()
 
 
 def test_without_a_past_it_says_what_to_do(environments: Environments) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ludus import spaces
 from ludus.config import SelfPlayConfig
 from ludus.game.environment import Environments
 from ludus.game.opposed import Opposed
@@ -16,7 +17,7 @@ from ludus.model.central import OWN, CentralNetwork, actor_of
 from ludus.model.policy import Policy, Weights
 from ludus.model.pool import PolicySource
 from ludus.model.saved import policy_from
-from ludus.tree import Array, Tree
+from ludus.tree import Array, Tree, copy_into, map_tree
 from ludus.types import Bools
 
 
@@ -48,25 +49,36 @@ class PastPlayer:
         self._policy = actor_of(self._whole)
         self._central = isinstance(self._whole.network, CentralNetwork)
         self._history, self._period = history, settings.period
-        self._random = np.random.default_rng([seed, 1])
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = np.random.default_rng([seed, 1])  # of its own: whoever samples beside it begins with `seed`
+        self._generator = torch.Generator().manual_seed(int(self._random.integers(1 << 31)))
+        self._spec = spaces.array_spec(self._policy.observation_space)
+        self._seen: Tree = None
+        self._initial: tuple[Array, ...] = ()
         self._state: tuple[Array, ...] = ()
         self._steps = 0
         self.version = 0
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
+        rows = len(first)
         if self._steps % self._period == 0:
             self.version, weights = self._history.draw(self._random)
             self._whole.load_weights(weights)
+            self._initial = tuple(part.numpy() for part in self._policy.initial_state(rows))
+            self._state = self._state or self._initial
         self._steps += 1
-        rows = len(first)
+        if self._seen is None:
+            self._seen = map_tree(lambda spec: spec.zeros(rows), self._spec)
+        copy_into(self._seen, observation[OWN] if self._central else observation)
         if self._policy.recurrent:
-            before = self._state or tuple(part.numpy() for part in self._policy.initial_state(rows))
-            self._state = tuple(np.where(first[:, None], np.float32(0), part) for part in before)
-        noise = self._policy.draw_noise(rows, self._generator)
-        acted = self._policy.act(observation[OWN] if self._central else observation, self._state, mask, noise)
+            both = zip(self._initial, self._state, strict=True)
+            self._state = tuple(np.where(_beside(first, now), begin, now) for begin, now in both)
+        acted = self._policy.act(self._seen, self._state, mask, self._policy.draw_noise(rows, self._generator))
         self._state = acted.state
         return acted.action
+
+
+def _beside(first: Bools, part: Array) -> Bools:
+    return first.reshape(-1, *(1 for _ in part.shape[1:]))
 
 
 class Watched:
