@@ -100,7 +100,7 @@ def sampler_of(environments: Environments, source: Versions, steps: int, **setti
     environments.reset(0)
     facing = with_past(environments, source, SelfPlayConfig(**settings), 0)
     memory = LocalMemory(segment_spec(source.policy, environments, steps), environments.num, 1)
-    return Sampler(environments, facing, memory, 0, clock=Clock(1, 1_000, 60)), memory
+    return Sampler(environments, facing, memory, 0, timesteps=Clock(1, 1_000, 60).timesteps), memory
 
 
 def test_only_own_rows_are_shown_and_learned_from(environments: Environments, env: Rows, source: Versions) -> None:

@@ -124,10 +124,11 @@ class Sampler:
         first_row: int = 0,
         beat: Callable[[], None] = lambda: None,
         explore: bool = True,
-        clock: Clock | None = None,
+        timesteps: Callable[[int], int] | None = None,
     ) -> None:
-        """Without `explore`: always the most probable action. `clock`: tells the environments how far training has come."""
-        self._explore, self._clock = explore, clock
+        """Without `explore`: always the most probable action. `timesteps`: how far training had
+        come when a version was made, which the environments are told."""
+        self._explore, self._timesteps = explore, timesteps
         self._envs, self._source, self._memory, self._beat = environments, source, memory, beat
         self.times = SamplerTimes()
         self._generator = torch.Generator().manual_seed(seed)
@@ -148,8 +149,8 @@ class Sampler:
         if block is None:
             return False
         policy, version = self._source.newest()
-        if self._clock is not None:
-            self._envs.progress(self._clock.timesteps(version))
+        if self._timesteps is not None:
+            self._envs.progress(self._timesteps(version))
         try:
             with policy.acting():
                 self.fill(block, policy, version)

@@ -765,7 +765,7 @@ def _sampler(
 ) -> Sampler:
     facing = with_past(environments, source, config.self_play, seed)
     clock = Clock(source.newest()[1], begun, environments.num * config.steps)
-    return Sampler(environments, facing, memory, seed, explore=config.explore, clock=clock)
+    return Sampler(environments, facing, memory, seed, explore=config.explore, timesteps=clock.timesteps)
 
 
 def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int) -> Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,8 +254,8 @@ def _fleet(
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device,
         self_play=config.self_play.model_dump(mode="json"),
-        clock=astuple(make_clock(config, pool.newest(DEFAULT_MODEL)[1], begun)),
     )
+    clock = make_clock(config, pool.newest(DEFAULT_MODEL)[1], begun)
     return Fleet(
         e.memory,
         run.store,
@@ -269,6 +269,7 @@ def _fleet(
         latest=lambda: _newest(pool),
         finished=lambda: run.status == "finished",
         confirm=pool.confirm,
+        timesteps=clock.timesteps,
         announce=announce,
     )
 

@@ -178,13 +178,14 @@ class Fleet:
         latest: Callable[[], tuple[int, Mapping[str, Array]]],
         finished: Callable[[], bool],
         confirm: Callable[[], None],
+        timesteps: Callable[[int], int] = lambda version: 0,
         announce: Announce | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`latest`: the newest version and its weights; `resumed`: what these were called in the checkpoint they came from;
+        """`timesteps`: of training, when that version is made. `latest`: the newest version and its weights; `resumed`: what these were called in the checkpoint they came from;
         `finished`: asked when it is closed, whether the workers may go home; `confirm` raises Fenced when the run is another's."""
         self._orders, self._incarnation, self._finished = orders, incarnation, finished
-        self._announce, self._clock = announce, clock
+        self._announce, self._clock, self._timesteps = announce, clock, timesteps
         self._workers: dict[str, _Worker] = {}
         self._refused: set[str] = set()
         self.joined = self.left = self.silent = 0
@@ -245,7 +246,8 @@ class Fleet:
         self._press.publish(self._bulletin(), saved.encode_weights(weights))
 
     def _bulletin(self) -> Bulletin:
-        return Bulletin(self._incarnation, self._age.newest, self._share, self._orders.fingerprint)
+        version = self._age.newest
+        return Bulletin(self._incarnation, version, self._share, self._orders.fingerprint, self._timesteps(version))
 
     def _fair_share(self, blocks: int) -> int:
         return math.ceil(blocks / max(1, self._able()))

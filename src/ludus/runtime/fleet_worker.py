@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ludus import spaces
-from ludus.actor.sampler import Clock, Sampler, segment_spec
+from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.selfplay import with_past
 from ludus.config import PreprocessConfig, SelfPlayConfig
 from ludus.errors import (
@@ -236,8 +236,11 @@ class FleetWorker:
         name = int.from_bytes(self._options.name.encode(), "little")
         seed = int(np.random.SeedSequence((orders.seed, name)).generate_state(1)[0]) % (1 << 30)
         facing = with_past(environments, source, SelfPlayConfig(**orders.self_play), seed)
-        clock = None if orders.clock is None else Clock(*orders.clock)
-        sampler = Sampler(environments, facing, writer, seed, beat=beat, explore=orders.explore, clock=clock)
+
+        def timesteps(version: int) -> int:
+            return 0 if follower.bulletin is None else follower.bulletin.timesteps
+
+        sampler = Sampler(environments, facing, writer, seed, beat=beat, explore=orders.explore, timesteps=timesteps)
         weights_s = blocked_s = 0.0
         with_version, made, blocks = -1, 0, 0
         while True:

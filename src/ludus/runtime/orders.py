@@ -51,8 +51,6 @@ class Orders:
     forgiving: bool = False
     device: str = "cpu"
     self_play: Mapping[str, Any] = field(default_factory=dict)
-    clock: tuple[int, int, int] | None = None
-    """`sampler.Clock`, as plain numbers."""
     protocol: int = PROTOCOL
     ludus: str = ludus.__version__
 
@@ -98,6 +96,8 @@ class Bulletin:
     """Segments that each worker makes with this version, where sampling and learning take turns."""
     orders: str
     """Fingerprint of the orders that are in force."""
+    timesteps: int = 0
+    """How far training had come when this version was made."""
     over: bool = False
     """The run has come to its end: workers may go home."""
 

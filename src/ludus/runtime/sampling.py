@@ -182,7 +182,8 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         facing = with_past(environments, source, plan.self_play, seed)
         sampler = Sampler(
             environments, facing, memory, seed,
-            first_row=first_row, beat=context.beat, explore=plan.explore, clock=plan.clock,
+            first_row=first_row, beat=context.beat, explore=plan.explore,
+            timesteps=None if plan.clock is None else plan.clock.timesteps,
         )  # fmt: skip
         notes, before = memory.notes, list(memory.notes)
         context.ready()
