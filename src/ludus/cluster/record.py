@@ -86,18 +86,22 @@ class JobDirectory:
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 
-    def write(self, record: Record) -> None:
-        """Where there is no room for another file, in the place of the one there is: how a job ended must not be lost."""
+    def write(self, record: Record) -> tuple[int, int]:
+        """Where there is no room for another file, in the place of the one there is: how a job ended must not be lost.
+
+        Returns the stamp of what was written, whatever others do to it by then."""
         # Not synced: after a loss of power the job is gone anyway, and a slow disk must not hold up whoever watches it.
         text = json.dumps(asdict(record), indent=1)
         text = text.ljust(_ROOM * (len(text) // _ROOM + 2))
         try:
-            self._write(STATUS, text)
+            return self._write(STATUS, text)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             with open(self.path / STATUS, "r+", encoding="utf-8") as file:
                 file.write(text[: max(os.fstat(file.fileno()).st_size, len(text.rstrip()))])
+                file.flush()
+                return _stamp_of(os.fstat(file.fileno()))
 
     def read(self) -> Record:
         """Raises FileNotFoundError, Damaged."""
@@ -110,10 +114,9 @@ class JobDirectory:
     def stamp(self) -> tuple[int, int]:
         """Another one when somebody else has written, or damaged, the status; (0, 0): it is gone."""
         try:
-            found = (self.path / STATUS).stat()
+            return _stamp_of((self.path / STATUS).stat())
         except OSError:
             return 0, 0
-        return found.st_size, found.st_mtime_ns
 
     def conclude(self, reason: str) -> None:
         """Say that it failed, unless it is over already: for when its supervisor cannot say so itself."""
@@ -154,15 +157,22 @@ class JobDirectory:
         for name in (TOKEN, SECRETS):
             (self.path / name).unlink(missing_ok=True)
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, text: str) -> tuple[int, int]:
         aside = self.path / f".{name}.{os.getpid()}"
         try:
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
+                file.flush()
+                stamp = _stamp_of(os.fstat(file.fileno()))
             os.replace(aside, self.path / name)
         except OSError:
             aside.unlink(missing_ok=True)
             raise
+        return stamp
+
+
+def _stamp_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
 
 
 def failed(status: JobStatus, reason: str) -> JobStatus:

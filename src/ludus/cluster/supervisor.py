@@ -464,8 +464,7 @@ class Supervisor:
         if record == self._record and self.directory.stamp() == self._stamp:
             return
         try:
-            self.directory.write(record)
-            self._record, self._stamp = record, self.directory.stamp()
+            self._record, self._stamp = record, self.directory.write(record)
         except OSError as error:  # it is tried again in the next turn
             self._say(f"the status could not be written: {error}")
 

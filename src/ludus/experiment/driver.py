@@ -168,6 +168,7 @@ def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, set_
     post = Post(pipe)
     for handler in logging.getLogger("ludus").handlers:  # the rest is in the run's own log
         handler.setLevel(logging.WARNING)
+    post.send(pid=os.getpid())  # before it can claim the run, and die of it: whoever looks on must know that it was ours
     luggage.unpack()
     context.ready()
     try:
@@ -333,7 +334,6 @@ class Driver:
         """Until it is over: hand on what it says."""
         asked_at, over = math.inf, False
         while not over:
-            self._pids |= {process.pid} if process.pid is not None else set()
             over = process.state in OVER  # looked at before the pipe is read: what it said before its end is in there
             if not over:
                 mail.wait(_POLL_S)
@@ -350,7 +350,9 @@ class Driver:
                 process.kill()
 
     def _hear(self, message: Mapping[str, Any], end: _End, restarts: int) -> None:
-        if "numbers" in message:
+        if "pid" in message:
+            self._pids.add(int(message["pid"]))
+        elif "numbers" in message:
             end.reported = True
             self._set_up = True  # also if its directory is gone by the time that the learner dies
             numbers = message["numbers"] | ({"learner/restarts": float(restarts)} if restarts else {})
