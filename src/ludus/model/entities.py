@@ -1,15 +1,47 @@
-"""Sets of entities: an encoder that does not care for their order, and a head that points at one of them."""
+"""Sets of entities: an encoder that does not care for their order, and a head that points at one of them.
+
+Most places of a set are empty most of the time. What is computed outside an exported graph is computed for as many places as the
+fullest set of a batch fills: its entities move together first, and answers about them go back to where they stood.
+
+Letters: N places of a set, W of them after moving together, F features.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ludus.model.layers import Dense, mlp
+from ludus.model.distributions import MASKED
+from ludus.model.layers import Dense, mlp, traced
 
-_HIDDEN = -1e9  # finite: see `distributions`
+_ABSENT = 0.75 * MASKED
+"""Of whoever is not there: meant only where nobody else is allowed."""
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Entities of a set, one by one, as each stands among the others."""
+
+    each: Tensor
+    """[*, W, dim]"""
+    present: Tensor
+    """[*, W]"""
+    places: int
+    """N, of the set they came from."""
+    order: Tensor | None
+    """[*, W] where they stood there; None: where they are."""
+
+    def back(self, numbers: Tensor) -> Tensor:
+        """[*, rows, W] numbers about them → [*, rows, N]"""
+        numbers = torch.where(self.present.unsqueeze(-2), numbers, _ABSENT)
+        if self.order is None:
+            return numbers
+        empty = numbers.new_full((*numbers.shape[:-1], self.places), _ABSENT)
+        return empty.scatter(-1, self.order.unsqueeze(-2).expand(numbers.shape), numbers)
 
 
 class EntityEncoder(nn.Module):
@@ -23,24 +55,28 @@ class EntityEncoder(nn.Module):
         self.size = 2 * dim
 
     def forward(self, entities: Tensor, present: Tensor) -> Tensor:
-        return self.pooled(self.each(entities, present), present)
+        return self.pooled(self.crowd(entities, present))
 
-    def each(self, entities: Tensor, present: Tensor) -> Tensor:
-        """[*, N, dim] every entity, as it stands among the others."""
-        x: Tensor = self.embed(entities)
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        weights = torch.where(present.unsqueeze(-2), logits, _HIDDEN).softmax(dim=-1)
-        among: Tensor = x + weights @ v
-        return among
+    def crowd(self, entities: Tensor, present: Tensor) -> Crowd:
+        """[*, N, F], [*, N]"""
+        places, order = entities.shape[-2], None
+        if not traced() and entities.device.type == "cpu":  # elsewhere to ask how many there are costs more than it saves
+            entities, present, order = _together(entities, present)
+        x: Tensor = self.embed(torch.where(present.unsqueeze(-1), entities, 0.0))
+        # k·q = x·(Kᵀ·(Q·x + b)): one layer instead of two; and the values of a mean are the mean of the values.
+        scale, to_key = 1 / math.sqrt(x.shape[-1]), self.key.weight.t()
+        asked = F.linear(x, to_key @ self.query.weight * scale, to_key @ self.query.bias * scale)
+        hidden = torch.where(present, 0.0, MASKED).unsqueeze(-2)
+        weights = (asked @ x.transpose(-1, -2) + hidden).softmax(dim=-1)
+        return Crowd(x + self.value(weights @ x), present, places, order)
 
-    def pooled(self, each: Tensor, present: Tensor) -> Tensor:
+    def pooled(self, crowd: Crowd) -> Tensor:
         """[*, 2 dim] the set as a whole."""
-        shown = present.unsqueeze(-1)
-        count = shown.sum(dim=-2).clamp(min=1)
-        mean = torch.where(shown, each, 0.0).sum(dim=-2) / count
-        maximum = torch.where(shown, each, _HIDDEN).amax(dim=-2)
-        return torch.cat([mean, torch.where(present.any(dim=-1, keepdim=True), maximum, 0.0)], dim=-1)
+        each, present = crowd.each, crowd.present
+        count = present.sum(dim=-1, keepdim=True)
+        mean = ((present / count.clamp(min=1)).to(each.dtype).unsqueeze(-2) @ each).squeeze(-2)
+        maximum = (each + torch.where(present, 0.0, MASKED).unsqueeze(-1)).amax(dim=-2)
+        return torch.cat([mean, torch.where(count > 0, maximum, 0.0)], dim=-1)
 
 
 class Pointer(nn.Module):
@@ -52,10 +88,23 @@ class Pointer(nn.Module):
         self.query = Dense(features, rows * dim, gain=0.1)  # near to indifferent in the beginning
         self.key = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, features: Tensor, each: Tensor, allowed: Tensor | None) -> Tensor:
-        """[*, F], [*, N, dim], [*, rows, N] → [*, rows · N]; who is not allowed is never meant."""
-        query = self.query(features).unflatten(-1, (self.rows, self.dim))
-        logits: Tensor = query @ self.key(each).transpose(-1, -2) / math.sqrt(self.dim)
+    def forward(self, features: Tensor, crowd: Crowd, allowed: Tensor | None) -> Tensor:
+        """[*, features], a set, [*, rows, N] → [*, rows · N]; who is not allowed is never meant."""
+        query = self.query(features).unflatten(-1, (self.rows, self.dim)) / math.sqrt(self.dim)
+        logits = crowd.back((query @ self.key.weight) @ crowd.each.transpose(-1, -2))
         if allowed is not None:
-            logits = torch.where(allowed, logits, _HIDDEN)
+            logits = torch.where(allowed, logits, MASKED)
         return logits.flatten(-2)
+
+
+def _together(entities: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Those who are there, in their order, in the first places of each set; and where they stood, unless nothing was saved."""
+    counts = present.sum(dim=-1)
+    widest, places = max(1, int(counts.max())) if counts.numel() else 1, present.shape[-1]
+    if widest == places:
+        return entities, present, None
+    order = present.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
+    sets = torch.arange(counts.numel()).unsqueeze(-1) * places
+    rows = entities.reshape(-1, entities.shape[-1]).index_select(0, (order.reshape(-1, widest) + sets).reshape(-1))
+    shown = torch.arange(widest) < counts.unsqueeze(-1)
+    return rows.reshape(*order.shape, entities.shape[-1]), shown, order

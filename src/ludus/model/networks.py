@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ludus.errors import ConfigError
 from ludus.model.branching import Branch
-from ludus.model.entities import EntityEncoder, Pointer
+from ludus.model.entities import Crowd, EntityEncoder, Pointer
 from ludus.model.layers import ACTIVATIONS, Dense, mlp, traced
 from ludus.plugins import did_you_mean
 from ludus.tree import Tree
@@ -344,19 +344,19 @@ class Trunk(nn.Module):
     def forward(self, vector: Tensor | None, observation: Tree) -> Tensor:
         return self.seen(vector, observation)[0]
 
-    def seen(self, vector: Tensor | None, observation: Tree) -> tuple[Tensor, list[Tensor]]:
+    def seen(self, vector: Tensor | None, observation: Tree) -> tuple[Tensor, list[Crowd]]:
         """The features, and of every set its entities one by one."""
         parts = [] if vector is None else [vector]
         parts += [encode(_pick(observation, path)) for encode, path in zip(self.images, self.image_paths, strict=True)]
-        each = []
+        crowds: list[Crowd] = []
         for encoder, leaf in zip(self.sets, self.set_leaves, strict=True):
             assert isinstance(encoder, EntityEncoder)
             entities = _pick(observation, leaf.path)
             present = (_pick(observation, leaf.mask) if leaf.mask is not None else entities[..., leaf.present]) > 0
-            each.append(encoder.each(entities, present))
-            parts.append(encoder.pooled(each[-1], present))
+            crowds.append(encoder.crowd(entities, present))
+            parts.append(encoder.pooled(crowds[-1]))
         x = parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts], dim=-1)
-        return self.dense(x), each
+        return self.dense(x), crowds
 
 
 class Pointing(nn.Module):
@@ -381,9 +381,9 @@ class Pointing(nn.Module):
             self.heads.append(Pointer(features, config.entity_dim, len(branch.after)))
             self.size += len(branch.after) * entities
 
-    def forward(self, features: Tensor, each: list[Tensor], observation: Tree) -> list[Tensor]:
+    def forward(self, features: Tensor, crowds: list[Crowd], observation: Tree) -> list[Tensor]:
         return [
-            head(features, each[number], None if branch.mask is None else observation[branch.mask] > 0)
+            head(features, crowds[number], None if branch.mask is None else observation[branch.mask] > 0)
             for head, number, branch in zip(self.heads, self._sets, self._branches, strict=True)
         ]
 
@@ -655,11 +655,11 @@ class Network(EncodedNetwork):
         if self._frozen is not None and vector is not None:
             outputs, value = self._frozen(vector)
             return self._ordered(outputs), value, ()
-        features, each = self.trunk.seen(vector, observation)
+        features, crowds = self.trunk.seen(vector, observation)
         if self.core is not None:
             assert first is not None
             features, state = self.core(features.float(), state, first)
-        outputs = self._answers(features, each, observation).float()
+        outputs = self._answers(features, crowds, observation).float()
         if not self._values:
             return outputs, outputs.new_zeros(outputs.shape[:-1]), state
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
@@ -667,16 +667,16 @@ class Network(EncodedNetwork):
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         vector = self.numbers(observation)
-        features, each = self.trunk.seen(vector, observation)
+        features, crowds = self.trunk.seen(vector, observation)
         if self.core is not None:
             state = self.core.advance(features, state)
             features = state[0]
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
-        return self._answers(features, each, observation), self.value_head(value_features).squeeze(-1), state
+        return self._answers(features, crowds, observation), self.value_head(value_features).squeeze(-1), state
 
-    def _answers(self, features: Tensor, each: list[Tensor], observation: Tree) -> Tensor:
+    def _answers(self, features: Tensor, crowds: list[Crowd], observation: Tree) -> Tensor:
         outputs = self._ordered(self.head(features))
-        return torch.cat([outputs, *self.pointing(features, each, observation)], dim=-1) if self.pointing.size else outputs
+        return torch.cat([outputs, *self.pointing(features, crowds, observation)], dim=-1) if self.pointing.size else outputs
 
     def _ordered(self, outputs: Tensor) -> Tensor:
         """Put the free log standard deviations where the distribution expects them."""
