@@ -445,3 +445,28 @@ for make in (lambda: ludus.game.environment.make_environments("ludus/Arena-1v1-v
 def test_numba_is_asked_for_when_the_arena_is_and_not_before() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mode", ["1v1", "3v3"])
+def test_whole_matches_stay_within_bounds_that_are_hardly_wider_than_they_need_to_be(mode: str) -> None:
+    """An export is proved on observations drawn from the space: they have to be such as could be seen."""
+    rows = 12
+    env = ArenaVectorEnv(rows, mode=mode, opponent=["easy", "hard"], lineup="random", whole=True)
+    seen, _ = env.reset(seed=5)
+    highest: dict[str, Any] = {"entities": -np.inf, "scalars": -np.inf}
+    idle = np.zeros((rows, 4), np.int64)
+    for _ in range(1500):
+        seen, *_ = env.step(idle)
+        assert env.observation_space.contains(seen)
+        for name, before in highest.items():
+            highest[name] = np.maximum(before, seen["observation"][name])
+    assert isinstance(env.single_observation_space, gym.spaces.Dict)
+    own = env.single_observation_space["observation"]
+    assert isinstance(own, gym.spaces.Dict)
+    for name, found in highest.items():
+        space = own[name]
+        assert isinstance(space, gym.spaces.Box)
+        features = space.shape[-1]
+        needed = np.maximum(found.reshape(-1, features).max(axis=0), 0.1)
+        assert np.median(space.high.reshape(-1, features).max(axis=0) / needed) <= 1.5
+    env.close()

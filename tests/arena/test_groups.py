@@ -12,8 +12,9 @@ import pytest
 
 from ludus.errors import ConfigError
 from ludus.games.arena.gym import ArenaVectorEnv
-from ludus.games.arena.layout import ALIVE, CORE, HP, TICK, structure_slot
+from ludus.games.arena.layout import ALIVE, CORE, HP, TICK, WINNER, structure_slot
 from ludus.games.arena.observe import FEATURES, SCALARS
+from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.seats import state_space
 from ludus.games.arena.states import write_state
 
@@ -219,3 +220,18 @@ def test_weights_of_rewards_follow_their_schedule() -> None:
     assert first > 0
     assert second == pytest.approx(2 * first, rel=1e-4)
     assert third == pytest.approx(3 * first, rel=1e-4)
+
+
+def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
+    """Whoever stands still loses to everybody: the shares stay. Then `easy` is beaten now and then, by decree."""
+    env = ArenaVectorEnv(32, opponent={"easy": 0.5, "hard": 0.5}, matchmaking="even", seconds=30)
+    env.reset(seed=2)
+    idle = np.zeros((32, 4), np.int64)
+    for _ in range(320):
+        _, _, terminated, truncated, _ = env.step(idle)
+        ended = np.flatnonzero(terminated | truncated)
+        easy = env.seats.script_of[ended] == SCRIPTS.index("easy")
+        env.seats.arena.match[ended[easy][::2], WINNER] = env.seats.hero_of[ended[easy][::2]]
+    met = [SCRIPTS[int(script)] for script in env.seats.script_of]
+    assert met.count("easy") >= 24, met
+    assert env.seats.rivals.likely[1] == pytest.approx(0.1 / 1.1, abs=0.02)

@@ -154,6 +154,8 @@ class Matchmaker:
         """Called by the tables, under their lock."""
         if table.lost:
             self._do(lambda: self._stop(table.id))
+        elif slot.kind == RULE:
+            self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won)
         self._do(lambda: self._begin(slot), _pause_s(slot.failures))
 
     # -- what it does

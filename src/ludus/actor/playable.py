@@ -18,6 +18,7 @@ from ludus.errors import ConfigError, Refused
 from ludus.game import protocol
 from ludus.game.lineups import Lineup, Lineups
 from ludus.game.matchups import PAST, RULE, SELF, shares_of
+from ludus.game.rivals import FIXED, Rivals
 from ludus.plugins import did_you_mean
 
 ARENA: Final = "arena"
@@ -59,8 +60,8 @@ class Playable:
     """Of both camps, that of camp 0 first, in a session that plays both; none: there are no such."""
     shares: Mapping[str, float]
     """Of the kinds of opponents; those that belong to the game count together."""
-    rules: Mapping[str, float]
-    """Who plays where the opponent belongs to the game, and how likely."""
+    rivals: Rivals
+    """Who plays where the opponent belongs to the game."""
     lineups: Lineups
     against: tuple[str, ...] = ()
     """Whom matches can be won or lost against."""
@@ -93,10 +94,9 @@ class Playable:
         camp = int(random.integers(CAMPS)) if self.side is None else self.side
         lineup: Lineup | None = self.lineups.next(random)
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
-        names = list(self.rules)
-        chosen = 0 if len(names) == 1 else int(random.choice(len(names), p=list(self.rules.values())))
+        rule = self.rivals.draw(random)
         seed = int(random.integers(1 << 31))
-        return Draw(camp, heroes, names[chosen], seed, bool(self.repeat) and random.random() < self.repeat)
+        return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat)
 
     def check(self, about: Mapping[str, Any]) -> None:
         """Whether it is the game that we mean. Raises Refused (422)."""
@@ -125,7 +125,6 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
     from ludus.games.arena import heroes, seats
     from ludus.games.arena.host import HERO_TABLE
     from ludus.games.arena.layout import RULES, TICKS_PER_SECOND
-    from ludus.games.arena.scripts import SCRIPTS
     from ludus.games.arena.settings import rows_of
 
     rest = {"opponent": SELF, **keywords}
@@ -173,7 +172,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         seats=tuple(f"hero_{i}" for i in range(size)),
         joint=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
         shares=_by_kind(asked.shares),
-        rules={SCRIPTS[row]: share for row, share in asked.scripts().items()},
+        rivals=asked.rivals(),
         lineups=lineups,
         side=asked.camp(),
         against=tuple(kind.removeprefix(RULE) for kind in asked.shares if kind != SELF),
@@ -207,6 +206,7 @@ KEYS: Final = (
     "masked",
     "opponent",
     "side",
+    "matchmaking",
     "lineup",
     "heroes",
     "max_frames",
@@ -228,7 +228,6 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
     opponent = given.get("opponent", SELF)
     shares = shares_of(opponent, [ANY_RULE, *_rules_in(opponent)])
     rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
-    total = sum(rules.values())
     pool = given.get("heroes", ())
     return Playable(
         game=game,
@@ -238,7 +237,9 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
         masked=bool(given.get("masked", spaces.split_mask(observation)[1] is not None)),
         seats=tuple(seats),
         shares=_by_kind(shares),
-        rules={"" if name == ANY_RULE else name: share / total for name, share in rules.items()},
+        rivals=Rivals(
+            {"" if name == ANY_RULE else name: share for name, share in rules.items()}, given.get("matchmaking", FIXED)
+        ),
         lineups=Lineups(given.get("lineup"), len(seats), pool),
         against=tuple(kind.removeprefix(RULE) for kind in shares if kind != SELF),
         side=_SIDES[side],

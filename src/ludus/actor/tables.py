@@ -102,6 +102,12 @@ class Table:
     def over(self) -> bool:
         return len(self.ended) == len(self.rows)
 
+    @property
+    def won(self) -> bool:
+        """By the own side."""
+        winner = self.result.get("winner")
+        return type(winner) is int and winner == next(iter(self.rows))
+
     def heard(self, camps: tuple[int, ...], said: Mapping[int, Said], now: float) -> None:
         self.said.update(said)
         self.since = now

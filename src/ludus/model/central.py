@@ -35,7 +35,11 @@ _ACTOR = "network.actor."
 
 
 class CentralNetwork(PolicyNetwork):
-    """An ordinary network for the policy, and layers of its own for the value, which see everything. The value has no memory."""
+    """An ordinary network for the policy, and layers of its own for the value, which see everything.
+
+    With `vf_share_layers` the value takes the own view from the policy's layers, with its memory if it has one, and teaches them.
+    Otherwise it looks at all of it anew and has no memory.
+    """
 
     def __init__(
         self, observation_space: gym.Space[Any], num_outputs: int, config: NetworkConfig, free_outputs: Sequence[int] = ()
@@ -49,9 +53,10 @@ class CentralNetwork(PolicyNetwork):
         self.actor = Network(observation_space[OWN], num_outputs, _of_actor(config), free_outputs)
         nn.init.zeros_(self.actor.value_head.weight)  # nobody learns it: who asks the actor alone hears 0
         self.recurrent = self.actor.recurrent
-        plan = _plan(observation_space, config)
+        self._share = bool(config.vf_share_layers)
+        plan = [leaf for leaf in _plan(observation_space, config) if not self._share or leaf.path[0] == WHOLE]
         self.vector = VectorPart(plan)
-        self.trunk = Trunk(plan, self.vector.size, config)
+        self.trunk = Trunk(plan, self.vector.size + (self.actor.features if self._share else 0), config)
         self.value_head = Dense(self.trunk.size, 1, gain=1.0)
         self.pixels = self.actor.pixels + sum(encoder.pixels for encoder in self.trunk.image_encoders)
         self._values = True
@@ -60,7 +65,10 @@ class CentralNetwork(PolicyNetwork):
         return self.actor.initial_state(rows)
 
     def arranged(self, observation: Tree) -> Tree:
+        observation = {**observation, OWN: self.actor.arranged(observation[OWN])}
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
+            if path[0] == OWN:  # the actor's layers lay it out in the same way
+                continue
             observation = _replace(observation, path, encoder.arranged(_pick(observation, path)))
         return observation
 
@@ -87,19 +95,29 @@ class CentralNetwork(PolicyNetwork):
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        if self._share and self._values:
+            outputs, features, state = self._answers(observation[OWN], state, first)
+            return outputs, self._value(observation, outputs, features), state
         outputs, _, state = self.actor(observation[OWN], state, first)
         return outputs, self._value(observation, outputs), state
 
     def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        outputs, _, state = self.actor.decide(observation[OWN], state)
-        return outputs, self._value(observation, outputs), state
+        outputs, features, state = self._answers(observation[OWN], state, None)
+        return outputs, self._value(observation, outputs, features if self._share else None), state
 
-    def _value(self, observation: Tree, outputs: Tensor) -> Tensor:
+    def _answers(
+        self, own: Tree, state: tuple[Tensor, ...], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        return self.actor.answers(own, self.actor.numbers(own), state, first)
+
+    def _value(self, observation: Tree, outputs: Tensor, features: Tensor | None = None) -> Tensor:
         if not self._values:
             return outputs.new_zeros(outputs.shape[:-1])
         vector = self.vector(observation)
         if self.norm is not None and vector is not None:
             vector = self.norm(vector)
+        if features is not None:
+            vector = features if vector is None else torch.cat([features, vector], dim=-1)
         value: Tensor = self.value_head(self.trunk(vector, observation)).squeeze(-1)
         return value.float()
 

@@ -615,7 +615,7 @@ class Network(EncodedNetwork):
                 "model.vf_share_layers is false and the model is recurrent.", "A recurrent model shares its layers."
             )
         self.value_trunk = None if share else self._another_trunk(config)
-        features = self.core.size if self.core else self.trunk.size
+        features = self.features = self.core.size if self.core else self.trunk.size
         free = list(free_outputs) if config.free_log_std else []
         self.pointing = Pointing(observation_space, config, self.trunk, features)
         self.head = Dense(features, num_outputs - len(free) - self.pointing.size, gain=0.01)
@@ -655,28 +655,33 @@ class Network(EncodedNetwork):
         if self._frozen is not None and vector is not None:
             outputs, value = self._frozen(vector)
             return self._ordered(outputs), value, ()
-        features, crowds = self.trunk.seen(vector, observation)
-        if self.core is not None:
-            assert first is not None
-            features, state = self.core(features.float(), state, first)
-        outputs = self._answers(features, crowds, observation).float()
+        outputs, features, state = self.answers(observation, vector, state, first)
         if not self._values:
             return outputs, outputs.new_zeros(outputs.shape[:-1]), state
         value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
         return outputs, self.value_head(value_features).squeeze(-1).float(), state
 
-    def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        vector = self.numbers(observation)
+    def answers(
+        self, observation: Tree, vector: Tensor | None, state: tuple[Tensor, ...], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """(outputs, the features that they were made of, state); without `first` one step in the middle of an episode."""
         features, crowds = self.trunk.seen(vector, observation)
         if self.core is not None:
-            state = self.core.advance(features, state)
-            features = state[0]
-        value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
-        return self._answers(features, crowds, observation), self.value_head(value_features).squeeze(-1), state
-
-    def _answers(self, features: Tensor, crowds: list[Crowd], observation: Tree) -> Tensor:
+            if first is None:
+                state = self.core.advance(features, state)
+                features = state[0]
+            else:
+                features, state = self.core(features.float(), state, first)
         outputs = self._ordered(self.head(features))
-        return torch.cat([outputs, *self.pointing(features, crowds, observation)], dim=-1) if self.pointing.size else outputs
+        if self.pointing.size:
+            outputs = torch.cat([outputs, *self.pointing(features, crowds, observation)], dim=-1)
+        return outputs.float(), features, state
+
+    def decide(self, observation: Tree, state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        vector = self.numbers(observation)
+        outputs, features, state = self.answers(observation, vector, state, None)
+        value_features = features if self.value_trunk is None else self.value_trunk(vector, observation)
+        return outputs, self.value_head(value_features).squeeze(-1), state
 
     def _ordered(self, outputs: Tensor) -> Tensor:
         """Put the free log standard deviations where the distribution expects them."""

@@ -148,6 +148,24 @@ SCALAR_FEATURES: Final = (
     "y",
 )
 SCALARS: Final = len(SCALAR_FEATURES)
+BEYOND_ONE: Final = {
+    "dx": (-5.0, 5.0),
+    "dy": (-2.0, 2.0),
+    "distance": (0.0, 6.0),
+    "health": (0.0, 3.0),
+    "attack": (0.0, 3.0),
+    "shield": (0.0, 3.0),
+    "back in": (0.0, 2.0),
+    "experience": (0.0, 3.0),
+    "gold": (0.0, 3.0),
+    "own kills": (0.0, 10.0),
+    "own deaths": (0.0, 12.0),
+    "kills of the camp": (0.0, 36.0),
+    "kills of the enemy": (0.0, 36.0),
+    "allies alive": (0.0, 1.001),
+    "enemies alive": (0.0, 1.001),
+}
+"""Lowest and highest of the features that are not from 0 to 1."""
 
 _F_KIND = 4
 _F_SPACE = _F_KIND + len(KINDS)

@@ -17,6 +17,7 @@ from gymnasium.utils.seeding import np_random
 
 from ludus.errors import ConfigError
 from ludus.game.matchups import RULE, SELF, shares_of
+from ludus.game.rivals import FIXED, Rivals
 from ludus.games.arena import heroes
 from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
 from ludus.games.arena.compiled import kernel
@@ -39,7 +40,16 @@ from ludus.games.arena.layout import (
     structure_slot,
     units_of,
 )
-from ludus.games.arena.observe import FEATURES, SCALARS, allow, see_unit, see_whole
+from ludus.games.arena.observe import (
+    BEYOND_ONE,
+    ENTITY_FEATURES,
+    FEATURES,
+    SCALAR_FEATURES,
+    SCALARS,
+    allow,
+    see_unit,
+    see_whole,
+)
 from ludus.games.arena.repeats import Repeats
 from ludus.games.arena.rules import observed_slot
 from ludus.games.arena.scripts import SCRIPTS
@@ -54,7 +64,6 @@ RANDOM: Final = "random"
 STARTS: Final = ("home", "lane")
 STAND_IN: Final = "medium"
 """Plays the other seat of the last row when rows play against each other and their number is odd."""
-_BOUND: Final = 10.0
 STATISTICS: Final[Mapping[str, int]] = {
     "kills": KILLS,
     "deaths": DEATHS,
@@ -81,8 +90,8 @@ def observation_space(size: int, *, whole: bool = False) -> gym.spaces.Dict:
     """Of one hero; `whole`: with what a centralised value sees beside it."""
     slots = units_of(size)
     seen: dict[str, gym.Space[Any]] = {
-        "entities": gym.spaces.Box(-_BOUND, _BOUND, (slots, FEATURES), np.float32),
-        "scalars": gym.spaces.Box(-_BOUND, _BOUND, (SCALARS,), np.float32),
+        "entities": _box(_bounds(ENTITY_FEATURES, slots)),
+        "scalars": _box(_bounds(SCALAR_FEATURES)),
         "target_mask": gym.spaces.MultiBinary((len(AIMED), slots)),
     }
     choices = gym.spaces.Tuple([gym.spaces.MultiBinary(options) for options in options_of(size)])
@@ -97,8 +106,18 @@ def action_space(size: int) -> gym.spaces.MultiDiscrete:
 
 def state_space(size: int) -> gym.spaces.Box:
     """Of the whole of a match, with nothing hidden."""
-    numbers = units_of(size) * FEATURES + 2 * size * SCALARS
-    return gym.spaces.Box(-_BOUND, _BOUND, (numbers,), np.float32)
+    entities, scalars = _bounds(ENTITY_FEATURES, units_of(size)), _bounds(SCALAR_FEATURES, 2 * size)
+    return _box(np.concatenate([entities.reshape(2, -1), scalars.reshape(2, -1)], axis=1))
+
+
+def _bounds(features: Sequence[str], *lead: int) -> Floats:
+    """[2, *lead, features]: as narrow as they are, so that whatever is drawn from the space could be seen."""
+    pairs = np.array([BEYOND_ONE.get(name, (0.0, 1.0)) for name in features], np.float32).T
+    return np.broadcast_to(pairs.reshape(2, *[1] * len(lead), len(features)), (2, *lead, len(features))).copy()
+
+
+def _box(bounds: Floats) -> gym.spaces.Box:
+    return gym.spaces.Box(bounds[0], bounds[1], dtype=np.float32)
 
 
 def row_of(observation: Any, row: int) -> Any:
@@ -134,6 +153,8 @@ class Options:
     start: str = STARTS[0]
     states: str | None = None
     """A directory of saved states, as a gamecore server keeps them: matches begin at one of them, drawn for each."""
+    matchmaking: str = FIXED
+    """How scripts are drawn: `fixed`, by their shares; or `even`, weighed so that about as many matches are won as lost."""
     repeat: float = 0.0
     """How many matches begin where an earlier one of this environment once was, or at one of `states`."""
     whole: bool = False
@@ -182,12 +203,10 @@ class Options:
         directory = None if self.states is None else Path(self.states)
         return Repeats(self.size, self.repeat, directory, self.limit()) if self.repeat else None
 
-    def scripts(self) -> dict[int, float]:
-        """Scripts, by their places in SCRIPTS, and how likely each is drawn where a script plays. Raises ConfigError."""
+    def rivals(self) -> Rivals:
+        """The scripts, where a script plays. Raises ConfigError."""
         drawn = {kind.removeprefix(RULE): share for kind, share in self.shares.items() if kind.startswith(RULE)}
-        drawn = drawn or {STAND_IN: 1.0}
-        total = sum(drawn.values())
-        return {SCRIPTS.index(name): share / total for name, share in drawn.items()}
+        return Rivals(drawn or {STAND_IN: 1.0}, self.matchmaking)
 
     def camp(self) -> int | None:
         """The own one; None: drawn for every match."""
@@ -237,7 +256,7 @@ class Seats:
         self._seat_of = self.hero_of.copy()  # own side first
         self._rows = [np.flatnonzero(self.match_of == m) for m in range(matches)]
         self._camp, self._lineups, self._whole = options.camp(), options.lineups(), options.whole
-        self._scripts, self._likely = (np.array(part) for part in zip(*options.scripts().items(), strict=True))
+        self.rivals = options.rivals()
         self.script_of: Ints = np.zeros(matches, np.int64)
         """Of each match: who plays those that nobody else does, by its place in SCRIPTS."""
         self._players: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
@@ -248,6 +267,7 @@ class Seats:
         self._random: list[np.random.Generator] = [np_random(None)[0] for _ in range(matches)]
         self._before: Bools = np.ones(matches, np.bool_)
         self._repeats = options.repeats()
+        self._begun: Bools = np.zeros(matches, np.bool_)
 
     @property
     def rows(self) -> int:
@@ -266,15 +286,25 @@ class Seats:
     def begin(self, which: Ints | None = None) -> None:
         """These matches begin anew, or all."""
         chosen = np.arange(self.arena.matches) if which is None else which
+        for m in chosen[self._begun[chosen] & self._before[chosen]].tolist():
+            self._remember(m)
         seeds = [self._draw(int(m)) for m in chosen]
         self.arena.reset(seeds, chosen.tolist())
         self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
         if self._from_lane:
             self.arena.to_lane(chosen.tolist())
         self._before[chosen] = False
+        self._begun[chosen] = True
         if self._repeats is not None:
             for m in chosen.tolist():
                 self._repeats.begin(self.arena, m, self._random[m])
+
+    def _remember(self, m: int) -> None:
+        """How a match went that is over, if a script played in it."""
+        rows = self._rows[m]
+        if 0 < len(rows) < self.arena.heroes:
+            camp = int(self.hero_of[rows[0]]) // self.size
+            self.rivals.record(SCRIPTS[int(self.script_of[m])], int(self.arena.winner[m]) == camp)
 
     def _draw(self, m: int) -> int:
         """Sides, heroes and opponents of the next match; and its seed."""
@@ -287,9 +317,7 @@ class Seats:
         rows, turn = self._rows[m], camp * size
         self.arena.lineup[m] = np.roll(lineup, turn)
         self.hero_of[rows] = (self._seat_of[rows] + turn) % number
-        self.script_of[m] = self._scripts[
-            0 if len(self._scripts) == 1 else int(random.choice(len(self._scripts), p=self._likely))
-        ]
+        self.script_of[m] = SCRIPTS.index(self.rivals.draw(random))
         self._players[m] = self.script_of[m]
         self._players[m, self.hero_of[rows]] = -1
         return int(random.integers(1 << 31))

@@ -1,0 +1,57 @@
+"""Which of several players is met next: as likely as asked, or such that matches are about even. Pure.
+
+Nothing is learned from a match that is lost whatever one does, nor from one that is won whatever one does. `even` therefore weighs the
+shares by p·(1 − p), where p is how many of the last matches against a player were won: the weak come first, the strong later, and
+nobody quite disappears (the "variance" weighting of prioritised fictitious self-play, Vinyals et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.errors import ConfigError
+
+Doubles = npt.NDArray[np.float64]
+FIXED, EVEN = "fixed", "even"
+MATCHMAKING: Final = (FIXED, EVEN)
+_LEAST: Final = 0.1
+"""Of the weight that an even player has: for whom one never wins against, or always."""
+_WINDOW: Final = 60
+"""Matches, about, over which p is taken: it follows somebody who learns."""
+
+
+class Rivals:
+    """Names with their shares, and how matches against them went."""
+
+    def __init__(self, shares: Mapping[str, float], matchmaking: str = FIXED) -> None:
+        """Raises ConfigError."""
+        if matchmaking not in MATCHMAKING:
+            raise ConfigError(f"matchmaking is {matchmaking!r}.", f"One of {', '.join(MATCHMAKING)}.")
+        self.names = tuple(shares)
+        total = sum(shares.values())
+        self._shares: Doubles = np.array([share / total for share in shares.values()], np.float64)
+        self._won: Doubles = np.full(len(self.names), 0.5)
+        self._matches = np.zeros(len(self.names), np.int64)
+        self._even = matchmaking == EVEN
+
+    @property
+    def likely(self) -> Doubles:
+        """Of each name."""
+        if not self._even:
+            return self._shares
+        weighed = self._shares * np.maximum(_LEAST, 4 * self._won * (1 - self._won))
+        return np.asarray(weighed / weighed.sum(), np.float64)
+
+    def record(self, name: str, won: bool) -> None:
+        """A match against that one is over; one that nobody won was not won."""
+        i = self.names.index(name)
+        self._matches[i] += 1
+        self._won[i] += (won - self._won[i]) / min(int(self._matches[i]) + 1, _WINDOW)
+
+    def draw(self, random: np.random.Generator) -> str:
+        """One of them; a single one takes no chance."""
+        return self.names[0 if len(self.names) == 1 else int(random.choice(len(self.names), p=self.likely))]

@@ -1,0 +1,56 @@
+"""Whom one meets next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ludus.errors import ConfigError
+from ludus.game.rivals import EVEN, Rivals
+
+SHARES = {"easy": 1.0, "medium": 2.0, "hard": 1.0}
+
+
+def played(rivals: Rivals, won: dict[str, float], matches: int) -> None:
+    """As many of so many matches won as said, evenly spread."""
+    for name, share in won.items():
+        for k in range(matches):
+            rivals.record(name, int((k + 1) * share) > int(k * share))
+
+
+def test_fixed_shares_stay_whatever_happens() -> None:
+    rivals = Rivals(SHARES)
+    played(rivals, {"easy": 1.0, "medium": 0.5, "hard": 0.0}, 100)
+    assert rivals.likely.tolist() == [0.25, 0.5, 0.25]
+    random = np.random.default_rng(0)
+    drawn = [rivals.draw(random) for _ in range(4000)]
+    for name, share in zip(rivals.names, rivals.likely, strict=True):
+        assert drawn.count(name) / 4000 == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
+
+
+def test_even_matches_are_sought_and_nobody_disappears() -> None:
+    rivals = Rivals(SHARES, EVEN)
+    assert rivals.likely.tolist() == [0.25, 0.5, 0.25]  # nothing is known yet
+    played(rivals, {"easy": 0.0, "medium": 0.0, "hard": 0.0}, 100)
+    np.testing.assert_allclose(rivals.likely, [0.25, 0.5, 0.25])  # lost to everybody
+    played(rivals, {"easy": 0.5}, 200)
+    assert rivals.likely[0] > 0.7
+    played(rivals, {"easy": 1.0, "medium": 0.5}, 300)
+    easy, medium, hard = rivals.likely
+    assert medium > 0.85
+    assert easy > 0.02 and hard > 0.02
+    played(rivals, {"medium": 0.9, "hard": 0.2}, 300)
+    # 4·0.9·0.1 = 0.36 with twice the share, 4·0.2·0.8 = 0.64, and the least of 0.1.
+    np.testing.assert_allclose(rivals.likely, np.array([0.1, 0.72, 0.64]) / 1.46, atol=0.06)
+
+
+def test_one_alone_takes_no_chance() -> None:
+    random = np.random.default_rng(1)
+    before = random.bit_generator.state
+    assert Rivals({"easy": 0.3}, EVEN).draw(random) == "easy"
+    assert random.bit_generator.state == before
+
+
+def test_a_way_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'fair'.*fixed, even"):
+        Rivals(SHARES, "fair")
