@@ -18,7 +18,7 @@ import ludus
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.trained import TrainedAgent
-from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
+from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
 from ludus.experiment import workspace
 from ludus.experiment.battle import battle
 from ludus.experiment.battle_arena import ArenaStage, Ended, every_for, pairings
@@ -26,6 +26,7 @@ from ludus.experiment.battle_result import Hero, Played, lopsided, most_lopsided
 from ludus.experiment.battle_server import Place
 from ludus.experiment.battle_terms import Keeping, Pairing, Terms, read_lineups, schedule
 from ludus.experiment.contestants import Contestant, Named, Script, Served, Trained, contestant
+from ludus.experiment.exporting import export_checkpoint
 from ludus.gamecore.server import Running, running
 from ludus.gamecore.settings import Settings
 from ludus.games.arena.arena import Arena
@@ -197,6 +198,28 @@ def test_a_run_a_checkpoint_and_a_version_are_the_same_player(run: Path) -> None
     assert all(isinstance(one, Trained) and one.version == version for one in found)
     results = [last_states(one, EASY, Terms(2, seconds=10)) for one in found]
     assert all(result == results[0] for result in results)
+
+
+def test_an_exported_policy_plays_the_same_matches(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    export_checkpoint(run, out=tmp_path / "agent.onnx")
+    exported = contestant(tmp_path / "agent.onnx")
+    assert isinstance(exported, Trained)
+    assert exported.to_json() == {
+        "name": f"agent.onnx@{exported.version}",
+        "kind": "onnx",
+        "where": str(tmp_path / "agent.onnx"),
+        "version": exported.version,
+    }
+    terms = Terms(4, seconds=20)
+    original = contestant(run)
+    assert isinstance(original, Trained)
+    assert last_states(exported, EASY, terms) == last_states(replace(original, settings={}), EASY, terms)
+    with pytest.raises(UsageError, match="There is no file"):
+        contestant(tmp_path / "nothing.onnx")
+    (tmp_path / "rubbish.onnx").write_bytes(b"nonsense")
+    with pytest.raises(Damaged):
+        contestant(tmp_path / "rubbish.onnx")
 
 
 def test_a_version_that_no_checkpoint_has_any_more_is_read_from_the_kept_ones(run: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _COLUMNS = {
     "damage": "damage",
 }
 
-_Who = "A run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, http://HOST:PORT, or rule:hard."
+_Who = "A run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
 _A = Annotated[str, typer.Argument(metavar="A", help=_Who, show_default=False)]
 _B = Annotated[str, typer.Argument(metavar="B", help="The same.", show_default=False)]
 _Games = Annotated[int, typer.Option(min=1, help="Matches.")]

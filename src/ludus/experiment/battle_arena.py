@@ -46,6 +46,7 @@ from ludus.games.arena.recording import Recorder, Recording
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.seats import Options, Seats, action_space, observation_space
 from ludus.games.arena.settings import MAX_SIZE, SECONDS, rows_of, size_of
+from ludus.model.acting import Acts
 from ludus.model.policy import Policy
 from ludus.plugins import did_you_mean
 from ludus.tree import Array, Tree, map_tree
@@ -118,7 +119,7 @@ def check(one: Contestant, size: int) -> None:
         raise IncompatibleCheckpoint(f"{one.label} does not play the Arena {size}v{size}: {wrong}.", _instead(one.policy, size))
 
 
-def misfit(policy: Policy, size: int) -> str:
+def misfit(policy: Acts, size: int) -> str:
     """What is other in a match of that size than in the training of a policy; empty: nothing."""
     seen, _ = spaces.split_mask(observation_space(size))
     for what, mine, there in (("observes", policy.observation_space, seen), ("acts in", policy.action_space, action_space(size))):
@@ -127,7 +128,7 @@ def misfit(policy: Policy, size: int) -> str:
     return ""
 
 
-def _instead(policy: Policy, size: int) -> str:
+def _instead(policy: Acts, size: int) -> str:
     others = [other for other in range(1, MAX_SIZE + 1) if other != size and not misfit(policy, other)]
     return f"It plays --mode {others[0]}v{others[0]}." if others else "Other games are played with --server and --game."
 
@@ -151,11 +152,11 @@ def _short(space: gym.Space[Any]) -> str:
 class _Player:
     """A policy in its seats: a recurrent state for each, and noise for each match."""
 
-    def __init__(self, policy: Policy, rows: Array, size: int, matches: int, deterministic: bool) -> None:
+    def __init__(self, policy: Acts, rows: Array, size: int, matches: int, deterministic: bool) -> None:
         """`rows`: [M, size] of the seats that are its own."""
         self.policy, self.rows = policy, rows
         self._size, self._draws = size, not deterministic
-        self._fresh = tuple(part.numpy() for part in policy.initial_state(size))
+        self._fresh = tuple(spec.zeros(size) for spec in policy.state_spec())
         self._state = tuple(np.repeat(part[None], matches, 0) for part in self._fresh)  # [M, size, …]
         self._generators = [torch.Generator() for _ in range(matches)]
         self._noise: list[Array] = [np.zeros((0,), np.float32)] * matches
@@ -235,7 +236,8 @@ class ArenaStage:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # batches are small: threads would only wait for each other
             for player in self._players.values():
-                stack.enter_context(player.policy.acting())
+                if isinstance(player.policy, Policy):
+                    stack.enter_context(player.policy.acting())
             for m in range(self._matches):
                 self._begin(m, next(waiting, None))
             while live := [m for m, pairing in enumerate(self._playing) if pairing is not None]:

@@ -29,8 +29,7 @@ from ludus.experiment.battle_terms import Pairing, Terms, schedule
 from ludus.experiment.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.game.client import Client
 from ludus.game.gamecore import GamecoreClient, GameState
-from ludus.model.acting import Deciding
-from ludus.model.policy import Policy
+from ludus.model.acting import Acts, Deciding
 from ludus.plugins import did_you_mean
 from ludus.runtime.gateways import bind
 from ludus.runtime.machine import usable_cores
@@ -89,7 +88,7 @@ class Backstage:
         self._gateways: list[Gateway] = []
         self._thread.start()
 
-    def serve(self, seats: Mapping[str, Policy], version: int) -> int:
+    def serve(self, seats: Mapping[str, Acts], version: int) -> int:
         """The port where it answers."""
         listening = _listening(self._host)
         number = len(self._gateways)
@@ -280,7 +279,7 @@ class ServerStage:
                 addresses.append(_camp(one))
         return addresses
 
-    def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, Policy]:
+    def _seats_of(self, one: Trained, by_hero: bool) -> Mapping[str, Acts]:
         if not self._is_arena or (not by_hero and _FIRST in one.seats):
             return one.seats
         return {ONLY_SEAT: one.policy} if by_hero else {f"hero_{i}": one.policy for i in range(self._size)}

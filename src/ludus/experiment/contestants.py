@@ -1,7 +1,8 @@
-"""Who can take part in a battle, by name: a checkpoint, a version, a run, a served address, or a built-in player.
+"""Who can take part in a battle, by name: a checkpoint, a version, a run, an export, a served address, or a built-in player.
 
 contestant("runs/arena/PPO_…")            its newest checkpoint; also RUN/best, RUN/checkpoints/000120, s3://…
 contestant("runs/arena/PPO_…@131")        version 131, of a checkpoint or kept in models/
+contestant("agent.onnx")                  an exported policy, run by onnxruntime
 contestant("http://10.0.0.5:8000")        whoever answers there
 contestant("rule:hard")                   a built-in player of the game; "rule": the one that it plays by itself
 """
@@ -21,8 +22,9 @@ from ludus.experiment import checkpoint, external
 from ludus.experiment.result import Result
 from ludus.experiment.workspace import directory_of, is_remote, shown, store_of
 from ludus.model import pool
+from ludus.model.acting import Acts
 from ludus.model.central import actor_of
-from ludus.model.policy import Policy
+from ludus.model.onnx import OnnxPolicy
 from ludus.plugins import did_you_mean
 from ludus.store.store import Store
 from ludus.types import DEFAULT_MODEL
@@ -34,6 +36,7 @@ ONLY_SEAT: Final = ""
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _VERSION = re.compile(r"(.+)@0*([0-9]+)(\?.*)?")  # of a store, before what is said of it after the question mark
 _WEIGHTS = ".safetensors"
+_EXPORT = ".onnx"
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ class Trained:
     """A policy of ours, ready to act, and the experiment that it comes from as far as that is known."""
 
     label: str
-    policy: Policy
+    policy: Acts
     version: int = 0
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """`config:` of its run."""
-    seats: Mapping[str, Policy] = field(default_factory=dict)
+    seats: Mapping[str, Acts] = field(default_factory=dict)
     """By the names that games of its training call them; one without a name if it was trained in environments."""
 
     @property
@@ -85,7 +88,8 @@ class Trained:
         return said if isinstance(said, int) else None
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.label, "kind": "checkpoint", "where": self.where, "version": self.version}
+        kind = "onnx" if isinstance(self.policy, OnnxPolicy) else "checkpoint"
+        return {"name": self.label, "kind": kind, "where": self.where, "version": self.version}
 
 
 Contestant = Script | Served | Trained
@@ -122,6 +126,8 @@ def _hint(text: str) -> str:
 def _trained(text: str, model: str | None) -> Trained:
     if text.endswith(_WEIGHTS):
         return _of_file(text, model)
+    if text.endswith(_EXPORT):
+        return _exported(Path(text))
     asked = _VERSION.fullmatch(text)
     if asked is not None and (is_remote(directory_of(text)) or not directory_of(text).exists()):
         return _of_version(directory_of(asked[1] + (asked[3] or "")), int(asked[2]), model)
@@ -140,6 +146,14 @@ def _of_file(text: str, model: str | None) -> Trained:
         run, found = checkpoint.open_checkpoint(path.parent)
         return _of_checkpoint(run, found, model or name)
     raise UsageError(f"{text} is not among the versions or checkpoints of a run.", "RUN/models/NAME/000120.safetensors is meant.")
+
+
+def _exported(path: Path) -> Trained:
+    """Raises NotFound, Damaged, MissingExtra; UsageError if it is another kind of model."""
+    if not path.expanduser().is_file():
+        raise NotFound(f"There is no file {path}.", "`ludus export` writes such files.")
+    policy = OnnxPolicy(path, value=False)
+    return Trained(f"{path.stem}{_EXPORT}@{policy.version}", policy, policy.version, str(path), seats={ONLY_SEAT: policy})
 
 
 def _of_version(run: Path, number: int, model: str | None) -> Trained:

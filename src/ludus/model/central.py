@@ -105,9 +105,7 @@ class CentralNetwork(PolicyNetwork):
         outputs, features, state = self._answers(observation[OWN], state, None)
         return outputs, self._value(observation, outputs, features if self._share else None), state
 
-    def _answers(
-        self, own: Tree, state: tuple[Tensor, ...], first: Tensor | None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def _answers(self, own: Tree, state: tuple[Tensor, ...], first: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         return self.actor.answers(own, self.actor.numbers(own), state, first)
 
     def _value(self, observation: Tree, outputs: Tensor, features: Tensor | None = None) -> Tensor:
