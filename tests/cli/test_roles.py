@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cli import cluster, learner, roles
-from ludus.cli.actor import address_of, is_set, number_of
+from ludus.cli.actor import address_of, host_of, is_set, number_of
 from ludus.cluster import roles as jobs
 from ludus.cluster.cluster import Job, Role, wait
 from ludus.cluster.iplist import Part, load_iplist
@@ -184,6 +184,17 @@ def test_the_address_of_a_gamecore_server(text: str) -> None:
 def test_what_is_no_address_of_a_gamecore_server(text: str) -> None:
     with pytest.raises(UsageError, match="is not the address of a gamecore server"):
         address_of(text)
+
+
+@pytest.mark.parametrize(("text", "host"), [("", ""), (" node1 ", "node1"), ("10.0.0.7", "10.0.0.7"), ("[fd00::1]", "fd00::1")])
+def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
+    assert host_of(text) == host
+
+
+@pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1"])
+def test_what_is_no_name_of_this_machine(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
+        host_of(text)
 
 
 @pytest.mark.parametrize(("text", "meant"), [("1", True), ("true", True), ("0", False), ("", False), ("No", False)])

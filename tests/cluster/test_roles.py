@@ -199,7 +199,7 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
 
 def test_an_actor_is_a_node_that_stays() -> None:
     here = locate(ONE, {}, network=STRANGER, must=False)
-    job = checked(joining_job("actor", ONE, meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432"))
+    job = checked(joining_job("actor", ONE, meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432", advertise="10.0.7.7"))
     assert (job.name, job.main, job.place) == ("actor", "main", "10.0.0.2:9610")
     ray, main = job.roles
     assert ray.command == (
@@ -212,6 +212,7 @@ def test_an_actor_is_a_node_that_stays() -> None:
     assert around is not None
     assert (around.nodes, around.node, around.head) == (("10.0.0.2", "10.0.0.9"), 1, "10.0.0.2:9610")
     assert ray.environment["GAMECORE_SERVER_ADDR"] == "10.0.0.9:23432"
+    assert ray.environment["LUDUS_ADVERTISE"] == "10.0.7.7"
 
 
 def test_every_machine_has_a_number_of_its_own_and_one_that_is_not_in_the_list_the_next() -> None:

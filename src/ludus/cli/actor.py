@@ -14,6 +14,7 @@ from ludus.errors import UsageError
 app = typer.Typer(help="A machine that samples for the learner of a run, started there.", no_args_is_help=True)
 
 GAMECORE = "GAMECORE_SERVER_ADDR"
+ADVERTISE = "LUDUS_ADVERTISE"
 NUMBERS = ("ACTOR_NUM", "CPU_NUM")
 NO_POOL = ("NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL")
 _MOST = 4096
@@ -25,6 +26,14 @@ _Num = Annotated[
 _Gamecore = Annotated[
     str | None,
     typer.Option("--gamecore", metavar="HOST:PORT", help=f"The server that starts games for them. [{GAMECORE}]"),
+]
+_Advertise = Annotated[
+    str | None,
+    typer.Option(
+        "--advertise",
+        metavar="HOST",
+        help=f"By which name or address games reach these workers; default: the one towards their server. [{ADVERTISE}]",
+    ),
 ]
 _NoPool = Annotated[
     bool,
@@ -39,6 +48,7 @@ def start(
     iplist: r.IpList,
     num: _Num = None,
     gamecore: _Gamecore = None,
+    advertise: _Advertise = None,
     no_model_pool: _NoPool = False,
     node: r.Node = None,
     port: r.Port = r.PORT,
@@ -56,6 +66,7 @@ def start(
     in_list = listed.entries[here.node].actors if here.node is not None else 0
     count = number_of(num, os.environ, in_list)
     server = address_of(gamecore or os.environ.get(GAMECORE, ""))
+    host = host_of(advertise or os.environ.get(ADVERTISE, ""))
     shares = no_model_pool or any(is_set(name, os.environ) for name in NO_POOL)
     if shares and here.address != here.head:
         raise UsageError(
@@ -69,11 +80,13 @@ def start(
         r.say(notice)
     r.say(f"actor_num: {count}")
     if server:
-        r.say(f"gamecore server: {server}")
+        r.say(f"gamecore server: {server}" + (f", whose games reach this machine as {host}" if host else ""))
     if shares and server:  # the learner's own workers would know nothing of the server
         r.say("these workers have an agent of their own, with a copy of the weights, because of their gamecore server")
         shares = False
-    job = roles.joining_job("actor", listed, meeting, os.environ, cpus=count, gamecore=server, share_weights=shares)
+    job = roles.joining_job(
+        "actor", listed, meeting, os.environ, cpus=count, gamecore=server, advertise=host, share_weights=shares
+    )
     status = r.begin(job, LocalOrchestrator(), "actor")
     r.say(f"{status.id} is {status.state}")
     if shares:
@@ -119,6 +132,16 @@ def address_of(text: str) -> str:
     if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port[:9]) < 1 << 16 or any(c.isspace() for c in host):
         raise UsageError(f"{text!r} is not the address of a gamecore server.", "It is HOST:PORT, for example 10.0.0.5:23432.")
     return text
+
+
+def host_of(text: str) -> str:
+    """A name or address without a port, or nothing. Raises UsageError."""
+    host = text.strip().removeprefix("[").removesuffix("]")
+    if any(c.isspace() or c in "/@" for c in host) or host.count(":") == 1:
+        raise UsageError(
+            f"{text!r} is not a name or address of this machine.", "It has no port, which is chosen here: --advertise 10.0.0.7."
+        )
+    return host
 
 
 def is_set(name: str, environ: Mapping[str, str]) -> bool:

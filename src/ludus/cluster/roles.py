@@ -41,6 +41,7 @@ LEARNER, ACTOR = "learner", "actor"
 TOKEN_FILE = "LUDUS_TOKEN_FILE"  # noqa: S105 - the name of a variable
 TOKEN = "token"  # noqa: S105
 GAMECORE = "GAMECORE_SERVER_ADDR"
+ADVERTISE = "LUDUS_ADVERTISE"
 
 TRAINS = "LUDUS_LEARNER_TRAINS"
 """Names of experiments, as words of a shell: beside PWD, what a learner is known by (`Subject`)."""
@@ -151,6 +152,7 @@ def joining_job(
     cpus: int = 0,
     learners: int = 0,
     gamecore: str = "",
+    advertise: str = "",
     share_weights: bool = False,
 ) -> Job:
     """On any other machine, or once more on the head: workers, learners or both, for as long as they are not stopped.
@@ -164,6 +166,8 @@ def joining_job(
     told = told_of(Surroundings(tuple(addresses), node, meeting.port, meeting.token_file, 1))
     if gamecore:
         told[GAMECORE] = gamecore
+    if advertise:
+        told[ADVERTISE] = advertise
     logs = meeting.logs / part
     roles = []
     if cpus:
