@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import ludus
 from ludus.actor import evaluate
 from ludus.actor.evaluate import Score
 from ludus.config import PreprocessConfig
@@ -128,6 +130,49 @@ def a_course(env: str, env_config: dict[str, Any], episodes: int, explore: bool 
         env=env, env_config=env_config, preprocess=PreprocessConfig(), wrappers=(), description=policy.description(),
         duration=episodes, by_steps=False, explore=explore, seed=3, forgiving=False, device="cpu", luggage=Luggage(),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("episodes", "group", "quota"),
+    [
+        (5, 1, [1] * 5),
+        (20, 1, [2] * 4 + [1] * 12),
+        (15, 3, [1] * 15),
+        (32, 3, [3] * 3 + [2] * 12),  # eleven matches of three
+        (1, 3, [1] * 3),
+        (7, 20, [1] * 20),
+    ],
+)
+def test_whole_sides_play_equally_often(episodes: int, group: int, quota: list[int]) -> None:
+    course = replace(a_course(WALK, {}, episodes), group=group)
+    assert course.quota().tolist() == quota
+    assert course.rows == len(quota)
+
+
+def test_teams_are_evaluated_in_whole_matches_that_begin_at_the_beginning(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "num_workers": 0,
+        "num_envs_per_worker": 6,
+        "train_batch_size": 96,
+        "rollout_fragment_length": 16,
+        "num_epochs": 1,
+        "env_config": {
+            "mode": "3v3",
+            "seconds": 20,
+            "repeat": 1.0,
+            "opponent": {"easy": 0.5, "hard": 0.5},
+            "matchmaking": "even",
+        },
+        "evaluation_interval": 1,
+        "evaluation_duration": 16,
+        "evaluation_config": {"env_config": {"opponent": "medium"}},
+        "model": {"fcnet_hiddens": [16]},
+    }
+    made = ludus.train("ludus.games.arena.gym:ArenaVectorEnv", stop={"iterations": 1}, local_dir=tmp_path, config=settings)
+    row = next(row for row in read_jsonl(Path(made.run_dir) / "metrics.jsonl") if "evaluation/episodes" in row)
+    assert row["evaluation/episodes"] == 18
+    assert row["evaluation/length_mean"] == 100  # of whole matches: twenty seconds, five decisions in each
+    assert row["evaluation/win/medium"] == 0.0
 
 
 @pytest.fixture

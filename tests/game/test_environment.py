@@ -20,11 +20,11 @@ from ludus.game.environment import (
     LoopEnvironments,
     VectorEnvironments,
     check_exists,
-    has_opponents,
     make_environments,
     make_one,
     own_part,
     reward_threshold,
+    said_of_rows,
 )
 from ludus.memory.local import LocalMemory
 from ludus.model.networks import NetworkConfig
@@ -634,7 +634,20 @@ def test_a_single_row_has_no_opponent_from_the_past() -> None:
     ],
 )
 def test_whether_there_would_be_opponents_is_known_before(name: str, rows: int, config: dict[str, Any], has: bool) -> None:
-    assert has_opponents(name, rows, config) is has
+    assert said_of_rows(name, rows, config).opposed is has
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "group"),
+    [
+        (ARENA, {"mode": "3v3"}, 3),
+        ("ludus/Arena-1v1-v0", {}, 1),
+        ("gamecore", {"mode": "3v3"}, 3),
+        ("CartPole-v1", {}, 1),
+    ],
+)
+def test_how_many_rows_are_a_side_is_known_before(name: str, config: dict[str, Any], group: int) -> None:
+    assert said_of_rows(name, 15, config).group == group
 
 
 @pytest.mark.parametrize("masked", [False, True])

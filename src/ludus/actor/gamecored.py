@@ -63,6 +63,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
     whose match was lost or has not begun yet. After the end of a match the next step only begins another (next-step autoreset).
     """
 
+    only_training: Final = ("repeat", "start_from", "matchmaking")
+    """Evaluations play whole matches, and those that were asked for."""
+
     def __init__(
         self,
         num_envs: int = 1,
@@ -97,6 +100,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self.slots, rows = slots_of(dealt, seats)
         self.num_envs = rows if num_envs % seats == 0 else num_envs
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
+        self.group_rows = seats
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.render_mode = None
         self.single_observation_space, self.single_action_space = self.game.observation_space, self.game.action_space

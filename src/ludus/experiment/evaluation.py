@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ludus.experiment.checkpoint import FOLDER
 from ludus.experiment.parts import Resolved
 from ludus.experiment.run import Run
 from ludus.experiment.workspace import store_of
-from ludus.game.environment import Environments, has_opponents, make_environments
+from ludus.game.environment import Environments, RowsSaid, make_environments, said_of_rows
 from ludus.game.preprocess import for_evaluation
 from ludus.game.wrapping import Named, names_of
 from ludus.model import saved
@@ -29,7 +30,7 @@ from ludus.model.policy import Policy
 from ludus.runtime.errands import Errands
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.processes import Context, Restart
-from ludus.types import DEFAULT_MODEL
+from ludus.types import DEFAULT_MODEL, Ints
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,21 @@ class Course:
     forgiving: bool
     device: str
     luggage: Luggage
+    group: int = 1
+    """So many rows are a side of a match, and play as many episodes as each other."""
+
+    @property
+    def groups(self) -> int:
+        wanted = max(1, self.duration // _STEPS_OF_A_ROW) if self.by_steps else self.duration
+        return max(1, min(math.ceil(wanted / self.group), _ROWS // self.group))
 
     @property
     def rows(self) -> int:
-        return min(max(1, self.duration // _STEPS_OF_A_ROW) if self.by_steps else self.duration, _ROWS)
+        return self.groups * self.group
+
+    def quota(self) -> Ints:
+        """Of each row."""
+        return shares(math.ceil(self.duration / self.group), self.groups).repeat(self.group)
 
     def environments(self, rows: int) -> Environments:
         return make_environments(
@@ -74,7 +86,7 @@ class Course:
 
     def play(self, policy: Policy, environments: Environments, seed: int, first: int, interrupted: Callable[[], bool]) -> Score:
         """The share of the rows from `first` on, as many as there are environments."""
-        quota = shares(self.duration, self.rows)[first : first + environments.num]
+        quota = self.quota()[first : first + environments.num]
         with policy.acting():
             return play(
                 policy, environments, quota, seed + first, deterministic=not self.explore, by_steps=self.by_steps,
@@ -111,7 +123,7 @@ class EvaluationWorkers:
         self, course: Course, directory: Path, workers: int, hang_s: float, restart: Restart, interrupted: Callable[[], bool]
     ) -> None:
         self._course, self._directory, self.interrupted = course, directory, interrupted
-        self._workers = min(workers, course.rows)
+        self._workers = min(workers, course.groups)
         self._hang_s, self._restart = hang_s, restart
         self._errands: Errands | None = None
         self._numbers = itertools.count(1)
@@ -138,7 +150,7 @@ class EvaluationWorkers:
             )  # fmt: skip
         self._iteration, self._parts, self._error = iteration, {}, None
         where = {"run": str(self._directory.absolute()), "checkpoint": checkpoint}
-        edges = np.linspace(0, self._course.rows, self._workers + 1).astype(int).tolist()
+        edges = (np.linspace(0, self._course.groups, self._workers + 1).astype(int) * self._course.group).tolist()
         for first, end in itertools.pairwise(edges):
             number = next(self._numbers)
             self._open[number] = first
@@ -227,21 +239,31 @@ def make_evaluation(
     config = resolved.config
     if not config.evaluation_duration:
         return None
-    course = _course(resolved.experiment.env, config, policy)
+    env = resolved.experiment.env
+    with undisturbed():
+        said = said_of_rows(env, _ROWS, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+    course = _course(env, config, policy, said)
     if config.evaluation_config.env_config is not None:
         _check(course, policy)
-    _check_opponents(course)
+        with undisturbed():
+            said = said_of_rows(env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers)
+    if said.opposed:  # the first evaluation may be an hour away
+        raise ConfigError(
+            f"Evaluations of {env} would have opponents from the past, and nobody there has one.",
+            "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
+        )
     if not config.evaluation_num_workers:
         return Evaluation(course, policy, interrupted)
     restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
     return EvaluationWorkers(course, run.directory, config.evaluation_num_workers, config.worker_hang_s, restart, interrupted)
 
 
-def _course(env: str, config: AlgorithmConfig, policy: Policy) -> Course:
+def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowsSaid) -> Course:
     section = config.evaluation_config
+    taken_over = {key: value for key, value in config.env_config.items() if key not in said.only_training}
     return Course(
         env=env,
-        env_config={**config.env_config, **(section.env_config or {})},
+        env_config={**taken_over, **(section.env_config or {})},
         preprocess=for_evaluation(config.preprocess),
         wrappers=config.wrappers,
         description=policy.description(),
@@ -252,6 +274,7 @@ def _course(env: str, config: AlgorithmConfig, policy: Policy) -> Course:
         forgiving=config.restart_failed_sub_environments,
         device=config.inference_device if not config.evaluation_num_workers else "cpu",
         luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
+        group=said.group,
     )
 
 
@@ -267,17 +290,4 @@ def _check(course: Course, policy: Policy) -> None:
             f"config.evaluation_config.env_config makes another environment of {course.env}: it shows {one.observation_space}"
             f" and takes {one.action_space}.",
             "What an agent sees and does must be the same as in training.",
-        )
-
-
-def _check_opponents(course: Course) -> None:
-    """The first evaluation may be an hour away. Raises ConfigError."""
-    with undisturbed():
-        opposed = has_opponents(
-            course.env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers
-        )
-    if opposed:
-        raise ConfigError(
-            f"Evaluations of {course.env} would have opponents from the past, and nobody there has one.",
-            "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
         )

@@ -134,16 +134,30 @@ def _opponents(made: gym.vector.VectorEnv[Any, Any, Any]) -> Bools | None:
     return None if rows is None or not rows.any() else rows
 
 
-def has_opponents(
+@dataclass(frozen=True)
+class RowsSaid:
+    """What a vector environment says of its rows."""
+
+    opposed: bool = False
+    """Some of them are played by somebody from outside."""
+    group: int = 1
+    """So many neighbours are one side of a match, and begin and end together: `group_rows` of the environment."""
+    only_training: tuple[str, ...] = ()
+    """Keywords of it that evaluations do not take over: where matches begin, say."""
+
+
+def said_of_rows(
     name: str, num: int, env_config: Mapping[str, Any], *, preprocess: PreprocessConfig = _NOTHING, wrappers: Named = ()
-) -> bool:
-    """Whether so many rows of it would have opponents from outside. Nothing is made of what cannot have any."""
+) -> RowsSaid:
+    """Of so many rows of it. Nothing is made of what cannot say anything."""
     recipe = _Recipe(name, dict(env_config), preprocess, *wrappers_of(wrappers))
     if recipe.atari or not (recipe.only_vectors or recipe.native) or not recipe.is_vector:
-        return False
+        return RowsSaid()
     made = recipe.vector(num)
     try:
-        return _opponents(made) is not None
+        env = made.unwrapped
+        group, only_training = getattr(env, "group_rows", 1), getattr(env, "only_training", ())
+        return RowsSaid(_opponents(made) is not None, int(group), tuple(only_training))
     finally:
         made.close()
 

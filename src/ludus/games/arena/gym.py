@@ -39,6 +39,9 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
     After the end of a match the next step only begins a new one (next-step autoreset). Observations are arrays of their own.
     """
 
+    only_training: Final = ("repeat", "states", "matchmaking")
+    """Evaluations play whole matches, and those that were asked for."""
+
     def __init__(
         self,
         num_envs: int = 1,
@@ -59,6 +62,7 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         self.seats = Seats(options, seated, opposed)
         self.num_envs = self.seats.rows
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
+        self.group_rows = size
         whole = np.arange(self.num_envs) < num_envs // size * size
         self._tells: Bools = whole & (np.arange(self.num_envs) % size == 0)
         """Whether a match was won is told once by each whole group, however many heroes it has."""
