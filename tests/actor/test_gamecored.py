@@ -171,7 +171,7 @@ def test_a_declared_game_is_played_to_its_end_and_begun_anew(server: str, made: 
 
 def test_what_became_of_a_match_is_told_by_whom_it_was_played_against(server: str, made: list[Any]) -> None:
     env = counting(made, server, 2, opponent={"rule": 0.5, "past": 0.5}, length=2)
-    assert env.result_names == ("win/rule", "loss/rule", "win/past", "loss/past")
+    assert env.result_names == ("win/rule", "loss/rule", "win/past", "loss/past", "past_version")
     told = np.zeros(3)
     until_s = time.monotonic() + 60
     while not (told[0] and told[1]) and time.monotonic() < until_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +22,8 @@ from ludus.game.opposed import Opposed
 from ludus.memory.local import LocalMemory
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Acted, Policy
+from ludus.model.pool import LocalPool
+from ludus.store.local import LocalStore
 
 OWN, THEIRS, LENGTH = 3, 2, 4
 
@@ -29,7 +32,7 @@ class Rows(gym.vector.VectorEnv[Any, Any, Any]):
     """Row i shows i and the step; the reward is what the first opponent did. Episodes last LENGTH steps, the result is i."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - Gymnasium declares it so
-    result_names = ("row", "win/past")
+    result_names = ("row", "win/past", "past_version")
 
     def __init__(self) -> None:
         self.num_envs = OWN + THEIRS
@@ -156,9 +159,35 @@ def test_results_of_own_rows_are_told_once_for_each_episode(environments: Enviro
     assert sampler.step()
     block = memory.take(0)
     assert block is not None
-    assert block.spec.results == ("row", "win/past")
+    assert block.spec.results == ("row", "win/past", "past_version")
     np.testing.assert_array_equal(block.results[:, 0], [(2 * row, 2) for row in range(OWN)])
     np.testing.assert_array_equal(block.results[:, 1], np.zeros((OWN, 2)))
+    np.testing.assert_array_equal(block.results[:, 2], [(2 * source.version, 2)] * OWN)
+
+
+def test_whoever_begins_later_meets_what_the_run_has_kept(
+    environments: Environments, env: Rows, source: Versions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = LocalPool(LocalStore(tmp_path))
+    pool.add("model", source.policy)
+    for version in range(2, 24):
+        source.always(version % 5, version)
+        pool.publish("model", version)
+        pool.keep("model")
+    pool.close()
+    (tmp_path / "models" / "model" / "000013.safetensors").write_bytes(b"damaged")
+    source.always(0, 23)
+    environments.reset(0)
+    with_past(environments, source, SelfPlayConfig(every=5, keep=4), 0, tmp_path)
+    assert isinstance(environments, Opposed)
+    player = environments.player
+    assert isinstance(player, PastPlayer)
+    met = {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)}
+    assert met == {23, 18, 8, 3}  # and of 13 the log says why not
+    assert "version 13 does not play again" in caplog.text
+    for seed in range(8):
+        version, weights = player._history.draw(np.random.default_rng(seed))
+        assert version == 23 or weights["network.head.bias"].argmax() == version % 5
 
 
 def test_environments_hear_how_far_training_has_come(environments: Environments, env: Rows, source: Versions) -> None:

@@ -33,7 +33,7 @@ from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import SeatSpaces, plain_spec
 from ludus.game.environment import LOST
 from ludus.game.gamecore import GamecoreClient
-from ludus.game.matchups import RULE, groups
+from ludus.game.matchups import PAST, PAST_VERSION, RULE, groups
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, map_tree
 from ludus.types import Bools, Floats
@@ -110,7 +110,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self._tells: Bools = ~self.opponent_rows & (np.arange(self.num_envs) % seats == 0)
         """Whether a match was won is told once by each group, however many seats it has."""
         told = [f"{how}/{who}" for who in self.game.against for how in ("win", "loss")]
-        self.result_names = (*told, *(["seconds"] if self.game.ticks_a_second else []), *self.game.statistics)
+        past = [PAST_VERSION] if self.game.shares.get(PAST) else []
+        self.result_names = (*told, *(["seconds"] if self.game.ticks_a_second else []), *self.game.statistics, *past)
         """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
         self._timesteps = 0
         self._sight = Sight(self.game)

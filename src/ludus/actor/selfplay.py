@@ -1,24 +1,32 @@
 """Playing against one's own past: versions that this process has seen, a few of them, play the rows that are not learned from.
 
-No version is fetched for it: whoever samples is handed every version anyway, and keeps some. So a version that is deleted meanwhile,
-or a pool that is empty, does not matter here.
+No version is fetched for it: whoever samples is handed every version anyway, and keeps some. Whoever begins later also takes those that the
+run has kept with its checkpoints, where it can reach them. So a version that is deleted meanwhile, or a pool that is empty, does not
+matter here.
 """
 
 from __future__ import annotations
+
+import logging
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ludus import spaces
 from ludus.config import SelfPlayConfig
+from ludus.errors import Damaged, NotFound
 from ludus.game.environment import Environments
 from ludus.game.opposed import Opposed
 from ludus.model.central import OWN, CentralNetwork, actor_of
 from ludus.model.policy import Policy, Weights
-from ludus.model.pool import PolicySource
+from ludus.model.pool import PolicySource, stored_versions, stored_weights
 from ludus.model.saved import policy_from
+from ludus.store.local import LocalStore
 from ludus.tree import Array, Tree, copy_into, map_tree
-from ludus.types import Bools
+from ludus.types import DEFAULT_MODEL, Bools
+
+log = logging.getLogger(__name__)
 
 
 class History:
@@ -34,6 +42,19 @@ class History:
         self._kept[version] = policy.weights()
         for old in sorted(self._kept)[: -self._settings.keep]:
             del self._kept[old]
+
+    def recall(self, run: Path, below: int) -> None:
+        """What the run has kept of versions before that one, as far apart as those that are noted. Nothing is kept: nothing happens."""
+        store = LocalStore(run)
+        chosen: list[int] = []
+        for version in reversed(stored_versions(store, DEFAULT_MODEL) if (run / "models").is_dir() else []):
+            if version <= (chosen[-1] if chosen else below) - self._settings.every and len(chosen) < self._settings.keep:
+                chosen.append(version)
+        for version in chosen:
+            try:
+                self._kept[version] = stored_weights(store, DEFAULT_MODEL, version)
+            except (NotFound, Damaged) as error:  # deleted meanwhile, say
+                log.warning("version %d does not play again: %s", version, error)
 
     def draw(self, random: np.random.Generator) -> tuple[int, Weights]:
         version = int(random.choice(sorted(self._kept)))
@@ -64,7 +85,7 @@ class PastPlayer:
             self.version, weights = self._history.draw(self._random)
             self._whole.load_weights(weights)
             self._initial = tuple(part.numpy() for part in self._policy.initial_state(rows))
-            self._state = self._state or self._initial
+            self._state = self._initial  # what another has kept in mind means nothing to it
         self._steps += 1
         if self._seen is None:
             self._seen = map_tree(lambda spec: spec.zeros(rows), self._spec)
@@ -93,12 +114,19 @@ class Watched:
         return policy, version
 
 
-def with_past(environments: Environments, source: PolicySource, settings: SelfPlayConfig, seed: int) -> PolicySource:
-    """The source that a sampler of these environments takes: if they have opponents from the past, those are found from now on."""
+def with_past(
+    environments: Environments, source: PolicySource, settings: SelfPlayConfig, seed: int, run: Path | None = None
+) -> PolicySource:
+    """The source that a sampler of these environments takes: if they have opponents from the past, those are found from now on.
+
+    `run`: the directory of the run, where it may have kept some.
+    """
     if not isinstance(environments, Opposed):
         return source
     history = History(settings)
     watched = Watched(source, history)
-    policy, _ = watched.newest()
+    policy, version = watched.newest()
+    if run is not None:
+        history.recall(run, version)
     environments.player = PastPlayer(policy, history, settings, seed)
     return watched

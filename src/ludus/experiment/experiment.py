@@ -723,7 +723,7 @@ def program_of(
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
     begun = timesteps_of(before if counting_on else None)
-    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config, begun)
+    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config, begun, run)
     batches = program.add("batches", whole_episodes, memory, config)
     trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
@@ -761,9 +761,9 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
 
 
 def _sampler(
-    environments: Environments, source: PolicySource, memory: Memory, seed: int, config: AlgorithmConfig, begun: int
+    environments: Environments, source: PolicySource, memory: Memory, seed: int, config: AlgorithmConfig, begun: int, run: Run
 ) -> Sampler:
-    facing = with_past(environments, source, config.self_play, seed)
+    facing = with_past(environments, source, config.self_play, seed, run.directory)
     clock = Clock(source.newest()[1], begun, environments.num * config.steps)
     return Sampler(environments, facing, memory, seed, explore=config.explore, timesteps=clock.timesteps)
 

@@ -93,7 +93,7 @@ def program_of(
     program.add("versions", _add_model, pool, policy, before)
     begun = timesteps_of(before if counting_on else None)
     if e.memory == EMBEDDED:
-        plan = program.add("plan", _plan, e.env, config, shape, policy, pool, environment_seed, begun)
+        plan = program.add("plan", _plan, e.env, config, shape, policy, pool, run, environment_seed, begun)
         sampling = program.add_worker("sampling", _sampling, plan, config.workers, pool, run, cluster, announce)
         batches = program.add("batches", make_batches, sampling, pool, config)
     else:
@@ -141,9 +141,9 @@ def _add_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> No
 
 
 def make_plan(
-    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, first_version: int, seed: int, begun: int = 0
+    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, first_version: int, seed: int, begun: int = 0, run: str = ""
 ) -> Plan:
-    """`begun`: timesteps of earlier parts of the run."""
+    """`begun`: timesteps of earlier parts of the run. `run`: its directory."""
     return Plan(
         env=env,
         env_config=config.env_config,
@@ -162,15 +162,16 @@ def make_plan(
         explore=config.explore,
         device=config.inference_device,
         self_play=config.self_play,
+        run=run,
         clock=make_clock(config, first_version, begun),
         luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
     )
 
 
 def _plan(
-    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, seed: int, begun: int
+    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, run: Run, seed: int, begun: int
 ) -> Plan:  # fmt: skip
-    return make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed, begun)
+    return make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed, begun, str(run.directory.absolute()))
 
 
 def _cluster(options: ClusterOptions | None, announce: Callable[[str], None] | None) -> Cluster | None:

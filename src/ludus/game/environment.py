@@ -427,11 +427,12 @@ class VectorEnvironments:
         _tell(self._env, timesteps)
 
     def _results(self, infos: Mapping[str, Any]) -> Floats:
-        """Gymnasium's way for a vector: what was said, and under the same name with a line before it, by whom."""
+        """Gymnasium's way for a vector: what was said, and under the same name with a line before it, by whom. A NaN says nothing."""
         found = np.zeros((self.num, len(self.results), 2), np.float32)
         for k, name in enumerate(self.results):
             told = infos.get(f"_{name}")
             if told is not None:
+                told = told & np.isfinite(infos[name])
                 found[told, k, 0], found[told, k, 1] = infos[name][told], 1
         return found
 

@@ -17,6 +17,8 @@ SELF: Final = "self"
 """Both sides are the newest version, and both are learned from."""
 PAST: Final = "past"
 """The other side is an older version."""
+PAST_VERSION: Final = "past_version"
+"""The number, among those that episodes end with, that says which older version it is. Whoever plays those rows tells it."""
 RULE: Final = "rule:"
 """Before the name of a player that belongs to the game."""
 

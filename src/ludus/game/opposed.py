@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from ludus.errors import ConfigError
+from ludus.game.matchups import PAST_VERSION
 from ludus.tree import Array, Tree, map_tree
 from ludus.types import Bools
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 class Player(Protocol):
     """Whoever plays those rows."""
+
+    version: int
 
     def play(self, observation: Tree, mask: Bools | None, first: Bools) -> Tree:
         """Actions as the environment takes them; `first`: rows whose episode begins."""
@@ -79,6 +82,9 @@ class Opposed:
             self._first = self._first | outcome.lost[theirs]
         self._shown = _rows(outcome.seen, theirs)
         own = self._own
+        if outcome.results is not None and PAST_VERSION in self.results and self.player is not None:
+            ended = own & (outcome.terminated | outcome.truncated)
+            outcome.results[ended, self.results.index(PAST_VERSION)] = self.player.version, 1
         kept = type(outcome)(
             _rows(outcome.seen, own),
             outcome.reward[own],

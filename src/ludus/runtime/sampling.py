@@ -77,6 +77,8 @@ class Plan:
     explore: bool = True
     device: str = "cpu"
     self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
+    run: str = ""
+    """Its directory, which is not on every machine; empty: nobody needs it."""
     clock: Clock | None = None
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     wrappers: Named = ()
@@ -179,7 +181,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         environments.beat = context.beat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
         first_row = index * plan.num_envs
-        facing = with_past(environments, source, plan.self_play, seed)
+        facing = with_past(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
         sampler = Sampler(
             environments, facing, memory, seed,
             first_row=first_row, beat=context.beat, explore=plan.explore,

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from ludus.errors import ConfigError
-from ludus.game.matchups import PAST, RULE, SELF, groups
+from ludus.game.matchups import PAST, PAST_VERSION, RULE, SELF, groups
 from ludus.games.arena.layout import TICKS_PER_SECOND
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.seats import CAMPS, STATISTICS, Observation, Options, Seats, action_space, observation_space, row_of
@@ -67,7 +67,8 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
         self._tells: Bools = whole & (np.arange(self.num_envs) % size == 0)
         """Whether a match was won is told once by each whole group, however many heroes it has."""
         against = [kind.removeprefix(RULE) for kind in options.shares if kind != SELF]  # the same for any number of rows
-        self.result_names = (*(f"{how}/{who}" for who in against for how in ("win", "loss")), "seconds", *STATISTICS)
+        told = [f"{how}/{who}" for who in against for how in ("win", "loss")]
+        self.result_names = (*told, "seconds", *STATISTICS, *((PAST_VERSION,) if PAST in options.shares else ()))
         """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
         self.single_observation_space = observation_space(size, whole=options.whole)
         self.single_action_space = action_space(size)
