@@ -76,7 +76,16 @@ def test_the_example_of_an_actor_has_the_spaces_of_the_arena() -> None:
     example = yaml.safe_load((ROOT / "examples" / "gamecore" / "arena.yaml").read_text())["arena_http"]
     (seat,) = example["config"]["env_config"]["seats"].values()
     seen = {name: part for name, part in observation_space(1).spaces.items() if name != ACTION_MASK}
-    assert from_json(seat["observation_space"]) == gym.spaces.Dict(seen)
+    said = from_json(seat["observation_space"])
+    assert isinstance(said, gym.spaces.Dict)
+    assert {name: (type(part), part.shape) for name, part in said.items()} == {
+        name: (type(part), part.shape) for name, part in seen.items()
+    }
+    for name in ("entities", "scalars"):  # its bounds are written as two numbers: the widest
+        mine, theirs = said[name], seen[name]
+        assert isinstance(mine, gym.spaces.Box)
+        assert isinstance(theirs, gym.spaces.Box)
+        assert (mine.low.min(), mine.high.max()) == (theirs.low.min(), theirs.high.max())
     assert from_json(seat["action_space"]) == action_space(1)
 
 
