@@ -18,6 +18,7 @@ from ludus import spaces
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.agents import is_multi_agent, make_match
 from ludus.game.environment import make_environments, make_one
+from ludus.game.lineups import OFFSETS
 from ludus.game.registry import spec_of
 from ludus.games.arena.gym import ArenaEnv, ArenaVectorEnv
 from ludus.games.arena.heroes import HEROES, IDS
@@ -445,6 +446,22 @@ for make in (lambda: ludus.game.environment.make_environments("ludus/Arena-1v1-v
 def test_numba_is_asked_for_when_the_arena_is_and_not_before() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_NUMBA], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_line_ups_take_turns_and_everybody_meets_everybody() -> None:
+    turns = ArenaVectorEnv(2, opponent="easy", side=0, lineup={"cycle": [[[107], [190]], [[107], [117]], [[173], [141]]]})
+    turns.reset(seed=OFFSETS)  # as seed 0: with the first
+    met = [tuple(HEROES[row].id for row in turns.seats.arena.lineup[m]) for m in (0, 1)]
+    turns.seats.begin()
+    met += [tuple(HEROES[row].id for row in turns.seats.arena.lineup[m]) for m in (0, 1)]
+    assert met == [(107, 190), (107, 117), (173, 141), (107, 190)]
+    turns.reset(seed=1)
+    assert tuple(HEROES[row].id for row in turns.seats.arena.lineup[0]) == (107, 117)
+    everybody = ArenaVectorEnv(36, opponent="easy", side=0, lineup="roundrobin")
+    everybody.reset(seed=0)
+    assert {tuple(pair) for pair in everybody.seats.arena.lineup.tolist()} == {(a, b) for a in range(6) for b in range(6)}
+    with pytest.raises(ConfigError, match="no hero 'wizard'"):
+        ArenaVectorEnv(2, lineup={"random": [107, "wizard"]})
 
 
 @pytest.mark.parametrize("mode", ["1v1", "3v3"])

@@ -11,7 +11,7 @@ POOL = (107, 117, 190)
 
 def taken(given: Any, count: int, size: int = 1, seed: int = 0, skip: int = 0) -> list[Any]:
     lineups, random = Lineups(given, size, POOL), np.random.default_rng(seed)
-    lineups.skip(skip)
+    lineups.begin(skip)
     return [lineups.next(random) for _ in range(count)]
 
 

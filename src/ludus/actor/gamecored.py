@@ -33,6 +33,7 @@ from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import SeatSpaces, plain_spec
 from ludus.game.environment import LOST
 from ludus.game.gamecore import GamecoreClient
+from ludus.game.lineups import OFFSETS
 from ludus.game.matchups import PAST, PAST_VERSION, RULE, groups
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, map_tree
@@ -52,8 +53,6 @@ _PATIENCE_S: Final = 5.0
 """At the very beginning all matches are waited for, unless that takes longer."""
 _FAILURES: Final = 6
 """Matches in a row that come to nothing, and two for every slot, before we believe that none will."""
-_OFFSETS: Final = 997
-"""Workers whose line-ups take turns begin at different ones."""
 
 
 class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
@@ -310,7 +309,7 @@ class _House:
     def begin(self, start_from: str | None, eval_mode: bool, seed: int | None, timesteps: int) -> None:
         actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}
         terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode)
-        self._game.lineups.skip((seed or 0) % _OFFSETS)
+        self._game.lineups.begin((seed or 0) % OFFSETS)
         self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)
         self.matchmaker.timesteps = timesteps
         self.matchmaker.start()

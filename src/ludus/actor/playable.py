@@ -121,14 +121,12 @@ def playable(game: str, mode: Any, options: Mapping[str, Any], keywords: Mapping
 
 
 def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> Playable:
-    """`keywords`: those of the Arena's environments, with one word more for `lineup`."""
-    from ludus.games.arena import heroes, seats
+    """`keywords`: those of the Arena's environments."""
+    from ludus.games.arena import seats
     from ludus.games.arena.host import HERO_TABLE
     from ludus.games.arena.layout import RULES, TICKS_PER_SECOND
-    from ludus.games.arena.settings import rows_of
 
     rest = {"opponent": SELF, **keywords}
-    lineup = rest.pop("lineup", None)
     unknown = set(rest) - set(seats.Options.__dataclass_fields__)
     if unknown:
         name = min(unknown)
@@ -152,10 +150,6 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         "sessions": "match",
         "on_lost": "end",
     }
-    if lineup is None:  # the usual one, but own side first
-        usual = [heroes.IDS[row] for row in rows_of(None, size)]
-        lineup = [usual[:size], usual[size:]]
-    lineups = Lineups(lineup, size, heroes.IDS)
     expects = {
         "game": ARENA,
         "rules": RULES,
@@ -173,7 +167,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         joint=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
         shares=_by_kind(asked.shares),
         rivals=asked.rivals(),
-        lineups=lineups,
+        lineups=asked.lineups(),
         side=asked.camp(),
         against=tuple(kind.removeprefix(RULE) for kind in asked.shares if kind != SELF),
         repeat=asked.repeat,

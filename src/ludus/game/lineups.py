@@ -25,6 +25,8 @@ Lineup = tuple[tuple[Hero, ...], tuple[Hero, ...]]
 CYCLE, RANDOM, ROUNDROBIN = "cycle", "random", "roundrobin"
 KINDS: Final = (CYCLE, RANDOM, ROUNDROBIN)
 _MOST: Final = 1_000_000
+OFFSETS: Final = 997
+"""Of seeds: workers whose line-ups take turns begin at different ones."""
 _HINT: Final = "Two lists of heroes, own side first; a list of such; random, roundrobin; or {cycle: a list of such}."
 
 
@@ -37,27 +39,33 @@ class Lineups:
         self._size, self._drawn = size, kind == ""
         self._heroes: list[Hero] = []
         self._fixed: list[Lineup] = []
-        self._turns: itertools.cycle[Lineup] | None = None
+        self._turns: list[Lineup] = []
+        self._next = 0
         if kind in (RANDOM, ROUNDROBIN):
             self._heroes = list(pool) if named is None else [_hero(hero, given) for hero in _listed(named, given)]
             if not self._heroes:
                 raise ConfigError(f"lineup is {given!r}, and the heroes are not known.", f"Name them: {{{kind}: [107, 190]}}.")
         if kind == ROUNDROBIN:
-            self._turns = itertools.cycle(_everybody(self._heroes, size))
+            self._turns = _everybody(self._heroes, size)
         elif kind != RANDOM and named is not None:
             self._fixed = [_lineup(one, size, given) for one in _several(named, given)]
             if kind == CYCLE:
-                self._turns = itertools.cycle(self._fixed)
+                self._turns = self._fixed
 
-    def skip(self, count: int) -> None:
-        """Begin later: several who take turns need not all begin with the same."""
-        for _ in range(count if self._turns is not None else 0):
-            next(self._turns)  # type: ignore[arg-type]
+    @property
+    def named(self) -> set[Hero]:
+        """Everybody who may play."""
+        return set(self._heroes) | {hero for lineup in self._fixed for camp in lineup for hero in camp}
+
+    def begin(self, at: int) -> None:
+        """With that one of those that take turns: several who do so need not all begin with the same."""
+        self._next = at
 
     def next(self, random: np.random.Generator) -> Lineup | None:
         """None: whatever the game plays when it is not told."""
-        if self._turns is not None:
-            return next(self._turns)
+        if self._turns:
+            self._next += 1
+            return self._turns[(self._next - 1) % len(self._turns)]
         if self._heroes:
             drawn = [self._heroes[i] for i in random.integers(len(self._heroes), size=2 * self._size)]
             return tuple(drawn[: self._size]), tuple(drawn[self._size :])

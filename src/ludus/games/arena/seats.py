@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gymnasium.utils.seeding import np_random
 
 from ludus.errors import ConfigError
+from ludus.game.lineups import OFFSETS, Lineups
 from ludus.game.matchups import RULE, SELF, shares_of
 from ludus.game.rivals import FIXED, Rivals
 from ludus.games.arena import heroes
@@ -136,14 +137,14 @@ class Options:
     `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`; in a vector also shares of
     them, as {self: 0.5, past: 0.2, medium: 0.3}, where `past` is somebody from outside who is not learned from. `side`: camp 0 or 1, or
     `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
-    every match; `random`: anybody; None: the usual ones. `start`: where heroes are when a match begins, `home` or `lane`: in front of
+    every match, or as `Lineups` says; None: the usual ones. `start`: where heroes are when a match begins, `home` or `lane`: in front of
     their outer tower, where there is something to learn from. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
     """
 
     mode: str | int = 1
     opponent: str | Sequence[str] | Mapping[str, float] = "easy"
     side: int | str = RANDOM
-    lineup: str | Sequence[Any] | None = None
+    lineup: str | Sequence[Any] | Mapping[str, Any] | None = None
     seconds: int = SECONDS
     every: int = 3
     weights: Mapping[str, Scheduled] = field(default_factory=dict)
@@ -217,20 +218,14 @@ class Options:
             raise ConfigError(f"side is {self.side!r}.", f"0 or {CAMPS[0]}, 1 or {CAMPS[1]}, or {RANDOM}.")
         return names[str(self.side)]
 
-    def lineups(self) -> Ints32 | None:
-        """[L, 2 · size] rows of the table of heroes, own side first; None: anybody. Raises ConfigError."""
-        if self.lineup == RANDOM:
-            return None
-        if self.lineup is None:
-            return rows_of(None, self.size)[None]
-        if isinstance(self.lineup, str) or not self.lineup or not all(_is_list(side) and side for side in self.lineup):
-            raise ConfigError(f"lineup is {self.lineup!r}.", "Two lists of heroes, own side first; a list of such; or random.")
-        several = self.lineup if _is_list(self.lineup[0][0]) else [self.lineup]
-        return np.stack([rows_of(one, self.size) for one in several])
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    def lineups(self) -> Lineups:
+        """Own side first. Raises ConfigError."""
+        usual = [heroes.IDS[row] for row in rows_of(None, self.size)]
+        given = [usual[: self.size], usual[self.size :]] if self.lineup is None else self.lineup
+        found = Lineups(given, self.size, heroes.IDS)
+        for hero in found.named:
+            heroes.row_of(hero)
+        return found
 
 
 # -- the seats --------------------------------------------------------------------------------------------------------
@@ -282,6 +277,8 @@ class Seats:
         for m, seed in enumerate(seeds):
             if seed is not None:
                 self._random[m] = np_random(seed)[0]
+                if m == 0:
+                    self._lineups.begin(seed % OFFSETS)
 
     def begin(self, which: Ints | None = None) -> None:
         """These matches begin anew, or all."""
@@ -310,10 +307,7 @@ class Seats:
         """Sides, heroes and opponents of the next match; and its seed."""
         random, size, number = self._random[m], self.size, self.arena.heroes
         camp = int(random.integers(2)) if self._camp is None else self._camp
-        if self._lineups is None:
-            lineup = random.integers(len(heroes.HEROES), size=number).astype(np.int32)
-        else:
-            lineup = self._lineups[int(random.integers(len(self._lineups)))]
+        lineup = rows_of(self._lineups.next(random), size)
         rows, turn = self._rows[m], camp * size
         self.arena.lineup[m] = np.roll(lineup, turn)
         self.hero_of[rows] = (self._seat_of[rows] + turn) % number
