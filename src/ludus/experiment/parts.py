@@ -24,6 +24,7 @@ from ludus.experiment.workspace import shown
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
 from ludus.model.branching import Branch
+from ludus.model.central import OWN, WHOLE
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
@@ -95,6 +96,8 @@ def make_policy(
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
     )
+    if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, WHOLE}:
+        log.warning("Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, WHOLE)
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(config.seed)
         policy = Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter", config.learns)

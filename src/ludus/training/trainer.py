@@ -21,6 +21,29 @@ class Publisher(Protocol):
     def newest(self, name: str) -> tuple[Policy, int]: ...
 
 
+class _Recent:
+    """The mean of a number over the last episodes that told it, as whole batches: at least as many as were asked for."""
+
+    def __init__(self, episodes: int) -> None:
+        self._episodes = episodes
+        self._parts: deque[tuple[float, float]] = deque()
+        self._total = self._count = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        self._parts.append((total, count))
+        self._total, self._count = self._total + total, self._count + count
+        while self._count - self._parts[0][1] >= self._episodes:
+            old, few = self._parts.popleft()
+            self._total, self._count = self._total - old, self._count - few
+
+    @property
+    def mean(self) -> float:
+        return self._total / self._count
+
+    def to_json(self) -> list[list[float]]:
+        return [list(part) for part in self._parts]
+
+
 @dataclass
 class Progress:
     """How far a run has come. All of it goes into a checkpoint."""
@@ -33,6 +56,8 @@ class Progress:
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
     returns_of: dict[str, deque[float]] = field(default_factory=dict)
     """By model, where there are several: what one earns another may lose, so that a common mean says nothing."""
+    results: dict[str, _Recent] = field(default_factory=dict)
+    """What the last episodes said at their end, by name."""
 
     @classmethod
     def with_window(cls, episodes: int, models: Sequence[str] = ()) -> Progress:
@@ -54,6 +79,7 @@ class Progress:
             "time_s": self.time_s,
         }
         plain |= {"recent_returns": list(self.recent_returns), "recent_lengths": list(self.recent_lengths)}
+        plain["results"] = {name: recent.to_json() for name, recent in self.results.items()}
         return plain | {"returns_of": {model: list(window) for model, window in self.returns_of.items()}}
 
     def load_json(self, data: Mapping[str, Any]) -> None:
@@ -63,26 +89,13 @@ class Progress:
         self.recent_lengths.extend(map(int, data["recent_lengths"]))
         for model, window in self.returns_of.items():
             window.extend(map(float, data.get("returns_of", {}).get(model, [])))
+        for name, parts in data.get("results", {}).items():
+            for total, count in parts:
+                self.tell(name, float(total), float(count))
 
-
-class _Recent:
-    """The mean of a number over the last episodes that told it, as whole batches: at least as many as were asked for."""
-
-    def __init__(self, episodes: int) -> None:
-        self._episodes = episodes
-        self._parts: deque[tuple[float, float]] = deque()
-        self._total = self._count = 0.0
-
-    def add(self, total: float, count: float) -> None:
-        self._parts.append((total, count))
-        self._total, self._count = self._total + total, self._count + count
-        while self._count - self._parts[0][1] >= self._episodes:
-            old, few = self._parts.popleft()
-            self._total, self._count = self._total - old, self._count - few
-
-    @property
-    def mean(self) -> float:
-        return self._total / self._count
+    def tell(self, name: str, total: float, count: float) -> None:
+        """The sum of a number over so many episodes that ended with it."""
+        self.results.setdefault(name, _Recent(self.recent_returns.maxlen or 1)).add(total, count)
 
 
 class Trainer:
@@ -106,8 +119,6 @@ class Trainer:
         self._began = clock()
         self._time_before: float | None = None  # of earlier parts of a resumed run, known once they are loaded
         self._learn_s = 0.0
-        self._smoothing = smoothing
-        self._results: dict[str, _Recent] = {}
 
     def step(self) -> bool:
         """Learn from the oldest waiting block; False when there is none."""
@@ -148,7 +159,7 @@ class Trainer:
             p.returns_of[segments.model].extend(segments.episode_return.tolist())
         for name, (total, count) in zip(segments.spec.results, segments.results.sum(axis=0).tolist(), strict=True):
             if count:
-                self._results.setdefault(name, _Recent(self._smoothing)).add(total, count)
+                p.tell(name, total, count)
 
     def _report(self, model: str, numbers: dict[str, float], now: float) -> dict[str, float]:
         p = self.progress
@@ -166,7 +177,7 @@ class Trainer:
         if means:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
-        report |= {f"match/{name}": recent.mean for name, recent in self._results.items()}
+        report |= {f"match/{name}": recent.mean for name, recent in p.results.items()}
         elapsed = now - self._began
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
