@@ -159,6 +159,15 @@ def test_a_match_may_begin_at_the_lane() -> None:
     assert env.step(np.array([1, 0, 0, 0]))[0]["scalars"][SCALAR_FEATURES.index("x")] * LENGTH > OUTER_X
 
 
+def test_matches_begin_here_or_there() -> None:
+    env = ArenaVectorEnv(64, start="either", side=0)
+    env.reset(seed=0)
+    where = env.seats.arena.units[:, X, 0]
+    assert 20 <= (where > OUTER_X).sum() <= 44
+    env.reset(seed=0)
+    assert (env.seats.arena.units[:, X, 0] == where).all()
+
+
 def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
     env = ArenaEnv(seconds=2, every=5)
     env.reset(seed=0)

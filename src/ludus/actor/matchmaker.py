@@ -166,7 +166,8 @@ class Matchmaker:
         rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
         against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
         table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, time.monotonic())
-        options = {**self._game.options, **self._game.changing(self.timesteps)} | ({"rule": draw.rule} if draw.rule else {})
+        drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
+        options = {**self._game.options, **self._game.changing(self.timesteps), **drawn}
         heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
         order = {
             "server_config": [self._terms.actor if camp in rows else None for camp in range(CAMPS)],

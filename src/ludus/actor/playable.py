@@ -18,7 +18,7 @@ from ludus.errors import ConfigError, Refused
 from ludus.game import protocol
 from ludus.game.lineups import Lineup, Lineups
 from ludus.game.matchups import PAST, RULE, SELF, shares_of
-from ludus.game.rivals import FIXED, Rivals
+from ludus.game.rivals import FIXED, Rivals, happens
 from ludus.plugins import did_you_mean
 
 ARENA: Final = "arena"
@@ -42,6 +42,8 @@ class Draw:
     seed: int
     repeats: bool = False
     """It begins where an earlier match once was."""
+    lane: bool = False
+    """It begins in the lane."""
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Playable:
     """Whom matches can be won or lost against."""
     repeat: float = 0.0
     """How many matches begin at a saved state of the server."""
+    lane: float = 0.0
+    """How many matches begin in the lane: of the Arena."""
     side: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     changing: Callable[[int], Mapping[str, Any]] = field(default=lambda timesteps: {})
@@ -96,7 +100,8 @@ class Playable:
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
         rule = self.rivals.draw(random)
         seed = int(random.integers(1 << 31))
-        return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat)
+        lane = happens(self.lane, random)
+        return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane)
 
     def check(self, about: Mapping[str, Any]) -> None:
         """Whether it is the game that we mean. Raises Refused (422)."""
@@ -141,7 +146,6 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         "sparse": asked.sparse,
         "zero_sum": asked.zero_sum,
         **({"whole": True} if asked.whole else {}),
-        **({"start": asked.start} if asked.from_lane() else {}),
         "lenient": True,
         **options,
         # What rows in lock step need; and a game whose actor is gone is of no use to anybody.
@@ -171,6 +175,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         side=asked.camp(),
         against=tuple(kind.removeprefix(RULE) for kind in asked.shares if kind != SELF),
         repeat=asked.repeat,
+        lane=asked.from_lane(),
         options=told,
         changing=lambda timesteps: _weighed(rewards.at(timesteps)),
         max_frames=asked.limit(),

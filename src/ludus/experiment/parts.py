@@ -97,7 +97,9 @@ def make_policy(
         custom_model_config=section.custom_model_config,
     )
     if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, WHOLE}:
-        log.warning("Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, WHOLE)
+        log.warning(
+            "Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, WHOLE
+        )
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(config.seed)
         policy = Policy(observation_space, action_space, network, config.observation_filter == "MeanStdFilter", config.learns)

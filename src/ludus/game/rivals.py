@@ -56,3 +56,8 @@ class Rivals:
     def draw(self, random: np.random.Generator) -> str:
         """One of them; a single one takes no chance."""
         return self.names[0 if len(self.names) == 1 else int(random.choice(len(self.names), p=self.likely))]
+
+
+def happens(share: float, random: np.random.Generator) -> bool:
+    """Whether something that happens so often happens now; certainty takes no chance."""
+    return share == 1.0 if share in (0.0, 1.0) else bool(random.random() < share)

@@ -18,7 +18,7 @@ from gymnasium.utils.seeding import np_random
 from ludus.errors import ConfigError
 from ludus.game.lineups import OFFSETS, Lineups
 from ludus.game.matchups import RULE, SELF, shares_of
-from ludus.game.rivals import FIXED, Rivals
+from ludus.game.rivals import FIXED, Rivals, happens
 from ludus.games.arena import heroes
 from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
 from ludus.games.arena.compiled import kernel
@@ -62,7 +62,8 @@ from ludus.types import Bools, Floats, Ints, Ints32
 CAMPS: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
 RANDOM: Final = "random"
-STARTS: Final = ("home", "lane")
+STARTS: Final[Mapping[str, float]] = {"home": 0.0, "lane": 1.0, "either": 0.5}
+"""Where heroes are when a match begins, and how many matches begin in the lane."""
 STAND_IN: Final = "medium"
 """Plays the other seat of the last row when rows play against each other and their number is odd."""
 STATISTICS: Final[Mapping[str, int]] = {
@@ -137,8 +138,8 @@ class Options:
     `opponent`: a script, several of which one is drawn for every match, or (where it can be) `self`; in a vector also shares of
     them, as {self: 0.5, past: 0.2, medium: 0.3}, where `past` is somebody from outside who is not learned from. `side`: camp 0 or 1, or
     `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
-    every match, or as `Lineups` says; None: the usual ones. `start`: where heroes are when a match begins, `home` or `lane`: in front of
-    their outer tower, where there is something to learn from. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
+    every match, or as `Lineups` says; None: the usual ones. `start`: where heroes are when a match begins, `home`, `lane`: in front of
+    their outer tower, where there is something to learn from; or `either`, drawn for every match. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
     """
 
     mode: str | int = 1
@@ -151,7 +152,7 @@ class Options:
     sparse: bool = False
     team_spirit: Scheduled = 0.0
     zero_sum: bool = True
-    start: str = STARTS[0]
+    start: str = "home"
     states: str | None = None
     """A directory of saved states, as a gamecore server keeps them: matches begin at one of them, drawn for each."""
     matchmaking: str = FIXED
@@ -188,10 +189,11 @@ class Options:
             raise ConfigError(f"max_episode_steps is {self.max_episode_steps!r}.", "At least 1.")
         return min(limit, self.max_episode_steps * self.every)
 
-    def from_lane(self) -> bool:
+    def from_lane(self) -> float:
+        """How many matches begin there. Raises ConfigError."""
         if self.start not in STARTS:
             raise ConfigError(f"start is {self.start!r}.", f"One of {', '.join(STARTS)}.")
-        return self.start == "lane"
+        return STARTS[self.start]
 
     def repeats(self) -> Repeats | None:
         """Raises ConfigError."""
@@ -263,6 +265,7 @@ class Seats:
         self._before: Bools = np.ones(matches, np.bool_)
         self._repeats = options.repeats()
         self._begun: Bools = np.zeros(matches, np.bool_)
+        self._lane: Bools = np.zeros(matches, np.bool_)
 
     @property
     def rows(self) -> int:
@@ -288,8 +291,8 @@ class Seats:
         seeds = [self._draw(int(m)) for m in chosen]
         self.arena.reset(seeds, chosen.tolist())
         self.arena.match[chosen, LIMIT] = np.minimum(self.arena.match[chosen, LIMIT], self._limit)
-        if self._from_lane:
-            self.arena.to_lane(chosen.tolist())
+        if self._lane[chosen].any():
+            self.arena.to_lane(chosen[self._lane[chosen]].tolist())
         self._before[chosen] = False
         self._begun[chosen] = True
         if self._repeats is not None:
@@ -314,7 +317,9 @@ class Seats:
         self.script_of[m] = SCRIPTS.index(self.rivals.draw(random))
         self._players[m] = self.script_of[m]
         self._players[m, self.hero_of[rows]] = -1
-        return int(random.integers(1 << 31))
+        seed = int(random.integers(1 << 31))
+        self._lane[m] = happens(self._from_lane, random)
+        return seed
 
     def step(self, actions: npt.NDArray[np.integer]) -> tuple[Floats, Bools, Bools]:
         """One decision of all rows, [rows, 4]: rewards, and which rows were terminated or truncated by it."""
