@@ -83,16 +83,17 @@ def curves(seeds: list[int], timesteps: int, server: str) -> list[Row]:
     return rows
 
 
-def page(found: Row, head: Row) -> str:
-    lines = [
-        "# Games as processes, against games inside the sampler",
-        "",
-        f"{head['date']}, commit {head['commit']}, {head['cpu']}; load before: {head['load']}. `python -m bench.pipeline`",
-    ]
-    if rows := found.get("speed"):
+def when(part: Row) -> str:
+    return f"{part['date']}, commit {part['commit']}, {part['cpu']}, load before {part['load']}."
+
+
+def page(found: Row) -> str:
+    lines = ["# Games as processes, against games inside the sampler", "", "`python -m bench.pipeline`"]
+    if part := found.get("speed"):
+        rows = part["rows"]
         lines += [
             "",
-            f"The presets of the Arena against `medium`, {WORKERS} workers and a learner. Medians of {max(row['round'] for row in rows)} rounds, lowest and highest. Asked: ≥ {GOAL:.2f}.",
+            f"{when(part)} The presets of the Arena against `medium`, {WORKERS} workers and a learner. Medians of {max(row['round'] for row in rows)} rounds, lowest and highest. Asked: ≥ {GOAL:.2f}.",
             "",
             "| | in process, decisions/s | HTTP, decisions/s | HTTP ÷ in process |",
             "|---|---:|---:|---:|",
@@ -104,9 +105,10 @@ def page(found: Row, head: Row) -> str:
             shown = [f"{statistics.median(values):,.0f} ({min(values):,}–{max(values):,})" for values in by_way.values()]
             mark = "✓" if middle >= GOAL else "✗"
             lines.append(f"| {mode} | {' | '.join(shown)} | {middle:.2f} ({min(ratios):.2f}–{max(ratios):.2f}) {mark} |")
-    if rows := found.get("curve"):
+    if part := found.get("curve"):
+        rows = part["rows"]
         steps = rows[0]["timesteps"]
-        lines += ["", "Mean return of the last 100 matches of training against `easy` in 1v1, by timesteps:", ""]
+        lines += ["", f"{when(part)} Mean return of the last 100 matches of training against `easy` in 1v1, by timesteps:", ""]
         lines.append("| | seed | " + " | ".join(f"{steps * k // POINTS:,}" for k in range(1, POINTS + 1)) + " |")
         lines.append("|---|---:|" + "---:|" * POINTS)
         for row in rows:
@@ -123,7 +125,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--timesteps", type=int, default=400_000)
     asked = parser.parse_args()
-    head = provenance() | {"load": round(os.getloadavg()[0], 1)}
+    now = provenance() | {"load": round(os.getloadavg()[0], 1)}
     file = RESULTS / "pipeline.json"
     found: Row = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory() as home:
@@ -132,13 +134,13 @@ def main() -> None:
         try:
             where = f"127.0.0.1:{server.port}"
             if "speed" in asked.parts:
-                found["speed"] = speeds(asked.rounds, asked.seconds, where)
+                found["speed"] = {**now, "rows": speeds(asked.rounds, asked.seconds, where)}
             if "curve" in asked.parts:
-                found["curve"] = curves(asked.seeds, asked.timesteps, where)
+                found["curve"] = {**now, "rows": curves(asked.seeds, asked.timesteps, where)}
         finally:
             server.close()
-    file.write_text(json.dumps(head | {key: found[key] for key in ("speed", "curve") if key in found}, indent=1))
-    text = page(found, head)
+    file.write_text(json.dumps(found, indent=1))
+    text = page(found)
     (RESULTS / "pipeline.md").write_text(text)
     print(f"\n{text}")
 

@@ -112,7 +112,8 @@ class ModelConfig(_Strict):
         False, description="The observation is {observation, state}: the policy sees the first part only, the value both (MAPPO)."
     )
     vf_share_layers: bool | None = Field(
-        None, description="One trunk for policy and value; null = for images and recurrence only."
+        None,
+        description="One trunk for policy and value; null = for images and recurrence only, and never with a centralised value.",
     )
     core: Literal["lstm", "gru"] | None = Field(None, description="A recurrent layer.")
     use_lstm: bool = Field(False, description="The same as core: lstm.")

@@ -60,6 +60,7 @@ class Rows(gym.vector.VectorEnv[Any, Any, Any]):
         self._step += 1
         over = np.full(self.num_envs, self._step % (LENGTH + 1) == LENGTH)
         infos = {"row": np.arange(self.num_envs), "_row": over, "win/past": np.ones(self.num_envs), "_win/past": over & False}
+        infos |= {"past_version": np.zeros(self.num_envs), "_past_version": over & (np.arange(self.num_envs) == 1)}
         reward = np.full(self.num_envs, actions[OWN], np.float32)
         return self._seen(), reward, over, np.zeros_like(over), infos if over.any() else {}
 
@@ -162,7 +163,7 @@ def test_results_of_own_rows_are_told_once_for_each_episode(environments: Enviro
     assert block.spec.results == ("row", "win/past", "past_version")
     np.testing.assert_array_equal(block.results[:, 0], [(2 * row, 2) for row in range(OWN)])
     np.testing.assert_array_equal(block.results[:, 1], np.zeros((OWN, 2)))
-    np.testing.assert_array_equal(block.results[:, 2], [(2 * source.version, 2)] * OWN)
+    np.testing.assert_array_equal(block.results[:, 2], [(0, 0), (2 * source.version, 2), (0, 0)])  # who plays against it tells it
 
 
 def test_whoever_begins_later_meets_what_the_run_has_kept(
@@ -185,9 +186,22 @@ def test_whoever_begins_later_meets_what_the_run_has_kept(
     met = {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)}
     assert met == {23, 18, 8, 3}  # and of 13 the log says why not
     assert "version 13 does not play again" in caplog.text
-    for seed in range(8):
+    (tmp_path / "models" / "model" / "000018.safetensors").unlink()  # while it may be drawn
+    assert {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)} == {23, 8, 3}
+    for version in (24, 25):
+        source.version = 20 + 5 * (version - 20)
+        player._history.note(*source.newest())
+    assert {player._history.draw(np.random.default_rng(seed))[0] for seed in range(80)} == {23, 40, 45, 8}
+    for seed in range(20):
         version, weights = player._history.draw(np.random.default_rng(seed))
-        assert version == 23 or weights["network.head.bias"].argmax() == version % 5
+        assert version != 8 or weights["network.head.bias"].argmax() == 8 % 5
+
+
+def test_where_the_run_cannot_be_read_nothing_is_recalled(tmp_path: Path) -> None:
+    for run in (tmp_path / "elsewhere", tmp_path / ("long" * 100)):  # the second cannot even be asked for
+        history = History(SelfPlayConfig())
+        history.recall(run, 100)
+        assert not history._stored
 
 
 def test_environments_hear_how_far_training_has_come(environments: Environments, env: Rows, source: Versions) -> None:

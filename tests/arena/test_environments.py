@@ -18,7 +18,6 @@ from ludus import spaces
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.agents import is_multi_agent, make_match
 from ludus.game.environment import make_environments, make_one
-from ludus.game.lineups import OFFSETS
 from ludus.game.registry import spec_of
 from ludus.games.arena.gym import ArenaEnv, ArenaVectorEnv
 from ludus.games.arena.heroes import HEROES, IDS
@@ -458,14 +457,24 @@ def test_numba_is_asked_for_when_the_arena_is_and_not_before() -> None:
 
 
 def test_line_ups_take_turns_and_everybody_meets_everybody() -> None:
-    turns = ArenaVectorEnv(2, opponent="easy", side=0, lineup={"cycle": [[[107], [190]], [[107], [117]], [[173], [141]]]})
-    turns.reset(seed=OFFSETS)  # as seed 0: with the first
-    met = [tuple(HEROES[row].id for row in turns.seats.arena.lineup[m]) for m in (0, 1)]
+    listed = [(107, 190), (107, 117), (173, 141)]
+    turns = ArenaVectorEnv(2, opponent="easy", side=0, lineup={"cycle": [[[own], [other]] for own, other in listed]})
+
+    def met() -> list[tuple[int, ...]]:
+        return [tuple(HEROES[row].id for row in turns.seats.arena.lineup[m]) for m in (0, 1)]
+
+    turns.reset(seed=0)
+    first = met()
     turns.seats.begin()
-    met += [tuple(HEROES[row].id for row in turns.seats.arena.lineup[m]) for m in (0, 1)]
-    assert met == [(107, 190), (107, 117), (173, 141), (107, 190)]
-    turns.reset(seed=1)
-    assert tuple(HEROES[row].id for row in turns.seats.arena.lineup[0]) == (107, 117)
+    begun = listed.index((first[0][0], first[0][1]))
+    assert first + met() == [listed[(begun + k) % 3] for k in range(4)]
+    turns.reset(seed=0)
+    assert met() == first
+    begins = set()
+    for worker in range(12):  # whose seeds are as far apart as they have rows
+        turns.reset(seed=96 * worker)
+        begins.add(met()[0])
+    assert begins == set(listed)
     everybody = ArenaVectorEnv(36, opponent="easy", side=0, lineup="roundrobin")
     everybody.reset(seed=0)
     assert {tuple(pair) for pair in everybody.seats.arena.lineup.tolist()} == {(a, b) for a in range(6) for b in range(6)}

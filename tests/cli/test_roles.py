@@ -191,7 +191,7 @@ def test_by_what_games_reach_the_actors(text: str, host: str) -> None:
     assert host_of(text) == host
 
 
-@pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1"])
+@pytest.mark.parametrize("text", ["10.0.0.7:8000", "http://node1", "node 1", "me@node1", "[fd00::1]:8000", "[fd00::1"])
 def test_what_is_no_name_of_this_machine(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not a name or address.*no port"):
         host_of(text)

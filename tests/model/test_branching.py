@@ -181,6 +181,17 @@ def test_whoever_may_not_be_aimed_at_never_is(policy: Policy) -> None:
     assert bool(torch.isfinite(log_prob).all())
 
 
+def test_an_empty_place_may_be_meant_where_the_mask_allows_it(policy: Policy) -> None:
+    """Somebody who stands for nobody. Not being there, it is like any other that is not there."""
+    seen = observations(4_000)
+    seen["things"][:, 0] = 0.0
+    seen["aim"][:, :, 0] = 1
+    noise = policy.distribution.noise((4_000,), torch.Generator().manual_seed(1))
+    action = policy.step(seen, noise=noise)[0]
+    aimed = action[action[:, 0] >= 2]
+    assert 0.1 < float((aimed[:, 3] == 0).float().mean()) < 0.6
+
+
 def test_pointing_follows_the_entities_when_they_change_places(policy: Policy) -> None:
     """Who is pointed at is a question of what somebody is, not of the place in the list."""
     seen = observations(64)

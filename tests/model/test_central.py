@@ -52,9 +52,9 @@ def asked(it: Policy) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("core", [None, "lstm"])
-@pytest.mark.parametrize("share", [None, True])
-def test_the_value_sees_both_parts_and_the_policy_its_own(share: bool | None, core: str | None) -> None:
-    it, observation = policy(vf_share_layers=share, core=core), seen()
+@pytest.mark.parametrize("share", [False, True])
+def test_the_value_sees_both_parts_and_the_policy_its_own(share: bool, core: str | None) -> None:
+    it, observation = policy(central_shares=share, core=core), seen()
     _, log_prob, value, _ = it.step(observation, *asked(it))
     elsewhere = {**observation, "state": -observation["state"]}
     _, other_log_prob, other_value, _ = it.step(elsewhere, *asked(it))
@@ -66,16 +66,16 @@ def test_the_value_sees_both_parts_and_the_policy_its_own(share: bool | None, co
 
 
 def test_shared_layers_learn_from_the_value_and_layers_of_its_own_keep_it_to_themselves() -> None:
-    apart, shared = gradient_of_value(policy()), gradient_of_value(policy(vf_share_layers=True))
+    apart, shared = gradient_of_value(policy()), gradient_of_value(policy(central_shares=True))
     embedding = "network.actor.trunk.sets.0.embed.0.weight"
     assert apart.get(embedding, 0.0) == 0.0
     assert shared[embedding] > 0.0
     assert not any(name.startswith("network.trunk.sets") for name in shared)
 
 
-@pytest.mark.parametrize("share", [None, True])
-def test_laid_out_and_acting_it_says_the_same(share: bool | None) -> None:
-    it, observation = policy(vf_share_layers=share), seen()
+@pytest.mark.parametrize("share", [False, True])
+def test_laid_out_and_acting_it_says_the_same(share: bool) -> None:
+    it, observation = policy(central_shares=share), seen()
     action, log_prob, value, _ = it.step(observation)
     arranged = it.arranged(observation)
     assert arranged["observation"]["picture"].shape == (ROWS, 12, 12, 3)
@@ -86,3 +86,11 @@ def test_laid_out_and_acting_it_says_the_same(share: bool | None) -> None:
             torch.testing.assert_close(its_log_prob, log_prob)
             torch.testing.assert_close(its_value, value)
     torch.testing.assert_close(actor_of(it).step(observation["observation"])[1], log_prob)
+
+
+def test_a_stored_one_from_before_they_could_be_shared_is_what_it_was() -> None:
+    old = policy(vf_share_layers=True).description()
+    del old["network"]["central_shares"]
+    again = Policy.from_description(old)
+    assert not again.config.central_shares
+    again.load_weights(policy().weights())

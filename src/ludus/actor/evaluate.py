@@ -42,6 +42,8 @@ class Score:
     """Episodes among them that did not end by themselves within the bound."""
     results: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Of the numbers that episodes end with: their sum, and how many episodes told them."""
+    sides: tuple[float, ...] = ()
+    """Where several rows are a side of a match: the mean of each side in each match, which is one chance, not several."""
 
     @property
     def mean(self) -> float:
@@ -50,7 +52,7 @@ class Score:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """Bootstrapped 95 % interval of the mean."""
-        return interval(self.returns)
+        return interval(self.sides or self.returns)
 
     def numbers(self) -> dict[str, float]:
         """Means of the results; of wins and losses with the 95 % interval of their share."""
@@ -106,9 +108,12 @@ def play(
     by_steps: bool = False,
     max_steps: int = EPISODE_STEPS,
     interrupted: Callable[[], bool] = lambda: False,
+    group: int = 1,
+    noise_seed: int | None = None,
 ) -> Score:
     """So many episodes in equal shares, or as many as `episodes` says for each row. Inside `policy.acting()`.
 
+    `group`: so many rows are a side of a match. `noise_seed`: of the actions, where it is not `seed`.
     `by_steps`: these are numbers of steps, and every row plays whole episodes until it has made at least its share.
 
     Row i starts from `seed + i` and has random numbers of its own: who plays beside it makes no difference. An episode that
@@ -117,7 +122,7 @@ def play(
     """
     n = environments.num
     quota = shares(episodes, n) if isinstance(episodes, int) else np.array(episodes)
-    noise = None if deterministic else _Noise(policy.distribution, seed, n)
+    noise = None if deterministic else _Noise(policy.distribution, seed if noise_seed is None else noise_seed, n)
     seen, state = environments.reset(seed), policy.initial_state(n)
     first, over = np.ones(n, np.bool_), np.zeros(n, np.bool_)
     running, length = np.zeros(n), np.zeros(n, np.int64)
@@ -147,8 +152,17 @@ def play(
         first = begun if outcome.lost is None else begun | outcome.lost
         seen = outcome.seen
     whole = [episode for row in ended for episode in row]
+    together = [ended[row : row + group] for row in range(0, n, group)] if group > 1 else []
+    sides = [float(np.mean([r for r, _ in match])) for side in together for match in zip(*side, strict=False)]
     told = {name: (float(total), float(count)) for name, (total, count) in zip(environments.results, results, strict=True)}
-    return Score(tuple(r for r, _ in whole), tuple(t for _, t in whole), complete=not quota.any(), cut=cut, results=told)
+    return Score(
+        tuple(r for r, _ in whole),
+        tuple(t for _, t in whole),
+        complete=not quota.any(),
+        cut=cut,
+        results=told,
+        sides=tuple(sides),
+    )
 
 
 class _Noise:

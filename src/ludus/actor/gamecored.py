@@ -33,7 +33,6 @@ from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import SeatSpaces, plain_spec
 from ludus.game.environment import LOST
 from ludus.game.gamecore import GamecoreClient
-from ludus.game.lineups import OFFSETS
 from ludus.game.matchups import PAST, PAST_VERSION, RULE, groups
 from ludus.spaces import ACTION_MASK
 from ludus.tree import Array, map_tree
@@ -215,6 +214,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
             for how, won in (("win", 1), ("loss", -1)):
                 told[f"{how}/{who}"] = (numbers["won"] == won).astype(np.float32)
                 told[f"_{how}/{who}"] = over & self._tells & (against == who)
+        if PAST_VERSION in self.result_names:
+            told |= {PAST_VERSION: np.zeros(self.num_envs), f"_{PAST_VERSION}": over & self._tells & (against == PAST)}
         return told
 
     def set_timesteps(self, timesteps: int) -> None:
@@ -309,7 +310,7 @@ class _House:
     def begin(self, start_from: str | None, eval_mode: bool, seed: int | None, timesteps: int) -> None:
         actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}
         terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode)
-        self._game.lineups.begin((seed or 0) % OFFSETS)
+        self._game.lineups.begin(seed or 0)
         self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)
         self.matchmaker.timesteps = timesteps
         self.matchmaker.start()

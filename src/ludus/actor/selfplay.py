@@ -15,12 +15,12 @@ import torch
 
 from ludus import spaces
 from ludus.config import SelfPlayConfig
-from ludus.errors import Damaged, NotFound
+from ludus.errors import LudusError
 from ludus.game.environment import Environments
 from ludus.game.opposed import Opposed
 from ludus.model.central import OWN, CentralNetwork, actor_of
 from ludus.model.policy import Policy, Weights
-from ludus.model.pool import PolicySource, stored_versions, stored_weights
+from ludus.model.pool import PolicySource, stored_weights
 from ludus.model.saved import policy_from
 from ludus.store.local import LocalStore
 from ludus.tree import Array, Tree, copy_into, map_tree
@@ -35,30 +35,42 @@ class History:
     def __init__(self, settings: SelfPlayConfig) -> None:
         self._settings = settings
         self._kept: dict[int, Weights] = {}
+        self._stored: dict[int, Path] = {}
+        """Versions of before, by the run that has them."""
 
     def note(self, policy: Policy, version: int) -> None:
         if self._kept and version < max(self._kept) + self._settings.every:
             return
         self._kept[version] = policy.weights()
-        for old in sorted(self._kept)[: -self._settings.keep]:
-            del self._kept[old]
+        for old in sorted({*self._kept, *self._stored})[: -self._settings.keep]:
+            self._kept.pop(old, None)
+            self._stored.pop(old, None)
 
     def recall(self, run: Path, below: int) -> None:
-        """What the run has kept of versions before that one, as far apart as those that are noted. Nothing is kept: nothing happens."""
-        store = LocalStore(run)
-        chosen: list[int] = []
-        for version in reversed(stored_versions(store, DEFAULT_MODEL) if (run / "models").is_dir() else []):
-            if version <= (chosen[-1] if chosen else below) - self._settings.every and len(chosen) < self._settings.keep:
-                chosen.append(version)
-        for version in chosen:
-            try:
-                self._kept[version] = stored_weights(store, DEFAULT_MODEL, version)
-            except (NotFound, Damaged) as error:  # deleted meanwhile, say
-                log.warning("version %d does not play again: %s", version, error)
+        """What the run has kept of versions before that one, as far apart as those that are noted. They are read when they play.
+
+        Wherever its directory cannot be read, as on another machine, nothing is recalled.
+        """
+        try:
+            there = [int(path.stem) for path in (run / "models" / DEFAULT_MODEL).glob("*.safetensors") if path.stem.isdecimal()]
+        except OSError as error:
+            log.info("no earlier versions are recalled: %s", error)
+            return
+        newest = below
+        for version in sorted(there, reverse=True):
+            if version <= newest - self._settings.every and len(self._stored) < self._settings.keep:
+                self._stored[version], newest = run, version
 
     def draw(self, random: np.random.Generator) -> tuple[int, Weights]:
-        version = int(random.choice(sorted(self._kept)))
-        return version, self._kept[version]
+        while True:
+            version = int(random.choice(sorted({*self._kept, *self._stored})))
+            if version in self._kept:
+                return version, self._kept[version]
+            try:
+                return version, stored_weights(LocalStore(self._stored[version]), DEFAULT_MODEL, version)
+            except (OSError, LudusError) as error:  # deleted meanwhile, say
+                log.warning("version %d does not play again: %s", version, error)
+                del self._stored[version]
 
 
 class PastPlayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from typing import Annotated
@@ -81,7 +82,7 @@ def start(
     r.say(f"actor_num: {count}")
     if server:
         r.say(f"gamecore server: {server}" + (f", whose games reach this machine as {host}" if host else ""))
-    if shares and server:  # the learner's own workers would know nothing of the server
+    if shares and (server or host):  # the learner's own workers would know nothing of either
         r.say("these workers have an agent of their own, with a copy of the weights, because of their gamecore server")
         shares = False
     job = roles.joining_job(
@@ -136,12 +137,21 @@ def address_of(text: str) -> str:
 
 def host_of(text: str) -> str:
     """A name or address without a port, or nothing. Raises UsageError."""
-    host = text.strip().removeprefix("[").removesuffix("]")
-    if any(c.isspace() or c in "/@" for c in host) or host.count(":") == 1:
+    host = text.strip()
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if any(c.isspace() or c in "/@[]" for c in host) or (":" in host and not _is_address(host)):
         raise UsageError(
             f"{text!r} is not a name or address of this machine.", "It has no port, which is chosen here: --advertise 10.0.0.7."
         )
     return host
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_set(name: str, environ: Mapping[str, str]) -> bool:

@@ -89,8 +89,8 @@ class Course:
         quota = self.quota()[first : first + environments.num]
         with policy.acting():
             return play(
-                policy, environments, quota, seed + first, deterministic=not self.explore, by_steps=self.by_steps,
-                max_steps=longest_episode(self.env), interrupted=interrupted,
+                policy, environments, quota, seed + first // self.group, deterministic=not self.explore, by_steps=self.by_steps,
+                max_steps=longest_episode(self.env), interrupted=interrupted, group=self.group, noise_seed=seed + first,
             )  # fmt: skip
 
 
@@ -168,7 +168,8 @@ class EvaluationWorkers:
             else:
                 played = done.answer
                 results = {name: tuple(both) for name, both in played["results"].items()}
-                self._parts[first] = Score(tuple(played["returns"]), tuple(played["lengths"]), cut=played["cut"], results=results)
+                returns, lengths, sides = (tuple(played[name]) for name in ("returns", "lengths", "sides"))
+                self._parts[first] = Score(returns, lengths, cut=played["cut"], results=results, sides=sides)
         if self._open:
             return None
         iteration, self._iteration = self._iteration, None
@@ -176,11 +177,11 @@ class EvaluationWorkers:
             log.warning("the evaluation of iteration %d failed: %s", iteration, self._error)
             return iteration, None
         parts = [self._parts[first] for first in sorted(self._parts)]
-        returns, lengths = (
-            tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths) for p in parts), strict=True)
+        returns, lengths, sides = (
+            tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths, p.sides) for p in parts), strict=True)
         )
         told = {name: _added([part.results[name] for part in parts]) for name in parts[0].results}
-        score = Score(returns, lengths, cut=sum(part.cut for part in parts), results=told)
+        score = Score(returns, lengths, cut=sum(part.cut for part in parts), results=told, sides=sides)
         warn_of_cuts(score, self._course.env)
         return iteration, score
 
@@ -207,7 +208,8 @@ class Player:
         weights = store_of(Path(errand["run"])).get_file(key, name)
         self._policy.load_weights(saved.decode_weights(weights, f"{key}/{name}")[0])
         score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
-        return {"returns": score.returns, "lengths": score.lengths, "cut": score.cut, "results": dict(score.results)}
+        lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
+        return {**lists, "cut": score.cut, "results": dict(score.results)}
 
     def _rows(self, rows: int) -> Environments:
         if rows not in self._environments:
@@ -240,13 +242,14 @@ def make_evaluation(
     if not config.evaluation_duration:
         return None
     env = resolved.experiment.env
-    with undisturbed():
-        said = said_of_rows(env, _ROWS, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+    wrapped: Any = {"preprocess": config.preprocess, "wrappers": config.wrappers}
+    with undisturbed():  # as many rows as training has: so many there can be
+        said = said_of_rows(env, config.num_envs_per_worker, config.env_config, **wrapped)
     course = _course(env, config, policy, said)
     if config.evaluation_config.env_config is not None:
         _check(course, policy)
-        with undisturbed():
-            said = said_of_rows(env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers)
+    with undisturbed():
+        said = said_of_rows(env, course.rows, course.env_config, preprocess=course.preprocess, wrappers=course.wrappers)
     if said.opposed:  # the first evaluation may be an hour away
         raise ConfigError(
             f"Evaluations of {env} would have opponents from the past, and nobody there has one.",

@@ -93,6 +93,7 @@ def make_policy(
         dueling=bool(getattr(config, "dueling", False)),
         head_hiddens=tuple(getattr(config, "hiddens", ())),
         central=central or section.centralized_value,
+        central_shares=(central or section.centralized_value) and section.vf_share_layers is True,
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
     )

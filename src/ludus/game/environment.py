@@ -432,8 +432,9 @@ class VectorEnvironments:
         for k, name in enumerate(self.results):
             told = infos.get(f"_{name}")
             if told is not None:
-                told = told & np.isfinite(infos[name])
-                found[told, k, 0], found[told, k, 1] = infos[name][told], 1
+                numbers = np.asarray(infos[name], np.float64)
+                told = told & np.isfinite(numbers)
+                found[told, k, 0], found[told, k, 1] = numbers[told], 1
         return found
 
     def _begun_again(self, fault: EnvironmentFault) -> Outcome:

@@ -25,8 +25,6 @@ Lineup = tuple[tuple[Hero, ...], tuple[Hero, ...]]
 CYCLE, RANDOM, ROUNDROBIN = "cycle", "random", "roundrobin"
 KINDS: Final = (CYCLE, RANDOM, ROUNDROBIN)
 _MOST: Final = 1_000_000
-OFFSETS: Final = 997
-"""Of seeds: workers whose line-ups take turns begin at different ones."""
 _HINT: Final = "Two lists of heroes, own side first; a list of such; random, roundrobin; or {cycle: a list of such}."
 
 
@@ -57,9 +55,9 @@ class Lineups:
         """Everybody who may play."""
         return set(self._heroes) | {hero for lineup in self._fixed for camp in lineup for hero in camp}
 
-    def begin(self, at: int) -> None:
-        """With that one of those that take turns: several who do so need not all begin with the same."""
-        self._next = at
+    def begin(self, seed: int) -> None:
+        """Where among those that take turns: several who do so need not all begin with the same."""
+        self._next = int(np.random.SeedSequence(seed).generate_state(1)[0])
 
     def next(self, random: np.random.Generator) -> Lineup | None:
         """None: whatever the game plays when it is not told."""

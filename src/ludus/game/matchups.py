@@ -18,7 +18,8 @@ SELF: Final = "self"
 PAST: Final = "past"
 """The other side is an older version."""
 PAST_VERSION: Final = "past_version"
-"""The number, among those that episodes end with, that says which older version it is. Whoever plays those rows tells it."""
+"""The number, among those that episodes end with, that says which older version it was against. The environment says of which
+episodes there is one; whoever plays those rows says the number."""
 RULE: Final = "rule:"
 """Before the name of a player that belongs to the game."""
 

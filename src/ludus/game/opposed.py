@@ -83,8 +83,8 @@ class Opposed:
         self._shown = _rows(outcome.seen, theirs)
         own = self._own
         if outcome.results is not None and PAST_VERSION in self.results and self.player is not None:
-            ended = own & (outcome.terminated | outcome.truncated)
-            outcome.results[ended, self.results.index(PAST_VERSION)] = self.player.version, 1
+            column = outcome.results[:, self.results.index(PAST_VERSION)]
+            column[:, 0] = column[:, 1] * self.player.version
         kept = type(outcome)(
             _rows(outcome.seen, own),
             outcome.reward[own],

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.errors import ConfigError
+from ludus.types import Ints
 
 Doubles = npt.NDArray[np.float64]
 FIXED, EVEN = "fixed", "even"
@@ -35,8 +36,9 @@ class Rivals:
         self.names = tuple(shares)
         total = sum(shares.values())
         self._shares: Doubles = np.array([share / total for share in shares.values()], np.float64)
-        self._won: Doubles = np.full(len(self.names), 0.5)
-        self._matches = np.zeros(len(self.names), np.int64)
+        self.won: Doubles = np.full(len(self.names), 0.5)
+        """How many of the last matches against each, about."""
+        self.matches: Ints = np.zeros(len(self.names), np.int64)
         self._even = matchmaking == EVEN
 
     @property
@@ -44,14 +46,14 @@ class Rivals:
         """Of each name."""
         if not self._even:
             return self._shares
-        weighed = self._shares * np.maximum(_LEAST, 2 * np.sqrt(self._won * (1 - self._won)))
+        weighed = self._shares * np.maximum(_LEAST, 2 * np.sqrt(self.won * (1 - self.won)))
         return np.asarray(weighed / weighed.sum(), np.float64)
 
     def record(self, name: str, won: bool) -> None:
         """A match against that one is over; one that nobody won was not won."""
         i = self.names.index(name)
-        self._matches[i] += 1
-        self._won[i] += (won - self._won[i]) / min(int(self._matches[i]) + 1, _WINDOW)
+        self.matches[i] += 1
+        self.won[i] += (won - self.won[i]) / min(int(self.matches[i]) + 1, _WINDOW)
 
     def draw(self, random: np.random.Generator) -> str:
         """One of them; a single one takes no chance."""

@@ -37,7 +37,7 @@ _ACTOR = "network.actor."
 class CentralNetwork(PolicyNetwork):
     """An ordinary network for the policy, and layers of its own for the value, which see everything.
 
-    With `vf_share_layers` the value takes the own view from the policy's layers, with its memory if it has one, and teaches them.
+    With `central_shares` the value takes the own view from the policy's layers, with its memory if it has one, and teaches them.
     Otherwise it looks at all of it anew and has no memory.
     """
 
@@ -53,7 +53,7 @@ class CentralNetwork(PolicyNetwork):
         self.actor = Network(observation_space[OWN], num_outputs, _of_actor(config), free_outputs)
         nn.init.zeros_(self.actor.value_head.weight)  # nobody learns it: who asks the actor alone hears 0
         self.recurrent = self.actor.recurrent
-        self._share = bool(config.vf_share_layers)
+        self._share = config.central_shares
         plan = [leaf for leaf in _plan(observation_space, config) if not self._share or leaf.path[0] == WHOLE]
         self.vector = VectorPart(plan)
         self.trunk = Trunk(plan, self.vector.size + (self.actor.features if self._share else 0), config)
@@ -121,7 +121,7 @@ class CentralNetwork(PolicyNetwork):
 
 
 def _of_actor(config: NetworkConfig) -> NetworkConfig:
-    return replace(config, central=False, vf_share_layers=True)  # it has no value of its own to keep apart
+    return replace(config, central=False, central_shares=False, vf_share_layers=True)  # it has no value of its own to keep apart
 
 
 def actor_of(policy: Policy) -> Policy:
@@ -150,7 +150,7 @@ def plain(description: Mapping[str, Any], weights: Weights) -> tuple[dict[str, A
     described = {
         **description,
         "observation_space": description["observation_space"]["spaces"][OWN],
-        "network": {**network, "central": False, "vf_share_layers": True},
+        "network": {**network, "central": False, "central_shares": False, "vf_share_layers": True},
     }
     kept = {f"network.{name.removeprefix(_ACTOR)}": array for name, array in weights.items() if name.startswith(_ACTOR)}
     return described, kept

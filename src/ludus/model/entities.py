@@ -18,9 +18,6 @@ from torch.nn import functional as F
 from ludus.model.distributions import MASKED
 from ludus.model.layers import Dense, mlp, traced
 
-_ABSENT = 0.75 * MASKED
-"""Of whoever is not there: meant only where nobody else is allowed."""
-
 
 @dataclass(frozen=True)
 class Crowd:
@@ -29,18 +26,17 @@ class Crowd:
     each: Tensor
     """[*, W, dim]"""
     present: Tensor
-    """[*, W]"""
+    """[*, W]: others have no part in the whole, but may be pointed at."""
     places: int
     """N, of the set they came from."""
     order: Tensor | None
     """[*, W] where they stood there; None: where they are."""
 
     def back(self, numbers: Tensor) -> Tensor:
-        """[*, rows, W] numbers about them → [*, rows, N]"""
-        numbers = torch.where(self.present.unsqueeze(-2), numbers, _ABSENT)
+        """[*, rows, W] numbers about them → [*, rows, N], the lowest for whoever was left out."""
         if self.order is None:
             return numbers
-        empty = numbers.new_full((*numbers.shape[:-1], self.places), _ABSENT)
+        empty = numbers.new_full((*numbers.shape[:-1], self.places), MASKED)
         return empty.scatter(-1, self.order.unsqueeze(-2).expand(numbers.shape), numbers)
 
 
@@ -57,11 +53,11 @@ class EntityEncoder(nn.Module):
     def forward(self, entities: Tensor, present: Tensor) -> Tensor:
         return self.pooled(self.crowd(entities, present))
 
-    def crowd(self, entities: Tensor, present: Tensor) -> Crowd:
-        """[*, N, F], [*, N]"""
+    def crowd(self, entities: Tensor, present: Tensor, pointed: Tensor | None = None) -> Crowd:
+        """[*, N, F], [*, N], and whom there will be an answer about besides those who are present; whoever is not has no features."""
         places, order = entities.shape[-2], None
         if not traced() and entities.device.type == "cpu":  # elsewhere to ask how many there are costs more than it saves
-            entities, present, order = _together(entities, present)
+            entities, present, order = _together(entities, present, present if pointed is None else present | pointed)
         x: Tensor = self.embed(torch.where(present.unsqueeze(-1), entities, 0.0))
         # k·q = x·(Kᵀ·(Q·x + b)): one layer instead of two; and the values of a mean are the mean of the values.
         scale, to_key = 1 / math.sqrt(x.shape[-1]), self.key.weight.t()
@@ -91,20 +87,19 @@ class Pointer(nn.Module):
     def forward(self, features: Tensor, crowd: Crowd, allowed: Tensor | None) -> Tensor:
         """[*, features], a set, [*, rows, N] → [*, rows · N]; who is not allowed is never meant."""
         query = self.query(features).unflatten(-1, (self.rows, self.dim)) / math.sqrt(self.dim)
-        logits = crowd.back((query @ self.key.weight) @ crowd.each.transpose(-1, -2))
+        logits = crowd.back(((query @ self.key.weight) @ crowd.each.transpose(-1, -2)).float())
         if allowed is not None:
             logits = torch.where(allowed, logits, MASKED)
         return logits.flatten(-2)
 
 
-def _together(entities: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Those who are there, in their order, in the first places of each set; and where they stood, unless nothing was saved."""
-    counts = present.sum(dim=-1)
-    widest, places = max(1, int(counts.max())) if counts.numel() else 1, present.shape[-1]
+def _together(entities: Tensor, present: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Those who are kept, in their order, in the first places of each set; and where they stood, unless nothing was saved."""
+    counts = kept.sum(dim=-1)
+    widest, places = max(1, int(counts.max())) if counts.numel() else 1, kept.shape[-1]
     if widest == places:
         return entities, present, None
-    order = present.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
+    order = kept.sort(dim=-1, descending=True, stable=True).indices[..., :widest]
     sets = torch.arange(counts.numel()).unsqueeze(-1) * places
     rows = entities.reshape(-1, entities.shape[-1]).index_select(0, (order.reshape(-1, widest) + sets).reshape(-1))
-    shown = torch.arange(widest) < counts.unsqueeze(-1)
-    return rows.reshape(*order.shape, entities.shape[-1]), shown, order
+    return rows.reshape(*order.shape, entities.shape[-1]), present.gather(-1, order), order

@@ -58,6 +58,8 @@ class NetworkConfig:
     """Of a model of values: layers between the trunk and what it says, one set for each of the two of a dueling one."""
     central: bool = False
     """The value sees `state` besides `observation`, the policy only the latter (`ludus.model.central`)."""
+    central_shares: bool = False
+    """Such a value takes its own view from the policy's layers."""
     custom_model: str | None = None
     """A model of the user's: the name of its file in `model/`, or `module:Class`."""
     custom_model_config: Mapping[str, Any] = field(default_factory=dict)
@@ -329,6 +331,7 @@ class Trunk(nn.Module):
         )
         self.image_paths = [leaf.path for leaf in plan if leaf.kind == "image"]
         self.set_leaves = [leaf for leaf in plan if leaf.kind == "entities"]
+        self._pointing = config.autoregressive
         joined = vector_size + sum(int(e.size) for e in (*self.images, *self.sets))
         hiddens = config.fcnet_hiddens
         if hiddens is None:
@@ -353,10 +356,22 @@ class Trunk(nn.Module):
             assert isinstance(encoder, EntityEncoder)
             entities = _pick(observation, leaf.path)
             present = (_pick(observation, leaf.mask) if leaf.mask is not None else entities[..., leaf.present]) > 0
-            crowds.append(encoder.crowd(entities, present))
+            crowds.append(encoder.crowd(entities, present, self._pointed(leaf, present, observation)))
             parts.append(encoder.pooled(crowds[-1]))
         x = parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts], dim=-1)
         return self.dense(x), crowds
+
+    def _pointed(self, leaf: _Leaf, present: Tensor, observation: Tree) -> Tensor | None:
+        """Who may be pointed at, of a set; without a mask anybody. None: nobody is."""
+        branches = [branch for branch in self._pointing if branch.points_at == leaf.path[-1]]
+        if not branches:
+            return None
+        beside = leaf.path[:-1]
+        allowed = [
+            torch.ones_like(present) if b.mask is None else (_pick(observation, (*beside, b.mask)) > 0).any(dim=-2)
+            for b in branches
+        ]
+        return torch.stack(allowed).any(dim=0)
 
 
 class Pointing(nn.Module):

@@ -115,6 +115,11 @@ class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
             how, _, who = name.partition("/")
             told[name] = (result["won"] == (1 if how == "win" else -1)).astype(np.float32)
             told[f"_{name}"] = ended & self._tells & (against[matches] == who)
+        if PAST_VERSION in self.result_names:
+            told[PAST_VERSION], told[f"_{PAST_VERSION}"] = (
+                np.zeros(self.num_envs),
+                ended & self._tells & (against[matches] == PAST),
+            )
         return told
 
     def render(self) -> tuple[Any, ...] | None:

@@ -165,7 +165,7 @@ BEYOND_ONE: Final = {
     "allies alive": (0.0, 1.001),
     "enemies alive": (0.0, 1.001),
 }
-"""Lowest and highest of the features that are not from 0 to 1."""
+"""Lowest and highest of the features that are not from 0 to 1, in matches of a usual length."""
 
 _F_KIND = 4
 _F_SPACE = _F_KIND + len(KINDS)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gymnasium.utils.seeding import np_random
 
 from ludus.errors import ConfigError
-from ludus.game.lineups import OFFSETS, Lineups
+from ludus.game.lineups import Lineups
 from ludus.game.matchups import RULE, SELF, shares_of
 from ludus.game.rivals import FIXED, Rivals, happens
 from ludus.games.arena import heroes
@@ -281,7 +281,7 @@ class Seats:
             if seed is not None:
                 self._random[m] = np_random(seed)[0]
                 if m == 0:
-                    self._lineups.begin(seed % OFFSETS)
+                    self._lineups.begin(seed)
 
     def begin(self, which: Ints | None = None) -> None:
         """These matches begin anew, or all."""
