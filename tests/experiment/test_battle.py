@@ -212,9 +212,8 @@ def test_an_exported_policy_plays_the_same_matches(run: Path, tmp_path: Path) ->
         "version": exported.version,
     }
     terms = Terms(4, seconds=20)
-    original = contestant(run)
-    assert isinstance(original, Trained)
-    assert last_states(exported, EASY, terms) == last_states(replace(original, settings={}), EASY, terms)
+    assert last_states(exported, EASY, terms) == last_states(contestant(run), EASY, terms)
+    assert exported.every == 5  # as it was trained
     with pytest.raises(UsageError, match="There is no file"):
         contestant(tmp_path / "nothing.onnx")
     (tmp_path / "rubbish.onnx").write_bytes(b"nonsense")

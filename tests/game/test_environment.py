@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -20,6 +21,7 @@ from ludus.game.environment import (
     LoopEnvironments,
     VectorEnvironments,
     check_exists,
+    made_as_trained,
     make_environments,
     make_one,
     own_part,
@@ -635,6 +637,24 @@ def test_a_single_row_has_no_opponent_from_the_past() -> None:
 )
 def test_whether_there_would_be_opponents_is_known_before(name: str, rows: int, config: dict[str, Any], has: bool) -> None:
     assert said_of_rows(name, rows, config).opposed is has
+
+
+def test_of_a_team_one_plays_alone_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    made_as_trained({"env": ARENA, "config": {"env_config": {"mode": "3v3", "repeat": 0.5, "opponent": "easy"}}})
+    assert "One row of a side of 3" in caplog.text
+    caplog.clear()
+    made_as_trained({"env": "ludus/Arena-1v1-v0", "config": {"env_config": {"opponent": "easy", "matchmaking": "even"}}})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", [ARENA, "ludus/Arena-1v1-v0"])
+def test_who_watches_sees_whole_matches(name: str, tmp_path: Path) -> None:
+    """Training may begin in the middle, and at states that are not there any more."""
+    trained = {"env": name, "config": {"env_config": {"repeat": 1.0, "states": str(tmp_path / "gone"), "seconds": 30}}}
+    env = made_as_trained(trained)
+    env.reset(seed=0)
+    with pytest.raises(ConfigError, match="no directory"):
+        made_as_trained(trained, env_config={"repeat": 1.0, "states": str(tmp_path / "gone")})
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,8 @@ def _exported(path: Path) -> Trained:
     if not path.expanduser().is_file():
         raise NotFound(f"There is no file {path}.", "`ludus export` writes such files.")
     policy = OnnxPolicy(path, value=False)
-    return Trained(f"{path.stem}{_EXPORT}@{policy.version}", policy, policy.version, str(path), seats={ONLY_SEAT: policy})
+    settings = {"env_config": policy.facts.get("trained") or {}}
+    return Trained(f"{path.stem}{_EXPORT}@{policy.version}", policy, policy.version, str(path), settings, {ONLY_SEAT: policy})
 
 
 def _of_version(run: Path, number: int, model: str | None) -> Trained:

@@ -73,7 +73,9 @@ def export_checkpoint(
     version = int(found.state["models"][name]["version"])
     file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
     recorded, notes = _recorded(run, found, policy, observations, int8)
-    traced = export.export_policy(policy, opset=opset, name=name, version=version)
+    every = (found.state["config"]["config"].get("env_config") or {}).get("every")
+    trained = {"every": every} if isinstance(every, int) else {}
+    traced = export.export_policy(policy, opset=opset, name=name, version=version, trained=trained)
     data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)
     report.notes += notes
     digest = hashlib.sha256(data).hexdigest()

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
 
 from ludus import spaces
@@ -194,10 +195,21 @@ def made_as_trained(
 ) -> gym.Env[Any, Any]:
     """A single environment as the saved config of a run describes it; another name, or further keywords, may be asked for."""
     config = state["config"]
-    keywords = {**config.get("env_config", {}), **(env_config or {})}
+    left_out = _only_training(env or state["env"])
+    taken_over = {key: value for key, value in config.get("env_config", {}).items() if key not in left_out}
+    keywords = {**taken_over, **(env_config or {})}
     preprocess, wrappers = preprocess_of(config), config.get("wrappers") or ()
     one = make_one(env or state["env"], keywords, render_mode, preprocess=preprocess, wrappers=wrappers)
     return own_part(one) if (config.get("model") or {}).get("centralized_value") else one
+
+
+def _only_training(name: str) -> tuple[str, ...]:
+    """Keywords of an environment that are for training: of the vector that trains."""
+    made_by: Any = factory_of(name)
+    if made_by is None:
+        entry = spec_of(name).vector_entry_point
+        made_by = load_env_creator(entry) if isinstance(entry, str) else entry
+    return tuple(getattr(made_by, "only_training", ()))
 
 
 class _Recipe:
@@ -539,6 +551,12 @@ class SingleRow(gym.Env[Any, Any]):
             raise ConfigError(
                 "Its opponent would be an earlier version, and nobody here has one.", "Name a script as its opponent."
             )
+        group = int(getattr(env.unwrapped, "group_rows", 1))
+        if group > 1:
+            log.warning(
+                "One row of a side of %d is played here, and what the environment has plays the others. "
+                "Whole sides play in evaluations of a training, and in battles.", group,
+            )  # fmt: skip
         self._env = env
         self.metadata, self.render_mode = env.metadata, getattr(env, "render_mode", None)
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space

@@ -122,8 +122,13 @@ def policy_inputs(policy: Any) -> dict[str, ArraySpec]:
     return inputs | dict(named("state", policy.state_spec()))
 
 
-def export_policy(policy: Policy, *, opset: int = OPSET, name: str = "model", version: int = 0) -> bytes:
-    """The whole policy as the bytes of an ONNX file, which needs nothing else to be run. Raises UsageError, MissingExtra."""
+def export_policy(
+    policy: Policy, *, opset: int = OPSET, name: str = "model", version: int = 0, trained: Mapping[str, Any] | None = None
+) -> bytes:
+    """The whole policy as the bytes of an ONNX file, which needs nothing else to be run. Raises UsageError, MissingExtra.
+
+    `trained`: what a player has to know of its training, such as how often it decides; plain values.
+    """
     inputs = policy_inputs(policy)
     seen = array_spec(policy.observation_space)
     masks, noises = "mask" in inputs, "noise" in inputs
@@ -141,6 +146,7 @@ def export_policy(policy: Policy, *, opset: int = OPSET, name: str = "model", ve
         "action_space": spaces.to_json(policy.action_space),
         "state": [list(spec.shape) for spec in policy.state_spec()],
         "decides_by": policy.kind,
+        "trained": dict(trained or {}),
     }
     example = {name: spec.zeros(_EXAMPLE_ROWS) for name, spec in inputs.items()}
     for path, (lowest, _) in spaces.categories(policy.observation_space).items():
