@@ -5,7 +5,7 @@
     python -m bench.arena_learn --mode 1v1 --runs RUN [RUN …]     only the battles, of runs that are there already
 
 A battle is 200 matches with sides swapped, from the beginning, between most probable actions; won is whoever destroyed the base, and a
-match that time ends is won by nobody. The curve is of the matches of training, in which actions are drawn.
+match that time ends is won by nobody. The same matches against `medium` are played by the exported policy (onnxruntime). The curve is of the matches of training, in which actions are drawn.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import ludus
 from bench.train import RESULTS, Row, provenance
+from ludus.experiment.exporting import export_checkpoint
 
 PRESETS = {"1v1": "Arena_1v1_PPO", "3v3": "Arena_3v3_PPO"}
 MINUTES = {"1v1": 30, "3v3": 90}
@@ -64,6 +66,12 @@ def judged(mode: str, run: Path, games: int) -> Row:
         low, high = found.interval
         battles[who] = {"won": found.won, "lost": found.lost, "drawn": found.drawn, "low": low, "high": high}
         print(f"{run.name} against {who}: {found.won} won, {found.lost} lost, {found.drawn} drawn", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        exported = export_checkpoint(run, out=Path(directory) / "policy.onnx")
+        assert exported.file is not None, exported.report.reasons
+        found = ludus.battle(exported.file, "rule:medium", games, mode=mode, seed=1)
+    low, high = found.interval
+    battles["medium, ONNX"] = {"won": found.won, "lost": found.lost, "drawn": found.drawn, "low": low, "high": high}
     points = curve(run)
     config = (run / "config.yaml").read_text()
     seed = next((line.split(":")[1].strip() for line in config.splitlines() if line.strip().startswith("seed:")), "?")
@@ -72,12 +80,13 @@ def judged(mode: str, run: Path, games: int) -> Row:
 
 def page(mode: str, rows: list[Row], head: Row) -> str:
     games = rows[0]["games"]
-    lines = ["| seed | minutes | timesteps | steps/s | " + " | ".join(f"{who}, % [95 %]" for who in OPPONENTS) + " |"]
-    lines.append("|---:|---:|---:|---:|" + "---:|" * len(OPPONENTS))
+    shown = (*OPPONENTS, "medium, ONNX")
+    lines = ["| seed | minutes | timesteps | steps/s | " + " | ".join(f"{who}, % [95 %]" for who in shown) + " |"]
+    lines.append("|---:|---:|---:|---:|" + "---:|" * len(shown))
     for row in rows:
         last = row["curve"][-1]
         cells = []
-        for who in OPPONENTS:
+        for who in shown:
             found = row["battles"][who]
             goal = GOALS.get((mode, who))
             mark = "" if goal is None else " ✓" if found["won"] / games >= goal else " ✗"
