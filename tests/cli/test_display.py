@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ludus.cli.display import Display, wins
+from ludus.cli.display import Display, told, wins
 
 NUMBERS = {"time_s": 12.0, "timesteps": 4096.0, "fps": 341.3, "episodes": 3.0, "episode_return_mean": 1.5}
 
@@ -33,3 +33,25 @@ def test_whoever_is_met_in_evaluations_alone_is_shown_too() -> None:
     told = {"match/win/past": 0.55, "match/loss/past": 0.45}
     judged = {f"evaluation/{how}/hard{which}": 0.25 for how in ("win", "loss") for which in ("", "_low", "_high")}
     assert wins({**NUMBERS, **told, **judged}) == "won: past 55 %, hard (25 [25–25])"
+
+
+def test_what_became_of_heroes_and_which_versions_play_is_on_the_table() -> None:
+    from rich.console import Console
+
+    said = {
+        "match/win/past": 0.5,
+        "match/seconds": 238.4,
+        "match/kills": 1.71,
+        "match/last_hits": 23.9,
+        "match/past_version": 940.0,
+    }
+    assert told({**NUMBERS, **said}) == "seconds 238, kills 1.7, last hits 23.9"
+    assert told(NUMBERS) == ""
+    display = Display(quiet=True)
+    display._last = {**NUMBERS, **said, "episodes": 3.0, "learner/version": 994.0}
+    console = Console(record=True, width=160)
+    console.print(display._table())
+    shown = console.export_text()
+    assert "won: past 50 %" in shown
+    assert "kills 1.7" in shown
+    assert "newest 994, of opponents from the past 940" in shown

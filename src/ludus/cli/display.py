@@ -13,6 +13,7 @@ from ludus.experiment.status import bottleneck as bottleneck
 from ludus.experiment.status import summary
 from ludus.metrics import Numbers
 
+_MATCH = "match/"
 _WINS, _JUDGED = "match/win/", "evaluation/win/"
 _REDRAW_S = 0.1
 _LINE_EVERY_S = 2.0
@@ -101,6 +102,12 @@ class Display:
         table.add_row("time", f"{n['time_s']:.1f} s", parts or f"sampling {100 - share:.0f} %, learning {share:.0f} %")
         if wins(n):
             table.add_row("matches", "", wins(n))
+        if told(n):
+            table.add_row("", "", told(n))
+        if "learner/version" in n and "match/past_version" in n:
+            table.add_row(
+                "versions", "", f"newest {n['learner/version']:.0f}, of opponents from the past {n['match/past_version']:.0f}"
+            )
         if parts:
             table.add_row("limit", "", bottleneck(n))
         if "learner/entropy" in n:
@@ -123,6 +130,16 @@ def wins(numbers: Numbers) -> str:
             share.append(f"({mean:.0f} [{low:.0f}–{high:.0f}])")
         shown.append(" ".join((who, *share)))
     return f"won: {', '.join(shown)}" if shown else ""
+
+
+def told(numbers: Numbers) -> str:
+    """What else the last matches said, in the mean: how long they took, and what became of heroes."""
+    shown = [
+        f"{name.removeprefix(_MATCH).replace('_', ' ')} {value:,.{1 if abs(value) < 100 else 0}f}"
+        for name, value in numbers.items()
+        if name.startswith(_MATCH) and "/" not in name.removeprefix(_MATCH) and name != "match/past_version"
+    ]
+    return ", ".join(shown)
 
 
 def sparkline(values: list[float], width: int) -> str:
