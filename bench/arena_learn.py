@@ -4,8 +4,8 @@
     python -m bench.arena_learn --mode 3v3 --seeds 1 2 3          (an hour and a half a seed)
     python -m bench.arena_learn --mode 1v1 --runs RUN [RUN …]     only the battles, of runs that are there already
 
-A battle is 200 matches with sides swapped, from the beginning, between most probable actions; won is whoever destroyed the base, and a
-match that time ends is won by nobody. The same matches against `medium` are played by the exported policy (onnxruntime). The curve is of the matches of training, in which actions are drawn.
+A battle is 200 matches with sides swapped, from the beginning, with the most probable actions and once more with drawn ones, as in
+training; won is whoever destroyed the base, and a match that time ends is won by nobody. The same matches against `medium` are played by the exported policy (onnxruntime). The curve is of the matches of training, in which actions are drawn.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ PRESETS = {"1v1": "Arena_1v1_PPO", "3v3": "Arena_3v3_PPO"}
 MINUTES = {"1v1": 30, "3v3": 90}
 GOALS = {("1v1", "medium"): 0.90, ("1v1", "hard"): 0.60, ("3v3", "medium"): 0.75}
 OPPONENTS = ("easy", "medium", "hard")
+HOW = ("most probable", "drawn", "most probable, ONNX")
+JUDGED = "medium"
+"""By the exported policy."""
 GAMES = 200
 POINTS = 16
 """Of a curve."""
@@ -60,40 +63,39 @@ def curve(run: Path) -> list[dict[str, float]]:
 
 
 def judged(mode: str, run: Path, games: int) -> Row:
-    battles: dict[str, Any] = {}
-    for who in OPPONENTS:
-        found = ludus.battle(run, f"rule:{who}", games, mode=mode, seed=1)
+    def against(player: Path, who: str, *, drawn: bool = False) -> Row:
+        found = ludus.battle(player, f"rule:{who}", games, mode=mode, seed=1, deterministic=not drawn)
         low, high = found.interval
-        battles[who] = {"won": found.won, "lost": found.lost, "drawn": found.drawn, "low": low, "high": high}
-        print(f"{run.name} against {who}: {found.won} won, {found.lost} lost, {found.drawn} drawn", flush=True)
+        print(f"{player.name} against {who}: {found.won} won, {found.lost} lost, {found.drawn} drawn", flush=True)
+        return {"won": found.won, "lost": found.lost, "drawn": found.drawn, "low": low, "high": high}
+
+    battles: dict[str, Any] = {HOW[0]: {who: against(run, who) for who in OPPONENTS}}
+    battles[HOW[1]] = {who: against(run, who, drawn=True) for who in OPPONENTS}
     with tempfile.TemporaryDirectory() as directory:
         exported = export_checkpoint(run, out=Path(directory) / "policy.onnx")
         assert exported.file is not None, exported.report.reasons
-        found = ludus.battle(exported.file, "rule:medium", games, mode=mode, seed=1)
-    low, high = found.interval
-    battles["medium, ONNX"] = {"won": found.won, "lost": found.lost, "drawn": found.drawn, "low": low, "high": high}
-    points = curve(run)
+        battles[HOW[2]] = {JUDGED: against(exported.file, JUDGED)}
     config = (run / "config.yaml").read_text()
     seed = next((line.split(":")[1].strip() for line in config.splitlines() if line.strip().startswith("seed:")), "?")
-    return {"mode": mode, "seed": seed, "games": games, "battles": battles, "curve": points, "config": config}
+    return {"mode": mode, "seed": seed, "games": games, "battles": battles, "curve": curve(run), "config": config}
+
+
+def _cell(mode: str, who: str, found: Row, games: int) -> str:
+    goal = GOALS.get((mode, who))
+    mark = "" if goal is None else " ✓" if found["won"] / games >= goal else " ✗"
+    return f"{100 * found['won'] / games:.1f} [{100 * found['low']:.1f}–{100 * found['high']:.1f}]{mark}"
 
 
 def page(mode: str, rows: list[Row], head: Row) -> str:
     games = rows[0]["games"]
-    shown = (*OPPONENTS, "medium, ONNX")
-    lines = ["| seed | minutes | timesteps | steps/s | " + " | ".join(f"{who}, % [95 %]" for who in shown) + " |"]
-    lines.append("|---:|---:|---:|---:|" + "---:|" * len(shown))
+    lines = ["| seed | minutes | timesteps | steps/s | actions | " + " | ".join(f"{who}, % [95 %]" for who in OPPONENTS) + " |"]
+    lines.append("|---:|---:|---:|---:|---|" + "---:|" * len(OPPONENTS))
     for row in rows:
         last = row["curve"][-1]
-        cells = []
-        for who in shown:
-            found = row["battles"][who]
-            goal = GOALS.get((mode, who))
-            mark = "" if goal is None else " ✓" if found["won"] / games >= goal else " ✗"
-            cells.append(f"{100 * found['won'] / games:.1f} [{100 * found['low']:.1f}–{100 * found['high']:.1f}]{mark}")
-        lines.append(
-            f"| {row['seed']} | {last['time_s'] / 60:.1f} | {last['timesteps']:,.0f} | {last['fps']:,.0f} | {' | '.join(cells)} |"
-        )
+        for how, found in row["battles"].items():
+            cells = [_cell(mode, who, found[who], games) if who in found else "" for who in OPPONENTS]
+            began = f"| {row['seed']} | {last['time_s'] / 60:.1f} | {last['timesteps']:,.0f} | {last['fps']:,.0f}"
+            lines.append(f"{began} | {how} | {' | '.join(cells)} |")
     asked = ", ".join(f"{who} ≥ {100 * goal:.0f} %" for (kind, who), goal in GOALS.items() if kind == mode)
     curves = []
     for row in rows:
