@@ -280,7 +280,7 @@ def test_an_allocation_is_given_back_when_nobody_answers_in_it(
     )
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(consultation, "_END_S", 4.0)
+    monkeypatch.setattr(consultation, "_END_S", 1.0)
     (found,) = of_allocation(Target(on="slurm").merged(time="5"), [], dict(os.environ), 1.0, around_s=1.0)
     assert "no answer within 2 s" in found.found
     assert heard.read_text().split() == (["TERM", "HUP"] if deaf else ["TERM"])
