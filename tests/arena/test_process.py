@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
