@@ -376,6 +376,7 @@ def test_nothing_survives_a_killed_driver_and_the_run_can_be_resumed(tmp_path: P
     seen = learner(run, training.process)
     ours = [seen["pid"], *(worker["pid"] for worker in seen["sampling"]["workers"])]
     assert all(alive(pid) for pid in ours)
+    eventually(lambda: checkpoint.newest_name(LocalStore(run)))
     training.process.kill()
     training.process.wait(30)
     eventually(lambda: not any(alive(pid) for pid in ours), 10.0)

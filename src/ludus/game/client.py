@@ -301,14 +301,11 @@ class AsyncClient:
     async def _once(self, attempt: _Attempt) -> _Reply:
         until = _Until(attempt.timeout_s)
         wire = self._wires.pop(attempt.address, None) or await self._connect(attempt.address, until)
-        late = asyncio.get_running_loop().call_later(max(0.0, until.left_s), wire.fail, TimeoutError("timed out"))
         try:
-            reply = await wire.ask(attempt.request)
+            reply = await wire.ask(attempt.request, until)
         except BaseException:  # also when cancelled: what comes later on this connection is not the answer to the next request
             wire.close()
             raise
-        finally:
-            late.cancel()
         if reply.close:
             wire.close()
         else:
@@ -855,14 +852,32 @@ class _Wire(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[_Reply] | None = None
         self._lost: OSError | None = None
+        self._until: _Until | None = None  # of the request that was sent last
+        self._watch: asyncio.TimerHandle | None = None
 
-    def ask(self, request: bytes) -> asyncio.Future[_Reply]:
-        self._waiter = asyncio.get_running_loop().create_future()
+    def ask(self, request: bytes, until: _Until) -> asyncio.Future[_Reply]:
+        loop = asyncio.get_running_loop()
+        self._waiter, self._until = loop.create_future(), until
         if self._lost is not None or self._transport is None:
             self._waiter.set_exception(self._lost or ConnectionResetError("it was closed"))
-        else:
-            self._transport.write(request)
+            return self._waiter
+        self._transport.write(request)
+        if self._watch is None or until.left_s < self._watch.when() - loop.time():
+            self._watch_over(loop)
         return self._waiter
+
+    def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer for many requests: it goes off for the last that it was set for, and looks at the one that is under way."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._until is None or self._waiter is None or self._waiter.done():
+            return
+        left_s = self._until.left_s
+        if left_s <= 0:
+            self.fail(TimeoutError("timed out"))
+        else:
+            self._watch = loop.call_later(left_s, self._watch_over, loop)
 
     def fail(self, error: OSError) -> None:
         self._lost = error
@@ -871,6 +886,9 @@ class _Wire(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         if self._transport is not None:
             self._transport.abort()
 

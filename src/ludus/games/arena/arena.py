@@ -206,7 +206,7 @@ class Arena:
         rewards = self.rewards
         _step(
             self.units, self.match, heroes.TABLE, self._pending, self._orders, self._targets, ticks, self.lenient, self._memo,
-            self.parts, self.reward, rewards.vector(), rewards.spirit, rewards.zero_sum,
+            self.parts, self.reward, rewards.vector, rewards.spirit, rewards.zero_sum,
         )  # fmt: skip
 
     def observe(self) -> None:
@@ -226,8 +226,12 @@ class Arena:
                 f"They have the shape {self._legal.shape}, and are places in {', '.join(SCRIPTS)}, or -1.",
             )
         orders: Ints32 = np.zeros_like(self._orders)
-        act(self.units, self.match, heroes.TABLE, np.ascontiguousarray(who, np.int8), orders)
+        self.fill(np.ascontiguousarray(who, np.int8), orders)
         return orders
+
+    def fill(self, who: npt.NDArray[np.int8], orders: Ints32) -> None:
+        """As `script`, into the orders of those that a script plays; `who` is as it should be."""
+        act(self.units, self.match, heroes.TABLE, who, orders)
 
     # -- keeping
 

@@ -92,6 +92,8 @@ class Host:
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._chance = np.random.default_rng(matches[0].plan.seed)
         self._decisions = 0
+        self._actions = np.zeros((arena.matches, arena.heroes, len(HEADS)), np.int32)
+        self._names = np.zeros((arena.matches, arena.heroes), np.int8)  # of the scripts that play now
         self._places = np.divmod(np.arange(arena.matches * arena.heroes), arena.heroes)
         self._whole: npt.NDArray[np.float32] | None = None  # [M, H, S]
         self._observe()  # what is compiled for it keeps nobody waiting
@@ -187,8 +189,9 @@ class Host:
         else:
             heard = []
             await asyncio.sleep(0)  # a signal is heard in between
-        actions = np.zeros((len(self.matches), self.matches[0].heroes, len(HEADS)), np.int32)
-        names = np.full(actions.shape[:2], -1, np.int8)
+        actions, names = self._actions, self._names
+        actions.fill(0)
+        names.fill(-1)
         chosen: list[tuple[Line, int, Action]] = []
         for (line, heroes), one in zip(asked, heard, strict=True):
             for hero, action in self._heard(line, heroes, one, names).items():
@@ -204,8 +207,7 @@ class Host:
                 arena.match[m, OVER] = 1  # it stands still, whatever has ended it
             else:
                 np.maximum(names[m], match.script, out=names[m])
-        if names.max() >= 0:
-            np.copyto(actions, arena.script(names), where=(names >= 0)[..., None])
+        arena.fill(names, actions)
         self._play(actions)
 
     def _asked(self) -> list[tuple[Line, list[int]]]:
@@ -266,8 +268,7 @@ class Host:
         for name, why in reply.wrong.items():
             self._refuse(line, seats[name], why, garbled=True)
             self._stand_in(line, seats[name], names)
-        strange = reply.others - {line.seats[hero] for hero in line.heroes}  # for the dead an answer is only superfluous
-        if strange:
+        if reply.others and (strange := reply.others - set(line.seats.values())):  # for the dead an answer is only superfluous
             self._refuse(line, heroes[0], f"There is no seat {min(strange)!r}.", garbled=True)
         return {seats[name]: action for name, action in reply.actions.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -83,13 +84,14 @@ class Rewards:
         weights = {name: value_at(weight, timestep) for name, weight in self.weights.items()}
         return replace(self, weights=weights, team_spirit=value_at(self.team_spirit, timestep))
 
+    @cached_property
     def vector(self) -> Floats:
         """In the order of PARTS; of scheduled ones, as they are in the beginning."""
         if self.sparse:
             return np.array([float(part == "win") for part in PARTS], np.float32)
         return np.array([value_at(self.weights.get(part, WEIGHTS[part]), 0) for part in PARTS], np.float32)
 
-    @property
+    @cached_property
     def spirit(self) -> float:
         return 0.0 if self.sparse else value_at(self.team_spirit, 0)
 
