@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -56,6 +57,15 @@ def test_short_episodes_are_not_counted_more_often_than_long_ones(mode: Autorese
     assert sorted(score.lengths).count(50) >= 1
     assert list(score.returns) == [float(n) for n in score.lengths]
     assert score.complete
+
+
+@pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_side_is_as_good_as_its_heroes_together(mode: AutoresetMode | None) -> None:
+    score = played(rows(mode, 2, 4, 10, 20), 8, group=2)
+    assert score.returns == (2.0, 2.0, 4.0, 4.0, 10.0, 10.0, 20.0, 20.0)
+    assert score.sides == (3.0, 3.0, 15.0, 15.0), "matches, of which each is one piece of news"
+    assert score.interval == replace(score, sides=(), returns=score.sides).interval
+    assert score.interval != replace(score, sides=()).interval
 
 
 @pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])

@@ -89,6 +89,21 @@ def test_what_cannot_be_is_told_and_nothing_is_started(
     assert LocalOrchestrator().list() == []
 
 
+def test_workers_that_have_a_gamecore_server_have_an_agent_of_their_own(call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ("--no-model-pool", "--gamecore", "127.0.0.1:23432", "--advertise", "127.0.0.1", "--port", str(port))
+    try:
+        said = call("actor", *START, *words)
+        assert said.code == 0, said.err
+        assert "whose games reach this machine as 127.0.0.1" in said.out
+        assert "have an agent of their own, with a copy of the weights" in said.out
+        assert "RUN/logs/sampler" not in said.out, "the learner's own workers know nothing of a gamecore server"
+    finally:
+        assert call("actor", "stop", "--all").code == 0
+    assert not [job for job in LocalOrchestrator().list() if job.state == "running"]
+
+
 def test_an_option_that_training_does_not_have_is_told_as_there(call: Call) -> None:
     said = call("learner", *START, "CartPole-v1", "--num-wrokers", "3")
     assert said.code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import random
@@ -215,6 +216,27 @@ def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_eval
     finally:
         players.close()
     assert players.pids == []
+
+
+def test_whole_sides_play_the_same_matches_whoever_plays_them(tmp_path: Path) -> None:
+    settings = {"mode": "3v3", "seconds": 60, "opponent": "hard", "start": "lane"}
+    course = replace(a_course("ludus.games.arena.gym:ArenaVectorEnv", settings, 12), group=3)
+    with contextlib.closing(course.environments(3)) as arena:
+        policy = Policy(arena.observation_space, arena.action_space, NetworkConfig(fcnet_hiddens=(16,)))
+    course = replace(course, description=policy.description())
+    LocalStore(tmp_path).put_bundle("checkpoints/000004", {"model.safetensors": saved.encode_weights(policy.weights())})
+    expected = Evaluation(course, policy, lambda: False)(4)
+    assert len(expected.sides) == 4
+    assert len(set(expected.sides)) == 4, "four matches, not the same four times"
+    players = EvaluationWorkers(course, tmp_path, 2, 60.0, Restart(limit=3, backoff_s=0.01), lambda: False)
+    try:
+        players.begin(4, "000004")
+        ((_, score),) = finished(players)
+    finally:
+        players.close()
+    assert score is not None
+    assert score.returns == pytest.approx(expected.returns)
+    assert score.sides == pytest.approx(expected.sides)
 
 
 def test_a_run_with_evaluation_workers_learns_what_it_would_have_learned_without(tmp_path: Path) -> None:

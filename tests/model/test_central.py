@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ludus.experiment.parts import make_policy
 from ludus.model.central import actor_of
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Policy
+from ludus.training.algorithms.ppo import PPOConfig
 
 OWN = gym.spaces.Dict(
     {
@@ -94,3 +96,10 @@ def test_a_stored_one_from_before_they_could_be_shared_is_what_it_was() -> None:
     again = Policy.from_description(old)
     assert not again.config.central_shares
     again.load_weights(policy().weights())
+
+
+@pytest.mark.parametrize("central", [True, False])
+def test_whoever_shows_the_whole_to_a_policy_is_told(central: bool, caplog: pytest.LogCaptureFixture) -> None:
+    made = make_policy(SPACE, gym.spaces.Discrete(4), PPOConfig.model_validate({"model": {"centralized_value": central}}))
+    assert made.config.central == central
+    assert ("the policy sees both" in caplog.text) == (not central)

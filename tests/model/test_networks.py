@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ludus.errors import ConfigError
 from ludus.model import networks
-from ludus.model.entities import EntityEncoder
+from ludus.model.entities import EntityEncoder, Pointer
 from ludus.model.layers import ACTIVATIONS, Dense
 from ludus.model.networks import (
     ImageEncoder,
@@ -137,6 +137,19 @@ def test_no_entity_at_all_is_zero_with_finite_gradients() -> None:
     assert (features == 0).all()
     features.sum().backward()
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in (entities, *encoder.parameters()))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_whom_a_pointer_may_not_mean_is_hidden_in_half_precision_too(half: torch.dtype) -> None:
+    encoder, pointer = EntityEncoder(3, 16), Pointer(8, 16, 2)
+    present = torch.tensor([[True, False, True, False, True], [False] * 4 + [True]])
+    allowed = torch.rand(2, 2, 5) < 0.5
+    with torch.no_grad(), torch.autocast("cpu", half):
+        crowd = encoder.crowd(torch.randn(2, 5, 3), present)
+        logits = pointer(torch.randn(2, 8), crowd, allowed).unflatten(-1, (2, 5))
+    assert torch.isfinite(logits).all(), "what hides them has to be a number that half precision does not have"
+    assert (logits[~allowed] < -1e6).all()
+    assert (logits[allowed & present[:, None]].abs() < 1e3).all()
 
 
 # -- images -------------------------------------------------------------------------------------------------------------
