@@ -249,7 +249,9 @@ class AsyncClient:
         until = self._talk.until(deadline_s)
         if until is None:
             return await self._drive(self._talk.step(TICK, session, body))
-        if not await self._taken(until):
+        if not self._turn.locked() and not self._queued:
+            await self._turn.acquire()  # at once, without the price of a timer
+        elif not await self._taken(until):
             return self._talk.miss(session, DeadlineMissed(f"The connection was not free within {until.limit_s:g} s.", _GOES_ON))
         try:
             return await self._converse(self._talk.tick(session, body, until))
@@ -261,9 +263,6 @@ class AsyncClient:
 
     async def _taken(self, until: _Until) -> bool:
         """Have the connection. Whoever has it now may keep it for longer than this tick can wait."""
-        if not self._turn.locked() and not self._queued:
-            await self._turn.acquire()  # at once, without the price of a timer
-            return True
         self._queued += 1
         try:
             async with asyncio.timeout(max(0.0, until.left_s)):

@@ -91,7 +91,7 @@ class Form:
             given = self._actions(body, asked)
         except ValueError as error:
             return Reply({}, dict.fromkeys(asked, f"The reply {error}."), set())
-        reply = Reply({}, {}, {str(name)[:_NAME] for name in given.keys() - set(asked)})
+        reply = Reply({}, {}, {str(name)[:_NAME] for name in given.keys() - asked})
         for name in asked:
             complaint = self._complaint(given.get(name))
             if complaint:

@@ -101,6 +101,7 @@ class Host:
         self._began = time.monotonic()
         self._lines = [line for m, match in enumerate(matches) for line in self._lines_of(m, match)]
         self._talks = [line.talk for line in self._lines]
+        self._losses = False  # camps were lost whose sessions are still there
         self._farewells: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -110,8 +111,10 @@ class Host:
             at = time.monotonic()
             while self._going():
                 await self._decide()
-                await self._finish()
-                at = await self._pause(at)
+                if self._news():
+                    await self._finish()
+                if self._options.pace:
+                    at = await self._pause(at)
         except asyncio.CancelledError:
             for match in self.matches:
                 match.end("stopped")
@@ -128,7 +131,17 @@ class Host:
                 await talk.close()
 
     def _going(self) -> bool:
-        return not all(match.reason for match in self.matches)
+        for match in self.matches:  # noqa: SIM110 - every decision asks, and `any` takes three times as long
+            if not match.reason:
+                return True
+        return False
+
+    def _news(self) -> bool:
+        """A match is over, and nobody has been told."""
+        for m, match in enumerate(self.matches):  # noqa: SIM110 - as above
+            if match.reason and m not in self.results:
+                return True
+        return False
 
     # -- sessions
 
@@ -170,9 +183,11 @@ class Host:
             if camp not in line.match.lost:
                 log.error("%s: the actor of camp %d is gone: %s", line.match.plan.runtime_id, camp, why)
             line.match.lose(camp, why)
+        self._losses = True
 
     def _drop_lost(self) -> None:
         """Sessions of a camp that plays no more end, if anybody hears it. Nobody waits for that."""
+        self._losses = False
         for line in [line for line in self._lines if line.camps[0] in line.match.lost]:
             self._lines.remove(line)
             self._farewells.add(asyncio.ensure_future(line.talk.end(b"")))
@@ -199,6 +214,7 @@ class Host:
                 chosen.append((line, hero, action))
         if asked:
             self._check(chosen, actions, names)
+        if self._losses:
             self._drop_lost()
         if not self._going():
             return
@@ -210,17 +226,16 @@ class Host:
         arena.fill(names, actions)
         self._play(actions)
 
-    def _asked(self) -> list[tuple[Line, list[int]]]:
+    def _asked(self) -> list[tuple[Line, Sequence[int]]]:
         """Who is asked now, for which heroes: those alive, or all of them."""
-        alive = self.arena.units[:, ALIVE]
+        alive = None if self._options.lockstep else self.arena.units[:, ALIVE]
         now, asked = time.monotonic(), []
         for line in self._lines:
             if line.match.reason:
                 continue
-            everybody = self._options.lockstep
-            heroes = list(line.heroes) if everybody else [hero for hero in line.heroes if alive[line.m, hero]]
+            heroes = line.heroes if alive is None else [hero for hero in line.heroes if alive[line.m, hero]]
             if not heroes and now - line.asked > _SILENT_S:
-                heroes = list(line.heroes)
+                heroes = line.heroes
             if heroes:
                 line.asked = now
                 asked.append((line, heroes))
@@ -229,6 +244,8 @@ class Host:
     def _ask(self, line: Line, heroes: Sequence[int]) -> Coroutine[Any, Any, Heard]:
         m, match = line.m, line.match
         steps = [Step(line.seats[hero], match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
+        if not match.told:
+            return line.talk.tick(line.form.steps(steps))
         wrong = {line.seats[hero]: why for hero in line.heroes if (why := match.told.pop(hero, ""))}
         if not wrong:
             return line.talk.tick(line.form.steps(steps))
