@@ -105,7 +105,7 @@ def random_actions(environments: Environments, mask: Any, random: np.random.Gene
         (
             3,
             {
-                "mode": "3v3", "opponent": ["easy", "hard"], "seconds": 10, "whole": True, "start": "either", "lineup": "random",
+                "mode": "3v3", "opponent": ["easy", "hard"], "seconds": 10, "whole": True, "start": {"home": 1, "lane": 1}, "lineup": "random",
                 "weights": {"gold": 2.0}, "every": 2, "zero_sum": False,
             },
         ),

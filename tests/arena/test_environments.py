@@ -159,10 +159,10 @@ def test_a_match_may_begin_at_the_lane() -> None:
 
 
 def test_matches_begin_here_or_there() -> None:
-    env = ArenaVectorEnv(64, start="either", side=0)
+    env = ArenaVectorEnv(64, start={"home": 1, "lane": 3}, side=0)
     env.reset(seed=0)
     where = env.seats.arena.units[:, X, 0]
-    assert 20 <= (where > OUTER_X).sum() <= 44
+    assert 36 <= (where > OUTER_X).sum() <= 59
     env.reset(seed=0)
     assert (env.seats.arena.units[:, X, 0] == where).all()
 
@@ -182,6 +182,10 @@ def test_the_pace_and_the_length_of_a_match_may_be_set() -> None:
         ({"opponent": []}, "nobody to play against"),
         ({"side": 2}, "side is 2"),
         ({"start": "river"}, "start is 'river'"),
+        ({"start": {"lane": 1, "river": 1}}, "start is .*lane: 0.9, home: 0.1"),
+        ({"start": {"lane": 0}}, "start is"),
+        ({"start": {"lane": "all"}}, "start is"),
+        ({"start": ["lane"]}, "start is"),
         ({"lineup": "mage"}, "lineup is 'mage'"),
         ({"lineup": [["mage"]]}, "does not fit 1v1"),
         ({"lineup": [["mage"], ["wizard"]]}, "no hero 'wizard'"),

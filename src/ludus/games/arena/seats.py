@@ -5,6 +5,7 @@ A *row* is one seat of one match. Rows of a match that is over stand still until
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +63,8 @@ from ludus.types import Bools, Floats, Ints, Ints32
 CAMPS: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
 RANDOM: Final = "random"
-STARTS: Final[Mapping[str, float]] = {"home": 0.0, "lane": 1.0, "either": 0.5}
-"""Where heroes are when a match begins, and how many matches begin in the lane."""
+HOME, LANE = "home", "lane"
+"""Where heroes are when a match begins."""
 STAND_IN: Final = "medium"
 """Plays the other seat of the last row when rows play against each other and their number is odd."""
 STATISTICS: Final[Mapping[str, int]] = {
@@ -139,7 +140,7 @@ class Options:
     them, as {self: 0.5, past: 0.2, medium: 0.3}, where `past` is somebody from outside who is not learned from. `side`: camp 0 or 1, or
     `random`: drawn for every match. `lineup`: heroes of the own side, then of the other one; several such, of which one is drawn for
     every match, or as `Lineups` says; None: the usual ones. `start`: where heroes are when a match begins, `home`, `lane`: in front of
-    their outer tower, where there is something to learn from; or `either`, drawn for every match. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
+    their outer tower, where there is something to learn from; or shares of both, {lane: 0.9, home: 0.1}. `weights`, `sparse`, `team_spirit`, `zero_sum`: see `Rewards`.
     """
 
     mode: str | int = 1
@@ -152,7 +153,7 @@ class Options:
     sparse: bool = False
     team_spirit: Scheduled = 0.0
     zero_sum: bool = True
-    start: str = "home"
+    start: str | Mapping[str, float] = HOME
     states: str | None = None
     """A directory of saved states, as a gamecore server keeps them: matches begin at one of them, drawn for each."""
     matchmaking: str = FIXED
@@ -191,9 +192,11 @@ class Options:
 
     def from_lane(self) -> float:
         """How many matches begin there. Raises ConfigError."""
-        if self.start not in STARTS:
-            raise ConfigError(f"start is {self.start!r}.", f"One of {', '.join(STARTS)}.")
-        return STARTS[self.start]
+        shares = self.start if isinstance(self.start, Mapping) else {str(self.start): 1.0}
+        numbers = all(isinstance(share, int | float) and 0 <= share < math.inf for share in shares.values())
+        if not (numbers and shares.keys() <= {HOME, LANE} and sum(shares.values()) > 0):
+            raise ConfigError(f"start is {self.start!r}.", f"{HOME}, {LANE}, or shares of both: {{{LANE}: 0.9, {HOME}: 0.1}}.")
+        return shares.get(LANE, 0.0) / sum(shares.values())
 
     def repeats(self) -> Repeats | None:
         """Raises ConfigError."""
