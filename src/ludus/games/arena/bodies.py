@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -71,6 +71,7 @@ class Form:
         self.kind, self.lone = kind, lone or kind == "raw"
         self._packed_masks = packed_masks and kind == "msgpack"
         self._options = tuple(options)
+        self._array: Callable[[npt.NDArray[Any]], Any] = np.ndarray.tobytes if kind == "msgpack" else _listed_array
 
     def start(self, about: Mapping[str, Any]) -> bytes:
         return self._packed({"format": self.kind, **about})
@@ -138,9 +139,9 @@ class Form:
     def _step(self, step: Step) -> dict[str, Any]:
         said: dict[str, Any] = {"reward": step.reward}
         if step.seen is not None:
-            *parts, state = step.seen
-            seen: dict[str, Any] = {name: self._array(part) for name, part in zip(Seen._fields, parts, strict=False)}
-            said["observation"] = seen if state is None else {"observation": seen, "state": self._array(state)}
+            array, (entities, scalars, target_mask, state) = self._array, step.seen
+            seen = {"entities": array(entities), "scalars": array(scalars), "target_mask": array(target_mask)}
+            said["observation"] = seen if state is None else {"observation": seen, "state": array(state)}
         if step.mask is not None:
             # Numbers: JSON and msgpack say them alike, in a byte or two.
             said["action_mask"] = step.mask.tobytes() if self._packed_masks else step.mask.view(np.uint8).tolist()
@@ -150,16 +151,15 @@ class Form:
             said["truncated"] = True
         return said
 
-    def _array(self, part: npt.NDArray[Any]) -> Any:
-        if self.kind == "msgpack":
-            return part.tobytes()
-        return part.view(np.uint8).tolist() if part.dtype == np.bool_ else part.tolist()
-
     def _packed(self, message: Mapping[str, Any]) -> bytes:
         if self.kind == "msgpack":
             packed: bytes = msgpack.packb(message)
             return packed
         return json.dumps(message).encode()
+
+
+def _listed_array(part: npt.NDArray[Any]) -> Any:
+    return part.view(np.uint8).tolist() if part.dtype == np.bool_ else part.tolist()
 
 
 def _raw(step: Step) -> bytes:

@@ -116,7 +116,7 @@ class Host:
                 if self._options.pace:
                     at = await self._pause(at)
         except asyncio.CancelledError:
-            for match in self.matches:
+            for match in self.matches:  # `any` takes three times as long, and every decision asks
                 match.end("stopped")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
@@ -131,14 +131,14 @@ class Host:
                 await talk.close()
 
     def _going(self) -> bool:
-        for match in self.matches:  # noqa: SIM110 - every decision asks, and `any` takes three times as long
+        for match in self.matches:  # `any` takes three times as long, and every decision asks
             if not match.reason:
                 return True
         return False
 
     def _news(self) -> bool:
         """A match is over, and nobody has been told."""
-        for m, match in enumerate(self.matches):  # noqa: SIM110 - as above
+        for m, match in enumerate(self.matches):
             if match.reason and m not in self.results:
                 return True
         return False
