@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -100,6 +101,49 @@ def played(one: Plan, **more: Any) -> dict[str, Any]:
     stopped, (result,) = play([one], **more)
     assert not stopped
     return result
+
+
+# -- several matches, and decisions that nobody answers -------------------------------------------------------------------
+
+
+def test_whoever_says_nothing_does_nothing_and_does_not_go_on_with_what_was_said_before() -> None:
+    def hash_of(late: bool) -> str:
+        async def answer(bot: Bot, number: int) -> Any:
+            if number != 4:
+                return {"actions": {seat: [1, 3, 0, 0] for seat in bot.seats}}
+            if late:
+                await asyncio.sleep(0.5)
+            return None
+
+        with gateway(bots(answer)) as server:
+            result = played(plan(server.url, None, timeout_s=0.3))
+        assert (result["late"] > 0) == late
+        return str(result["hash"])
+
+    assert hash_of(late=True) == hash_of(late=False)
+
+
+@pytest.mark.parametrize("order", [("short", "long"), ("long", "short")])
+def test_a_match_that_is_over_is_told_and_stands_still_while_another_goes_on(order: tuple[str, ...]) -> None:
+    heard: list[tuple[str, int]] = []
+
+    def answer(bot: Bot, number: int) -> Any:
+        heard.append((bot.match, number))
+        wrong = bot.match == "short" and number == 4
+        return {"actions": {seat: [0, 0, 0, 99] if wrong else [1, 3, 0, 0] for seat in bot.seats}}
+
+    class Told(bots(answer)):  # type: ignore[misc]
+        async def end(self, body: bytes) -> bytes:
+            heard.append((self.match, 0))
+            return bytes(await super().end(body))
+
+    with gateway(Told) as server:
+        ordered = plan(server.url, None, options={"on_illegal": "forfeit"})
+        _, results = play([replace(ordered, runtime_id=name) for name in order])
+    ticks = {name: result["ticks"] for name, result in zip(order, results, strict=True)}
+    assert ticks == {"short": 9, "long": FRAMES}
+    assert heard.index(("short", 0)) < heard.index(("long", 6))
+    assert heard.count(("short", 0)) == 1
 
 
 # -- what is ordered ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gc
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
+import uvloop
 
 from ludus.actor.gateway import GatewaySettings
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError
@@ -222,6 +224,49 @@ def test_a_tick_of_one_task_does_not_wait_longer_for_the_connection_than_its_dea
             return await slow, hasty, await client.tick("hasty", b"y", deadline_s=10.0)
 
     assert asyncio.run(play()) == (b"1 wait", b"nothing", b"1 y")
+
+
+LOOPS = [asyncio.new_event_loop, pytest.param(uvloop.new_event_loop, id="uvloop")]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_each_tick_has_its_own_deadline_whatever_that_of_the_last_one_was(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """The server answers each request after as many milliseconds as its body says."""
+
+    def slow(connected: socket.socket, over: threading.Event) -> None:
+        while (request := read_request(connected)) is not None:
+            over.wait(int(request.partition(b"\r\n\r\n")[2] or b"0") / 1e3)
+            connected.sendall(OK)
+
+    async def play(url: str) -> list[float]:
+        took = []
+        async with AsyncClient(url, retries=0) as client:
+            await client.start("a")
+            await client.tick("a", b"0", 0.05)
+            await client.tick("a", b"200", 2.0)  # the time of the one before ends while it is under way
+            for given_s in (0.3, 0.1):  # a later end than the one that is watched for, and a sooner one
+                began = time.monotonic()
+                with pytest.raises(DeadlineMissed):
+                    await client.tick("a", b"1500", given_s)
+                took.append(time.monotonic() - began - given_s)
+                await client.tick("a", b"0", 5.0)
+        return took
+
+    with listening(slow) as port, asyncio.Runner(loop_factory=loop) as runner:
+        late_s = runner.run(asyncio.wait_for(play(f"http://127.0.0.1:{port}"), 20))
+    assert min(late_s) >= -0.01
+    assert max(late_s) < 1.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody can close what an ended loop has left
+def test_a_connection_of_a_loop_that_has_ended_is_replaced(served: Served) -> None:
+    client = AsyncClient(served.url, timeout_s=5.0)
+    asyncio.run(client.start("a"))
+    began = time.monotonic()
+    assert asyncio.run(asyncio.wait_for(client.tick("a", b"x"), 20))
+    assert time.monotonic() - began < 4, "it need not find out by waiting"
+    del client
+    gc.collect()
 
 
 def test_a_cancelled_tick_with_a_deadline_does_not_answer_the_next_one(served: Served) -> None:

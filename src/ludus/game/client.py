@@ -15,6 +15,7 @@ Standard library only. `AsyncClient` has the same methods, to be awaited.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -853,10 +854,13 @@ class _Wire(asyncio.Protocol):
         self._lost: OSError | None = None
         self._until: _Until | None = None  # of the request that was sent last
         self._watch: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
 
     def ask(self, request: bytes, until: _Until) -> asyncio.Future[_Reply]:
         loop = asyncio.get_running_loop()
         self._waiter, self._until = loop.create_future(), until
+        if loop is not self._loop:  # that one hears no answer any more
+            self._lost = self._lost or ConnectionResetError("its event loop has ended")
         if self._lost is not None or self._transport is None:
             self._waiter.set_exception(self._lost or ConnectionResetError("it was closed"))
             return self._waiter
@@ -876,7 +880,7 @@ class _Wire(asyncio.Protocol):
         if left_s <= 0:
             self.fail(TimeoutError("timed out"))
         else:
-            self._watch = loop.call_later(left_s, self._watch_over, loop)
+            self._watch = loop.call_later(max(left_s, 1e-3), self._watch_over, loop)  # what is due at once is no timer for uvloop
 
     def fail(self, error: OSError) -> None:
         self._lost = error
@@ -889,7 +893,8 @@ class _Wire(asyncio.Protocol):
             self._watch.cancel()
             self._watch = None
         if self._transport is not None:
-            self._transport.abort()
+            with contextlib.suppress(RuntimeError):  # of a loop that has ended
+                self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

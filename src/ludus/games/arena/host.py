@@ -116,7 +116,7 @@ class Host:
                 if self._options.pace:
                     at = await self._pause(at)
         except asyncio.CancelledError:
-            for match in self.matches:  # `any` takes three times as long, and every decision asks
+            for match in self.matches:
                 match.end("stopped")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
@@ -339,8 +339,6 @@ class Host:
 
     async def _pause(self, at: float) -> float:
         """As long as the pace asks for. When the last decision ended, or should have."""
-        if not self._options.pace:
-            return at
         at += int(self.arena.match[0, EVERY]) / self._options.pace
         left_s = at - time.monotonic()
         if left_s > 0:
