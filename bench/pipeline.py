@@ -114,7 +114,15 @@ def page(found: Row) -> str:
         for row in rows:
             shown = ["–" if value is None else f"{value:.1f}" for value in row["returns"]]
             lines.append(f"| {row['way']} | {row['seed']} | {' | '.join(shown)} |")
+        for way in WAYS:
+            by_time = list(zip(*(row["returns"] for row in rows if row["way"] == way), strict=True))
+            lines.append(f"| **{way}** | mean ± sd | {' | '.join(map(_spread, by_time))} |")
     return "\n".join(lines) + "\n"
+
+
+def _spread(values: tuple[float | None, ...]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.mean(known):.1f} ± {statistics.stdev(known):.1f}" if len(known) > 1 else "–"
 
 
 def main() -> None:
