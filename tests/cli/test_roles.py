@@ -477,7 +477,9 @@ def test_a_cluster_that_was_started_is_known_also_when_it_could_not_be_asked_for
 
 def test_keys_that_are_named_here_are_found_from_elsewhere(call: Call, ssh: Path) -> None:
     keys = ("--identity", "keys/id", "--known-hosts", "known")
+    (ssh.parent / "once").touch()  # nobody asks a Ray that sleeps, which takes long
     call("cluster", "up", "--iplist", "learner.iplist", *keys, "--python", str(sleepy(ssh)), "--wait", "0")
+    (ssh.parent / "refuse").unlink()
     found = cluster.find("cluster")
     assert found is not None
     with SshOrchestrator() as there:

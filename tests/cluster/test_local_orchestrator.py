@@ -129,7 +129,7 @@ sys.stdin.read()
         assert is_still(beat)
 
     def test_one_that_hides_and_writes_for_ever_keeps_nobody_waiting(self, orchestrator: LocalOrchestrator) -> None:
-        job_id = orchestrator.submit(job(main("setsid yes & sleep 0.1; exit 3")))
+        job_id = orchestrator.submit(job(main("echo y; setsid yes & sleep 0.1; exit 3")))
         status = ended(orchestrator, job_id)
         assert (status.state, status.exit_code) == ("failed", 3)
         assert next(orchestrator.logs(job_id)) == "y"

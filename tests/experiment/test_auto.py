@@ -48,7 +48,12 @@ def test_an_environment_that_waits_is_seen_to_wait() -> None:
 
 
 def test_opponents_from_the_past_are_played_while_it_is_measured() -> None:
-    keywords = {"num_envs_per_worker": 4, "env_config": {"opponent": "past", "seconds": 20}, "model": {"fcnet_hiddens": [8]}}
+    keywords = {
+        "num_envs_per_worker": 4,
+        "rollout_fragment_length": 32,
+        "env_config": {"opponent": "past", "seconds": 20},
+        "model": {"fcnet_hiddens": [8]},
+    }
     cost = measure("ludus.games.arena.gym:ArenaVectorEnv", PPO, algorithm_config(PPOConfig, keywords))
     assert cost.sample_s > 0
 

@@ -35,7 +35,7 @@ def test_an_actor_and_a_learner_find_each_other_train_to_the_end_and_leave_nothi
         machine.ludus("actor", "stop", code=None)
         if machine.state_of("learner") in ("pending", "running"):
             machine.ludus("learner", "stop", code=None)
-    assert machine.left() == []
+    machine.until(lambda: not machine.left(), 30)
     token = (machine.state / "token").read_text()
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "token"]
     assert [path for path in written if any(word in path.read_bytes() for word in (token.encode(), b"horse-battery"))] == []
