@@ -102,7 +102,7 @@ def random_actions(environments: Environments, mask: Any, random: np.random.Gene
     ("rows", "config"),
     [
         (2, {"mode": "1v1", "opponent": "self", "seconds": 12}),
-        (2, {"mode": "1v1", "opponent": "medium", "seconds": 27, "start": "lane"}),  # long enough for blows
+        (1, {"mode": "1v1", "opponent": "medium", "seconds": 27, "start": "lane"}),  # long enough for blows
         (
             3,
             {
