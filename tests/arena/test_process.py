@@ -124,7 +124,7 @@ def test_whoever_says_nothing_does_nothing_and_does_not_go_on_with_what_was_said
 
 
 @pytest.mark.parametrize("order", [("short", "long"), ("long", "short")])
-def test_a_match_that_is_over_is_told_and_stands_still_while_another_goes_on(order: tuple[str, ...]) -> None:
+def test_a_match_that_is_over_is_told_while_another_goes_on(order: tuple[str, ...]) -> None:
     heard: list[tuple[str, int]] = []
 
     def answer(bot: Bot, number: int) -> Any:

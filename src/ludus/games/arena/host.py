@@ -244,9 +244,7 @@ class Host:
     def _ask(self, line: Line, heroes: Sequence[int]) -> Coroutine[Any, Any, Heard]:
         m, match = line.m, line.match
         steps = [Step(line.seats[hero], match.take(hero), self._seen(m, hero), self.arena.mask[m, hero]) for hero in heroes]
-        if not match.told:
-            return line.talk.tick(line.form.steps(steps))
-        wrong = {line.seats[hero]: why for hero in line.heroes if (why := match.told.pop(hero, ""))}
+        wrong = {line.seats[hero]: why for hero in line.heroes if (why := match.told.pop(hero, ""))} if match.told else {}
         if not wrong:
             return line.talk.tick(line.form.steps(steps))
         return line.talk.tick(line.form.steps(steps, {"refused": wrong}), line.form.steps(steps))
