@@ -1,4 +1,5 @@
-"""A game for tests, as a process below a gamecore server: it counts to `length`. With `fault` set, some of its matches go wrong.
+"""A game for tests, as a process below a gamecore server: it counts to `length`. With `fault` set, some of its matches go wrong; with
+`together` it goes on with the matches that it is handed, one after the other.
 
 Standard library only, so that it begins at once. An actor sees [how far, what was chosen, the camp], and is rewarded for choosing 1.
 """
@@ -38,16 +39,27 @@ class Session:
 
 def main() -> None:
     config = json.loads(Path(os.environ["LUDUS_GAME_CONFIG"]).read_text())
+    actor = next(actor for actor in config["camps"] if actor is not None)
+    token = next(value for name, value in os.environ.items() if name.startswith("LUDUS_GAME_TOKEN_"))
+    waiting = [config]
+    while waiting:
+        waiting += play(waiting.pop(0), token)
+        for match in waiting:
+            match["options"] = config["options"] | match["options"]
+            match["camps"] = [actor if camp else None for camp in match["camps"]]
+
+
+def play(config: dict[str, Any], token: str) -> list[dict[str, Any]]:
+    """The matches that are to follow."""
     options, match = config["options"], config["runtime_id"]
+    further: list[dict[str, Any]] = []
     chance = random.Random(config["seed"])
     length, fault = options["length"], options["fault"]
     if chance.random() >= options["share"]:
         fault = "none"
     at = chance.randrange(length)
     sessions = {
-        camp: Session(camp, actor["url"], match, os.environ.get(f"LUDUS_GAME_TOKEN_{camp}", ""))
-        for camp, actor in enumerate(config["camps"])
-        if actor is not None
+        camp: Session(camp, actor["url"], match, token) for camp, actor in enumerate(config["camps"]) if actor is not None
     }
     for camp, session in sessions.items():
         session.say("start", {"camp": camp, "rules": 1} | ({"protocol": 2} if fault == "protocol" else {}))
@@ -82,8 +94,9 @@ def main() -> None:
     for camp, session in sessions.items():
         session.say("end", {"reward": rewards[camp], "terminated": True, "info": {"result": {"winner": winner, "ticks": length}}})
     for session in sessions.values():
-        session.hear()
+        further += session.hear().get("matches", [])
     Path(os.environ["LUDUS_GAME_RESULT"]).write_text(json.dumps({"winner": winner}))
+    return further if options["together"] else []
 
 
 if __name__ == "__main__":

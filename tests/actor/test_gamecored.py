@@ -15,11 +15,13 @@ import pytest
 
 import ludus
 from ludus import pids
+from ludus.actor import matchmaker
 from ludus.actor.gamecored import GamecoreVectorEnv
+from ludus.actor.tables import Tables
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import random_action
 from ludus.game.environment import Environments, make_environments
-from ludus.game.gamecore import GamecoreClient
+from ludus.game.gamecore import GamecoreClient, GameState
 from ludus.gamecore.server import Settings, running
 from ludus.tree import Tree, leaves
 from tests.gamecore.callers import until
@@ -34,6 +36,7 @@ COUNTING = {
         "length": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 8},
         "fault": {"type": "string", "default": "none"},
         "share": {"type": "number", "minimum": 0, "maximum": 1, "default": 1},
+        "together": {"type": "integer", "minimum": 0, "maximum": 1, "default": 0},
     },
 }
 DECLARED: dict[str, Any] = {
@@ -64,6 +67,13 @@ def made() -> Iterator[list[Any]]:
     yield environments
     for one in environments:
         one.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row goes without a match while others play."""
+    settled = Tables.settled
+    monkeypatch.setattr(Tables, "settled", lambda tables, *, all_of_them: settled(tables, all_of_them=True))
 
 
 def counting(
@@ -110,13 +120,16 @@ def random_actions(environments: Environments, mask: Any, random: np.random.Gene
                 "weights": {"gold": 2.0}, "every": 2, "zero_sum": False,
             },
         ),
+        (5, {"opponent": {"self": 2, "hard": 3}, "seconds": 12, "start": {"home": 1, "lane": 1}, "lineup": "random", "together": 2}),
+        (2, {"opponent": "easy", "seconds": 12, "together": 0}),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("patient")
 def test_rows_get_the_same_numbers_over_http_as_in_this_process(
     server: str, made: list[Any], rows: int, config: dict[str, Any]
 ) -> None:
     far = make_environments("gamecore", rows, {"server": server, **config})
-    near = make_environments("ludus.games.arena.gym:ArenaVectorEnv", rows, config)
+    near = make_environments("ludus.games.arena.gym:ArenaVectorEnv", rows, {k: v for k, v in config.items() if k != "together"})
     made += [far, near]
     random = np.random.default_rng(0)
     far.reset(3)
@@ -204,6 +217,116 @@ def test_rows_of_past_opponents_come_last_and_are_marked(server: str, made: list
     camps = observation[:, 2]
     assert camps[0] != camps[1]
     assert {(camps[2], camps[5]), (camps[3], camps[6])} <= {(0.0, 1.0), (1.0, 0.0)}
+
+
+# -- several matches of a process -----------------------------------------------------------------------------------------
+
+
+def processes(env: GamecoreVectorEnv, server: str, *states: str) -> dict[str, GameState]:
+    """Those of this environment, by id."""
+    house = env._house
+    assert house is not None
+    prefix = house.matchmaker._terms.prefix
+    with GamecoreClient(server) as client:
+        found = [game for game in client.list() if game.runtime_id.startswith(prefix)]
+    return {game.runtime_id: game for game in found if game.state in (states or ("starting", "running"))}
+
+
+def arena(made: list[Any], server: str, num: int, **config: Any) -> GamecoreVectorEnv:
+    env = GamecoreVectorEnv(num, server=server, opponent="easy", **config)
+    made.append(env)
+    env.reset(seed=1)
+    nothing(env)
+    return env
+
+
+def nothing(env: GamecoreVectorEnv) -> dict[str, Any]:
+    """Is done by all rows; what there is to tell of it."""
+    return dict(env.step(np.zeros((env.num_envs, 4), np.int64))[4])
+
+
+def finished(env: GamecoreVectorEnv) -> int:
+    assert env._house is not None
+    return env._house.tables.counts["finished"]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_process_goes_on_with_one_match_after_the_other(server: str, made: list[Any]) -> None:
+    env = counting(made, server, 2, together=1, length=3)
+    env.step(ones(env))
+    begun = {name: game.pid for name, game in processes(env, server).items()}
+    assert len(begun) == 2
+    for _ in range(40):  # three to count, one to begin anew
+        assert "lost" not in env.step(ones(env))[4]
+    assert finished(env) == 20
+    assert {name: game.pid for name, game in processes(env, server).items()} == begun
+
+
+@pytest.mark.usefixtures("patient")
+def test_matches_are_shared_out_evenly_and_processes_stay(server: str, made: list[Any]) -> None:
+    env = arena(made, server, 5, seconds=1, together=4)  # three and two
+    begun = processes(env, server)
+    assert len(begun) == 2
+    for _ in range(30):
+        assert "lost" not in nothing(env)
+    assert finished(env) >= 15
+    assert processes(env, server).keys() == begun.keys()
+
+
+def test_a_process_that_is_killed_costs_its_matches_and_no_others(server: str, made: list[Any]) -> None:
+    env = arena(made, server, 4, together=2)
+    house = env._house
+    assert house is not None
+    shared: dict[str, list[int]] = {}
+    for slot in house.tables.slots:
+        assert slot.table is not None
+        assert slot.table.venue is not None
+        shared.setdefault(slot.table.venue.id, []).extend(slot.rows)
+    assert sorted(map(len, shared.values())) == [2, 2]
+    victim, rows = next(iter(shared.items()))
+    pid = processes(env, server)[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    lost = np.zeros(4, np.int64)
+    infos: dict[str, Any] = {}
+    until_s = time.monotonic() + 60
+    while (lost.sum() == 0 or "lost" in infos) and time.monotonic() < until_s:
+        infos = nothing(env)
+        lost += infos.get("lost", 0)
+    assert set(np.flatnonzero(lost).tolist()) == set(rows)
+    assert "lost" not in infos
+    assert env.restarts == 2
+    assert len(processes(env, server)) == 2
+
+
+def test_weights_that_have_changed_are_those_of_another_process(server: str, made: list[Any]) -> None:
+    env = arena(made, server, 2, seconds=1, together=2, weights={"gold": [[0, 1.0], [100, 2.0]]})
+    (before,) = processes(env, server)
+    env.set_timesteps(100)
+    until(lambda: "lost" in nothing(env) or before not in processes(env, server), "the end of a process")
+    over = processes(env, server, "finished")
+    assert over.keys() == {before}
+    assert over[before].result == {"winner": None, "matches": 2, "completed": 2}
+    (after,) = processes(env, server).values()
+    assert env._house is not None
+    (venue,) = env._house.matchmaker._venues
+    assert (venue.id, venue.options["weight_gold"]) == (after.runtime_id, 2.0)
+
+
+def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matchmaker, "_OPEN_S", 0.0)
+    env = arena(made, server, 2, seconds=1, together=2)
+    begun = processes(env, server).keys()
+    for _ in range(20):
+        nothing(env)
+    assert finished(env) >= 4
+    assert not begun & processes(env, server).keys()
+    assert env.restarts == 0
+
+
+def test_matches_from_saved_states_have_processes_of_their_own(server: str, made: list[Any]) -> None:
+    env = arena(made, server, 3, start_from="any", together=3)
+    assert len(processes(env, server)) == 3
 
 
 def test_the_own_side_is_drawn_for_every_match(server: str, made: list[Any]) -> None:
@@ -375,6 +498,8 @@ def test_what_the_server_does_not_start_is_an_error_at_once(server: str, made: l
         ({"linup": "random"}, "lineup"),
         ({"lineup": [[107], [999]], "mode": "3v3"}, "3v3"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"together": -1}, "together"),
+        ({"together": True}, "together"),
         ({"game": "other"}, "observation_space"),
         ({**DECLARED, "paze": 1}, "paze"),
         ({**DECLARED, "side": 2}, "side"),

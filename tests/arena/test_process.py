@@ -98,8 +98,9 @@ def plan(*urls: str | None, **more: Any) -> Plan:
 
 
 def played(one: Plan, **more: Any) -> dict[str, Any]:
-    stopped, (result,) = play([one], **more)
-    assert not stopped
+    went = play([one], **more)
+    assert not went.stopped
+    (result,) = went.results
     return result
 
 
@@ -139,11 +140,101 @@ def test_a_match_that_is_over_is_told_while_another_goes_on(order: tuple[str, ..
 
     with gateway(Told) as server:
         ordered = plan(server.url, None, options={"on_illegal": "forfeit"})
-        _, results = play([replace(ordered, runtime_id=name) for name in order])
+        results = play([replace(ordered, runtime_id=name) for name in order]).results
     ticks = {name: result["ticks"] for name, result in zip(order, results, strict=True)}
     assert ticks == {"short": 9, "long": FRAMES}
     assert heard.index(("short", 0)) < heard.index(("long", 6))
     assert heard.count(("short", 0)) == 1
+
+
+# -- further matches ----------------------------------------------------------------------------------------------------
+
+MOVING = {"r1": 3, "r2": 7, "r3": 11, "r4": 2}
+
+
+def handing(by_match: Mapping[str, Mapping[str, Any]]) -> type[Bot]:
+    """Hands over matches: `{match: {"start": […], "tick": […], "end": […]}}`, with its third tick."""
+
+    def matches(bot: Bot, when: str) -> dict[str, Any]:
+        given = by_match.get(bot.match, {}).get(when)
+        return {} if given is None else {"matches": given}
+
+    def answer(bot: Bot, number: int) -> Any:
+        actions = {seat: [1, MOVING.get(bot.match, 0), 0, 0] for seat in bot.seats}
+        return {"actions": actions, **(matches(bot, "tick") if number == 3 else {})}
+
+    class Handing(bots(answer)):  # type: ignore[misc]
+        async def start(self, session: str, body: bytes) -> bytes:
+            await super().start(session, body)
+            return bytes(msgpack.packb(matches(self, "start")))
+
+        async def end(self, body: bytes) -> bytes:
+            await super().end(body)
+            return bytes(msgpack.packb(matches(self, "end")))
+
+    return Handing
+
+
+def further(name: str, **more: Any) -> dict[str, Any]:
+    return {"runtime_id": name, "camps": [True, None], "seed": MOVING[name], **more}
+
+
+def test_matches_that_are_handed_over_are_those_that_are_played_alone() -> None:
+    lineup = [[{"hero_id": 107}], [{"hero_id": 190}]]
+    third = further("r3", camps=[None, True], heroes=lineup, options={"rule": "hard", "start": "lane"})
+    made = handing({"r1": {"start": [further("r2")], "end": [further("r4")]}, "r2": {"tick": [third]}})
+    with gateway(made) as server:
+        went = play([plan(server.url, None, options={"together": 3, "rule": "easy"}, seed=MOVING["r1"])])
+        ends = {bot.match: bot.ended["info"]["result"] for bot in made.said if bot.ended}
+        assert (went.stopped, went.matches, went.completed) == (0, 4, 4)
+        assert len(went.results) == 3  # r4 has the place of r1
+        assert ends.keys() == MOVING.keys()
+        alone = {
+            "r1": plan(server.url, None, seed=MOVING["r1"], options={"rule": "easy"}),
+            "r2": plan(server.url, None, seed=MOVING["r2"], options={"rule": "easy"}),
+            "r3": plan(None, server.url, seed=MOVING["r3"], heroes=lineup, options={"rule": "hard", "start": "lane"}),
+            "r4": plan(server.url, None, seed=MOVING["r4"], options={"rule": "easy"}),
+        }
+        for name, one in alone.items():
+            assert played(replace(one, runtime_id=name))["hash"] == ends[name]["hash"], name
+    assert {len(bot.ticks) for bot in made.said} == {FRAMES // 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["r2"], "A further match is 'r2'"),
+        ([{}], "camps"),
+        ([further("r2", camps=[True])], "camps"),
+        ([further("r2", camps=[{"url": "http://127.0.0.1:9"}, None])], "camps"),
+        ([further("r2", seed=-1)], "seed"),
+        ([further("r2", runtime_id="")], "runtime_id"),
+        ([further("r2", heroes=[[{"hero_id": 107}] * 3] * 2)], "1v1"),
+        ([further("r2", start_from="/etc/passwd")], "start_from"),
+        ([further("r2", options={"pace": 3})], "pace"),
+        ([further("r2", options={"rule": "godlike"})], "godlike"),
+        ([further("r2"), further("r3"), further("r4")], "All 2 places are taken"),
+    ],
+)
+def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others_go_on(
+    given: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gateway(handing({"r1": {"start": given}})) as server:
+        went = play([plan(server.url, None, options={"together": 2})])
+    assert went.matches == went.completed == (2 if len(given) > 1 else 1)
+    assert any("a further match is not played" in line and why in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("given", [7, {"r2": 1}, "r2", None])
+def test_what_are_no_matches_is_not_looked_at(given: Any) -> None:
+    with gateway(handing({"r1": {"start": given, "tick": given, "end": given}})) as server:
+        assert play([plan(server.url, None, options={"together": 2})]).matches == 1
+
+
+def test_nobody_hands_over_a_match_to_a_process_that_plays_one() -> None:
+    with gateway(handing({"r1": {"start": [further("r2")], "end": [further("r3")]}})) as server:
+        went = play([plan(server.url, None)])
+    assert (went.matches, went.results[0]["runtime_id"]) == (1, "r1")
 
 
 # -- what is ordered ----------------------------------------------------------------------------------------------------
@@ -169,6 +260,8 @@ def test_a_match_that_is_over_is_told_while_another_goes_on(order: tuple[str, ..
         ({"options": {"rule": "godlike"}}, "easy"),
         ({"options": {"spped": 3}}, "spped"),
         ({"options": {"format": "raw", "sessions": "camp"}}, "raw"),
+        ({"options": {"together": 257}}, "together is 257"),
+        ({"options": {"together": 2, "record": True}}, "together: 0"),
         ([], "config"),
     ],
 )

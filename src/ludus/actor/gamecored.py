@@ -26,7 +26,7 @@ from gymnasium.vector.utils import batch_space
 from ludus.actor.door import Door, own_address
 from ludus.actor.gateway import GatewaySettings
 from ludus.actor.matchmaker import CAMP_S, Matchmaker, Terms, slots_of
-from ludus.actor.playable import ARENA, Playable, playable
+from ludus.actor.playable import ARENA, MAX_TOGETHER, Playable, playable
 from ludus.actor.session import SessionLimits
 from ludus.actor.tables import Leaves, Outcome, Reading, Sight, Slot, Table, TableActor, Tables
 from ludus.errors import ConfigError, EnvironmentFault
@@ -79,17 +79,24 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         timeout_s: float = 30.0,
         start_s: float = 120.0,
         away_s: float = 600.0,
+        together: int | None = None,
         **keywords: Any,
     ) -> None:
         """`server`: else GAMECORE_SERVER_ADDR, else this machine. `advertise`: by which address games reach us; else LUDUS_ADVERTISE,
         else the one that this machine has towards the server. `options`: of the game, as the server's catalogue declares them.
         `start_from`: a saved state, or `any`. A game that is silent for `timeout_s`, or has not begun after `start_s`, costs its match; a server that
-        is away for `away_s` is an error. Keywords: `playable`. Raises ConfigError.
+        is away for `away_s` is an error. `together`: so many matches at most are played by one game process,
+        which goes on with others; 0: each has its own; else what is good for the game.
+        Keywords: `playable`. Raises ConfigError.
         """
         self.game: Playable = playable(game, mode, options or {}, keywords)
         for name, value in (("timeout_s", timeout_s), ("start_s", start_s), ("away_s", away_s)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(f"{name} is {value!r}.", "A number of seconds above 0.")
+        if together is not None and (type(together) is not int or not 0 <= together <= MAX_TOGETHER):
+            hint = f"How many matches a game process plays side by side, up to {MAX_TOGETHER}; 0: each has a process of its own."
+            raise ConfigError(f"together is {together!r}.", hint)
+        self._together = self.game.together if together is None else together
         self._where = (server, token_file, advertise or os.environ.get(ADVERTISE) or None)
         self._start_from, self._eval_mode = start_from, eval_mode
         self._timeout_s, self._start_s, self._away_s = timeout_s, start_s, away_s
@@ -278,7 +285,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         slots = [Slot(slot.index, slot.kind, slot.groups) for slot in self.slots]
         silent_s = max(self._timeout_s, self._start_s) + _FORGOTTEN_S  # by then their match is lost
         self._house = _House(client, self.game, slots, advertise, silent_s)
-        self._house.begin(self._start_from, self._eval_mode, self._seed, self._timesteps)
+        self._house.begin(self._start_from, self._eval_mode, self._together, self._seed, self._timesteps)
         self._all_of_them = True
         return self._house
 
@@ -307,9 +314,9 @@ class _House:
         )
         self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
 
-    def begin(self, start_from: str | None, eval_mode: bool, seed: int | None, timesteps: int) -> None:
+    def begin(self, start_from: str | None, eval_mode: bool, together: int, seed: int | None, timesteps: int) -> None:
         actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}
-        terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode)
+        terms = Terms(actor, f"ludus-{secrets.token_hex(4)}", start_from, eval_mode, together)
         self._game.lineups.begin(seed or 0)
         self.matchmaker = Matchmaker(self.client, self.tables, self._game, terms, seed)
         self.matchmaker.timesteps = timesteps

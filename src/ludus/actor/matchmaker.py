@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.utils.seeding import np_random
 
 from ludus.actor.playable import ANY_RULE, CAMPS, Playable
-from ludus.actor.tables import Slot, Table, Tables
+from ludus.actor.tables import Slot, Table, Tables, Venue
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
 from ludus.game.gamecore import GameState
 from ludus.game.matchups import PAST, RULE, SELF
@@ -32,6 +32,8 @@ _SILENT_S: Final = 5.0
 """A match that has been silent for so long while nobody reaches its server is lost: games end with their server."""
 _LATER: Final = frozenset({408, 429, 500, 502, 503, 504})
 """What a server answers that may answer otherwise later; anything else is wrong with what was asked."""
+_OPEN_S: Final = 900.0
+"""A process that is older gets no further matches: it ends with those that it has."""
 _CLOSE_S: Final = 1.5
 _STOPPERS: Final = 8
 CAMP_S: Final = 3600.0
@@ -74,6 +76,8 @@ class Terms:
     """Of the ids of matches."""
     start_from: str | None = None
     eval_mode: bool = False
+    together: int = 0
+    """Matches that a process plays side by side, and goes on with others; 0: each has one of its own."""
 
 
 class Matchmaker:
@@ -92,6 +96,8 @@ class Matchmaker:
         self.away = ""
         """Why the server does not answer; empty: it does."""
         self._begun = False  # the server has started a match for us: what we ask for is right
+        self._venues: list[Venue] = []  # those with matches; changed under the lock of the tables
+        self._places = _shared(len(tables.slots), terms.together)
         self._turn = threading.Condition()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number, self._matches = itertools.count(), itertools.count()
@@ -101,7 +107,7 @@ class Matchmaker:
 
     def start(self) -> None:
         for slot in self._tables.slots:
-            self._do(lambda slot=slot: self._begin(slot))  # type: ignore[misc]
+            self._begin(slot)
         self._thread.start()
 
     def look(self, table: Table) -> None:
@@ -116,7 +122,8 @@ class Matchmaker:
             self._turn.notify()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
-        left = [] if self.away else self._tables.going()
+        with self._tables.changed:
+            left = [] if self.away else [venue.id for venue in self._venues]
         if left:
             pool = ThreadPoolExecutor(_STOPPERS, thread_name_prefix="stopping")
             wait([pool.submit(self._stop, runtime_id) for runtime_id in left], _CLOSE_S)
@@ -151,46 +158,86 @@ class Matchmaker:
             self._tables.changed.notify_all()
 
     def _finished(self, slot: Slot, table: Table) -> None:
-        """Called by the tables, under their lock."""
+        """Called by the tables, under their lock. Where its game can go on with another match, it is told so in the reply to this one's end."""
+        venue = table.venue
+        assert venue is not None
+        venue.tables.discard(table)
         if table.lost:
-            self._do(lambda: self._stop(table.id))
-        elif slot.kind == RULE:
+            self._abandon(venue, table)
+            self._do(lambda: self._begin(slot), _pause_s(slot.failures))
+            return
+        if slot.kind == RULE:
             self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won)
-        self._do(lambda: self._begin(slot), _pause_s(slot.failures))
+        self._begin(slot)
+        if not venue.tables:
+            self._venues.remove(venue)
+
+    def _abandon(self, venue: Venue, lost: Table) -> None:
+        """With a match that is lost goes its process, and all that it plays."""
+        if venue in self._venues:  # else this is one of the others
+            self._venues.remove(venue)
+            self._do(lambda: self._stop(venue.id))
+            self._lose(venue, f"with match {lost.id}, in the same process")
+
+    def _lose(self, venue: Venue, why: str) -> None:
+        with self._tables.changed:
+            for table in list(venue.tables):
+                self._tables.lose(table, why)
 
     # -- what it does
 
     def _begin(self, slot: Slot) -> None:
-        draw = self._game.draw(self._random[slot.index])
-        own, *others = slot.groups
-        rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
-        against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
-        table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, time.monotonic())
-        drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
-        options = {**self._game.options, **self._game.changing(self.timesteps), **drawn}
-        heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
+        """Draw the next match of a slot: it goes to a process that has room for it, or to one of its own."""
+        with self._tables.changed:
+            draw = self._game.draw(self._random[slot.index])
+            own, *others = slot.groups
+            rows = {draw.camp: own} | ({1 - draw.camp: others[0]} if others else {})
+            against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
+            now = time.monotonic()
+            table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, now)
+            drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
+            options = {**self._game.options, **self._game.changing(self.timesteps)}
+            heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
+            start_from = "any" if draw.repeats else self._terms.start_from
+            self._tables.lay(slot, table)
+            venue = self._with_room(options, now) if start_from is None else None
+            if venue is not None:
+                camps = [True if camp in rows else None for camp in range(CAMPS)]
+                further = {"runtime_id": table.id, "heroes": heroes, "camps": camps, "seed": draw.seed, "options": drawn}
+                venue.add(table, further)
+                return
+            # One that begins at a saved state, which the server has, is alone.
+            venue = Venue(table.id, options, self._places if start_from is None else 0, now)
+            venue.add(table)
+            self._venues.append(venue)
+        together = {"together": venue.places} if venue.places else {}
         order = {
             "server_config": [self._terms.actor if camp in rows else None for camp in range(CAMPS)],
             "camp_config": {"mode": self._game.mode, "heroes": heroes},
             "eval_mode": self._terms.eval_mode,
             "game": self._game.game,
             "seed": draw.seed,
-            "start_from": "any" if draw.repeats else self._terms.start_from,
-            "options": options,
+            "start_from": start_from,
+            "options": {**options, **drawn, **together},
         }
-        self._tables.lay(slot, table)
-        self._order(table, order, 0)
+        self._do(lambda: self._order(venue, order, 0))
 
-    def _order(self, table: Table, order: dict[str, Any], attempts: int) -> None:
-        if table.lost:
+    def _with_room(self, options: Mapping[str, Any], now: float) -> Venue | None:
+        for venue in self._venues:
+            if len(venue.tables) < venue.places and now - venue.began < _OPEN_S and venue.options == options:
+                return venue
+        return None
+
+    def _order(self, venue: Venue, order: dict[str, Any], attempts: int) -> None:
+        if not venue.tables:
             return
         try:
-            self._client.start_game(table.id, **order)
+            self._client.start_game(venue.id, **order)
         except Unreachable as error:
             self._is_away(error)
         except Refused as refused:
             if refused.status not in _LATER:
-                self._refused(table, refused)
+                self._refused(venue, refused)
                 return
             if attempts == 0:
                 log.warning("%s does not start a match now: %s", self._client.server, refused)
@@ -199,26 +246,33 @@ class Matchmaker:
             return
         else:
             self._is_back()
-            self._begun = table.accepted = True
-            table.since = time.monotonic()
+            self._begun = venue.accepted = True
+            self._waits(venue)
             return
-        table.since = time.monotonic()  # its time has not begun
-        self._do(lambda: self._order(table, order, attempts + 1), _pause_s(attempts + 1))
+        self._waits(venue)
+        self._do(lambda: self._order(venue, order, attempts + 1), _pause_s(attempts + 1))
 
-    def _refused(self, table: Table, refused: Refused) -> None:
+    def _waits(self, venue: Venue) -> None:
+        """The time of its matches begins now."""
+        with self._tables.changed:
+            for table in venue.tables:
+                table.since = time.monotonic()
+
+    def _refused(self, venue: Venue, refused: Refused) -> None:
         """What is wrong with the first order is wrong with all; later the server may have been started anew, with other games."""
         if not self._begun:
             self._give_up(
                 EnvironmentFault(f"{self._client.server} does not start {self._game.game!r}: {refused.message}", refused.hint)
             )
-        self._tables.lose(table, str(refused))
+        self._lose(venue, str(refused))
 
     def _look(self, table: Table) -> None:
-        if table.lost or not table.accepted:
+        venue = table.venue
+        if table.lost or venue is None or not venue.accepted:
             return
         silent_s = time.monotonic() - table.since
         try:
-            state = self._client.state(table.id)
+            state = self._client.state(venue.id)
         except Unreachable as error:
             self._is_away(error)
             if silent_s >= _SILENT_S:
@@ -248,6 +302,11 @@ class Matchmaker:
         if self.away and self.away_since is not None:
             log.warning("the gamecore server %s is back after %.1f s", self._client.server, time.monotonic() - self.away_since)
         self.away, self.away_since = "", None
+
+
+def _shared(matches: int, most: int) -> int:
+    """How many of the matches go to one process, so that all have about as many."""
+    return -(-matches // -(-matches // most)) if most else 0
 
 
 def _pause_s(attempts: int) -> float:

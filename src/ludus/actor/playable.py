@@ -25,8 +25,11 @@ ARENA: Final = "arena"
 ONLY_SEAT: Final = ""
 """The name of the seat of a game that has one a camp: its messages have no seats around them."""
 CAMPS: Final = 2
+MAX_TOGETHER: Final = 256
 ANY_RULE: Final = "rule"
 """As an opponent: whatever plays a camp of a declared game that has no actor."""
+_TOGETHER: Final = 16
+"""Matches of the Arena in a process: each costs half of what it costs alone, and more in one bring little."""
 _SIDES: Final[Mapping[str, int | None]] = {"random": None, "0": 0, "1": 1, "blue": 0, "red": 1}
 
 
@@ -75,6 +78,8 @@ class Playable:
     options: Mapping[str, Any] = field(default_factory=dict)
     changing: Callable[[int], Mapping[str, Any]] = field(default=lambda timesteps: {})
     """Further options, which change with the time of training."""
+    together: int = 0
+    """Matches that a game process plays side by side, unless it is said otherwise; 0: each has one of its own."""
     max_frames: int | None = None
     expects: Mapping[str, Any] = field(default_factory=dict)
     """What the `start` of a session says, if it is the game that we mean."""
@@ -178,6 +183,7 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
         lane=asked.from_lane(),
         options=told,
         changing=lambda timesteps: _weighed(rewards.at(timesteps)),
+        together=0 if told.get("record") else _TOGETHER,
         max_frames=asked.limit(),
         expects=expects,
         heads=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),

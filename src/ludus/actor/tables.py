@@ -65,11 +65,39 @@ Rows = Mapping[int, tuple[int, ...]]
 """Camp → the rows of its seats."""
 
 
+class Venue:
+    """A game process, and the matches that are played in it. Changed under the lock of the Tables."""
+
+    def __init__(self, runtime_id: str, options: Mapping[str, Any], places: int, now: float) -> None:
+        """`options`: what its matches have in common. `places`: for how many at a time; 0: it plays the first one, and ends."""
+        self.id, self.options, self.places, self.began = runtime_id, options, places, now
+        self.tables: set[Table] = set()
+        self.accepted = False
+        """Its server has said that it starts it."""
+        self._waiting: list[Mapping[str, Any]] = []
+
+    def add(self, table: Table, order: Mapping[str, Any] | None = None) -> None:
+        """`order`: of a match that the process is yet to be told of."""
+        self.tables.add(table)
+        table.venue = self
+        if order is not None:
+            self._waiting.append(order)
+
+    def handed(self) -> dict[str, Any]:
+        """What a reply tells its game besides: the matches that it is to play as well."""
+        if not self._waiting:
+            return {}
+        waiting, self._waiting = self._waiting, []
+        return {"matches": waiting}
+
+
 class Table:
     """One match, while it is ours. Everything in it is changed under the lock of its Tables."""
 
     def __init__(self, runtime_id: str, slot: int, rows: Rows, against: str, now: float) -> None:
         self.id, self.slot, self.rows, self.against = runtime_id, slot, rows, against
+        self.venue: Venue | None = None
+        """The process that plays it."""
         self.seated: set[int] = set()
         self.ended: set[int] = set()
         """Camps whose session is over."""
@@ -80,8 +108,6 @@ class Table:
         self.said: dict[int, Said] = {}
         """By row, of this round."""
         self.missing = self._expected()
-        self.accepted = False
-        """Its server has said that it starts it."""
         self.decisions = 0
         self.result: Mapping[str, Any] = {}
         self.lost = ""
@@ -349,11 +375,6 @@ class Tables:
                 slot.over = False
         return lost
 
-    def going(self) -> list[str]:
-        """Ids of the matches that are not over."""
-        with self.changed:
-            return list(self._by_id)
-
 
 def _shows(slot: Slot) -> bool:
     """Whether the rows of a slot will have something to see after this step."""
@@ -569,12 +590,20 @@ class TableActor(Actor):
         self._acted: set[int] = set()
 
     async def start(self, session: str, body: bytes) -> bytes:
-        about = decoded(body)[0] if body.strip() else {}
+        about, packed = decoded(body) if body.strip() else ({}, False)
         table, self._camps = self._tables.sit(self.match, about)
         names = self._reading.seats if len(self._camps) == 1 else self._reading.joint
         self._rows = dict(zip(names, [row for camp in self._camps for row in table.rows[camp]], strict=True))
         self._table = table
-        return b""
+        return self._reply({}, packed)
+
+    def _reply(self, message: dict[str, Any], packed: bool) -> bytes:
+        """With the matches that the game is to play as well, if there are some."""
+        venue = self._table.venue if self._table is not None else None
+        if venue is not None:
+            with self._tables.changed:
+                message |= venue.handed()
+        return encoded(message, packed) if message else b""
 
     async def tick(self, body: bytes) -> bytes:
         table = self._table
@@ -596,8 +625,8 @@ class TableActor(Actor):
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}
         if self._reading.lone:
-            return encoded({"action": actions[self._rows[ONLY_SEAT]]}, packed)
-        return encoded({"actions": {seat: actions[row] for seat, row in self._rows.items() if row in said}}, packed)
+            return self._reply({"action": actions[self._rows[ONLY_SEAT]]}, packed)
+        return self._reply({"actions": {seat: actions[row] for seat, row in self._rows.items() if row in said}}, packed)
 
     def _said(self, message: dict[str, Any], *, last: bool = False) -> dict[int, Said]:
         said = {}
@@ -622,4 +651,4 @@ class TableActor(Actor):
             raise
         result = info.get("result") if isinstance(info, dict) else None
         self._tables.end(table, self._camps, said, result if isinstance(result, dict) else {})
-        return encoded({}, packed)
+        return self._reply({}, packed)

@@ -172,8 +172,10 @@ class Arena:
 
     # -- playing
 
-    def reset(self, seeds: Iterable[int], which: Sequence[int] | None = None, lineups: Sequence[Lineup] | None = None) -> None:
-        """Matches `which` (all, if not said) begin anew, each with its seed, and its line-up if there are some."""
+    def reset(
+        self, seeds: Iterable[int], which: Sequence[int] | None = None, lineups: Sequence[Lineup | None] | None = None
+    ) -> None:
+        """Matches `which` (all, if not said) begin anew, each with its seed, and its line-up if there are some (None: the usual one)."""
         chosen = np.arange(self.matches) if which is None else np.asarray(which, np.int64)
         given = np.array([int(seed) & 0x7FFFFFFF for seed in seeds], np.int32)
         if len(given) != len(chosen):

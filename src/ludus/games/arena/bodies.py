@@ -23,6 +23,7 @@ FORMATS: Final = ("msgpack", "json", "raw")
 Action = tuple[int, ...]
 
 INFO: Final = "info"
+MATCHES: Final = "matches"
 """The key of what an actor may like to know and the built-in one does not take."""
 _HEAD = struct.Struct("<fI")
 _TERMINATED, _TRUNCATED, _MASKED = 1, 2, 4
@@ -61,6 +62,8 @@ class Reply:
     actions: dict[str, Action]
     wrong: dict[str, str]
     others: set[str]
+    matches: Sequence[Any] = ()
+    """Further ones, which the actor wants to be played as well."""
 
 
 class Form:
@@ -89,10 +92,11 @@ class Form:
     def read(self, body: bytes, asked: Collection[str]) -> Reply:
         """Whatever came back: nothing in it can do harm."""
         try:
-            given = self._actions(body, asked)
+            message = self._message(body)
+            given = self._actions(message, asked)
         except ValueError as error:
             return Reply({}, dict.fromkeys(asked, f"The reply {error}."), set())
-        reply = Reply({}, {}, {str(name)[:_NAME] for name in given.keys() - asked})
+        reply = Reply({}, {}, {str(name)[:_NAME] for name in given.keys() - asked}, _handed(message))
         for name in asked:
             complaint = self._complaint(given.get(name))
             if complaint:
@@ -101,18 +105,28 @@ class Form:
                 reply.actions[name] = tuple(given[name])
         return reply
 
-    def _actions(self, body: bytes, asked: Collection[str]) -> dict[Any, Any]:
+    def handed(self, body: bytes) -> Sequence[Any]:
+        """Matches that the reply to a start or an end hands over; none, if it is anything else."""
+        try:
+            return _handed(self._message(body)) if body else ()
+        except ValueError:
+            return ()
+
+    def _message(self, body: bytes) -> Any:
         """Raises ValueError, in words that go on after “The reply”."""
         if len(body) > _MAX_REPLY:
             raise ValueError(f"has {len(body):,} bytes")
         if self.kind == "raw":
             if len(body) != _ACTION.size:
                 raise ValueError(f"has {len(body)} bytes, an action has {_ACTION.size}")
-            return {name: _ACTION.unpack(body) for name in asked}
+            return {"action": _ACTION.unpack(body)}
         try:
-            message: Any = msgpack.unpackb(body) if self.kind == "msgpack" else json.loads(body)
+            return msgpack.unpackb(body) if self.kind == "msgpack" else json.loads(body)
         except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
             raise ValueError(f"is not {self.kind}: {_short(error)}") from None
+
+    def _actions(self, message: Any, asked: Collection[str]) -> dict[Any, Any]:
+        """Raises ValueError, in words that go on after “The reply”."""
         key = "action" if self.lone else "actions"
         given = message.get(key) if isinstance(message, dict) else None
         if self.lone:
@@ -168,6 +182,11 @@ def _raw(step: Step) -> bytes:
     if step.mask is not None:
         parts.append(step.mask.tobytes())
     return b"".join((_HEAD.pack(step.reward, flags), *parts))
+
+
+def _handed(message: Any) -> Sequence[Any]:
+    given = message.get(MATCHES) if isinstance(message, dict) else None
+    return given if isinstance(given, list) else ()
 
 
 def _short(error: Exception) -> str:

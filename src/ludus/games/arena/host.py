@@ -1,4 +1,7 @@
-"""Hosts matches: asks the actors of all of them at once, plays what they answer, and tells them how it ended."""
+"""Hosts matches: asks the actors of all of them at once, plays what they answer, and tells them how it ended.
+
+Where the plan says so, actors hand over further matches in their replies, which take the places of those that are over.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ludus.errors import LudusError
+from ludus.errors import ConfigError, LudusError
+from ludus.game.client import AsyncClient
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import Action, Form, Seen, Step, options_of, refusal
 from ludus.games.arena.heroes import HEROES, TABLE
 from ludus.games.arena.layout import AIMED, ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, OVER, RULES, TICKS_PER_SECOND
-from ludus.games.arena.match import CAMPS, Match, Remote, outcome
+from ludus.games.arena.match import CAMPS, Match, Plan, Remote, outcome, read_further
 from ludus.games.arena.recording import Recorder
-from ludus.games.arena.states import write_state
+from ludus.games.arena.scripts import SCRIPTS
+from ludus.games.arena.states import read_state, write_state
 from ludus.games.arena.talk import Heard, Talk
 from ludus.games.arena.whole import whole
 
@@ -37,6 +42,19 @@ _STOP_S: Final = 2.0
 CAMP_NAMES: Final = ("blue", "red")
 _LOGGED: Final = 20
 """Refusals of one match that are logged; the others are counted."""
+
+
+@dataclass
+class Place:
+    """A match of an Arena while it is played."""
+
+    match: Match
+    began: float
+    decisions: int = 0
+    logged: int = 0
+    """Refusals."""
+    kept: tuple[int, bytes] | None = None
+    """The tick and the state of a moment."""
 
 
 @dataclass
@@ -73,6 +91,18 @@ def _sessions(match: Match) -> list[tuple[tuple[int, ...], list[int], Remote]]:
     return [((camp,), match.heroes_of(camp), player) for camp, player in players.items()]
 
 
+def set_up(arena: Arena, m: int, plan: Plan) -> None:
+    """Match `m` stands where it is to begin. Raises LudusError for a saved state that cannot be used."""
+    arena.reset([plan.seed], [m], [plan.lineup])
+    if plan.options.start == "lane":
+        arena.to_lane([m])
+    if plan.start_from is not None:
+        arena.load(m, read_state(plan.start_from).data)
+    # A saved state may be of a match with another limit, or later than ours: it goes on for one tick at least.
+    limit = arena.settings.limit
+    arena.match[m, LIMIT] = max(min(limit, plan.max_ticks or limit), int(arena.tick[m]) + 1)
+
+
 class Host:
     """M matches in one Arena, a decision of all of them at a time."""
 
@@ -84,40 +114,52 @@ class Host:
         states: Path | None = None,
         recorders: Sequence[Recorder] = (),
     ) -> None:
-        """`states`: where a state of every match is kept, of a moment chosen at random."""
-        self.arena, self.matches = arena, matches
+        """The first places of `arena` stand where the matches begin; the others are free. `states`: where a state of every match is
+        kept, of a moment chosen at random."""
+        self.arena = arena
         self.results: dict[int, dict[str, Any]] = {}
-        self._options = matches[0].plan.options
+        """Of the last match of every place."""
+        self.played = self.completed = 0
+        """Matches that are over, and those of them that came to their own end."""
+        self.stopped = False
+        self._first = matches[0].plan
+        self._options = self._first.options
         self._states, self._recorders = states, recorders
-        self._kept: dict[int, tuple[int, bytes]] = {}
-        self._chance = np.random.default_rng(matches[0].plan.seed)
-        self._decisions = 0
+        self._chance = np.random.default_rng(self._first.seed)
         self._actions = np.zeros((arena.matches, arena.heroes, len(HEADS)), np.int32)
         self._names = np.zeros((arena.matches, arena.heroes), np.int8)  # of the scripts that play now
         self._places = np.divmod(np.arange(arena.matches * arena.heroes), arena.heroes)
         self._whole: npt.NDArray[np.float32] | None = None  # [M, H, S]
         self._observe()  # what is compiled for it keeps nobody waiting
-        self._logged = [0] * len(matches)
-        self._began = time.monotonic()
-        self._lines = [line for m, match in enumerate(matches) for line in self._lines_of(m, match)]
-        self._talks = [line.talk for line in self._lines]
+        self._playing: dict[int, Place] = {}
+        self._clients: list[AsyncClient] = []
+        self._idle: dict[Remote, list[AsyncClient]] = {}  # those of talks that are over
+        self._lines: list[Line] = []
+        self._handed: list[tuple[Remote, Any]] = []  # matches that are yet to begin
+        for m, match in enumerate(matches):
+            self._place(m, match)
         self._losses = False  # camps were lost whose sessions are still there
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._farewells: set[asyncio.Task[bytes]] = set()
 
     async def run(self) -> None:
         """Until all matches are over. Cancelled once, it stops them, tells the actors, and returns."""
         try:
-            await self._begin()
+            await self._begin(self._lines)
             at = time.monotonic()
-            while self._going():
+            while True:
+                if self._handed:
+                    await self._take()
+                if not self._going():
+                    break
                 await self._decide()
                 if self._news():
                     await self._finish()
                 if self._options.pace:
                     at = await self._pause(at)
         except asyncio.CancelledError:
-            for match in self.matches:
-                match.end("stopped")
+            self.stopped = self._going()
+            for place in self._playing.values():
+                place.match.end("stopped")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._finish()
@@ -127,23 +169,52 @@ class Host:
                 _, deaf = await asyncio.wait(self._farewells, timeout=_STOP_S)
                 for farewell in deaf:
                     farewell.cancel()
-            for talk in self._talks:
-                await talk.close()
+            for client in self._clients:
+                await client.close()
 
     def _going(self) -> bool:
-        for match in self.matches:  # `any` takes three times as long, and every decision asks
-            if not match.reason:
+        for place in self._playing.values():  # `any` takes three times as long, and every decision asks
+            if not place.match.reason:
                 return True
         return False
 
     def _news(self) -> bool:
         """A match is over, and nobody has been told."""
-        for m, match in enumerate(self.matches):
-            if match.reason and m not in self.results:
+        for place in self._playing.values():
+            if place.match.reason:
                 return True
         return False
 
+    # -- further matches
+
+    async def _take(self) -> None:
+        """Matches that were handed over begin, as long as there is room."""
+        while self._handed:
+            taken, self._handed = self._handed, []
+            began = len(self._lines)
+            for actor, given in taken:
+                try:
+                    plan = read_further(given, self._first, actor, SCRIPTS)
+                    m = self._free_place()
+                    set_up(self.arena, m, plan)
+                except LudusError as error:
+                    log.error("a further match is not played: %s", error)
+                    continue
+                self._place(m, Match(plan, SCRIPTS))
+            await self._begin(self._lines[began:])
+
+    def _free_place(self) -> int:
+        if self._options.together:
+            for m in range(self.arena.matches):
+                if m not in self._playing:
+                    return m
+        raise ConfigError(f"All {len(self._playing)} places are taken.", "The option `together` says how many there are.")
+
     # -- sessions
+
+    def _place(self, m: int, match: Match) -> None:
+        self._playing[m] = Place(match, time.monotonic())
+        self._lines += self._lines_of(m, match)
 
     def _lines_of(self, m: int, match: Match) -> list[Line]:
         made = []
@@ -166,17 +237,25 @@ class Host:
                 "eval_mode": plan.eval_mode,
             }
             name = "-".join([plan.runtime_id, *map(str, camps), *([str(group[0] % plan.size)] if lone else [])])
-            talk = Talk(player, name, plan.runtime_id, form.start(about), options.patience_s)
+            idle = self._idle.get(player)
+            talk = Talk(player, name, plan.runtime_id, form.start(about), options.patience_s, idle.pop() if idle else None)
+            if talk.client not in self._clients:
+                self._clients.append(talk.client)
             made.append(Line(m, match, camps, group, form, talk, seats, time.monotonic()))
         return made
 
-    async def _begin(self) -> None:
-        self._began = time.monotonic()
-        for line, heard in zip(self._lines, await asyncio.gather(*(line.talk.start() for line in self._lines)), strict=True):
+    async def _begin(self, lines: Sequence[Line]) -> None:
+        for line, heard in zip(lines, await asyncio.gather(*(line.talk.start() for line in lines)), strict=True):
             if heard.gone:
                 self._lose(line, heard.why)
+            self._hand(line, line.form.handed(heard.reply or b""))
         self._drop_lost()
         await self._finish()
+
+    def _hand(self, line: Line, matches: Sequence[Any]) -> None:
+        """An actor hands over further matches."""
+        if matches and self._options.together:
+            self._handed += [(line.talk.remote, match) for match in matches[: self.arena.matches]]
 
     def _lose(self, line: Line, why: str) -> None:
         for camp in line.camps:
@@ -218,11 +297,11 @@ class Host:
             self._drop_lost()
         if not self._going():
             return
-        for m, match in enumerate(self.matches):
-            if match.reason:
+        for m, place in self._playing.items():
+            if place.match.reason:
                 arena.match[m, OVER] = 1  # it stands still, whatever has ended it
             else:
-                np.maximum(names[m], match.script, out=names[m])
+                np.maximum(names[m], place.match.script, out=names[m])
         arena.fill(names, actions)
         self._play(actions)
 
@@ -277,6 +356,8 @@ class Host:
             return {}
         seats = {line.seats[hero]: hero for hero in heroes}
         reply = line.form.read(heard.reply, seats)
+        if reply.matches:
+            self._hand(line, reply.matches)
         for hero in heroes:
             match.acted[hero] = True
             match.counts[hero].asked += 1
@@ -313,10 +394,11 @@ class Host:
         self._complain(line, f"{line.seats[hero]} refused: {why}")
 
     def _complain(self, line: Line, what: str) -> None:
-        self._logged[line.m] += 1
-        if self._logged[line.m] <= _LOGGED:
+        place = self._playing[line.m]
+        place.logged += 1
+        if place.logged <= _LOGGED:
             log.warning("%s, camp %s: %s", line.match.plan.runtime_id, " and ".join(map(str, line.camps)), what)
-        if self._logged[line.m] == _LOGGED:
+        if place.logged == _LOGGED:
             log.warning("%s: further ones are counted only.", line.match.plan.runtime_id)
 
     def _play(self, actions: npt.NDArray[np.int32]) -> None:
@@ -324,16 +406,17 @@ class Host:
         for recorder in self._recorders:
             recorder.add(actions)
         arena.step(actions)
-        self._decisions += 1
-        for m, match in enumerate(self.matches):
+        for m, place in self._playing.items():
+            match = place.match
             if match.reason:
                 continue
+            place.decisions += 1
             match.reward(arena.reward[m])
             if arena.over[m]:
                 match.judge(int(arena.winner[m]), int(arena.tick[m]), int(arena.match[m, LIMIT]))
-            elif self._states is not None and self._chance.random() * self._decisions < 1:
+            elif self._states is not None and self._chance.random() * place.decisions < 1:
                 # So every moment of the match is as likely as any other to be the last one that is kept.
-                self._kept[m] = int(arena.tick[m]), arena.save(m)
+                place.kept = int(arena.tick[m]), arena.save(m)
 
     async def _pause(self, at: float) -> float:
         """As long as the pace asks for. When the last decision ended, or should have."""
@@ -348,19 +431,21 @@ class Host:
 
     async def _finish(self) -> None:
         """Tell those whose match is over, and keep what came of it."""
-        over = [m for m, match in enumerate(self.matches) if match.reason and m not in self.results]
+        over = [m for m, place in self._playing.items() if place.match.reason]
         if not over:
             return
         self._observe()
-        for m in over:
-            self.results[m] = self._result(m)
-            log.info("%s: %s after %d ticks", self.matches[m].plan.runtime_id, self.matches[m].reason, self.arena.tick[m])
-            self._keep(m)
         ending = [line for line in self._lines if line.m in over]
         self._lines = [line for line in self._lines if line.m not in over]
-        await asyncio.gather(*(self._end(line) for line in ending))
+        for m in over:
+            place = self._leave(m)
+            log.info("%s: %s after %d ticks", place.match.plan.runtime_id, place.match.reason, self.arena.tick[m])
+            self._keep(place)
+        for line, reply in zip(ending, await asyncio.gather(*(self._end(line) for line in ending)), strict=True):
+            self._idle.setdefault(line.talk.remote, []).append(line.talk.client)
+            self._hand(line, line.form.handed(reply))
 
-    def _end(self, line: Line) -> Coroutine[Any, Any, None]:
+    def _end(self, line: Line) -> Coroutine[Any, Any, bytes]:
         """Whoever won or lost saw the end; whoever was interrupted, or ran out of time, sees where it was cut."""
         match, m = line.match, line.m
         steps = [
@@ -376,21 +461,26 @@ class Host:
         ]
         return line.talk.end(line.form.steps(steps, {"result": self.results[m]}), line.form.steps(steps))
 
-    def _result(self, m: int) -> dict[str, Any]:
-        arena = self.arena
-        seconds = time.monotonic() - self._began
-        return outcome(self.matches[m], arena.units[m], int(arena.tick[m]), seconds, arena.hash(m))
+    def _leave(self, m: int) -> Place:
+        """The place of a match is free; how it went is kept."""
+        place, arena = self._playing.pop(m), self.arena
+        seconds = time.monotonic() - place.began
+        self.results[m] = outcome(place.match, arena.units[m], int(arena.tick[m]), seconds, arena.hash(m))
+        self.played += 1
+        self.completed += place.match.completed
+        arena.match[m, OVER] = 1
+        return place
 
     def _summarise(self) -> None:
         """What was not told to anybody any more."""
-        for m in range(len(self.matches)):
-            self.results.setdefault(m, self._result(m))
+        for m in list(self._playing):
+            self._leave(m)
 
-    def _keep(self, m: int) -> None:
-        if self._states is None or m not in self._kept or not self.matches[m].completed:
+    def _keep(self, place: Place) -> None:
+        if self._states is None or place.kept is None or not place.match.completed:
             return
-        tick, data = self._kept.pop(m)
-        name = f"{self.matches[m].plan.runtime_id}-{tick}"
+        tick, data = place.kept
+        name = f"{place.match.plan.runtime_id}-{tick}"
         try:
             write_state(self._states / name, data)
         except LudusError as error:  # the match itself was played

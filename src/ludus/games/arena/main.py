@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -26,14 +26,13 @@ from ludus.documents import read_text
 from ludus.errors import ConfigError, LudusError, UsageError
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import FORMATS
-from ludus.games.arena.host import Host
-from ludus.games.arena.layout import HEADS, LIMIT
+from ludus.games.arena.host import Host, set_up
+from ludus.games.arena.layout import HEADS, OVER
 from ludus.games.arena.match import CAMPS, Match, OnIllegal, OnLost, Plan, Rule, Sessions, read_plan
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.sealed import write_whole
 from ludus.games.arena.settings import ArenaSettings, Rewards
-from ludus.games.arena.states import read_state
 
 if sys.platform == "win32":
     from asyncio import run
@@ -68,19 +67,21 @@ def main(argv: Sequence[str]) -> int:
     result = Path(environ["LUDUS_GAME_RESULT"]) if environ.get("LUDUS_GAME_RESULT") else None
     try:
         plans, record = _asked(argv, environ)
-        stopped, results = play(plans, _directory(environ.get("LUDUS_GAME_STATES")), record)
+        played = play(plans, _directory(environ.get("LUDUS_GAME_STATES")), record)
     except LudusError as error:
         log.error("%s", error)
         _tell(result, {"winner": None, "reason": str(error)})
         return error.exit_code
-    if result is not None:
-        _tell(result, results[0])
-    else:
-        for one in results:
+    if result is None:
+        for one in played.results:
             sys.stdout.write(f"{json.dumps(one)}\n")
-    if stopped:
-        return 128 + stopped
-    return 0 if all(one["completed"] for one in results) else _UNFINISHED
+    elif not plans[0].options.together:
+        _tell(result, played.results[0])
+    else:
+        _tell(result, {"winner": None, "matches": played.matches, "completed": played.completed})
+    if played.stopped:
+        return 128 + played.stopped
+    return 0 if played.completed == played.matches else _UNFINISHED
 
 
 def _directory(name: str | None) -> Path | None:
@@ -175,8 +176,17 @@ def _rule(said: str) -> Rule:
 # -- playing it -------------------------------------------------------------------------------------------------------
 
 
-def play(plans: Sequence[Plan], states: Path | None = None, record: Path | None = None) -> tuple[int, list[dict[str, Any]]]:
-    """The signal that stopped them, or 0; and the results."""
+class Played(NamedTuple):
+    """The signal that stopped the matches, or 0; results of the last one of each place; how many there were, and came to their own end."""
+
+    stopped: int
+    results: list[dict[str, Any]]
+    matches: int
+    completed: int
+
+
+def play(plans: Sequence[Plan], states: Path | None = None, record: Path | None = None) -> Played:
+    """These matches, and those that their actors hand over."""
     prepare()  # what compiles in the middle of a match keeps its actors waiting
     arena = arena_for(plans)
     matches = [Match(plan, SCRIPTS) for plan in plans]
@@ -185,7 +195,7 @@ def play(plans: Sequence[Plan], states: Path | None = None, record: Path | None 
     stopped = run(_stoppable(host))
     if record is not None:
         host.results[0]["recording"] = recorders[0].write(record).name
-    return stopped, [host.results[m] for m in range(len(plans))]
+    return Played(stopped, [host.results[m] for m in sorted(host.results)], host.played, host.completed)
 
 
 async def _stoppable(host: Host) -> int:
@@ -199,23 +209,17 @@ async def _stoppable(host: Host) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     await playing
-    return heard[0] if any(match.reason == "stopped" for match in host.matches) else 0
+    return heard[0] if host.stopped else 0
 
 
 def arena_for(plans: Sequence[Plan]) -> Arena:
-    """With all its matches begun."""
-    plan = plans[0]
-    options = plan.options
+    """With these matches begun, and room for as many as they ask for."""
+    options = plans[0].options
     rewards = Rewards(options.weights, options.sparse, options.team_spirit, options.zero_sum)
     settings = ArenaSettings(every=options.every, rewards=rewards)
-    arena = Arena(plan.size, len(plans), settings, plan.lineup, lenient=options.lenient)
-    arena.reset([each.seed for each in plans])
-    if options.start == "lane":
-        arena.to_lane()
-    if plan.start_from is not None:
-        saved = read_state(plan.start_from)
-        for m in range(len(plans)):
-            arena.load(m, saved.data)
-    # A saved state may be of a match with another limit, or later than ours: it goes on for one tick at least.
-    arena.match[:, LIMIT] = np.maximum(min(settings.limit, plan.max_ticks or settings.limit), arena.tick + 1)
+    arena = Arena(plans[0].size, max(len(plans), options.together), settings, lenient=options.lenient)
+    arena.reset([0] * arena.matches)  # those that nobody plays yet can be looked at as well
+    arena.match[:, OVER] = 1
+    for m, plan in enumerate(plans):
+        set_up(arena, m, plan)
     return arena

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -45,11 +45,15 @@ CAMPS: Final = 2
 MAX_TIMEOUT_S: Final = 3600.0
 MAX_PACE: Final = 100_000.0
 MAX_WEIGHT: Final = 1e6
+MAX_TOGETHER: Final = 256
 _WEIGHT: Final = "weight_"
 _NAMES: Final = ("outer tower", "inner tower", "base")
 _KEYS = (
     "runtime_id", "game", "mode", "heroes", "camps", "eval_mode", "seed", "max_frames", "start_from", "options",
 )  # fmt: skip
+_FURTHER = ("runtime_id", "heroes", "camps", "seed", "options")
+_OWN = ("rule", "start")
+"""Options that each match has for itself."""
 
 
 # -- as it is ordered -------------------------------------------------------------------------------------------------
@@ -108,6 +112,8 @@ class Options:
     """Observations are {observation, state}: the second is what a centralised value sees."""
     start: Start = "home"
     """Where heroes are when a match begins: at home, or in front of their outer tower."""
+    together: int = 0
+    """Actors hand over further matches in their replies, of which so many at most are played side by side. 0: there are none."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +146,9 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
     start_from = config.get("start_from")
     if start_from is not None and not isinstance(start_from, str):
         _wrong("start_from", start_from, "It is the path of a saved state, or null.")
-    runtime_id = config.get("runtime_id", "arena")
-    if not isinstance(runtime_id, str) or not 0 < len(runtime_id) <= 128 or not runtime_id.isprintable():
-        _wrong("runtime_id", runtime_id, "It is a short name.")
     max_ticks = config.get("max_frames")
     return Plan(
-        runtime_id=runtime_id,
+        runtime_id=_short_name("runtime_id", config.get("runtime_id", "arena")),
         size=size,
         lineup=lineup,
         camps=_camps(config.get("camps"), tokens, options.rule),
@@ -154,6 +157,36 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
         start_from=None if start_from is None else Path(start_from),
         eval_mode=_flag("eval_mode", config.get("eval_mode", False)),
         options=options,
+    )
+
+
+def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str]) -> Plan:
+    """A match that an actor hands over. What it does not say is as in the `first` one; from outside it is played by that actor alone.
+    Raises ConfigError."""
+    if not isinstance(given, Mapping):
+        _wrong("A further match", given, "It is an object.")
+    options = given.get("options") or {}
+    if not isinstance(options, Mapping):
+        _wrong("options", options, "It is an object.")
+    for what, keys, known in (("key", given, _FURTHER), ("option", options, _OWN)):
+        for key in keys:
+            if key not in known:
+                raise ConfigError(f"The {what} {key!r} of a further match is unknown.", did_you_mean(str(key), known))
+    camps = given.get("camps")
+    if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
+        _wrong("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
+    rule = _one_of("rule", options.get("rule", first.options.rule), scripts)
+    size, lineup = read_teams(first.mode, given.get("heroes"))
+    players = [actor if camp else Rule(rule) for camp in camps]
+    return Plan(
+        runtime_id=_short_name("runtime_id", given.get("runtime_id")),
+        size=size,
+        lineup=lineup,
+        camps=(players[0], players[1]),
+        seed=_whole("seed", given.get("seed"), 0, (1 << 63) - 1),
+        max_ticks=first.max_ticks,
+        eval_mode=first.eval_mode,
+        options=replace(first.options, rule=rule, start=_one_of("start", options.get("start", Options.start), get_args(Start))),
     )
 
 
@@ -219,7 +252,10 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
         lockstep=_flag("lockstep", given.get("lockstep", default.lockstep)),
         whole=_flag("whole", given.get("whole", default.whole)),
         start=_one_of("start", given.get("start", default.start), get_args(Start)),
+        together=_whole("together", given.get("together", default.together), 0, MAX_TOGETHER),
     )
+    if made.together and made.record:
+        raise ConfigError(f"record is true and together is {made.together}.", "A process records one match: together: 0.")
     if made.format == "raw" and "sessions" not in given:  # a session of raw arrays has one seat
         return Options(**{**vars(made), "sessions": "hero"})
     if made.format == "raw" and made.sessions != "hero":
@@ -232,6 +268,12 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
 def _one_of(name: str, given: Any, known: Sequence[str]) -> Any:
     if not isinstance(given, str) or given not in known:
         _wrong(name, given, f"It is one of {', '.join(known)}.")
+    return given
+
+
+def _short_name(name: str, given: Any) -> str:
+    if not isinstance(given, str) or not 0 < len(given) <= 128 or not given.isprintable():
+        _wrong(name, given, "It is a short name.")
     return given
 
 

@@ -40,13 +40,16 @@ class Heard(NamedTuple):
 class Talk:
     """One session after the other with one actor, until it is gone. Nothing but CancelledError is raised."""
 
-    def __init__(self, remote: Remote, name: str, match: str, start: bytes, patience_s: float) -> None:
-        """`name`: what the ids of the sessions begin with; `match` joins those of one match. `start`: the first body."""
-        self._remote, self._name, self._match, self._start_body = remote, name, match, start
+    def __init__(
+        self, remote: Remote, name: str, match: str, start: bytes, patience_s: float, client: AsyncClient | None = None
+    ) -> None:
+        """`name`: what the ids of the sessions begin with; `match` joins those of one match. `start`: the first body. `client`: one of an
+        earlier talk with the same actor."""
+        self.remote, self._name, self._match, self._start_body = remote, name, match, start
         self._limit_s, self._patience_s = max(remote.timeout_s, patience_s), patience_s
         # Its pauses grow by 0.2 s: so many fill the time, and then it says what was wrong.
         retries = int((1 + math.sqrt(1 + 40 * patience_s)) / 2)
-        self._client = AsyncClient(remote.url, remote.token, self._limit_s, retries)
+        self.client = client or AsyncClient(remote.url, remote.token, self._limit_s, retries)
         self._session = ""
         self._sessions = 0
         self._since: float | None = None  # when it was first asked what it has not answered
@@ -59,13 +62,13 @@ class Talk:
         self._sessions += 1
         try:
             async with asyncio.timeout(self._limit_s):
-                await self._client.start(self._session, self._start_body, self._match)
+                reply = await self.client.start(self._session, self._start_body, self._match)
         except TimeoutError:
-            return self._given_up(f"{self._remote.url} did not begin a session within {self._limit_s:g} s.")
+            return self._given_up(f"{self.remote.url} did not begin a session within {self._limit_s:g} s.")
         except LudusError as error:
             return self._given_up(str(error))
         self._since = None
-        return Heard(b"")
+        return Heard(reply)
 
     async def tick(self, body: bytes, without: bytes | None = None) -> Heard:
         """`without`: the same body without what the actor may like to know, for one that does not take it."""
@@ -73,7 +76,7 @@ class Talk:
             body, without = without, None
         self._since = self._since or time.monotonic()
         try:
-            reply = await self._client.tick(self._session, body, self._remote.timeout_s)
+            reply = await self.client.tick(self._session, body, self.remote.timeout_s)
         except Refused as error:
             if error.status == _UNUSABLE and without is not None:
                 self._informed = False
@@ -86,27 +89,25 @@ class Talk:
         self._since = None
         return Heard(reply)
 
-    async def end(self, body: bytes, without: bytes | None = None) -> None:
-        """The match is over. An actor that does not hear it will find out by itself."""
+    async def end(self, body: bytes, without: bytes | None = None) -> bytes:
+        """The match is over; what the actor says to that. One that does not hear it will find out by itself."""
         if not self._session:
-            return
+            return b""
         if without is not None and not self._informed:
             body, without = without, None
+        reply = b""
         try:
             async with asyncio.timeout(min(self._limit_s, _END_S)):
-                await self._client.end(self._session, body)
+                reply = await self.client.end(self._session, body)
         except Refused as error:
             if error.status == _UNUSABLE and without is not None:
                 self._informed = False
-                await self.end(without)
-                return
+                return await self.end(without)
             self._say("the end was refused", error)
         except (TimeoutError, LudusError) as error:
             self._say("the end was not heard", error)
         self._session = ""
-
-    async def close(self) -> None:
-        await self._client.close()
+        return reply
 
     async def _refused(self, error: Refused) -> Heard:
         why = f"{error.status} {error.error}: {error}"
