@@ -299,18 +299,28 @@ def test_a_process_that_is_killed_costs_its_matches_and_no_others(server: str, m
     assert len(processes(env, server)) == 2
 
 
-def test_weights_that_have_changed_are_those_of_another_process(server: str, made: list[Any]) -> None:
-    env = arena(made, server, 2, seconds=1, together=2, weights={"gold": [[0, 1.0], [100, 2.0]]})
-    (before,) = processes(env, server)
-    env.set_timesteps(100)
-    until(lambda: "lost" in nothing(env) or before not in processes(env, server), "the end of a process")
-    over = processes(env, server, "finished")
-    assert over.keys() == {before}
-    assert over[before].result == {"winner": None, "matches": 2, "completed": 2}
-    (after,) = processes(env, server).values()
-    assert env._house is not None
-    (venue,) = env._house.matchmaker._venues
-    assert (venue.id, venue.options["weight_gold"]) == (after.runtime_id, 2.0)
+@pytest.mark.usefixtures("patient")
+def test_weights_that_have_changed_count_from_the_next_match_on(server: str, made: list[Any]) -> None:
+    config = {"opponent": "hard", "seconds": 20, "start": "lane", "weights": {"health": [[0, 1.0], [100, 30.0]]}}
+    far = make_environments("gamecore", 2, {"server": server, "together": 2, **config})
+    near = make_environments("ludus.games.arena.gym:ArenaVectorEnv", 2, config)
+    made += [far, near]
+    far.reset(3)
+    near.reset(3)
+    far.step(np.zeros((2, 4), np.int64))
+    for environments in (far, near):
+        environments.progress(100)
+    forward = np.array([[1, 0, 0, 0]] * 2)  # to where the enemy is, for one of the sides
+    rewards: list[list[Any]] = [[], []]
+    for match, steps in enumerate((100, 101)):
+        for _ in range(steps):
+            expected, got = near.step(forward), far.step(forward)
+            rewards[match].append((expected.reward, got.reward))
+        assert (expected.terminated | expected.truncated).all()
+    first, second = (np.array(of) for of in rewards)
+    assert np.abs(first[:, 0]).max() > 2 * np.abs(first[:, 1]).max() > 0
+    assert np.array_equal(second[:, 0], second[:, 1])
+    assert np.abs(second).max() > 0
 
 
 def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

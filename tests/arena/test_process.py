@@ -28,11 +28,13 @@ from ludus.actor.builtin import BuiltinActor
 from ludus.errors import ConfigError, NotFound, Refused, UsageError
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import Form, options_of, refusal
-from ludus.games.arena.main import main, play
-from ludus.games.arena.match import Plan, Remote, Rule, read_plan
+from ludus.games.arena.host import Host
+from ludus.games.arena.main import arena_for, main, play
+from ludus.games.arena.match import Match, Plan, Remote, Rule, read_plan
 from ludus.games.arena.recording import read_recording, verify
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.seats import action_space, observation_space
+from ludus.games.arena.settings import Rewards
 from ludus.games.arena.states import write_state
 from ludus.spaces import ACTION_MASK
 from tests.actor.scripted import Table, tiny_policy
@@ -223,6 +225,17 @@ def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others
         went = play([plan(server.url, None, options={"together": 2})])
     assert went.matches == went.completed == (2 if len(given) > 1 else 1)
     assert any("a further match is not played" in line and why in line for line in caplog.messages)
+
+
+def test_rewards_of_a_process_are_those_of_its_latest_match() -> None:
+    weighed = further("r2", options={"weight_health": -3.0, "team_spirit": 0.5})
+    made = handing({"r1": {"start": [weighed]}})
+    with gateway(made) as server:
+        plain = plan(server.url, None, options={"together": 2, "weight_gold": 2.0, "zero_sum": False})
+        host = Host(arena_for([plain]), [Match(plain, SCRIPTS)])
+        asyncio.run(host.run())
+    assert host.played == 2
+    assert host.arena.rewards == Rewards({"gold": 2.0, "health": -3.0}, team_spirit=0.5, zero_sum=False)
 
 
 @pytest.mark.parametrize("given", [7, {"r2": 1}, "r2", None])

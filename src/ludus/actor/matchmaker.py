@@ -196,18 +196,19 @@ class Matchmaker:
             now = time.monotonic()
             table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, now)
             drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
-            options = {**self._game.options, **self._game.changing(self.timesteps)}
+            drawn = {**self._game.changing(self.timesteps), **drawn}
             heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
             start_from = "any" if draw.repeats else self._terms.start_from
             self._tables.lay(slot, table)
-            venue = self._with_room(options, now) if start_from is None else None
+            venue = self._with_room(now) if start_from is None else None
             if venue is not None:
                 camps = [True if camp in rows else None for camp in range(CAMPS)]
                 further = {"runtime_id": table.id, "heroes": heroes, "camps": camps, "seed": draw.seed, "options": drawn}
-                venue.add(table, further)
+                venue.add(table)
+                venue.waiting.append(further)
                 return
             # One that begins at a saved state, which the server has, is alone.
-            venue = Venue(table.id, options, self._places if start_from is None else 0, now)
+            venue = Venue(table.id, self._places if start_from is None else 0, now)
             venue.add(table)
             self._venues.append(venue)
         together = {"together": venue.places} if venue.places else {}
@@ -218,13 +219,13 @@ class Matchmaker:
             "game": self._game.game,
             "seed": draw.seed,
             "start_from": start_from,
-            "options": {**options, **drawn, **together},
+            "options": {**self._game.options, **drawn, **together},
         }
         self._do(lambda: self._order(venue, order, 0))
 
-    def _with_room(self, options: Mapping[str, Any], now: float) -> Venue | None:
+    def _with_room(self, now: float) -> Venue | None:
         for venue in self._venues:
-            if len(venue.tables) < venue.places and now - venue.began < _OPEN_S and venue.options == options:
+            if len(venue.tables) < venue.places and now - venue.began < _OPEN_S:
                 return venue
         return None
 

@@ -68,27 +68,18 @@ Rows = Mapping[int, tuple[int, ...]]
 class Venue:
     """A game process, and the matches that are played in it. Changed under the lock of the Tables."""
 
-    def __init__(self, runtime_id: str, options: Mapping[str, Any], places: int, now: float) -> None:
-        """`options`: what its matches have in common. `places`: for how many at a time; 0: it plays the first one, and ends."""
-        self.id, self.options, self.places, self.began = runtime_id, options, places, now
+    def __init__(self, runtime_id: str, places: int, now: float) -> None:
+        """`places`: for how many at a time; 0: it plays the first one, and ends."""
+        self.id, self.places, self.began = runtime_id, places, now
         self.tables: set[Table] = set()
         self.accepted = False
         """Its server has said that it starts it."""
-        self._waiting: list[Mapping[str, Any]] = []
+        self.waiting: list[Mapping[str, Any]] = []
+        """Matches that the game is yet to be told of, with the next reply."""
 
-    def add(self, table: Table, order: Mapping[str, Any] | None = None) -> None:
-        """`order`: of a match that the process is yet to be told of."""
+    def add(self, table: Table) -> None:
         self.tables.add(table)
         table.venue = self
-        if order is not None:
-            self._waiting.append(order)
-
-    def handed(self) -> dict[str, Any]:
-        """What a reply tells its game besides: the matches that it is to play as well."""
-        if not self._waiting:
-            return {}
-        waiting, self._waiting = self._waiting, []
-        return {"matches": waiting}
 
 
 class Table:
@@ -595,15 +586,16 @@ class TableActor(Actor):
         names = self._reading.seats if len(self._camps) == 1 else self._reading.joint
         self._rows = dict(zip(names, [row for camp in self._camps for row in table.rows[camp]], strict=True))
         self._table = table
-        return self._reply({}, packed)
+        return encoded(self._handed(), packed)
 
-    def _reply(self, message: dict[str, Any], packed: bool) -> bytes:
-        """With the matches that the game is to play as well, if there are some."""
-        venue = self._table.venue if self._table is not None else None
-        if venue is not None:
-            with self._tables.changed:
-                message |= venue.handed()
-        return encoded(message, packed) if message else b""
+    def _handed(self) -> dict[str, Any]:
+        """The matches that the game is to play as well, if there are some."""
+        venue = None if self._table is None else self._table.venue
+        if venue is None or not venue.waiting:
+            return {}
+        with self._tables.changed:
+            matches, venue.waiting = venue.waiting, []
+        return {"matches": matches}
 
     async def tick(self, body: bytes) -> bytes:
         table = self._table
@@ -625,8 +617,9 @@ class TableActor(Actor):
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}
         if self._reading.lone:
-            return self._reply({"action": actions[self._rows[ONLY_SEAT]]}, packed)
-        return self._reply({"actions": {seat: actions[row] for seat, row in self._rows.items() if row in said}}, packed)
+            return encoded({"action": actions[self._rows[ONLY_SEAT]], **self._handed()}, packed)
+        chosen = {seat: actions[row] for seat, row in self._rows.items() if row in said}
+        return encoded({"actions": chosen, **self._handed()}, packed)
 
     def _said(self, message: dict[str, Any], *, last: bool = False) -> dict[int, Said]:
         said = {}
@@ -651,4 +644,4 @@ class TableActor(Actor):
             raise
         result = info.get("result") if isinstance(info, dict) else None
         self._tables.end(table, self._camps, said, result if isinstance(result, dict) else {})
-        return self._reply({}, packed)
+        return encoded(self._handed(), packed)

@@ -200,6 +200,7 @@ class Host:
                 except LudusError as error:
                     log.error("a further match is not played: %s", error)
                     continue
+                self.arena.rewards = plan.options.rewards
                 self._place(m, Match(plan, SCRIPTS))
             await self._begin(self._lines[began:])
 

@@ -32,7 +32,7 @@ from ludus.games.arena.match import CAMPS, Match, OnIllegal, OnLost, Plan, Rule,
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.sealed import write_whole
-from ludus.games.arena.settings import ArenaSettings, Rewards
+from ludus.games.arena.settings import ArenaSettings
 
 if sys.platform == "win32":
     from asyncio import run
@@ -215,8 +215,7 @@ async def _stoppable(host: Host) -> int:
 def arena_for(plans: Sequence[Plan]) -> Arena:
     """With these matches begun, and room for as many as they ask for."""
     options = plans[0].options
-    rewards = Rewards(options.weights, options.sparse, options.team_spirit, options.zero_sum)
-    settings = ArenaSettings(every=options.every, rewards=rewards)
+    settings = ArenaSettings(every=options.every, rewards=options.rewards)
     arena = Arena(plans[0].size, max(len(plans), options.together), settings, lenient=options.lenient)
     arena.reset([0] * arena.matches)  # those that nobody plays yet can be looked at as well
     arena.match[:, OVER] = 1

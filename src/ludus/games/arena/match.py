@@ -34,7 +34,7 @@ from ludus.games.arena.layout import (
     hero_slot,
     structure_slot,
 )
-from ludus.games.arena.settings import PARTS, Lineup, rows_of, size_of
+from ludus.games.arena.settings import PARTS, Lineup, Rewards, rows_of, size_of
 from ludus.plugins import did_you_mean
 
 OnIllegal = Literal["nothing", "rule", "forfeit"]
@@ -52,8 +52,8 @@ _KEYS = (
     "runtime_id", "game", "mode", "heroes", "camps", "eval_mode", "seed", "max_frames", "start_from", "options",
 )  # fmt: skip
 _FURTHER = ("runtime_id", "heroes", "camps", "seed", "options")
-_OWN = ("rule", "start")
-"""Options that each match has for itself."""
+_OWN = ("rule", "start", "team_spirit", *(f"{_WEIGHT}{part}" for part in PARTS))
+"""Options that a further match may have; rewards are then those of all matches of its process."""
 
 
 # -- as it is ordered -------------------------------------------------------------------------------------------------
@@ -115,6 +115,10 @@ class Options:
     together: int = 0
     """Actors hand over further matches in their replies, of which so many at most are played side by side. 0: there are none."""
 
+    @property
+    def rewards(self) -> Rewards:
+        return Rewards(self.weights, self.sparse, self.team_spirit, self.zero_sum)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -175,9 +179,10 @@ def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str])
     camps = given.get("camps")
     if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
         _wrong("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
-    rule = _one_of("rule", options.get("rule", first.options.rule), scripts)
+    usual = first.options
+    own = read_options({"rule": usual.rule, "team_spirit": usual.team_spirit, **options}, scripts)
     size, lineup = read_teams(first.mode, given.get("heroes"))
-    players = [actor if camp else Rule(rule) for camp in camps]
+    players = [actor if camp else Rule(own.rule) for camp in camps]
     return Plan(
         runtime_id=_short_name("runtime_id", given.get("runtime_id")),
         size=size,
@@ -186,7 +191,9 @@ def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str])
         seed=_whole("seed", given.get("seed"), 0, (1 << 63) - 1),
         max_ticks=first.max_ticks,
         eval_mode=first.eval_mode,
-        options=replace(first.options, rule=rule, start=_one_of("start", options.get("start", Options.start), get_args(Start))),
+        options=replace(
+            usual, rule=own.rule, start=own.start, team_spirit=own.team_spirit, weights={**usual.weights, **own.weights}
+        ),
     )
 
 
