@@ -334,6 +334,22 @@ def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatc
     assert env.restarts == 0
 
 
+@pytest.mark.usefixtures("patient")
+def test_a_match_that_ends_earlier_than_others_of_its_process_keeps_nobody_waiting(server: str, made: list[Any]) -> None:
+    env = arena(made, server, 3, together=3, timeout_s=5.0, options={"on_illegal": "forfeit"})
+    ends = np.zeros(3, np.int64)
+    for step in range(60):
+        actions = np.zeros((3, 4), np.int64)
+        if step % 10 == 5:
+            actions[step // 10 % 2, 0] = 99  # the first and the second forfeit in turn
+        _, _, terminated, _, infos = env.step(actions)
+        assert "lost" not in infos
+        ends += terminated
+    assert ends.tolist() == [3, 3, 0]
+    assert env.restarts == 0
+    assert len(processes(env, server)) == 1
+
+
 def test_matches_from_saved_states_have_processes_of_their_own(server: str, made: list[Any]) -> None:
     env = arena(made, server, 3, start_from="any", together=3)
     assert len(processes(env, server)) == 3

@@ -202,6 +202,30 @@ def test_matches_that_are_handed_over_are_those_that_are_played_alone() -> None:
     assert {len(bot.ticks) for bot in made.said} == {FRAMES // 3}
 
 
+def test_a_match_whose_actor_thinks_stands_still_while_the_others_go_on() -> None:
+    told: list[tuple[str, int]] = []
+    over = asyncio.Event()
+
+    async def answer(bot: Bot, number: int) -> Any:
+        told.append((bot.match, number))
+        if bot.match == "slow" and number == 3:
+            await over.wait()
+        return {"actions": {seat: [1, 3, 0, 0] for seat in bot.seats}}
+
+    class Thinking(bots(answer)):  # type: ignore[misc]
+        async def end(self, body: bytes) -> bytes:
+            over.set()
+            return bytes(await super().end(body))
+
+    with gateway(Thinking) as server:
+        ordered = plan(server.url, None)
+        went = play([replace(ordered, runtime_id=name) for name in ("slow", "quick")])
+        alone = played(ordered)
+    assert told.index(("slow", 4)) > told.index(("quick", FRAMES // 3))
+    assert {result["hash"] for result in went.results} == {alone["hash"]}
+    assert [result["late"] for result in went.results] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -1,4 +1,5 @@
-"""Hosts matches: asks the actors of all of them at once, plays what they answer, and tells them how it ended.
+"""Hosts matches: asks the actors of all of them at once, plays what they answer, and tells them how it ended. A match whose actors take
+longer than those of the others stands still meanwhile.
 
 Where the plan says so, actors hand over further matches in their replies, which take the places of those that are over.
 """
@@ -10,10 +11,10 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,8 @@ _SILENT_S: Final = 20.0
 _STOP_S: Final = 2.0
 """For telling the actors, when we are told to stop."""
 CAMP_NAMES: Final = ("blue", "red")
+_MOMENT_S: Final = 0.005
+"""Matches are played a decision further together with all that are answered within so long."""
 _LOGGED: Final = 20
 """Refusals of one match that are logged; the others are counted."""
 
@@ -55,6 +58,20 @@ class Place:
     """Refusals."""
     kept: tuple[int, bytes] | None = None
     """The tick and the state of a moment."""
+    asking: list[Asking] | None = None
+    """Who was asked for the decision that is due; None: nobody has been."""
+
+    @property
+    def answered(self) -> bool:
+        return self.asking is not None and all(asking.heard.done() for asking in self.asking)
+
+
+class Asking(NamedTuple):
+    """A session that was asked for these heroes, and what it says."""
+
+    line: Line
+    heroes: Sequence[int]
+    heard: asyncio.Future[Heard]
 
 
 @dataclass
@@ -70,6 +87,52 @@ class Line:
     seats: Mapping[int, str]
     """How its heroes are called in it."""
     asked: float = 0.0
+
+
+Turns: TypeAlias = Mapping[int, Sequence[tuple[Line, Sequence[int], Heard]]]
+"""By match: sessions that were asked for these heroes, and what they say."""
+
+
+async def _enough(heard: Collection[asyncio.Future[Heard]], some: bool) -> None:
+    """Until all have spoken; or, when the first has, for a moment. `some`: of somebody nothing is awaited."""
+    silent = [one for one in heard if not one.done()]
+    if not silent:
+        await asyncio.sleep(0)  # a signal is heard in between
+        return
+    loop = asyncio.get_running_loop()
+    enough: asyncio.Future[None] = loop.create_future()
+    left = len(silent)
+
+    def end() -> None:
+        if not enough.done():
+            enough.set_result(None)
+
+    timer = loop.call_later(_MOMENT_S, end) if some else None
+
+    def told(_: object) -> None:
+        nonlocal left, timer
+        left -= 1
+        if left == 0:
+            end()
+        elif timer is None:
+            timer = loop.call_later(_MOMENT_S, end)
+
+    for one in silent:
+        one.add_done_callback(told)
+    try:
+        await enough
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for one in silent:
+            one.remove_done_callback(told)
+
+
+async def _withdrawn(heard: Sequence[asyncio.Future[Heard]]) -> None:
+    """Nobody waits for these any more."""
+    for one in heard:
+        one.cancel()
+    await asyncio.gather(*heard, return_exceptions=True)
 
 
 def _seats(match: Match, heroes: Sequence[int], camps: Sequence[int]) -> dict[int, str]:
@@ -160,6 +223,7 @@ class Host:
             self.stopped = self._going()
             for place in self._playing.values():
                 place.match.end("stopped")
+                await _withdrawn([asking.heard for asking in place.asking or ()])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._finish()
@@ -277,42 +341,69 @@ class Host:
     async def _decide(self) -> None:
         arena = self.arena
         self._observe()
-        asked = self._asked()
-        if asked:
-            asking = [self._ask(line, heroes) for line, heroes in asked]
-            heard = [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)  # a task costs 20 µs
-        else:
-            heard = []
-            await asyncio.sleep(0)  # a signal is heard in between
+        places = list(self._playing.values())
+        turns = await self._alone(places[0]) if len(places) == 1 and places[0].asking is None else await self._turns()
         actions, names = self._actions, self._names
         actions.fill(0)
         names.fill(-1)
         chosen: list[tuple[Line, int, Action]] = []
-        for (line, heroes), one in zip(asked, heard, strict=True):
-            for hero, action in self._heard(line, heroes, one, names).items():
-                actions[line.m, hero] = action
-                chosen.append((line, hero, action))
-        if asked:
+        for told in turns.values():
+            for line, heroes, one in told:
+                for hero, action in self._heard(line, heroes, one, names).items():
+                    actions[line.m, hero] = action
+                    chosen.append((line, hero, action))
+        if chosen:
             self._check(chosen, actions, names)
         if self._losses:
             self._drop_lost()
         if not self._going():
             return
+        waiting = []
         for m, place in self._playing.items():
-            if place.match.reason:
+            if m not in turns:
+                waiting.append(m)
+            if m not in turns or place.match.reason:
                 arena.match[m, OVER] = 1  # it stands still, whatever has ended it
             else:
                 np.maximum(names[m], place.match.script, out=names[m])
         arena.fill(names, actions)
-        self._play(actions)
+        self._play(actions, turns)
+        for m in waiting:
+            arena.match[m, OVER] = 0
 
-    def _asked(self) -> list[tuple[Line, Sequence[int]]]:
-        """Who is asked now, for which heroes: those alive, or all of them."""
+    async def _alone(self, place: Place) -> Turns:
+        """What the actors of the only match say."""
+        asked = self._asked(self._lines)
+        if not asked:
+            await asyncio.sleep(0)  # a signal is heard in between
+        asking = [self._ask(line, heroes) for line, heroes in asked]
+        heard = [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)  # a task costs 20 µs
+        said = [(line, heroes, one) for (line, heroes), one in zip(asked, heard, strict=True)]
+        return {m: said for m, each in self._playing.items() if each is place}
+
+    async def _turns(self) -> Turns:
+        """What the actors say of all matches whose actors have all spoken: at least one."""
+        by_match: dict[int, list[Line]] = {m: [] for m, place in self._playing.items() if place.asking is None}
+        for line in self._lines:
+            if line.m in by_match:
+                by_match[line.m].append(line)
+        for m, lines in by_match.items():
+            asked = self._asked(lines)
+            self._playing[m].asking = [Asking(*one, asyncio.ensure_future(self._ask(*one))) for one in asked]
+        places = self._playing.values()
+        await _enough([one.heard for place in places for one in place.asking or ()], any(place.answered for place in places))
+        turns = {}
+        for m, place in self._playing.items():
+            if place.answered and place.asking is not None:
+                turns[m] = [(one.line, one.heroes, one.heard.result()) for one in place.asking]
+                place.asking = None
+        return turns
+
+    def _asked(self, lines: Sequence[Line]) -> list[tuple[Line, Sequence[int]]]:
+        """Who of them is asked now, for which heroes: those alive, or all of them."""
         alive = None if self._options.lockstep else self.arena.units[:, ALIVE]
         now, asked = time.monotonic(), []
-        for line in self._lines:
-            if line.match.reason:
-                continue
+        for line in lines:
             heroes = line.heroes if alive is None else [hero for hero in line.heroes if alive[line.m, hero]]
             if not heroes and now - line.asked > _SILENT_S:
                 heroes = line.heroes
@@ -402,14 +493,14 @@ class Host:
         if place.logged == _LOGGED:
             log.warning("%s: further ones are counted only.", line.match.plan.runtime_id)
 
-    def _play(self, actions: npt.NDArray[np.int32]) -> None:
+    def _play(self, actions: npt.NDArray[np.int32], turns: Collection[int]) -> None:
         arena = self.arena
         for recorder in self._recorders:
             recorder.add(actions)
         arena.step(actions)
         for m, place in self._playing.items():
             match = place.match
-            if match.reason:
+            if match.reason or m not in turns:
                 continue
             place.decisions += 1
             match.reward(arena.reward[m])
