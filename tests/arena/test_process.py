@@ -736,6 +736,30 @@ def test_a_game_that_is_told_to_stop_tells_its_actor_and_the_server(tmp_path: Pa
     assert bot.ended["info"]["result"]["reason"] == "stopped"
 
 
+def test_matches_are_stopped_also_while_their_actors_think() -> None:
+    reached = threading.Semaphore(0)
+
+    async def answer(bot: Bot, number: int) -> None:
+        if number == 2 and bot.match != "r3":
+            reached.release()
+            await asyncio.sleep(LIMIT_S)
+
+    async def stopped(host: Host) -> None:
+        playing = asyncio.ensure_future(host.run())
+        for _ in range(2):
+            await asyncio.to_thread(reached.acquire)
+        playing.cancel()
+        await playing
+
+    with gateway(bots(answer)) as server:
+        plans = [replace(plan(server.url, None, max_frames=3000), runtime_id=name) for name in ("r1", "r2", "r3")]
+        host = Host(arena_for(plans), [Match(one, SCRIPTS) for one in plans])
+        asyncio.run(stopped(host))
+    assert host.stopped
+    assert (host.played, host.completed) == (3, 0)
+    assert {result["reason"] for result in host.results.values()} == {"stopped"}
+
+
 def test_a_config_that_cannot_be_used_is_told_in_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
