@@ -17,7 +17,7 @@ import ludus
 from ludus import pids
 from ludus.actor import matchmaker
 from ludus.actor.gamecored import GamecoreVectorEnv
-from ludus.actor.tables import Tables
+from ludus.actor.tables import TableActor, Tables
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.bodies import random_action
 from ludus.game.environment import Environments, make_environments
@@ -297,6 +297,68 @@ def test_a_process_that_is_killed_costs_its_matches_and_no_others(server: str, m
     assert "lost" not in infos
     assert env.restarts == 2
     assert len(processes(env, server)) == 2
+
+
+def forfeits(env: GamecoreVectorEnv, *rows: int) -> None:
+    actions = np.zeros((env.num_envs, 4), np.int64)
+    actions[list(rows), 0] = 99
+    assert np.flatnonzero(env.step(actions)[2]).tolist() == list(rows)
+
+
+def all_play(env: GamecoreVectorEnv) -> bool:
+    return "lost" not in nothing(env)
+
+
+def test_a_process_that_is_killed_while_its_matches_begin_is_replaced(server: str, made: list[Any]) -> None:
+    env = arena(made, server, 4, start_s=20.0, options={"on_illegal": "forfeit"})
+    forfeits(env, 1, 2, 3)
+    (game,) = processes(env, server).values()
+    assert game.pid is not None
+    os.kill(game.pid, signal.SIGKILL)
+    until(lambda: all_play(env) and env.restarts > 0, "a match for all rows")  # they begin one after the other
+    assert env.restarts == 4
+
+
+def test_a_server_without_room_for_another_process_costs_nothing(
+    tmp_path: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(Settings(port=0, state_dir=tmp_path, max_games=1)) as found:
+        server = f"127.0.0.1:{found.port}"
+        env = arena(made, server, 4, together=4, options={"on_illegal": "forfeit"})
+        begun = processes(env, server).keys()
+        monkeypatch.setattr(matchmaker, "_OPEN_S", 0.0)  # another one is due
+        for row in range(4):
+            forfeits(env, row)
+            until(lambda: all_play(env), "a match for all rows")
+        assert processes(env, server).keys() == begun
+        assert (finished(env), env.restarts) == (4, 0)
+        env.close()
+
+
+def test_a_match_that_nobody_has_heard_of_is_told_of_again(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = TableActor.end
+
+    async def unheard(actor: TableActor, body: bytes) -> bytes:
+        await ended(actor, body)
+        return b"\x80"
+
+    monkeypatch.setattr(TableActor, "end", unheard)
+    env = arena(made, server, 2, together=2, options={"on_illegal": "forfeit"})
+    forfeits(env, 0)
+    until(lambda: all_play(env), "a match for both rows")
+    assert (finished(env), env.restarts) == (1, 0)
+
+
+def test_a_mistake_in_drawing_a_match_is_told(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    env = arena(made, server, 2, options={"on_illegal": "forfeit"})
+
+    def draw(*_: object) -> None:
+        raise ZeroDivisionError("drawing")
+
+    monkeypatch.setattr(env.game, "draw", draw)
+    with pytest.raises(EnvironmentFault, match="drawing"):  # noqa: PT012 - in the step of its end, or in the next
+        forfeits(env, 0)
+        nothing(env)
 
 
 @pytest.mark.usefixtures("patient")

@@ -178,13 +178,14 @@ def handing(by_match: Mapping[str, Mapping[str, Any]]) -> type[Bot]:
 
 
 def further(name: str, **more: Any) -> dict[str, Any]:
-    return {"runtime_id": name, "camps": [True, None], "seed": MOVING[name], **more}
+    return {"runtime_id": name, "camps": [True, None], "seed": MOVING[name], "options": {"rule": "easy"}, **more}
 
 
 def test_matches_that_are_handed_over_are_those_that_are_played_alone() -> None:
     lineup = [[{"hero_id": 107}], [{"hero_id": 190}]]
     third = further("r3", camps=[None, True], heroes=lineup, options={"rule": "hard", "start": "lane"})
-    made = handing({"r1": {"start": [further("r2")], "end": [further("r4")]}, "r2": {"tick": [third]}})
+    # It is told of the second one twice, as an actor does that has not heard of it.
+    made = handing({"r1": {"start": [further("r2")], "tick": [further("r2")], "end": [further("r4")]}, "r2": {"tick": [third]}})
     with gateway(made) as server:
         went = play([plan(server.url, None, options={"together": 3, "rule": "easy"}, seed=MOVING["r1"])])
         ends = {bot.match: bot.ended["info"]["result"] for bot in made.said if bot.ended}
@@ -235,9 +236,13 @@ def test_a_match_whose_actor_thinks_stands_still_while_the_others_go_on() -> Non
         ([further("r2", camps=[{"url": "http://127.0.0.1:9"}, None])], "camps"),
         ([further("r2", seed=-1)], "seed"),
         ([further("r2", runtime_id="")], "runtime_id"),
+        ([further("r2", runtime_id="../up")], "runtime_id"),
+        ([further("r2", runtime_id="/tmp/up")], "runtime_id"),
         ([further("r2", heroes=[[{"hero_id": 107}] * 3] * 2)], "1v1"),
         ([further("r2", start_from="/etc/passwd")], "start_from"),
         ([further("r2", options={"pace": 3})], "pace"),
+        ([further("r2", options={"sparse": True})], "sparse"),
+        ([further("r2", options=3)], "options"),
         ([further("r2", options={"rule": "godlike"})], "godlike"),
         ([further("r2"), further("r3"), further("r4")], "All 2 places are taken"),
     ],
@@ -252,7 +257,7 @@ def test_a_further_match_that_cannot_be_played_is_told_in_the_log_and_the_others
 
 
 def test_rewards_of_a_process_are_those_of_its_latest_match() -> None:
-    weighed = further("r2", options={"weight_health": -3.0, "team_spirit": 0.5})
+    weighed = further("r2", options={"weight_gold": 2.0, "weight_health": -3.0, "team_spirit": 0.5, "zero_sum": False})
     made = handing({"r1": {"start": [weighed]}})
     with gateway(made) as server:
         plain = plan(server.url, None, options={"together": 2, "weight_gold": 2.0, "zero_sum": False})
@@ -695,6 +700,14 @@ def test_a_state_is_kept_and_a_match_begins_from_it(tmp_path: Path) -> None:
     assert again["ticks"] == tick + 30
     whole = played(plan(None, None, max_frames=tick + 30))
     assert again["heroes"] == whole["heroes"]
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1.0, {"r1", "r2"}), (0.0, set())])
+def test_states_are_kept_of_a_share_of_the_matches_of_a_process(tmp_path: Path, share: float, kept: set[str]) -> None:
+    with gateway(handing({"r1": {"end": [further("r2")]}})) as server:
+        went = play([plan(server.url, None, options={"together": 1})], states=tmp_path, share=share)
+    assert went.matches == 2
+    assert {path.name.rpartition("-")[0] for path in tmp_path.iterdir()} == kept
 
 
 def test_a_state_of_another_mode_or_none_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ludus.gamecore.catalogue import parse
 from ludus.gamecore.launch import Launch, Place, launch
 from ludus.gamecore.order import read_order
@@ -67,6 +69,14 @@ def test_states_and_tokens_are_told_by_the_environment() -> None:
     assert found["LUDUS_GAME_STATES"] == "/s/states/a"
     assert found["LUDUS_GAME_TOKEN_0"] == "t0"
     assert "LUDUS_GAME_TOKEN_1" not in found
+    assert "LUDUS_GAME_STATES_SHARE" not in found
+
+
+@pytest.mark.parametrize(("options", "share"), [({"together": 4}, "0.25"), ({"together": 0}, None), ({}, None)])
+def test_a_game_that_goes_on_with_other_matches_is_told_how_many_of_them_save(options: dict[str, int], share: str | None) -> None:
+    entry = "command: [game], states: {save: 0.25}, options: {together: {type: integer, minimum: 0, maximum: 9}}"
+    found = made(entry, states=Path("/s/states/a"), options=options).environment
+    assert found.get("LUDUS_GAME_STATES_SHARE") == share
 
 
 def test_wine_has_a_prefix_of_its_own_for_every_game() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -166,10 +167,14 @@ class Matchmaker:
             self._abandon(venue, table)
             self._do(lambda: self._begin(slot), _pause_s(slot.failures))
             return
-        if slot.kind == RULE:
-            self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won)
-        self._begin(slot)
-        if not venue.tables:
+        try:
+            if slot.kind == RULE:
+                self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won)
+            self._begin(slot)
+        except Exception as error:  # a mistake of ours, on the event loop: the rows are told
+            log.exception("ordering matches failed")
+            self._give_up(EnvironmentFault(f"Ordering matches failed: {error!r}."))
+        if not venue.tables and venue in self._venues:
             self._venues.remove(venue)
 
     def _abandon(self, venue: Venue, lost: Table) -> None:
@@ -196,16 +201,20 @@ class Matchmaker:
             now = time.monotonic()
             table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, now)
             drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
-            drawn = {**self._game.changing(self.timesteps), **drawn}
+            options = {**self._game.options, **self._game.changing(self.timesteps), **drawn}
             heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]
             start_from = "any" if draw.repeats else self._terms.start_from
+            table.order = {
+                "runtime_id": table.id,
+                "heroes": heroes,
+                "camps": [True if camp in rows else None for camp in range(CAMPS)],
+                "seed": draw.seed,
+                "options": options,
+            }
             self._tables.lay(slot, table)
-            venue = self._with_room(now) if start_from is None else None
+            venue = self._with_room(now - _OPEN_S) if start_from is None else None
             if venue is not None:
-                camps = [True if camp in rows else None for camp in range(CAMPS)]
-                further = {"runtime_id": table.id, "heroes": heroes, "camps": camps, "seed": draw.seed, "options": drawn}
-                venue.add(table)
-                venue.waiting.append(further)
+                _join(venue, table)
                 return
             # One that begins at a saved state, which the server has, is alone.
             venue = Venue(table.id, self._places if start_from is None else 0, now)
@@ -219,15 +228,34 @@ class Matchmaker:
             "game": self._game.game,
             "seed": draw.seed,
             "start_from": start_from,
-            "options": {**self._game.options, **drawn, **together},
+            "options": options | together,
         }
         self._do(lambda: self._order(venue, order, 0))
 
-    def _with_room(self, now: float) -> Venue | None:
+    def _with_room(self, since: float) -> Venue | None:
+        """A process that began after that, and can play another match."""
         for venue in self._venues:
-            if len(venue.tables) < venue.places and now - venue.began < _OPEN_S:
+            if len(venue.tables) < venue.places and venue.began > since:
                 return venue
         return None
+
+    def _elsewhere(self, venue: Venue) -> None:
+        """The server has no room for another process: its matches go to those that are there, however old, as far as these have room."""
+        with self._tables.changed:
+            if not venue.places:
+                return
+            self._venues.remove(venue)
+            for table in sorted(
+                venue.tables, key=lambda table: table.id == venue.id
+            ):  # the one that is ordered goes last, or stays
+                there = self._with_room(-math.inf)
+                if there is None:
+                    break
+                venue.tables.discard(table)
+                there.began = time.monotonic()
+                _join(there, table)
+            if venue.tables:
+                self._venues.append(venue)
 
     def _order(self, venue: Venue, order: dict[str, Any], attempts: int) -> None:
         if not venue.tables:
@@ -242,6 +270,7 @@ class Matchmaker:
                 return
             if attempts == 0:
                 log.warning("%s does not start a match now: %s", self._client.server, refused)
+            self._elsewhere(venue)
         except LudusError as error:
             self._give_up(EnvironmentFault(f"Matches cannot be ordered: {error}", error.hint))
             return
@@ -303,6 +332,13 @@ class Matchmaker:
         if self.away and self.away_since is not None:
             log.warning("the gamecore server %s is back after %.1f s", self._client.server, time.monotonic() - self.away_since)
         self.away, self.away_since = "", None
+
+
+def _join(venue: Venue, table: Table) -> None:
+    """The process is told with the next reply."""
+    venue.add(table)
+    table.told = False
+    venue.waiting.append(table)
 
 
 def _shared(matches: int, most: int) -> int:

@@ -74,8 +74,8 @@ class Venue:
         self.tables: set[Table] = set()
         self.accepted = False
         """Its server has said that it starts it."""
-        self.waiting: list[Mapping[str, Any]] = []
-        """Matches that the game is yet to be told of, with the next reply."""
+        self.waiting: list[Table] = []
+        """Those that the game is told of in every reply, until they begin."""
 
     def add(self, table: Table) -> None:
         self.tables.add(table)
@@ -89,6 +89,10 @@ class Table:
         self.id, self.slot, self.rows, self.against = runtime_id, slot, rows, against
         self.venue: Venue | None = None
         """The process that plays it."""
+        self.order: Mapping[str, Any] = {}
+        """As its game is told of it, if it is not the first one there."""
+        self.told = True
+        """Its game knows of it, or its server does."""
         self.seated: set[int] = set()
         self.ended: set[int] = set()
         """Camps whose session is over."""
@@ -243,6 +247,8 @@ class Tables:
                 self._lose(table, str(refused))
                 raise
             table.seated.update(camps)
+            if table.venue is not None and table in table.venue.waiting:
+                table.venue.waiting.remove(table)
             return table, camps
 
     def _camps(self, table: Table, about: Mapping[str, Any]) -> tuple[int, ...]:
@@ -314,16 +320,23 @@ class Tables:
             loop.call_soon_threadsafe(_release, answers)
 
     def settled(self, *, all_of_them: bool) -> bool:
-        """Under the lock: no game in play is awaited, and not too many matches are just beginning: with `all_of_them` none."""
+        """Under the lock: no game in play is awaited, and not too many matches are just beginning: with `all_of_them` none. Those that a game is
+        yet to be told of do not count: it is told by our answers."""
         if self._awaited:
             return False
-        absent = sum(len(slot.rows) for slot in self.slots if not _shows(slot))
-        return absent == 0 or (not all_of_them and 2 * absent <= self._rows)
+        absent = beginning = 0
+        for slot in self.slots:
+            if not _shows(slot):
+                absent += len(slot.rows)
+                beginning += len(slot.rows) if slot.following is None or slot.following.told else 0
+        if beginning == 0:
+            return absent < self._rows
+        return not all_of_them and 2 * beginning <= self._rows
 
     def waited_for(self) -> list[Table]:
         """Under the lock: those who have not spoken."""
         both = [table for slot in self.slots for table in (slot.table, slot.following)]
-        return [table for table in both if table is not None and not table.ready and not table.lost]
+        return [table for table in both if table is not None and table.told and not table.ready and not table.lost]
 
     def collect(self) -> Outcome:
         """What came of the step. Every row is in it: told something, or lost."""
@@ -594,8 +607,10 @@ class TableActor(Actor):
         if venue is None or not venue.waiting:
             return {}
         with self._tables.changed:
-            matches, venue.waiting = venue.waiting, []
-        return {"matches": matches}
+            for table in venue.waiting:
+                if not table.told:
+                    table.told, table.since = True, self._tables.clock()
+            return {"matches": [table.order for table in venue.waiting]}
 
     async def tick(self, body: bytes) -> bytes:
         table = self._table

@@ -266,7 +266,8 @@ class Hall:
             seed=seed,
             start_from=start_from.name if start_from else None,
         )
-        saves = entry.states is not None and not order.eval_mode and random.random() < entry.states.ratio  # noqa: S311
+        share = 0.0 if entry.states is None or order.eval_mode else entry.states.ratio
+        saves = random.random() < (1.0 if share and order.plays_on else share)  # noqa: S311
         match = Match(order, entry, self.home.place(order.runtime_id), status, start_from, saves)
         self._known.pop(order.runtime_id, None)
         self._bytes.pop(order.runtime_id, None)

@@ -11,7 +11,8 @@ from typing import Any
 from ludus.gamecore.catalogue import OPTION, Catalogue, Entry, filled, holes
 from ludus.gamecore.order import Order
 
-CONFIG, RESULT, STATES, TOKEN = "LUDUS_GAME_CONFIG", "LUDUS_GAME_RESULT", "LUDUS_GAME_STATES", "LUDUS_GAME_TOKEN_"
+CONFIG, RESULT, TOKEN = "LUDUS_GAME_CONFIG", "LUDUS_GAME_RESULT", "LUDUS_GAME_TOKEN_"
+STATES, SHARE = "LUDUS_GAME_STATES", "LUDUS_GAME_STATES_SHARE"
 USE_WINE = "SIMULATOR_USE_WINE"
 
 INHERITED = (
@@ -90,6 +91,8 @@ def launch(
     environment |= {CONFIG: str(place.config), RESULT: str(place.result)}
     if states is not None:
         environment[STATES] = str(states)
+        if order.plays_on and entry.states is not None:
+            environment[SHARE] = str(entry.states.ratio)
     for index, camp in enumerate(order.camps):
         if camp is not None and camp.token is not None:
             environment[f"{TOKEN}{index}"] = camp.token

@@ -68,6 +68,11 @@ class Order:
         """Matches of one kind can go on with each other's states."""
         return self.mode or "v".join(str(len(camp)) for camp in self.heroes) or "usual"
 
+    @property
+    def plays_on(self) -> bool:
+        """Its game goes on with other matches, that it is told of by its actors."""
+        return bool(self.options.get("together"))
+
     def config(self, seed: int, start_from: str | None) -> dict[str, Any]:
         """What the game is told. Tokens are not in it: it is a file."""
         return {

@@ -19,11 +19,12 @@ import numpy.typing as npt
 from ludus.games.arena.layout import AIMED, BUTTONS, DIRECTIONS, HEADS, MOVE_DIRECTION, SKILL_DIRECTION, USES
 
 Format = Literal["msgpack", "json", "raw"]
+MATCHES: Final = "matches"
+"""The key of a reply that hands over further ones."""
 FORMATS: Final = ("msgpack", "json", "raw")
 Action = tuple[int, ...]
 
 INFO: Final = "info"
-MATCHES: Final = "matches"
 """The key of what an actor may like to know and the built-in one does not take."""
 _HEAD = struct.Struct("<fI")
 _TERMINATED, _TRUNCATED, _MASKED = 1, 2, 4

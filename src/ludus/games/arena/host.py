@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from ludus.games.arena.arena import Arena
 from ludus.games.arena.bodies import Action, Form, Seen, Step, options_of, refusal
 from ludus.games.arena.heroes import HEROES, TABLE
 from ludus.games.arena.layout import AIMED, ALIVE, EVERY, HEADS, HERO_ROW, LIMIT, OVER, RULES, TICKS_PER_SECOND
-from ludus.games.arena.match import CAMPS, Match, Plan, Remote, outcome, read_further
+from ludus.games.arena.match import CAMPS, MAX_TOGETHER, Match, Plan, Remote, outcome, read_further
 from ludus.games.arena.recording import Recorder
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.states import read_state, write_state
@@ -53,6 +54,8 @@ class Place:
 
     match: Match
     began: float
+    saves: bool
+    """A state of it is kept."""
     decisions: int = 0
     logged: int = 0
     """Refusals."""
@@ -175,10 +178,11 @@ class Host:
         matches: Sequence[Match],
         *,
         states: Path | None = None,
+        share: float = 1.0,
         recorders: Sequence[Recorder] = (),
     ) -> None:
-        """The first places of `arena` stand where the matches begin; the others are free. `states`: where a state of every match is
-        kept, of a moment chosen at random."""
+        """The first places of `arena` stand where the matches begin; the others are free. `states`: where a state of this `share` of
+        the matches is kept, of a moment chosen at random."""
         self.arena = arena
         self.results: dict[int, dict[str, Any]] = {}
         """Of the last match of every place."""
@@ -187,7 +191,7 @@ class Host:
         self.stopped = False
         self._first = matches[0].plan
         self._options = self._first.options
-        self._states, self._recorders = states, recorders
+        self._states, self._share, self._recorders = states, share, recorders
         self._chance = np.random.default_rng(self._first.seed)
         self._actions = np.zeros((arena.matches, arena.heroes, len(HEADS)), np.int32)
         self._names = np.zeros((arena.matches, arena.heroes), np.int8)  # of the scripts that play now
@@ -199,10 +203,12 @@ class Host:
         self._idle: dict[Remote, list[AsyncClient]] = {}  # those of talks that are over
         self._lines: list[Line] = []
         self._handed: list[tuple[Remote, Any]] = []  # matches that are yet to begin
+        self._recent: deque[str] = deque(maxlen=4 * MAX_TOGETHER)  # matches that have begun
+        self._unplayed = 0
         for m, match in enumerate(matches):
             self._place(m, match)
         self._losses = False  # camps were lost whose sessions are still there
-        self._farewells: set[asyncio.Task[bytes]] = set()
+        self._farewells: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until all matches are over. Cancelled once, it stops them, tells the actors, and returns."""
@@ -259,10 +265,14 @@ class Host:
             for actor, given in taken:
                 try:
                     plan = read_further(given, self._first, actor, SCRIPTS)
+                    if plan.runtime_id in self._recent:  # it is told of until it begins
+                        continue
                     m = self._free_place()
                     set_up(self.arena, m, plan)
                 except LudusError as error:
-                    log.error("a further match is not played: %s", error)
+                    self._unplayed += 1
+                    if self._unplayed <= _LOGGED:
+                        log.error("a further match is not played: %s", error)
                     continue
                 self.arena.rewards = plan.options.rewards
                 self._place(m, Match(plan, SCRIPTS))
@@ -278,7 +288,9 @@ class Host:
     # -- sessions
 
     def _place(self, m: int, match: Match) -> None:
-        self._playing[m] = Place(match, time.monotonic())
+        saves = self._states is not None and self._chance.random() < self._share
+        self._playing[m] = Place(match, time.monotonic(), saves)
+        self._recent.append(match.plan.runtime_id)
         self._lines += self._lines_of(m, match)
 
     def _lines_of(self, m: int, match: Match) -> list[Line]:
@@ -334,7 +346,14 @@ class Host:
         self._losses = False
         for line in [line for line in self._lines if line.camps[0] in line.match.lost]:
             self._lines.remove(line)
-            self._farewells.add(asyncio.ensure_future(line.talk.end(b"")))
+            farewell = asyncio.ensure_future(self._farewell(line.talk))
+            self._farewells.add(farewell)
+            farewell.add_done_callback(self._farewells.discard)
+
+    async def _farewell(self, talk: Talk) -> None:
+        await talk.end(b"")
+        self._clients.remove(talk.client)
+        await talk.client.close()
 
     # -- one decision
 
@@ -382,7 +401,7 @@ class Host:
         return {m: said for m, each in self._playing.items() if each is place}
 
     async def _turns(self) -> Turns:
-        """What the actors say of all matches whose actors have all spoken: at least one."""
+        """What the actors say, of all matches whose actors have all spoken."""
         by_match: dict[int, list[Line]] = {m: [] for m, place in self._playing.items() if place.asking is None}
         for line in self._lines:
             if line.m in by_match:
@@ -506,7 +525,7 @@ class Host:
             match.reward(arena.reward[m])
             if arena.over[m]:
                 match.judge(int(arena.winner[m]), int(arena.tick[m]), int(arena.match[m, LIMIT]))
-            elif self._states is not None and self._chance.random() * place.decisions < 1:
+            elif place.saves and self._chance.random() * place.decisions < 1:
                 # So every moment of the match is as likely as any other to be the last one that is kept.
                 place.kept = int(arena.tick[m]), arena.save(m)
 

@@ -1,6 +1,6 @@
 """The Arena as a process of its own, which calls the actors that play its camps.
 
-A gamecore server tells it everything by the environment (LUDUS_GAME_CONFIG, LUDUS_GAME_RESULT, LUDUS_GAME_STATES,
+A gamecore server tells it everything by the environment (LUDUS_GAME_CONFIG, LUDUS_GAME_RESULT, LUDUS_GAME_STATES and _SHARE,
 LUDUS_GAME_TOKEN_0 and _1). By hand:
 
     python -P -m ludus.games.arena --mode 1v1 --camp0 http://127.0.0.1:8000 --camp1 rule:hard --pace 15
@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
     result = Path(environ["LUDUS_GAME_RESULT"]) if environ.get("LUDUS_GAME_RESULT") else None
     try:
         plans, record = _asked(argv, environ)
-        played = play(plans, _directory(environ.get("LUDUS_GAME_STATES")), record)
+        share = float(environ.get("LUDUS_GAME_STATES_SHARE") or 1.0)
+        played = play(plans, _directory(environ.get("LUDUS_GAME_STATES")), record, share)
     except LudusError as error:
         log.error("%s", error)
         _tell(result, {"winner": None, "reason": str(error)})
@@ -185,13 +186,13 @@ class Played(NamedTuple):
     completed: int
 
 
-def play(plans: Sequence[Plan], states: Path | None = None, record: Path | None = None) -> Played:
-    """These matches, and those that their actors hand over."""
+def play(plans: Sequence[Plan], states: Path | None = None, record: Path | None = None, share: float = 1.0) -> Played:
+    """These matches, and those that their actors hand over. `share`: of those of which a state is kept."""
     prepare()  # what compiles in the middle of a match keeps its actors waiting
     arena = arena_for(plans)
     matches = [Match(plan, SCRIPTS) for plan in plans]
     recorders = [] if record is None else [Recorder(arena, 0, matches[0].names)]
-    host = Host(arena, matches, states=states, recorders=recorders)
+    host = Host(arena, matches, states=states, share=share, recorders=recorders)
     stopped = run(_stoppable(host))
     if record is not None:
         host.results[0]["recording"] = recorders[0].write(record).name

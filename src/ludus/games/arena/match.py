@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,8 +53,7 @@ _KEYS = (
     "runtime_id", "game", "mode", "heroes", "camps", "eval_mode", "seed", "max_frames", "start_from", "options",
 )  # fmt: skip
 _FURTHER = ("runtime_id", "heroes", "camps", "seed", "options")
-_OWN = ("rule", "start", "team_spirit", *(f"{_WEIGHT}{part}" for part in PARTS))
-"""Options that a further match may have; rewards are then those of all matches of its process."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 # -- as it is ordered -------------------------------------------------------------------------------------------------
@@ -165,22 +165,21 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
 
 
 def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str]) -> Plan:
-    """A match that an actor hands over. What it does not say is as in the `first` one; from outside it is played by that actor alone.
-    Raises ConfigError."""
+    """A match that an actor hands over, and that no other actor plays. It may have a rule, a start and weights of its own; all other options are
+    those of the `first` one. Raises ConfigError."""
     if not isinstance(given, Mapping):
         _wrong("A further match", given, "It is an object.")
-    options = given.get("options") or {}
-    if not isinstance(options, Mapping):
-        _wrong("options", options, "It is an object.")
-    for what, keys, known in (("key", given, _FURTHER), ("option", options, _OWN)):
-        for key in keys:
-            if key not in known:
-                raise ConfigError(f"The {what} {key!r} of a further match is unknown.", did_you_mean(str(key), known))
+    for key in given:
+        if key not in _FURTHER:
+            raise ConfigError(f"The key {key!r} of a further match is unknown.", did_you_mean(str(key), _FURTHER))
     camps = given.get("camps")
     if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
         _wrong("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
-    usual = first.options
-    own = read_options({"rule": usual.rule, "team_spirit": usual.team_spirit, **options}, scripts)
+    usual, own = first.options, replace(read_options(given.get("options") or {}, scripts), together=first.options.together)
+    shared = replace(usual, rule=own.rule, start=own.start, team_spirit=own.team_spirit, weights=own.weights)
+    for name, value in vars(shared).items():
+        if getattr(own, name) != value:
+            raise ConfigError(f"{name} of a further match is {getattr(own, name)!r}.", f"In this process it is {value!r}.")
     size, lineup = read_teams(first.mode, given.get("heroes"))
     players = [actor if camp else Rule(own.rule) for camp in camps]
     return Plan(
@@ -191,9 +190,7 @@ def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str])
         seed=_whole("seed", given.get("seed"), 0, (1 << 63) - 1),
         max_ticks=first.max_ticks,
         eval_mode=first.eval_mode,
-        options=replace(
-            usual, rule=own.rule, start=own.start, team_spirit=own.team_spirit, weights={**usual.weights, **own.weights}
-        ),
+        options=own,
     )
 
 
@@ -279,8 +276,8 @@ def _one_of(name: str, given: Any, known: Sequence[str]) -> Any:
 
 
 def _short_name(name: str, given: Any) -> str:
-    if not isinstance(given, str) or not 0 < len(given) <= 128 or not given.isprintable():
-        _wrong(name, given, "It is a short name.")
+    if not isinstance(given, str) or _NAME.fullmatch(given) is None:  # files are called by it
+        _wrong(name, given, "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit.")
     return given
 
 
