@@ -60,12 +60,12 @@ def test_a_fifth_of_the_games_crash_or_talk_nonsense_and_training_goes_on(tmp_pa
 
 
 def test_whatever_is_killed_training_goes_on(tmp_path: Path) -> None:
-    """The server twice, games, and the workers; each comes back, and the run comes to its end."""
+    """The server twice, games, the workers, and the training itself: each comes back, and the run goes on."""
     machine = Machine(tmp_path)
     with Server(tmp_path / "server", None) as server:
         env = {"ACTOR_NUM": "2", "GAMECORE_SERVER_ADDR": f"127.0.0.1:{server.port}"}
         try:
-            machine.start("learner", *ARENA, "--stop", "time_s=800")
+            machine.start("learner", *ARENA, "--checkpoint-freq", "5", "--stop", "time_s=800")
             machine.start("actor", env=env)
             machine.until(lambda: machine.status("learner").get("run"), BUSY_S)
             run = machine.status("learner")["run"]
@@ -91,6 +91,13 @@ def test_whatever_is_killed_training_goes_on(tmp_path: Path) -> None:
                 "the end of games whose actor is gone", lambda: not old & {g["runtime_id"] for g in server.games("running")}, 60
             )
             assert machine.state_of("learner") == "running"
+            (learner,) = (process for process in machine.status("learner")["processes"] if process["role"] == "main")
+            os.kill(learner["pid"], signal.SIGKILL)
+            before = steps_of(run)
+            machine.until(lambda: steps_of(run) > before + 500, 2 * BUSY_S)
+            after = machine.status("learner")
+            assert (after["state"], after["run"]) == ("running", run)
+            assert [process["restarts"] for process in after["processes"] if process["role"] == "main"] == [1]
         finally:
             machine.ludus("learner", "stop", code=None)
             machine.ludus("actor", "stop", code=None)
