@@ -28,9 +28,9 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Many tests start, kill and time processes, two at once on as many cores. What fails so is run once more, alone; what fails alone fails.
+# Many tests start, kill and time processes, three at once on two cores, which are idle half of the time. What fails so is run once more, alone; what fails alone fails.
 test: lint
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder || { \
+	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder || { \
 	  code=$$?; [ $$code -eq 1 ] || exit $$code; \
 	  echo "What failed is run once more, alone:"; \
 	  $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none; }
