@@ -28,7 +28,8 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Many tests start, kill and time processes, three at once on two cores, which are idle half of the time. What fails so is run once more, alone; what fails alone fails.
+# Many tests start, kill and time processes, and wait for them: three at once keep two cores busy. What fails so is run once more, alone; what
+# fails alone fails.
 test: lint
 	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder || { \
 	  code=$$?; [ $$code -eq 1 ] || exit $$code; \

@@ -4,8 +4,8 @@
     python -m bench.pipeline --parts speed --rounds 3
     python -m bench.pipeline --parts curve --seeds 1 2 3 --timesteps 400000
 
-Both are the preset of the mode with two workers and a learner; games are processes of their own, as many as there are matches, and
-call their worker over HTTP. Decisions are those of heroes that are learned from. Speeds are taken from the reports after the first
+Both are the preset of the mode with two workers and a learner; games are processes of their own, which share the matches of a worker
+(`together`), and call it over HTTP. Decisions are those of heroes that are learned from. Speeds are taken from the reports after the first
 third of the time; curves are returns of training against `easy`, by timesteps, not by time.
 """
 

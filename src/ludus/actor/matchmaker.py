@@ -149,9 +149,12 @@ class Matchmaker:
             try:
                 what()
             except Exception as error:  # a mistake of ours: the rows that wait for it are told, not left alone
-                log.exception("ordering matches failed")
-                self._give_up(EnvironmentFault(f"Ordering matches failed: {error!r}."))
+                self._failed(error)
                 return
+
+    def _failed(self, error: Exception) -> None:
+        log.exception("ordering matches failed")
+        self._give_up(EnvironmentFault(f"Ordering matches failed: {error!r}."))
 
     def _give_up(self, fault: EnvironmentFault) -> None:
         with self._tables.changed:
@@ -171,9 +174,8 @@ class Matchmaker:
             if slot.kind == RULE:
                 self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won)
             self._begin(slot)
-        except Exception as error:  # a mistake of ours, on the event loop: the rows are told
-            log.exception("ordering matches failed")
-            self._give_up(EnvironmentFault(f"Ordering matches failed: {error!r}."))
+        except Exception as error:  # as in the thread: the event loop would answer the game, and the rows wait for ever
+            self._failed(error)
         if not venue.tables and venue in self._venues:
             self._venues.remove(venue)
 

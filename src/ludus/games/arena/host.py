@@ -360,8 +360,8 @@ class Host:
     async def _decide(self) -> None:
         arena = self.arena
         self._observe()
-        places = list(self._playing.values())
-        turns = await self._alone(places[0]) if len(places) == 1 and places[0].asking is None else await self._turns()
+        m, place = next(iter(self._playing.items()))
+        turns = await self._alone(m) if len(self._playing) == 1 and place.asking is None else await self._turns()
         actions, names = self._actions, self._names
         actions.fill(0)
         names.fill(-1)
@@ -390,15 +390,14 @@ class Host:
         for m in waiting:
             arena.match[m, OVER] = 0
 
-    async def _alone(self, place: Place) -> Turns:
+    async def _alone(self, m: int) -> Turns:
         """What the actors of the only match say."""
         asked = self._asked(self._lines)
         if not asked:
             await asyncio.sleep(0)  # a signal is heard in between
         asking = [self._ask(line, heroes) for line, heroes in asked]
         heard = [await asking[0]] if len(asking) == 1 else await asyncio.gather(*asking)  # a task costs 20 µs
-        said = [(line, heroes, one) for (line, heroes), one in zip(asked, heard, strict=True)]
-        return {m: said for m, each in self._playing.items() if each is place}
+        return {m: [(line, heroes, one) for (line, heroes), one in zip(asked, heard, strict=True)]}
 
     async def _turns(self) -> Turns:
         """What the actors say, of all matches whose actors have all spoken."""
