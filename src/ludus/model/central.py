@@ -114,9 +114,7 @@ class CentralNetwork(PolicyNetwork):
         vector = self.vector(observation)
         if self.norm is not None and vector is not None:
             vector = self.norm(vector)
-        if features is not None:
-            vector = features if vector is None else torch.cat([features, vector], dim=-1)
-        value: Tensor = self.value_head(self.trunk(vector, observation)).squeeze(-1)
+        value: Tensor = self.value_head(self.trunk(vector, observation, features)).squeeze(-1)
         return value.float()
 
 

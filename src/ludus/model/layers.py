@@ -74,6 +74,39 @@ def mlp(inputs: int, hiddens: Sequence[int], activation: str) -> nn.Sequential:
     return nn.Sequential(*(Dense(a, b, activation) for a, b in itertools.pairwise(sizes)))
 
 
+_MANY_GIVEN = 256
+"""Columns. With fewer a second product costs as much as it saves."""
+
+
+def through(layers: nn.Sequential, parts: Sequence[Tensor]) -> Tensor:
+    """The layers of `mlp` over parts that stand side by side.
+
+    What was observed needs no gradient, and a wide observation is most of the first layer: there it has a product of its own, and
+    nothing is computed that leads nowhere.
+    """
+    parts = parts if len(parts) == 1 else [part.float() for part in parts]
+    given = sum(part.shape[-1] for part in parts if not part.requires_grad)
+    learned = any(part.requires_grad for part in parts)
+    if not len(layers) or not learned or given < _MANY_GIVEN or traced():
+        x: Tensor = layers(_beside(parts))
+        return x
+    first, *others = layers
+    assert isinstance(first, Dense)
+    runs = [_beside(list(run)) for _, run in itertools.groupby(parts, key=lambda part: part.requires_grad)]
+    weights = first.weight.split([run.shape[-1] for run in runs], dim=1)
+    x = F.linear(runs[0], weights[0], first.bias)
+    for run, weight in zip(runs[1:], weights[1:], strict=True):
+        x = x + F.linear(run, weight)
+    x = ACTIVATIONS[first.activation](x)
+    for layer in others:
+        x = layer(x)
+    return x
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
+
+
 def traced() -> bool:
     """A graph that is being exported has the plain form."""
     return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()

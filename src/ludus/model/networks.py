@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ludus.errors import ConfigError
 from ludus.model.branching import Branch
 from ludus.model.entities import Crowd, EntityEncoder, Pointer
-from ludus.model.layers import ACTIVATIONS, Dense, mlp, traced
+from ludus.model.layers import ACTIVATIONS, Dense, mlp, through, traced
 from ludus.plugins import did_you_mean
 from ludus.tree import Tree
 
@@ -344,12 +344,12 @@ class Trunk(nn.Module):
     def image_encoders(self) -> list[ImageEncoder]:
         return [encoder for encoder in self.images if isinstance(encoder, ImageEncoder)]
 
-    def forward(self, vector: Tensor | None, observation: Tree) -> Tensor:
-        return self.seen(vector, observation)[0]
+    def forward(self, vector: Tensor | None, observation: Tree, before: Tensor | None = None) -> Tensor:
+        return self.seen(vector, observation, before)[0]
 
-    def seen(self, vector: Tensor | None, observation: Tree) -> tuple[Tensor, list[Crowd]]:
-        """The features, and of every set its entities one by one."""
-        parts = [] if vector is None else [vector]
+    def seen(self, vector: Tensor | None, observation: Tree, before: Tensor | None = None) -> tuple[Tensor, list[Crowd]]:
+        """The features, and of every set its entities one by one. `before`: what somebody else made of it, ahead of the vector."""
+        parts = [part for part in (before, vector) if part is not None]
         parts += [encode(_pick(observation, path)) for encode, path in zip(self.images, self.image_paths, strict=True)]
         crowds: list[Crowd] = []
         for encoder, leaf in zip(self.sets, self.set_leaves, strict=True):
@@ -358,8 +358,7 @@ class Trunk(nn.Module):
             present = (_pick(observation, leaf.mask) if leaf.mask is not None else entities[..., leaf.present]) > 0
             crowds.append(encoder.crowd(entities, present, self._pointed(leaf, present, observation)))
             parts.append(encoder.pooled(crowds[-1]))
-        x = parts[0] if len(parts) == 1 else torch.cat([p.float() for p in parts], dim=-1)
-        return self.dense(x), crowds
+        return through(self.dense, parts), crowds
 
     def _pointed(self, leaf: _Leaf, present: Tensor, observation: Tree) -> Tensor | None:
         """Who may be pointed at, of a set; without a mask anybody. None: nobody is."""
