@@ -263,6 +263,8 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         for table in silent:
             silent_s = now - table.since
             begun = table.decisions > 0 or bool(table.said)
+            if not begun and table.venue is not None and not table.venue.accepted:
+                continue  # its time begins when its server has said that it starts it
             if silent_s > (self._timeout_s if begun else self._start_s):
                 what = "its game has been silent for" if begun else "its game has not begun within"
                 turns = "; all seats have to be asked at the same time, and some were not" if table.said else ""

@@ -165,7 +165,7 @@ class Matchmaker:
         """Called by the tables, under their lock. Where its game can go on with another match, it is told so in the reply to this one's end."""
         venue = table.venue
         assert venue is not None
-        venue.tables.discard(table)
+        venue.leave(table)
         if table.lost:
             self._abandon(venue, table)
             self._do(lambda: self._begin(slot), _pause_s(slot.failures))
@@ -216,7 +216,7 @@ class Matchmaker:
             self._tables.lay(slot, table)
             venue = self._with_room(now - _OPEN_S) if start_from is None else None
             if venue is not None:
-                _join(venue, table)
+                venue.join(table)
                 return
             # One that begins at a saved state, which the server has, is alone.
             venue = Venue(table.id, self._places if start_from is None else 0, now)
@@ -244,18 +244,17 @@ class Matchmaker:
     def _elsewhere(self, venue: Venue) -> None:
         """The server has no room for another process: its matches go to those that are there, however old, as far as these have room."""
         with self._tables.changed:
-            if not venue.places:
+            if not venue.places or venue not in self._venues:  # its matches have been given up while it was ordered
                 return
             self._venues.remove(venue)
-            for table in sorted(
-                venue.tables, key=lambda table: table.id == venue.id
-            ):  # the one that is ordered goes last, or stays
+            ordered_last = sorted(venue.tables, key=lambda table: table.id == venue.id)
+            for table in ordered_last:
                 there = self._with_room(-math.inf)
                 if there is None:
                     break
-                venue.tables.discard(table)
+                venue.leave(table)
                 there.began = time.monotonic()
-                _join(there, table)
+                there.join(table)
             if venue.tables:
                 self._venues.append(venue)
 
@@ -334,13 +333,6 @@ class Matchmaker:
         if self.away and self.away_since is not None:
             log.warning("the gamecore server %s is back after %.1f s", self._client.server, time.monotonic() - self.away_since)
         self.away, self.away_since = "", None
-
-
-def _join(venue: Venue, table: Table) -> None:
-    """The process is told with the next reply."""
-    venue.add(table)
-    table.told = False
-    venue.waiting.append(table)
 
 
 def _shared(matches: int, most: int) -> int:

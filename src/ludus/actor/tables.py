@@ -81,6 +81,17 @@ class Venue:
         self.tables.add(table)
         table.venue = self
 
+    def join(self, table: Table) -> None:
+        """As a further match: the game is told of it with the next reply."""
+        self.add(table)
+        table.told = False
+        self.waiting.append(table)
+
+    def leave(self, table: Table) -> None:
+        self.tables.discard(table)
+        if table in self.waiting:
+            self.waiting.remove(table)
+
 
 class Table:
     """One match, while it is ours. Everything in it is changed under the lock of its Tables."""
