@@ -407,6 +407,8 @@ class AlgorithmConfig(_Strict):
 
 EXTERNAL = "external"
 """The environment of an experiment whose games call us."""
+GAMECORE = "gamecore"
+"""Of one whose matches are ordered from a gamecore server."""
 
 
 class SeatConfig(_Strict):

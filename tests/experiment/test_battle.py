@@ -27,6 +27,7 @@ from ludus.experiment.battle_server import Place
 from ludus.experiment.battle_terms import Keeping, Pairing, Terms, read_lineups, schedule
 from ludus.experiment.contestants import Contestant, Named, Script, Served, Trained, contestant
 from ludus.experiment.exporting import export_checkpoint
+from ludus.experiment.serving import Source
 from ludus.gamecore.server import Running, running
 from ludus.gamecore.settings import Settings
 from ludus.games.arena.arena import Arena
@@ -442,6 +443,27 @@ def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server:
     assert (modest.lost, modest.failed) == (4, ())
     both = battle(trained(nim(greedy=True)), trained(nim(greedy=False), "modest"), Terms(4, mode="1v1"), place=place)
     assert (both.won, both.lost) == (4, 0), "7, 4, 3, 0 and 7, 6, 3, 2, 0: the last stones are for who is greedy"
+
+
+def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_its_names(tmp_path: Path) -> None:
+    """One policy for two seats, which are called as `env_config` calls them: in training, battle and service."""
+    pytest.importorskip("uvicorn")
+    game = f"games: {{pairs: {{command: ['{{python}}', '{Path(__file__).with_name('pairs.py')}'], modes: [2v2]}}}}"
+    (tmp_path / "games.yaml").write_text(game)
+    spaces = {
+        "observation_space": {"type": "Box", "shape": [2], "low": 0, "high": 2},
+        "action_space": {"type": "Discrete", "n": 2},
+    }
+    with running(Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")) as server:
+        config = {"server": server.url, "game": "pairs", "mode": "2v2", "seats": ["tank", "mage"], "opponent": "rule", **spaces}
+        small = {"num_envs_per_worker": 4, "train_batch_size": 16, "minibatch_size": 16, "evaluation_duration": 0}
+        train(tmp_path / "run", 2, env="gamecore", env_config=config, **small)
+        one = contestant(tmp_path / "run")
+        result = battle(one, Script(""), Terms(2, mode="2v2"), place=Place(server.url, "pairs"))
+    assert isinstance(one, Trained)
+    assert set(one.seats) == {"tank", "mage"}
+    assert result.failed == ()
+    assert set(Source(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
 
 
 def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: Running) -> None:

@@ -26,7 +26,6 @@ from ludus.model.acting import Acts
 from ludus.model.central import actor_of
 from ludus.model.onnx import OnnxPolicy
 from ludus.plugins import did_you_mean
-from ludus.store.store import Store
 from ludus.types import DEFAULT_MODEL
 
 RULE: Final = "rule"
@@ -173,16 +172,14 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
         if number in kept:
             policy = actor_of(pool.load_version(store, name, number)[0])
             where = shown(run / "models" / name / f"{number:06d}{_WEIGHTS}")
-            return Trained(f"{run.name}@{number}", policy, number, where, _settings(store), {ONLY_SEAT: policy})
+            newest = checkpoint.newest_name(store)
+            experiment = {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
+            seats = dict.fromkeys(external.only_model_seats(experiment, name), policy)
+            return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats)
     if not there and not is_remote(run) and not run.is_dir():
         raise NotFound(f"There is no run at {run}.", "`ludus runs list` shows what there is.")
     known = ", ".join(map(str, sorted(there))) or "none"
     raise NotFound(f"{shown(run)} has no version {number}; it has {known}.", "A checkpoint is RUN/checkpoints/000120.")
-
-
-def _settings(store: Store) -> Mapping[str, Any]:
-    name = checkpoint.newest_name(store)
-    return {} if name is None else _config(checkpoint.read(store, name))
 
 
 def _config(found: checkpoint.Checkpoint) -> Mapping[str, Any]:
@@ -216,4 +213,4 @@ def _seats(found: checkpoint.Checkpoint, chosen: str) -> Mapping[str, str]:
     if config["env"] == configs.EXTERNAL:
         return external.seats_of(configs.external_config(config["config"]["env_config"])).seats
     mapping = (config["config"].get("multiagent") or {}).get("policy_mapping")
-    return mapping if isinstance(mapping, dict) else {ONLY_SEAT: chosen}
+    return mapping if isinstance(mapping, dict) else external.only_model_seats(config, chosen)

@@ -52,6 +52,12 @@ class GameSeats:
         return shown[""] if set(shown) == {""} else {"seats": shown}
 
 
+def only_model_seats(experiment: Mapping[str, Any], model: str) -> dict[str, str]:
+    """Seat → model, of an experiment with a single one: by the names of its `env_config` if its matches run on a gamecore server."""
+    declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == configs.GAMECORE else None
+    return dict.fromkeys(declared or ("",), model)
+
+
 def seats_of(config: ExternalConfig) -> GameSeats:
     """Raises ConfigError when a space is none, or seats of one model differ."""
     models: dict[str, tuple[gym.Space[Any], gym.Space[Any]]] = {}

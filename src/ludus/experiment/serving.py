@@ -136,7 +136,7 @@ def _number(name: str, versions: Mapping[str, int]) -> int:
 
 
 def _seats(found: checkpoint.Checkpoint) -> GameSeats:
-    """As the games were told in training; an agent trained in environments plays the only seat.
+    """As the games were told in training; an agent trained in environments plays the only seat, unless they have names.
 
     Of an environment with several agents every agent is a seat.
     """
@@ -150,7 +150,7 @@ def _seats(found: checkpoint.Checkpoint) -> GameSeats:
         return external.seats_of(configs.external_config(config["config"]["env_config"]))
     (name,) = found.weights
     policy = found.policy(name)
-    return GameSeats({name: (policy.observation_space, policy.action_space)}, {"": name})
+    return GameSeats({name: (policy.observation_space, policy.action_space)}, external.only_model_seats(config, name))
 
 
 # -- what is offered, now and later ---------------------------------------------------------------------------------------
