@@ -502,12 +502,19 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
         battle(EASY, Served("http://127.0.0.1:9"), Terms(1))
 
 
-def test_games_elsewhere_must_be_told_how_to_reach_us(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["advertise", "variable", "towards the server"])
+def test_games_elsewhere_reach_us_by_what_is_said_or_found(server: Running, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     from ludus.experiment import battle_server
 
-    monkeypatch.setattr(battle_server, "_is_here", lambda address: False)
-    one, place = trained(nim(greedy=True)), Place(server.url, "nim", options={"stones": 7})
-    with pytest.raises(UsageError, match="--advertise"):
-        battle(one, Script(""), Terms(2, mode="1v1"), place=place)
-    told = battle(one, Script(""), Terms(2, mode="1v1"), place=replace(place, advertise="localhost"))
+    at: list[str] = []
+    bound = battle_server.bound
+    monkeypatch.setattr(battle_server, "bound", lambda host: at.append(host) or bound(host))
+    place = Place(server.url, "nim", options={"stones": 7})
+    if way == "variable":
+        monkeypatch.setenv("LUDUS_ADVERTISE", "localhost")
+    told = battle(
+        trained(nim(greedy=True)), Script(""), Terms(2, mode="1v1"),
+        place=replace(place, advertise="localhost" if way == "advertise" else None),
+    )  # fmt: skip
     assert (told.won, told.lost) == (1, 1)
+    assert at == ["127.0.0.1" if way == "towards the server" else "localhost"]

@@ -31,7 +31,7 @@ class Door:
         """`host`: by which address or name games reach us. Raises UsageError."""
         if not settings.token:
             raise UsageError("A door without a token would let anyone in.")
-        self._listening = _bound(host)
+        self._listening = bound(host)
         self.port = int(self._listening.getsockname()[1])
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._make_actor, self._settings = make_actor, settings
@@ -68,7 +68,7 @@ class Door:
         await gateway.close(_CLOSE_S)
 
 
-def _bound(host: str) -> socket.socket:
+def bound(host: str) -> socket.socket:
     """On a free port of this address; an address that this machine only seems to have is one of all its addresses."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

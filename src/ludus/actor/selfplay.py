@@ -54,8 +54,10 @@ class History:
         try:
             there = [int(path.stem) for path in (run / "models" / DEFAULT_MODEL).glob("*.safetensors") if path.stem.isdecimal()]
         except OSError as error:
-            log.info("no earlier versions are recalled: %s", error)
+            log.warning("no earlier versions are recalled: %s", error)
             return
+        if not there and below > self._settings.every and not run.is_dir():
+            log.warning("no earlier versions are recalled: %s is not on this machine", run)
         newest = below
         for version in sorted(there, reverse=True):
             if version <= newest - self._settings.every and len(self._stored) < self._settings.keep:

@@ -84,7 +84,12 @@ _ActorToken = Annotated[
 ]
 _Advertise = Annotated[
     str | None,
-    typer.Option(metavar="HOST", help="How its games reach this machine.", show_default=False, rich_help_panel=_SERVER),
+    typer.Option(
+        metavar="HOST",
+        help="How its games reach this machine, if not by the address that it has towards the server.",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
 ]
 _Option = Annotated[
     list[str] | None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import os
 import secrets
 import tempfile
 import threading
@@ -22,6 +22,8 @@ from urllib.parse import urlsplit
 
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
+from ludus.actor.door import bound, own_address
+from ludus.actor.gamecored import ADVERTISE
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.errors import LudusError, Refused, Unreachable, UsageError, WorkerFailed
 from ludus.experiment.battle_result import Hero, Played, Who, lopsided
@@ -31,7 +33,6 @@ from ludus.game.client import Client
 from ludus.game.gamecore import GamecoreClient, GameState
 from ludus.model.acting import Acts, Deciding
 from ludus.plugins import did_you_mean
-from ludus.runtime.gateways import bind
 from ludus.runtime.machine import usable_cores
 from ludus.serve.service import Fixed
 
@@ -57,7 +58,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Place:
     """`server`: host:port or URL of a gamecore server; None: a private one, if one is needed. `advertise`: by what name or address its
-    games reach this machine. `parallel`: matches at once; 0: as many as there are cores here. `options`: of the game."""
+    games reach this machine; else LUDUS_ADVERTISE, else the one that it has towards the server. `parallel`: matches at once; 0: as many as there are cores here. `options`: of the game."""
 
     server: str | None = None
     game: str | None = None
@@ -90,7 +91,7 @@ class Backstage:
 
     def serve(self, seats: Mapping[str, Acts], version: int) -> int:
         """The port where it answers."""
-        listening = _listening(self._host)
+        listening = bound(self._host)
         number = len(self._gateways)
 
         async def start() -> Gateway:
@@ -118,14 +119,6 @@ class Backstage:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_LOOP_S)
-
-
-def _listening(host: str) -> Any:
-    """At this address; or, if it is another's that leads here, at all of them. Whoever calls needs the token."""
-    try:
-        return bind(host, 0)
-    except (UsageError, OSError):
-        return bind("::" if ":" in host else "0.0.0.0", 0)  # noqa: S104 - with a token
 
 
 # -- the matches ----------------------------------------------------------------------------------------------------------
@@ -260,13 +253,7 @@ class ServerStage:
         trained = [one for one in self._contestants if isinstance(one, Trained)]
         if not trained:
             return [_camp(one) for one in self._contestants]
-        place = self._place
-        if place.server is not None and place.advertise is None and not _is_here(place.server):
-            raise UsageError(
-                f"Games at {place.server} cannot reach this machine by {HERE}.",
-                "Say how they can: --advertise HOST, the name or address of this machine.",
-            )
-        host = place.advertise or HERE
+        host = _own_address(self._place)
         stage = Backstage(host, deterministic=self._terms.deterministic, seed=self._terms.seed)
         self._stack.callback(stage.close)
         shown = f"[{host}]" if ":" in host else host
@@ -396,11 +383,14 @@ def _camp(one: Contestant) -> Any:
     return {"url": one.url} | ({"token": one.token} if one.token else {})
 
 
-def _is_here(server: str) -> bool:
-    host = urlsplit(server if "//" in server else f"//{server}").hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def _own_address(place: Place) -> str:
+    """By which name or address games reach this machine, as in training. Raises UsageError."""
+    if place.server is None:
+        return HERE
+    if told := place.advertise or os.environ.get(ADVERTISE):
+        return told
+    at = urlsplit(place.server if "//" in place.server else f"//{place.server}")
+    return own_address(at.hostname or "", at.port or 80)
 
 
 def _first(error: LudusError) -> str:
