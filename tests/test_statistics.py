@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ludus.errors import UsageError
-from ludus.statistics import difference, interval, student_cdf, student_quantile
+from ludus.statistics import difference, interval, results, student_cdf, student_quantile
 
 SKEWED = np.random.default_rng(1).exponential(3.0, 30)
 
@@ -116,3 +116,11 @@ def test_a_difference_that_cannot_be_judged_is_said_to_be() -> None:
     assert lone.p_value == pytest.approx(2 / 3)
     assert math.isnan(difference([1.0, math.nan], [2.0, 3.0]).p_value)
     assert difference([1.0, 1.0], [1.0, 1.0]).p_value == 1.0
+
+
+@pytest.mark.parametrize(("won", "games"), [(8, 10), (0, 3), (200, 200), (57, 100)])
+def test_results_are_means_and_shares_have_the_interval_of_scipy(won: int, games: int) -> None:
+    found = results({"win/hard": (float(won), float(games)), "seconds": (30.0, 4.0), "loss/hard": (0.0, 0.0)})
+    wanted = stats.binomtest(won, games).proportion_ci(method="wilson")
+    shares = {"win/hard": won / games, "win/hard_low": wanted.low, "win/hard_high": wanted.high}
+    assert found == pytest.approx({**shares, "seconds": 7.5}, abs=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -169,3 +169,17 @@ def wilson(number: int, total: int, z: float) -> tuple[float, float]:
     middle = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+_SHARES = ("win/", "loss/")
+_SURE = 1.96
+
+
+def results(told: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Means of what episodes end with, by name: of (sum, how many told it). Of wins and losses also the 95 % interval of their share."""
+    found = {name: (total, count) for name, (total, count) in told.items() if count}
+    report = {name: total / count for name, (total, count) in found.items()}
+    for name, (total, count) in found.items():
+        if name.startswith(_SHARES):
+            report[f"{name}_low"], report[f"{name}_high"] = wilson(round(total), round(count), _SURE)
+    return report

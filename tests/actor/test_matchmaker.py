@@ -37,7 +37,7 @@ class Server:
         self.asked: list[str] = []
         self.started: list[str] = []
 
-    def start_game(self, runtime_id: str, **order: Any) -> GameState:
+    def start_game(self, runtime_id: str, *order: Any, **more: Any) -> GameState:
         self.asked.append(runtime_id)
         full = self.full
         self.open.wait(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 import ludus
+from ludus.actor import door
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
-from ludus.experiment import workspace
+from ludus.experiment import battle_server, workspace
 from ludus.experiment.battle import battle
 from ludus.experiment.battle_arena import ArenaStage, Ended, every_for, pairings
 from ludus.experiment.battle_result import Hero, Played, lopsided, most_lopsided, share_of
@@ -456,7 +458,7 @@ def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_it
     }
     with running(Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")) as server:
         config = {"server": server.url, "game": "pairs", "mode": "2v2", "seats": ["tank", "mage"], "opponent": "rule", **spaces}
-        small = {"num_envs_per_worker": 4, "train_batch_size": 16, "minibatch_size": 16, "evaluation_duration": 0}
+        small: dict[str, Any] = {"num_envs_per_worker": 4, "train_batch_size": 16, "minibatch_size": 16, "evaluation_duration": 0}
         train(tmp_path / "run", 2, env="gamecore", env_config=config, **small)
         one = contestant(tmp_path / "run")
         result = battle(one, Script(""), Terms(2, mode="2v2"), place=Place(server.url, "pairs"))
@@ -504,11 +506,13 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
 
 @pytest.mark.parametrize("way", ["advertise", "variable", "towards the server"])
 def test_games_elsewhere_reach_us_by_what_is_said_or_found(server: Running, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    from ludus.experiment import battle_server
-
     at: list[str] = []
-    bound = battle_server.bound
-    monkeypatch.setattr(battle_server, "bound", lambda host: at.append(host) or bound(host))
+
+    def bound(host: str) -> socket.socket:
+        at.append(host)
+        return door.bound(host)
+
+    monkeypatch.setattr(battle_server, "bound", bound)
     place = Place(server.url, "nim", options={"stones": 7})
     if way == "variable":
         monkeypatch.setenv("LUDUS_ADVERTISE", "localhost")

@@ -24,8 +24,8 @@ from ludus.serve.canary import (
     judge,
     quantile_us,
     slow_from,
-    wilson,
 )
+from ludus.statistics import wilson
 
 FAST = 8  # the bucket of answers of up to 256 µs
 BUCKETS = 26

@@ -16,17 +16,13 @@ from torch import Tensor
 from ludus.game.environment import Environments
 from ludus.model.distributions import Distribution
 from ludus.model.policy import Policy
-from ludus.statistics import interval, wilson
+from ludus.statistics import interval, results
 from ludus.tree import Array, map_tree
 from ludus.types import Ints
 
 EPISODE_STEPS = 30_000
 """An episode that is longer is cut there, unless its environment is known to allow more. An Atari game may last 27,000."""
 
-SHARES = ("win/", "loss/")
-"""Results that are 0 or 1."""
-
-_SURE = 1.96
 _NOISE_STEPS = 64
 
 
@@ -56,12 +52,7 @@ class Score:
 
     def numbers(self) -> dict[str, float]:
         """Means of the results; of wins and losses with the 95 % interval of their share."""
-        told = {name: (total, count) for name, (total, count) in self.results.items() if count}
-        report = {name: total / count for name, (total, count) in told.items()}
-        for name, (total, count) in told.items():
-            if name.startswith(SHARES):
-                report[f"{name}_low"], report[f"{name}_high"] = wilson(round(total), round(count), _SURE)
-        return report
+        return results(self.results)
 
     @property
     def low(self) -> float:

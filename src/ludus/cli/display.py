@@ -117,19 +117,22 @@ class Display:
 
 
 def wins(numbers: Numbers) -> str:
-    """Against whom how many of the last matches were won; with the interval where an evaluation has just played them."""
-    met = [name.removeprefix(_WINS) for name in numbers if name.startswith(_WINS)]
-    judged = [
-        name.removeprefix(_JUDGED).removesuffix("_low") for name in numbers if name.startswith(_JUDGED) and name.endswith("_low")
-    ]
+    """Against whom how many of the last matches were won, and in brackets how many of an evaluation; each with its interval."""
+    met, judged = (
+        [name.removeprefix(kind).removesuffix("_low") for name in numbers if name.startswith(kind) and name.endswith("_low")]
+        for kind in (_WINS, _JUDGED)
+    )
     shown = []
     for who in dict.fromkeys((*met, *judged)):
-        share = [f"{100 * numbers[f'{_WINS}{who}']:.0f} %"] if who in met else []
-        if who in judged:
-            mean, low, high = (100 * numbers[f"{_JUDGED}{who}{which}"] for which in ("", "_low", "_high"))
-            share.append(f"({mean:.0f} [{low:.0f}–{high:.0f}])")
+        share = [f"{_share(numbers, _WINS + who)} %"] if who in met else []
+        share += [f"({_share(numbers, _JUDGED + who)})"] if who in judged else []
         shown.append(" ".join((who, *share)))
     return f"won: {', '.join(shown)}" if shown else ""
+
+
+def _share(numbers: Numbers, name: str) -> str:
+    mean, low, high = (100 * numbers[f"{name}{which}"] for which in ("", "_low", "_high"))
+    return f"{mean:.0f} [{low:.0f}–{high:.0f}]"
 
 
 def told(numbers: Numbers) -> str:

@@ -173,7 +173,9 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
             policy = actor_of(pool.load_version(store, name, number)[0])
             where = shown(run / "models" / name / f"{number:06d}{_WEIGHTS}")
             newest = checkpoint.newest_name(store)
-            experiment = {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
+            experiment: Mapping[str, Any] = (
+                {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
+            )
             seats = dict.fromkeys(external.only_model_seats(experiment, name), policy)
             return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats)
     if not there and not is_remote(run) and not run.is_dir():

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ludus.statistics import wilson
+
 WAIT: Literal["wait"] = "wait"
 PROMOTE: Literal["promote"] = "promote"
 ROLL_BACK: Literal["roll_back"] = "roll_back"
@@ -153,17 +155,6 @@ def condemned_above(bad_stable: int, of_stable: int, ratio: float, tolerated: fl
         return _HOPELESS
     upper = wilson(bad_stable, of_stable, _UNSURE)[1]
     return min(max(tolerated, ratio * upper), max(_HOPELESS, upper))
-
-
-def wilson(bad: int, total: int, z: float) -> tuple[float, float]:
-    """Bounds of a share that was seen `bad` times in `total`: Wilson's score interval, at z standard deviations."""
-    if total <= 0:
-        return 0.0, 1.0
-    share = bad / total
-    centre = share + z * z / (2 * total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    scale = 1 + z * z / total
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 def evidence(bad: int, total: int, allowed: float) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ludus.memory.memory import Batches
 from ludus.model.policy import Policy
+from ludus.statistics import results
 from ludus.training.algorithm import Algorithm
 from ludus.types import Segments
 
@@ -37,8 +38,9 @@ class _Recent:
             self._total, self._count = self._total - old, self._count - few
 
     @property
-    def mean(self) -> float:
-        return self._total / self._count
+    def told(self) -> tuple[float, float]:
+        """Their sum, and how many there are."""
+        return self._total, self._count
 
     def to_json(self) -> list[list[float]]:
         return [list(part) for part in self._parts]
@@ -177,7 +179,7 @@ class Trainer:
         if means:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
-        report |= {f"match/{name}": recent.mean for name, recent in p.results.items()}
+        report |= {f"match/{name}": value for name, value in results({n: recent.told for n, recent in p.results.items()}).items()}
         elapsed = now - self._began
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
