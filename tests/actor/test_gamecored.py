@@ -187,11 +187,11 @@ def test_how_matches_went_is_known_to_whoever_makes_the_next(server: str, made: 
     env = counting(made, server, 2, matchmaking="even", length=2)
     rivals = env.game.rivals
     until_s = time.monotonic() + 60
-    while rivals.matches[0] < 6 and time.monotonic() < until_s:
+    while rivals.matches[0, 0] < 6 and time.monotonic() < until_s:
         env.step(np.array([1, 1]))  # which wins where nobody else is
     assert rivals.names == ("",)
-    assert rivals.matches[0] >= 6
-    assert rivals.won[0] == pytest.approx((0.5 + rivals.matches[0]) / (1 + rivals.matches[0]))
+    assert rivals.matches[0, 0] >= 6
+    assert rivals.won[0, 0] == pytest.approx((0.5 + rivals.matches[0, 0]) / (1 + rivals.matches[0, 0]))
 
 
 def test_what_became_of_a_match_is_told_by_whom_it_was_played_against(server: str, made: list[Any]) -> None:

@@ -234,4 +234,4 @@ def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
         env.seats.arena.match[ended[easy][::2], WINNER] = env.seats.hero_of[ended[easy][::2]]
     met = [SCRIPTS[int(script)] for script in env.seats.script_of]
     assert met.count("easy") >= 20, met
-    assert env.seats.rivals.likely[1] < 0.2
+    assert env.seats.rivals.likely[0, 1] < 0.2

@@ -12,7 +12,7 @@ POOL = (107, 117, 190)
 def taken(given: Any, count: int, size: int = 1, seed: int = 0, skip: int = 0) -> list[Any]:
     lineups, random = Lineups(given, size, POOL), np.random.default_rng(seed)
     lineups.begin(skip)
-    return [lineups.next(random) for _ in range(count)]
+    return [lineups.next(random, lambda chance: int(chance.integers(lineups.choices)))[1] for _ in range(count)]
 
 
 def test_without_a_lineup_the_game_chooses() -> None:

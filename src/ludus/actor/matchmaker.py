@@ -172,7 +172,7 @@ class Matchmaker:
             return
         try:
             if slot.kind == RULE:
-                self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won)
+                self._game.rivals.record("" if table.against == ANY_RULE else table.against, table.won, table.lineup)
             self._begin(slot)
         except Exception as error:  # as in the thread: the event loop would answer the game, and the rows wait for ever
             self._failed(error)
@@ -202,6 +202,7 @@ class Matchmaker:
             against = slot.kind if slot.kind != RULE else draw.rule or ANY_RULE
             now = time.monotonic()
             table = Table(f"{self._terms.prefix}-{next(self._matches)}", slot.index, rows, against, now)
+            table.lineup = draw.lineup
             drawn = ({"rule": draw.rule} if draw.rule else {}) | ({"start": "lane"} if draw.lane else {})
             options = {**self._game.options, **self._game.changing(self.timesteps), **drawn}
             heroes = None if draw.heroes is None else [[{"hero_id": hero} for hero in camp] for camp in draw.heroes]

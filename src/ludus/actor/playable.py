@@ -16,7 +16,7 @@ import numpy as np
 from ludus import spaces
 from ludus.errors import ConfigError, Refused
 from ludus.game import protocol
-from ludus.game.lineups import Lineup, Lineups
+from ludus.game.lineups import Lineups
 from ludus.game.matchups import PAST, RULE, SELF, shares_of
 from ludus.game.rivals import FIXED, Rivals, happens
 from ludus.plugins import did_you_mean
@@ -47,6 +47,8 @@ class Draw:
     """It begins where an earlier match once was."""
     lane: bool = False
     """It begins in the lane."""
+    lineup: int = 0
+    """Which one, of those that are drawn from."""
 
 
 @dataclass
@@ -101,12 +103,12 @@ class Playable:
     def draw(self, random: np.random.Generator) -> Draw:
         """In the order in which the Arena's own environments draw: the same seed is the same match."""
         camp = int(random.integers(CAMPS)) if self.side is None else self.side
-        lineup: Lineup | None = self.lineups.next(random)
+        number, lineup = self.lineups.next(random, self.rivals.draw_lineup)
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
-        rule = self.rivals.draw(random)
+        rule = self.rivals.draw(random, number)
         seed = int(random.integers(1 << 31))
         lane = happens(self.lane, random)
-        return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane)
+        return Draw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane, number)
 
     def check(self, about: Mapping[str, Any]) -> None:
         """Whether it is the game that we mean. Raises Refused (422)."""
@@ -233,7 +235,7 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
     opponent = given.get("opponent", SELF)
     shares = shares_of(opponent, [ANY_RULE, *_rules_in(opponent)])
     rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
-    pool = given.get("heroes", ())
+    lineups = Lineups(given.get("lineup"), len(seats), given.get("heroes", ()))
     return Playable(
         game=game,
         mode=None if mode is None else str(mode),
@@ -243,9 +245,11 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
         seats=tuple(seats),
         shares=_by_kind(shares),
         rivals=Rivals(
-            {"" if name == ANY_RULE else name: share for name, share in rules.items()}, given.get("matchmaking", FIXED)
+            {"" if name == ANY_RULE else name: share for name, share in rules.items()},
+            given.get("matchmaking", FIXED),
+            lineups.choices,
         ),
-        lineups=Lineups(given.get("lineup"), len(seats), pool),
+        lineups=lineups,
         against=tuple(kind.removeprefix(RULE) for kind in shares if kind != SELF),
         side=_SIDES[side],
         options=dict(options),

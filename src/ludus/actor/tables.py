@@ -98,6 +98,8 @@ class Table:
 
     def __init__(self, runtime_id: str, slot: int, rows: Rows, against: str, now: float) -> None:
         self.id, self.slot, self.rows, self.against = runtime_id, slot, rows, against
+        self.lineup = 0
+        """Which one, of those that are drawn from."""
         self.venue: Venue | None = None
         """The process that plays it."""
         self.order: Mapping[str, Any] = {}

@@ -10,7 +10,7 @@ lineup: roundrobin                        every camp against every camp, one aft
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -55,22 +55,25 @@ class Lineups:
         """Everybody who may play."""
         return set(self._heroes) | {hero for lineup in self._fixed for camp in lineup for hero in camp}
 
+    @property
+    def choices(self) -> int:
+        """How many line-ups one is drawn from; 1 where they are not drawn from a list."""
+        return max(1, len(self._fixed)) if self._drawn else 1
+
     def begin(self, seed: int) -> None:
         """Where among those that take turns: several who do so need not all begin with the same."""
         self._next = int(np.random.SeedSequence(seed).generate_state(1)[0])
 
-    def next(self, random: np.random.Generator) -> Lineup | None:
-        """None: whatever the game plays when it is not told."""
+    def next(self, random: np.random.Generator, choose: Callable[[np.random.Generator], int]) -> tuple[int, Lineup | None]:
+        """`choose` draws one of `choices`: its number, and the line-up. None: whatever the game plays when it is not told."""
         if self._turns:
             self._next += 1
-            return self._turns[(self._next - 1) % len(self._turns)]
+            return 0, self._turns[(self._next - 1) % len(self._turns)]
         if self._heroes:
             drawn = [self._heroes[i] for i in random.integers(len(self._heroes), size=2 * self._size)]
-            return tuple(drawn[: self._size]), tuple(drawn[self._size :])
-        if not self._fixed:
-            random.integers(1)  # as many draws as with a line-up: what comes after does not depend on it
-            return None
-        return self._fixed[int(random.integers(len(self._fixed)))]
+            return 0, (tuple(drawn[: self._size]), tuple(drawn[self._size :]))
+        number = choose(random)  # also without a line-up: what comes after does not depend on it
+        return number, self._fixed[number] if self._fixed else None
 
 
 def _kind_of(given: Any) -> tuple[str, Any]:

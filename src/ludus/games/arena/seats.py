@@ -212,7 +212,7 @@ class Options:
     def rivals(self) -> Rivals:
         """The scripts, where a script plays. Raises ConfigError."""
         drawn = {kind.removeprefix(RULE): share for kind, share in self.shares.items() if kind.startswith(RULE)}
-        return Rivals(drawn or {STAND_IN: 1.0}, self.matchmaking)
+        return Rivals(drawn or {STAND_IN: 1.0}, self.matchmaking, self.lineups().choices)
 
     def camp(self) -> int | None:
         """The own one; None: drawn for every match."""
@@ -257,6 +257,7 @@ class Seats:
         self._rows = [np.flatnonzero(self.match_of == m) for m in range(matches)]
         self._camp, self._lineups, self._whole = options.camp(), options.lineups(), options.whole
         self.rivals = options.rivals()
+        self._lineup_of: Ints = np.zeros(matches, np.int64)
         self.script_of: Ints = np.zeros(matches, np.int64)
         """Of each match: who plays those that nobody else does, by its place in SCRIPTS."""
         self._players: npt.NDArray[np.int8] = np.full((matches, self.arena.heroes), -1, np.int8)
@@ -307,17 +308,18 @@ class Seats:
         rows = self._rows[m]
         if 0 < len(rows) < self.arena.heroes:
             camp = int(self.hero_of[rows[0]]) // self.size
-            self.rivals.record(SCRIPTS[int(self.script_of[m])], int(self.arena.winner[m]) == camp)
+            won = int(self.arena.winner[m]) == camp
+            self.rivals.record(SCRIPTS[int(self.script_of[m])], won, int(self._lineup_of[m]))
 
     def _draw(self, m: int) -> int:
         """Sides, heroes and opponents of the next match; and its seed."""
         random, size, number = self._random[m], self.size, self.arena.heroes
         camp = int(random.integers(2)) if self._camp is None else self._camp
-        lineup = rows_of(self._lineups.next(random), size)
+        self._lineup_of[m], lineup = self._lineups.next(random, self.rivals.draw_lineup)
         rows, turn = self._rows[m], camp * size
-        self.arena.lineup[m] = np.roll(lineup, turn)
+        self.arena.lineup[m] = np.roll(rows_of(lineup, size), turn)
         self.hero_of[rows] = (self._seat_of[rows] + turn) % number
-        self.script_of[m] = SCRIPTS.index(self.rivals.draw(random))
+        self.script_of[m] = SCRIPTS.index(self.rivals.draw(random, int(self._lineup_of[m])))
         self._players[m] = self.script_of[m]
         self._players[m, self.hero_of[rows]] = -1
         seed = int(random.integers(1 << 31))
