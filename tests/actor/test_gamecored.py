@@ -122,6 +122,7 @@ def random_actions(environments: Environments, mask: Any, random: np.random.Gene
         ),
         (5, {"opponent": {"self": 2, "hard": 3}, "seconds": 12, "start": {"home": 1, "lane": 1}, "lineup": "random", "together": 2}),
         (2, {"opponent": "easy", "seconds": 12, "together": 0}),
+        (1, {"opponent": ["easy", "hard"], "matchmaking": "even", "lineup": [[[107], [190]], [[190], [107]], [[111], [141]]], "seconds": 4}),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("patient")

@@ -8,10 +8,12 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ludus.errors import ConfigError
 from ludus.games.arena.gym import ArenaVectorEnv
+from ludus.games.arena.heroes import row_of
 from ludus.games.arena.layout import ALIVE, CORE, HP, TICK, WINNER, structure_slot
 from ludus.games.arena.observe import FEATURES, SCALARS
 from ludus.games.arena.scripts import SCRIPTS
@@ -235,3 +237,23 @@ def test_of_several_scripts_those_are_met_that_matches_are_even_with() -> None:
     met = [SCRIPTS[int(script)] for script in env.seats.script_of]
     assert met.count("easy") >= 20, met
     assert env.seats.rivals.likely[0, 1] < 0.2
+
+
+def test_of_several_line_ups_those_play_that_matches_are_even_with() -> None:
+    """As above; now the first line-up wins every other match, by decree, and the second none."""
+    first, second = [[107], [190]], [[190], [107]]
+    env = ArenaVectorEnv(32, opponent="easy", matchmaking="even", lineup=[first, second], seconds=30)
+    env.reset(seed=2)
+    idle = np.zeros((32, 4), np.int64)
+
+    def own() -> npt.NDArray[np.int32]:
+        return env.seats.arena.lineup[np.arange(32), env.seats.hero_of]
+
+    strong = row_of(107)
+    for _ in range(800):
+        _, _, terminated, truncated, _ = env.step(idle)
+        ended = np.flatnonzero(terminated | truncated)
+        chosen = ended[own()[ended] == strong][::2]
+        env.seats.arena.match[chosen, WINNER] = env.seats.hero_of[chosen]
+    assert np.count_nonzero(own() == strong) >= 20
+    assert env.seats.rivals.likely[1, 0] < 0.2
