@@ -508,3 +508,31 @@ def test_a_cancelled_tick_does_not_answer_the_next_one() -> None:
                 return await client.tick("a", b"next")
 
         assert asyncio.run(play()) == b"2 next"
+
+
+# -- a machine that vanishes ----------------------------------------------------------------------------------------------
+
+
+def asked_for_a_sign_of_life(connection: socket.socket) -> tuple[int, int]:
+    """After how many seconds of silence, and after how many in all it is given up."""
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle, every, times = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+    return idle, idle + every * times
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system does not say when it asks")
+def test_whoever_waits_for_an_hour_notices_that_nobody_is_there(served: Served) -> None:
+    with Client(served.url, timeout_s=3600) as client:
+        client.start("one")
+        ((connection, _),) = client._sockets.values()
+        assert asked_for_a_sign_of_life(connection) == (5, 10)
+
+    async def asynchronously() -> tuple[int, int]:
+        async with AsyncClient(served.url, timeout_s=3600) as client:
+            await client.start("two")
+            (wire,) = client._wires.values()
+            assert wire._transport is not None
+            return asked_for_a_sign_of_life(wire._transport.get_extra_info("socket"))
+
+    assert asyncio.run(asynchronously()) == (5, 10)

@@ -38,7 +38,12 @@ from ludus.game.protocol import (
     TICK,
     refusal_from,
 )
+from ludus.sockets import keep_alive
 
+_IDLE_S, _LOST_S = 5, 10
+"""A machine that has not said a word for so long while we wait for its answer is gone: a game may wait for an hour, but not for nobody."""
+_CONNECT_S = 10.0
+"""To reach it at all, at most."""
 _PAUSE_S = 0.2
 """Before the second retry after a broken connection; the first is made at once: most often an idle connection was closed."""
 _BUSY_PAUSE_S, _MAX_BUSY_PAUSE_S = 0.002, 0.02
@@ -315,7 +320,7 @@ class AsyncClient:
     async def _connect(self, address: Address, until: _Until) -> _Wire:
         loop, tls = asyncio.get_running_loop(), self._talk.tls
         named = self._talk.address[0] if tls else None  # a worker has the certificate of the house
-        async with asyncio.timeout(until.left_s):
+        async with asyncio.timeout(min(until.left_s, _CONNECT_S)):
             _, wire = await loop.create_connection(_Wire, *address, ssl=tls, server_hostname=named)
         return wire
 
@@ -326,8 +331,9 @@ def _connected(address: Address, until: _Until) -> socket.socket:
     for left, (family, kind, protocol, _, where) in zip(range(len(found), 0, -1), found, strict=True):
         connected = socket.socket(family, kind, protocol)
         try:
-            connected.settimeout(max(until.left_s / left, 1e-3))
+            connected.settimeout(max(min(until.left_s, _CONNECT_S) / left, 1e-3))
             connected.connect(where)
+            keep_alive(connected, _IDLE_S, _LOST_S)
             return connected
         except BaseException as error:
             connected.close()
@@ -898,6 +904,7 @@ class _Wire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport.get_extra_info("socket"), _IDLE_S, _LOST_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail(exc if isinstance(exc, OSError) else ConnectionResetError("it was closed by the server"))

@@ -17,6 +17,7 @@ import struct
 import weakref
 from pathlib import Path
 
+from ludus import sockets
 from ludus.errors import UsageError, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -150,11 +151,7 @@ _LOOK_S = 1.0
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """An idle connection to a machine that is gone breaks within seconds, not hours."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", int(LOST_S) - 2)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    sockets.keep_alive(connection, idle_s=2, lost_s=int(LOST_S))
 
 
 def unanswered(connection: socket.socket) -> bool:
