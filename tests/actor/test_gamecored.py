@@ -438,6 +438,9 @@ def test_nobody_is_let_in_without_the_token_and_the_server_writes_it_nowhere(
     written = [path for path in tmp_path_factory.getbasetemp().rglob("*") if path.is_file()]
     assert any(path.name == "config.json" for path in written)
     assert not any(house.token.encode() in path.read_bytes() for path in written)
+    commands = [Path(f"/proc/{game.pid}/cmdline").read_bytes() for game in processes(env, server, "running").values()]
+    assert any(b"counting.py" in command for command in commands)
+    assert not any(house.token.encode() in command for command in commands)
 
 
 # -- training -------------------------------------------------------------------------------------------------------------

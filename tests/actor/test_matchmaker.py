@@ -14,6 +14,7 @@ from ludus.actor.matchmaker import Matchmaker, Terms, slots_of
 from ludus.actor.playable import playable
 from ludus.actor.tables import Reading, Table, TableActor, Tables, Venue
 from ludus.errors import Refused
+from ludus.game import protocol
 from ludus.game.gamecore import GameState
 from ludus.game.matchups import RULE
 from tests.gamecore.callers import until
@@ -134,3 +135,15 @@ def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hal
 
     until(lambda: sum(len(venue.tables) for venue in hall.venues if venue.accepted) == 5, "all matches")
     assert hall.matchmaker.fault is None
+
+
+@pytest.mark.parametrize("key", ["protocol", "game", "rules", "hero_table", "mode", "ticks_per_decision"])
+def test_another_game_than_the_one_that_is_meant_is_refused_with_what_is_different(key: str) -> None:
+    """Another table of heroes, say: the same numbers would mean somebody else."""
+    arena = playable("arena", "3v3", {}, {})
+    about = {"protocol": protocol.VERSION, **arena.expects}
+    assert "hero_table" in about
+    arena.check(about)
+    with pytest.raises(Refused, match=f"{key}|version") as refused:
+        arena.check({**about, key: "another"})
+    assert refused.value.status == 422

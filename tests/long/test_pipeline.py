@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import ludus
 from tests.actor.test_gamecored import COUNTING, DECLARED
 from tests.long.gamecore_rig import Server, until
 from tests.system.hosts import SHARED
-from tests.system.role_hosts import LUDUS, Machine, role_hosts
+from tests.system.role_hosts import LUDUS, Machine, RoleHosts, role_hosts
 
 pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -31,6 +32,16 @@ ARENA = (
     *("--set", "config.train_batch_size=256", "--set", "config.rollout_fragment_length=32", "--set", "config.num_epochs=1"),
     *("--set", "config.evaluation_interval=0", "--set", "config.env_config.seconds=30"),
     *("--set", "config.env_config.opponent.self=0.5", "--set", "config.env_config.opponent.past=0.5"),
+)
+
+
+SMALLER = tuple(
+    word
+    for change in (
+        *("num_envs_per_worker=4", "train_batch_size=256", "rollout_fragment_length=32", "num_epochs=1"),
+        *("env_config.seconds=30", "evaluation_duration=2", "minibatch_size=128"),
+    )
+    for word in ("--set", f"config.{change}")
 )
 
 
@@ -105,27 +116,48 @@ def test_whatever_is_killed_training_goes_on(tmp_path: Path) -> None:
     assert machine.left() == []
 
 
-def test_two_machines_one_has_games_and_actors_the_other_learns(tmp_path: Path) -> None:
-    """docs/pipeline.md, command by command."""
-    with role_hosts(2, tmp_path, lambda hosts: f"{hosts.address(0)} root 36000 1\n") as roles:
-        token = roles.place(1) / "gamecore.token"
-        token.write_text("a-token-for-games\n")
-        there = SHARED / "h1"
-        words = ["gamecore", "serve", "--host", "0.0.0.0", "--token-file", str(there / "gamecore.token")]
+def test_the_page_on_three_machines_and_the_one_with_the_actors_is_lost(tmp_path: Path) -> None:
+    """docs/pipeline.md, "On two machines, by hand", with actors on a third: its file, its commands, smaller."""
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    experiment = re.findall(r"```yaml\n# arena.yaml\n(.*?)```", page, re.DOTALL)[0]
+    with role_hosts(3, tmp_path, lambda hosts: f"{hosts.address(0)} root 36000 1\n") as roles:
+        for host in range(3):
+            (roles.place(host) / "gamecore.token").write_text("a-token-for-games\n")
+        (roles.place(0) / "arena.yaml").write_text(experiment)
+        there, server = SHARED / "h1", f"{roles.hosts.address(1)}:23432"
+        words = ["gamecore", "serve", "--host", "0.0.0.0", "--token-file", str(there / "gamecore.token"), "--supervise"]
         home = {"HOME": str(there), "LUDUS_STATE_DIR": str(there / "state")}
         with (tmp_path / "serve.out").open("wb") as out:
             roles.hosts.run(1, [*LUDUS, *words], env={**roles.env, **home}, output=out)
         roles.until(lambda: "gamecore server at" in (tmp_path / "serve.out").read_text(), BUSY_S)
-        roles.start(0, "learner", *ARENA, "--stop", "timesteps=3000")
+        known = ("--server", server, "--token-file", "gamecore.token")
+        roles.ludus(1, "gamecore", "test", *known)
+
+        games = {"GAMECORE_SERVER_ADDR": server, "LUDUS_GAMECORE_TOKEN_FILE": str(SHARED / "h0" / "gamecore.token")}
+        roles.start(0, "learner", "-f", "arena.yaml", "--num-workers", "2", *SMALLER, "--stop", "timesteps=3000", env=games)
         roles.share_token()
-        server = f"{roles.hosts.address(1)}:23432"
-        secret = {"LUDUS_GAMECORE_TOKEN_FILE": str(there / "gamecore.token")}
-        said = roles.start(1, "actor", "--num", "2", "--gamecore", server, env=secret)
-        assert f"gamecore server: {server}" in said
-        roles.until(lambda: roles.status(0, "learner")["state"] == "succeeded", 3 * BUSY_S)
-        assert "match/win/past" in (Path(outside(roles.status(0, "learner")["run"], tmp_path)) / "metrics.jsonl").read_text()
-        assert list((roles.place(1) / "logs" / "actor").glob("actor_*.log"))
-        roles.ludus(1, "actor", "stop")
+        secret = {"LUDUS_GAMECORE_TOKEN_FILE": str(SHARED / "h2" / "gamecore.token")}
+        assert f"gamecore server: {server}" in roles.start(2, "actor", "--num", "2", "--gamecore", server, env=secret)
+        roles.until(lambda: roles.status(0, "learner")["state"] == "succeeded", 4 * BUSY_S)
+        run = roles.status(0, "learner")["run"]
+        said = (Path(outside(run, tmp_path)) / "metrics.jsonl").read_text()
+        assert "match/win/past_low" in said
+        assert "evaluation/win/medium" in said, "the learner has ordered matches as well"
+
+        for where in ((), (*known, "--game", "arena")):
+            told = roles.ludus(0, "battle", run, "rule:hard", "--games", "2", "--seconds", "8", *where, "--json")
+            assert json.loads(told.splitlines()[-1])["failed"] == 0
+
+        roles.start(0, "learner", "-f", "arena.yaml", "--num-workers", "2", *SMALLER, "--stop", "timesteps=1000000", env=games)
+        roles.until(lambda: playing(roles, known), 2 * BUSY_S)
+        roles.hosts.power_off(2)
+        roles.until(lambda: not playing(roles, known), 60)
+        roles.ludus(0, "learner", "stop")
+
+
+def playing(roles: RoleHosts, known: tuple[str, ...]) -> list[Any]:
+    listed = json.loads(roles.ludus(1, "gamecore", "list", *known, "--json").splitlines()[-1])
+    return [game for game in listed if game["state"] == "running"]
 
 
 def outside(path: str, base: Path) -> str:
