@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 ARENA: Final = "arena"
 HERE: Final = "127.0.0.1"
 _REACH_S: Final = 5.0
+_LATER: Final = frozenset({408, 429, 503})
+"""What a server answers that is full, or has been asked too often."""
 _FULL_S: Final = 60.0
 _PAUSE_S: Final = 0.5
 _LOOP_S: Final = 30.0
@@ -314,7 +316,7 @@ class ServerStage:
             self._gone.set()
             return replace(bare, failed=_first(error))
         except Refused as error:
-            if error.status < 500:
+            if error.status < 500 and error.status not in _LATER:
                 raise
             return replace(bare, failed=_first(error))
         finally:
@@ -322,7 +324,7 @@ class ServerStage:
         return judged(bare, state, self._is_arena)
 
     def _start(self, name: str, pairing: Pairing) -> None:
-        """Raises Refused; a server that is full is asked again for a while."""
+        """Raises Refused; a server that has no room, or no time, is asked again for a while."""
         camps = self._camps if pairing.a_camp == 0 else self._camps[::-1]
         teams: dict[str, Any] = {} if self._mode is None else {"mode": self._mode}
         teams |= {} if pairing.heroes is None else {"heroes": [list(camp) for camp in self._ids(pairing)]}
@@ -335,7 +337,7 @@ class ServerStage:
                 )  # fmt: skip
                 return
             except Refused as error:
-                if error.status != 503 or time.monotonic() > until or self._gone.wait(_PAUSE_S):
+                if error.status not in _LATER or time.monotonic() > until or self._gone.wait(_PAUSE_S):
                     raise
 
     def _ids(self, pairing: Pairing) -> tuple[tuple[int | str, ...], ...]:
