@@ -3,8 +3,10 @@
 Nothing is learned from a match that is lost whatever one does, nor from one that is won whatever one does. `even` therefore weighs the
 shares by √(p·(1 − p)), how much results scatter, where p is how many of the last matches against a player were won: the weak come
 first, the strong later, and nobody quite disappears. (Prioritised fictitious self-play, Vinyals et al. 2019, has p·(1 − p), which leaves
-the strong alone for longer: at p = 0.05 they have a fifth of the weight of an even player, here 0.44.) Where line-ups are drawn as well, all of
-that is counted for each of them: strong heroes may always win where weak ones have much to learn.
+the strong alone for longer: at p = 0.05 they have a fifth of the weight of an even player, here 0.44.)
+
+Where line-ups are drawn as well, all of that is counted for each of them. They themselves are not a matter of taste, like the strength of an
+opponent: each is to be played well. So they are weighed by 1 − p, over all players: heroes who always win make way for those who do not yet.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ class Rivals:
     @property
     def likely(self) -> Doubles:
         """[line-ups, names]"""
-        weight = np.maximum(_LEAST, 2 * np.sqrt(self.won * (1 - self.won))) if self._even else np.ones(self.won.shape)
-        weighed = self._shares * weight
-        return np.asarray(weighed / weighed.sum(), np.float64)
+        if not self._even:
+            return np.asarray(np.broadcast_to(self._shares, self.won.shape) / len(self.won), np.float64)
+        met = self._shares * np.maximum(_LEAST, 2 * np.sqrt(self.won * (1 - self.won)))
+        lost = np.maximum(_LEAST, 1 - (self.won * self._shares).sum(axis=1, keepdims=True))
+        return np.asarray(met / met.sum(axis=1, keepdims=True) * lost / lost.sum(), np.float64)
 
     def record(self, name: str, won: bool, lineup: int = 0) -> None:
         """A match against that one is over; one that nobody won was not won."""
