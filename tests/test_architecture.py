@@ -37,6 +37,7 @@ LAYERS = [
         "logfile",
         "pids",
         "repeats",
+        "sockets",
         "schedule",
     },
 ]
