@@ -98,7 +98,7 @@ def last_states(one: Contestant, other: Contestant, terms: Terms) -> list[str]:
     ended: list[Ended] = []
     ArenaStage((one, other), 1, 3, terms, records=True).play(pairings(terms, 1), ended.append)
     ended.sort(key=lambda each: each.played.number)
-    return [each.recording.hashes[-1].hex() for each in ended if each.recording is not None]
+    return [each.recording.recording.hashes[-1].hex() for each in ended if each.recording is not None]
 
 
 def _alone(policy: Policy, pairing: Pairing, seconds: int) -> Arena:

@@ -26,7 +26,7 @@ from ludus.errors import EnvironmentFault
 from ludus.game.agents import Leaving, Match, Moved, Turn, Whole, at_random
 from ludus.memory.local import LocalMemory
 from ludus.memory.memory import Room
-from ludus.model.acting import Decision, State
+from ludus.model.acting import Acts, ActsSource, Decision, State
 from ludus.model.policy import Policy
 from ludus.model.pool import PolicySource
 from ludus.tree import Array, Tree, map_tree, stack
@@ -184,25 +184,31 @@ def _with_whole(told: Told, whole: Whole, seen: Tree) -> Told:
 class Minds:
     """The models of a run, deciding for any number of agents at once."""
 
-    def __init__(self, sources: Mapping[str, PolicySource], generator: torch.Generator, explore: bool) -> None:
+    def __init__(self, sources: Mapping[str, ActsSource[Acts]], generator: torch.Generator, explore: bool) -> None:
         self._sources, self._generator, self._explore = sources, generator, explore
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
         with contextlib.ExitStack() as stacked:
             for source in self._sources.values():
-                stacked.enter_context(source.newest()[0].acting())
+                policy = source.newest()[0]
+                if isinstance(policy, Policy):  # one that was exported has no gradients
+                    stacked.enter_context(policy.acting())
             yield
 
     def fresh_state(self, model: str) -> State:
         policy = self._sources[model].newest()[0]
         return tuple(spec.zeros() for spec in policy.state_spec()) if policy.recurrent else ()
 
-    def decide(self, model: str, asked: Sequence[tuple[Tree, State | None, Bools | None]]) -> list[Decision]:
+    def decide(
+        self, model: str, asked: Sequence[tuple[Tree, State | None, Bools | None]], noise: Array | None = None
+    ) -> list[Decision]:
+        """`noise`: a row for each; else, if it explores, it is drawn here."""
         policy, version = self._sources[model].newest()
         observation, states, masks = zip(*asked, strict=True)
         mask = _masks(masks)
-        noise = policy.draw_noise(len(asked), self._generator) if self._explore else None
+        if noise is None and self._explore:
+            noise = policy.draw_noise(len(asked), self._generator)
         acted = policy.act(stack(list(observation)), self._states(model, policy, states), mask, noise)
         if not (np.isfinite(acted.value).all() and np.isfinite(acted.log_prob).all()):
             raise EnvironmentFault(
@@ -220,7 +226,7 @@ class Minds:
         found: list[float] = policy.act(stack(list(observation)), self._states(model, policy, states)).value.tolist()
         return found
 
-    def _states(self, model: str, policy: Policy, states: Sequence[State | None]) -> State:
+    def _states(self, model: str, policy: Acts, states: Sequence[State | None]) -> State:
         if not policy.recurrent:
             return ()
         fresh = self.fresh_state(model)
@@ -243,7 +249,7 @@ def _rows(batch: Tree, n: int) -> list[Any]:
     return [map_tree(lambda x, row=row: x[row], batch) for row in range(n)]
 
 
-def _played(action: Tree) -> Any:
+def plain_action(action: Tree) -> Any:
     """An action as an environment takes it: a plain number where it is one."""
     return map_tree(_plain, action)
 
@@ -414,7 +420,7 @@ class Tables:
             for turn in table.moved.turns:
                 seat, model = table.seats[turn.agent], self.cast[turn.agent]
                 if turn.agent in self.random[number]:
-                    actions[number][turn.agent] = _played(
+                    actions[number][turn.agent] = plain_action(
                         at_random(table.match.agents[turn.agent].action, turn.mask, self._chance)
                     )
                 else:
@@ -427,7 +433,7 @@ class Tables:
                     state = fresh if seat.state is None else seat.state
                     seat.recorder.step(turn.observation, turn.mask, decision, turn.reward, state)
                 seat.state, seat.acted, seat.length = decision.state, True, seat.length + 1
-                actions[number][seat.agent] = _played(decision.action)
+                actions[number][seat.agent] = plain_action(decision.action)
         return actions
 
     def _part(self, model: str, leavings: Sequence[tuple[_Seat, Leaving]]) -> None:
@@ -669,17 +675,24 @@ def play_episode(
             action, states[turn.agent] = agents[turn.agent].act(
                 turn.observation, states.get(turn.agent), turn.mask, deterministic=deterministic
             )
-            actions[turn.agent] = _played(action)
+            actions[turn.agent] = plain_action(action)
         moved = match.step(actions)
-        rewards: dict[str, float] = {}
-        for agent, reward in [(t.agent, t.reward) for t in moved.leaving] + [(t.agent, t.reward) for t in moved.turns]:
-            rewards[agent] = rewards.get(agent, 0.0) + reward
+        step = step_of(number, seen, actions, moved)
+        for agent, reward in step.rewards.items():
             returns[agent] += reward
         for left in moved.leaving:
             states.pop(left.agent, None)
-        ended = frozenset(left.agent for left in moved.leaving if left.terminated)
-        cut = frozenset(left.agent for left in moved.leaving if not left.terminated)
-        final = {left.agent: left.observation for left in moved.leaving if left.observation is not None}
-        on_step(Step(number, seen, actions, rewards, ended, cut, moved.over, final))
+        on_step(step)
         number += 1
     return Finished(returns, number)
+
+
+def step_of(number: int, seen: Mapping[str, Tree], actions: Mapping[str, Any], moved: Moved) -> Step:
+    """What became of `actions`, which answered `seen`."""
+    rewards: dict[str, float] = {}
+    for agent, reward in [(t.agent, t.reward) for t in moved.leaving] + [(t.agent, t.reward) for t in moved.turns]:
+        rewards[agent] = rewards.get(agent, 0.0) + reward
+    ended = frozenset(left.agent for left in moved.leaving if left.terminated)
+    cut = frozenset(left.agent for left in moved.leaving if not left.terminated)
+    final = {left.agent: left.observation for left in moved.leaving if left.observation is not None}
+    return Step(number, seen, actions, rewards, ended, cut, moved.over, final)

@@ -23,6 +23,8 @@ _COLUMNS = {
     "level": "level",
     "last_hits": "last hits",
     "damage": "damage",
+    "return": "return",
+    "decisions": "decisions",
 }
 
 _Who = "A run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
@@ -64,7 +66,28 @@ _Most = Annotated[
 _Video = Annotated[
     int, typer.Option(min=0, metavar="N", help="Films of the N most lopsided matches, into DIR.", rich_help_panel=_FILES)
 ]
-_Speed = Annotated[float, typer.Option("--video-speed", help="Of the films.", rich_help_panel=_FILES)]
+_Speed = Annotated[
+    float | None,
+    typer.Option(
+        "--video-speed", help="Of the films. [default: 4 in the Arena, 1 elsewhere]", show_default=False, rich_help_panel=_FILES
+    ),
+]
+_Env = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="An environment with several agents. [default: the one that A or B was trained in]",
+        show_default=False,
+    ),
+]
+_Camps = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,…/B,…",
+        help="Its agents of blue and of red, by name or pattern. [default: two agents, or two kinds of them]",
+        show_default=False,
+    ),
+]
 _Server = Annotated[
     str | None,
     typer.Option(
@@ -94,7 +117,12 @@ _Advertise = Annotated[
 _Option = Annotated[
     list[str] | None,
     typer.Option(
-        "--option", "-o", metavar="KEY=VALUE", help="Of the game; repeatable.", show_default=False, rich_help_panel=_SERVER
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="Of the game, or of the environment; repeatable.",
+        show_default=False,
+        rich_help_panel=_SERVER,
     ),
 ]
 _Parallel = Annotated[int, typer.Option(min=0, help="Matches at once; 0 = one for each core.", rich_help_panel=_SERVER)]
@@ -118,10 +146,12 @@ def battle(
     deterministic: _Explore = True,
     model_a: _ModelA = None,
     model_b: _ModelB = None,
+    env: _Env = None,
+    camps: _Camps = None,
     record: _Record = None,
     record_most: _Most = None,
     video: _Video = 0,
-    video_speed: _Speed = 4.0,
+    video_speed: _Speed = None,
     server: _Server = None,
     game: _Game = None,
     token_file: _TokenFile = None,
@@ -142,7 +172,7 @@ def battle(
 
     terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
     keeping = Keeping(record, record_most, video, video_speed)
-    place = Place(server, game, token_file, advertise, read_options(option or ()), parallel, limit)
+    place = Place(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
     token = read_token(actor_token_file)
     one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
     result = run(one, other, terms, keeping, place, _Watch(games))
@@ -178,6 +208,8 @@ def _show(result: BattleResult) -> None:
     console = console if console.is_terminal else Console(width=10_000, highlight=False)
     console.print(f"A  {result.a['name']}\nB  {result.b['name']}", markup=False)
     console.print(_told(result), markup=False)
+    for side, members in (result.terms.get("camps") or {}).items():
+        console.print(f"{side}  {', '.join(members)}", markup=False)
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
     for name in ("A plays", "games", "won", "lost", "drawn", "won, % [95 %]"):
         table.add_column(name, justify="left" if name == "A plays" else "right")
@@ -187,8 +219,9 @@ def _show(result: BattleResult) -> None:
     console.print(table)
     _show_heroes(result, console)
     if lengths := result.lengths:
-        middle = f"{lengths['p50']:.0f} s [{lengths['p25']:.0f}–{lengths['p75']:.0f}]"
-        console.print(f"length  {middle}, {lengths['shortest']:.0f} to {lengths['longest']:.0f} s")
+        unit = "s" if result.clocked else "steps"
+        middle = f"{lengths['p50']:.0f} {unit} [{lengths['p25']:.0f}–{lengths['p75']:.0f}]"
+        console.print(f"length  {middle}, {lengths['shortest']:.0f} to {lengths['longest']:.0f} {unit}")
     if result.failed:
         console.print(f"no result  {len(result.failed)} games, which count for nobody: {result.failed[0].failed}", markup=False)
     for note in result.notes:
@@ -221,8 +254,9 @@ def _show_heroes(result: BattleResult, console: Any) -> None:
         return
     columns = {key: name for key, name in _COLUMNS.items() if any(key in numbers for _, _, numbers in rows)}
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    for name in ("", "hero", "games", *columns.values()):
-        table.add_column(name, justify="left" if name in ("", "hero") else "right")
+    named = "agent" if result.terms.get("camps") else "hero"
+    for name in ("", named, "games", *columns.values()):
+        table.add_column(name, justify="left" if name in ("", named) else "right")
     for who, hero, numbers in rows:
         shown = ["–" if key not in numbers else f"{numbers[key]:.{0 if numbers[key] >= 100 else 1}f}" for key in columns]
         table.add_row(who.upper(), hero, f"{numbers['games']:.0f}", *shown)

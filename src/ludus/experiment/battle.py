@@ -2,32 +2,32 @@
 
 battle("runs/arena/PPO_…", "rule:hard", Terms(games=200))
 
-Matches of the Arena are stepped in this process, many at once. Where somebody is reached over HTTP, or for any other game, a gamecore
-server starts them: the one that is named, or a private one.
+Matches of the Arena, and of environments whose agents stand in two camps, are stepped in this process, many at once. For any other
+game, and in the Arena where somebody is reached over HTTP, a gamecore server starts them: the one that is named, or a private one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ludus.errors import StoreError, UsageError
-from ludus.experiment.battle_result import BattleResult, Played, most_lopsided
+from ludus.experiment.battle_result import BattleResult, Played, Recorded, most_lopsided, one_sided
 from ludus.experiment.battle_server import ARENA, Place, ServerStage
 from ludus.experiment.battle_terms import Keeping, Terms
-from ludus.experiment.contestants import Contestant, Served
+from ludus.experiment.contestants import Contestant, Served, Trained
 
 if TYPE_CHECKING:
-    from ludus.games.arena.recording import Recording
+    from ludus.experiment.battle_match import World
 
 Watch = Callable[[Played], None]
 Pair = tuple[Contestant, Contestant]
-ENDING: Final = ".arena"
 
 
 def battle(
@@ -41,16 +41,49 @@ def battle(
     """`watch` is told of every match when it has ended. Raises UsageError, IncompatibleCheckpoint, Unreachable, Refused."""
     terms, keeping, place = terms or Terms(), keeping or Keeping(), place or Place()
     began = time.monotonic()
+    world, notes = _world((a, b), place)
     elsewhere = place.asked or any(isinstance(one, Served) for one in (a, b))
-    shelf = _Shelf(keeping)
-    games, about, notes = (_on_server if elsewhere else _here)((a, b), terms, place, shelf, watch)
-    games = shelf.finished(games)
+    with _Shelf(keeping) as shelf:
+        if world is not None:
+            games, about, more = _in_matches((a, b), terms, place, world, shelf, watch)
+        else:
+            games, about, more = (_on_server if elsewhere else _here)((a, b), terms, place, shelf, watch)
+        games = shelf.finished(games)
+    notes += more
     ordered = tuple(sorted(games, key=lambda game: game.number))
     settled = terms.to_json() | about
     return BattleResult(a.to_json(), b.to_json(), settled, ordered, tuple(notes), time.monotonic() - began)
 
 
 Outcome = tuple[list[Played], dict[str, object], list[str]]
+
+
+def _world(pair: Pair, place: Place) -> tuple[World | None, list[str]]:
+    """The environment with several agents that is meant, if one is; those who play the Arena meet there."""
+    if place.server is not None or place.game is not None:
+        return None, []
+    if place.env is None:
+        from ludus.experiment.battle_arena import plays_it
+
+        if any(isinstance(one, Trained) and plays_it(one.policy) for one in pair):
+            return None, []
+    from ludus.experiment.battle_match import world_of
+
+    return world_of(pair, place.env, place.options)
+
+
+def _in_matches(pair: Pair, terms: Terms, place: Place, world: World, shelf: _Shelf, watch: Watch) -> Outcome:
+    from ludus.experiment.battle_match import MatchRecording, MatchStage
+
+    games: list[Played] = []
+
+    def tell(played: Played, recording: MatchRecording | None) -> None:
+        games.append(played if recording is None else shelf.put(played, recording))
+        watch(games[-1])
+
+    with MatchStage(pair, world, terms, camps=place.camps, aside=shelf.aside) as stage:
+        stage.play(tell)
+        return games, stage.about, stage.notes
 
 
 def _here(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -> Outcome:
@@ -79,59 +112,61 @@ def _on_server(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Wat
 
 
 class _Shelf:
-    """Where recordings and films go. Of what is not written at once, only the most lopsided are held."""
+    """Where recordings and films go. Of what is not written at once, only the most lopsided are held. A context manager."""
 
     def __init__(self, keeping: Keeping) -> None:
         self._keeping = keeping
-        self._held: list[tuple[float, int, Played, Recording]] = []  # the least lopsided first
-        if keeping.directory is not None:
-            with _written(keeping.directory):
-                keeping.directory.mkdir(parents=True, exist_ok=True)
+        self._held: list[tuple[tuple[float, ...], Played, Recorded]] = []  # the least lopsided first
+        self._stack = contextlib.ExitStack()
+        self.aside: Path | None = None
+        """For what waits to be written; gone with the shelf."""
+
+    def __enter__(self) -> _Shelf:
+        if self._keeping.directory is not None:
+            with _written(self._keeping.directory):
+                self._keeping.directory.mkdir(parents=True, exist_ok=True)
+                made = tempfile.TemporaryDirectory(prefix=".battle-", dir=self._keeping.directory)
+                self.aside = Path(self._stack.enter_context(made))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
 
     @property
     def records(self) -> bool:
         return self._keeping.recorded
 
-    def put(self, played: Played, recording: Recording) -> Played:
+    def put(self, played: Played, recording: Recorded) -> Played:
         keeping = self._keeping
         if keeping.most is None:
             played = replace(played, recording=str(self._write(played, recording)))
-        number = max(keeping.films, keeping.most or 0)
-        if number:
-            heapq.heappush(self._held, (played.lopsided, -played.number, played, recording))
-            if len(self._held) > number:
-                heapq.heappop(self._held)
+        heapq.heappush(self._held, (one_sided(played), played, recording))
+        if len(self._held) > max(keeping.films, keeping.most or 0):
+            heapq.heappop(self._held)[2].drop()
         return played
 
     def finished(self, games: list[Played]) -> list[Played]:
         """The same, with the files that are written only now that it is known which they are."""
-        held = {game.number: (game, recording) for _, _, game, recording in self._held}
+        held = {game.number: (game, recording) for _, game, recording in self._held}
         changed: dict[int, Played] = {}
         if self._keeping.most is not None:
             for game in most_lopsided([game for game, _ in held.values()], self._keeping.most):
                 changed[game.number] = replace(game, recording=str(self._write(game, held[game.number][1])))
         for game in most_lopsided([game for game, _ in held.values()], self._keeping.films):
             known = changed.get(game.number, game)
-            changed[game.number] = replace(known, video=str(self._film(game, held[game.number][1])))
+            filmed = held[game.number][1].film(self._path(game), self._keeping.speed)
+            changed[game.number] = replace(known, video=str(filmed))
         return [changed.get(game.number, game) for game in games]
 
-    def _path(self, played: Played, ending: str) -> Path:
+    def _path(self, played: Played) -> Path:
+        """Without its ending."""
         assert self._keeping.directory is not None
-        return self._keeping.directory / f"game-{played.number:04d}{ending}"
+        return self._keeping.directory / f"game-{played.number:04d}"
 
-    def _write(self, played: Played, recording: Recording) -> Path:
-        from ludus.games.arena.recording import write_recording
-
-        path = self._path(played, ENDING)
+    def _write(self, played: Played, recording: Recorded) -> Path:
+        path = self._path(played)
         with _written(path):
-            return write_recording(path, recording)
-
-    def _film(self, played: Played, recording: Recording) -> Path:
-        from ludus.games.arena.film import film
-
-        path = self._path(played, ".mp4")
-        film(recording, path, speed=self._keeping.speed)
-        return path
+            return recording.write(path)
 
 
 @contextlib.contextmanager

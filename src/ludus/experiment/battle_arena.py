@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import gymnasium as gym
@@ -17,8 +18,8 @@ import torch
 
 from ludus import spaces
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.experiment.battle_result import Hero, Played, Who, lopsided
-from ludus.experiment.battle_terms import RANDOM, Heroes, Pairing, Terms, schedule
+from ludus.experiment.battle_result import Hero, Played, lopsided, who_of
+from ludus.experiment.battle_terms import RANDOM, Heroes, Pairing, Terms, noise_seed, schedule
 from ludus.experiment.contestants import RULE, Contestant, Script, Trained
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.heroes import HEROES
@@ -42,7 +43,7 @@ from ludus.games.arena.layout import (
     TICKS_PER_SECOND,
     structure_slot,
 )
-from ludus.games.arena.recording import Recorder, Recording
+from ludus.games.arena.recording import Recorder, Recording, write_recording
 from ludus.games.arena.scripts import SCRIPTS
 from ludus.games.arena.seats import Options, Seats, action_space, observation_space
 from ludus.games.arena.settings import MAX_SIZE, SECONDS, rows_of, size_of
@@ -54,6 +55,8 @@ from ludus.tree import Array, Tree, map_tree
 EVERY: Final = 3
 """Ticks from decision to decision where nobody says otherwise."""
 AT_ONCE: Final = 64
+ENDING: Final = ".arena"
+FILM_SPEED: Final = 4.0
 _NOISE_STEPS: Final = 64  # drawn at a time
 _COUNTED: Final = {
     "kills": KILLS,
@@ -67,7 +70,6 @@ _COUNTED: Final = {
     "taken": TAKEN,
     "illegal": ILLEGAL,
 }
-WHO: Final[tuple[Who, Who]] = ("a", "b")
 
 
 # -- what is agreed ---------------------------------------------------------------------------------------------------
@@ -115,8 +117,15 @@ def check(one: Contestant, size: int) -> None:
     if isinstance(one, Script) and one.name not in SCRIPTS:
         shown = f"There is no built-in player {one.name!r}." if one.name else f"{RULE} alone is no player of the Arena."
         raise UsageError(shown, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in SCRIPTS]))
+    if isinstance(one, Trained) and one.several:
+        raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Say which one plays: --model-a, --model-b.")
     if isinstance(one, Trained) and (wrong := misfit(one.policy, size)):
         raise IncompatibleCheckpoint(f"{one.label} does not play the Arena {size}v{size}: {wrong}.", _instead(one.policy, size))
+
+
+def plays_it(policy: Acts) -> bool:
+    """Whether a policy fits the Arena, in whatever size."""
+    return not all(misfit(policy, size) for size in range(1, MAX_SIZE + 1))
 
 
 def misfit(policy: Acts, size: int) -> str:
@@ -130,7 +139,7 @@ def misfit(policy: Acts, size: int) -> str:
 
 def _instead(policy: Acts, size: int) -> str:
     others = [other for other in range(1, MAX_SIZE + 1) if other != size and not misfit(policy, other)]
-    return f"It plays --mode {others[0]}v{others[0]}." if others else "Other games are played with --server and --game."
+    return f"It plays --mode {others[0]}v{others[0]}." if others else "Other games are played with --env, or --server and --game."
 
 
 def _form(space: gym.Space[Any]) -> Any:
@@ -191,11 +200,31 @@ class _Player:
 
 
 @dataclass(frozen=True)
+class ArenaRecording:
+    """A match that can be played again, bit for bit."""
+
+    recording: Recording
+
+    def write(self, path: Path) -> Path:
+        return write_recording(path.with_suffix(ENDING), self.recording)
+
+    def film(self, path: Path, speed: float | None) -> Path:
+        from ludus.games.arena.film import film
+
+        path = path.with_suffix(".mp4")
+        film(self.recording, path, speed=FILM_SPEED if speed is None else speed)
+        return path
+
+    def drop(self) -> None:
+        """It is in memory alone."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """A match, and its recording if there is one."""
 
     played: Played
-    recording: Recording | None
+    recording: ArenaRecording | None
 
 
 class ArenaStage:
@@ -260,7 +289,7 @@ class ArenaStage:
             if who in self._players:
                 player = self._players[who]
                 self._seats.hero_of[player.rows[m]] = np.arange(first, first + size)
-                player.begin(m, _noise_seed(pairing.seed, who))
+                player.begin(m, noise_seed(pairing.seed, who))
             self._scripts[m, first : first + size] = SCRIPTS.index(one.name) if isinstance(one, Script) else -1
         if self._records:
             labels = [one.label for one in self._contestants]
@@ -307,22 +336,13 @@ class ArenaStage:
         return Ended(played, None if recorder is None else _finished(recorder, pairing))
 
 
-def _finished(recorder: Recorder, pairing: Pairing) -> Recording:
+def _finished(recorder: Recorder, pairing: Pairing) -> ArenaRecording:
     recording = recorder.finished()
-    return replace(recording, result=recording.result | {"game": pairing.number})
+    return ArenaRecording(replace(recording, result=recording.result | {"game": pairing.number}))
 
 
 def _camp(who: int, pairing: Pairing) -> int:
     return pairing.a_camp if who == 0 else 1 - pairing.a_camp
-
-
-def who_of(camp: int, a_camp: int) -> Who:
-    return WHO[int(camp != a_camp)]
-
-
-def _noise_seed(seed: int, who: int) -> int:
-    """Contestants draw apart, and apart from the match."""
-    return int(np.random.SeedSequence((seed, who, 1)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _numbers(units: npt.NDArray[np.int32], hero: int) -> dict[str, float]:

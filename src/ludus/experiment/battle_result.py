@@ -1,11 +1,12 @@
-"""What came of a battle: who won how many of how many, how sure that is, and what the heroes did. Values only."""
+"""What came of a battle: who won how many of how many, how sure that is, and what the heroes did. Values only, and what is kept of them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
 
 from ludus.statistics import wilson
 
@@ -14,6 +15,26 @@ SIDES: Final = ("blue", "red")
 """Names of camp 0 and camp 1."""
 STATISTICS: Final = ("kills", "deaths", "assists", "gold", "level", "last_hits", "damage")
 _SURE: Final = 1.96
+
+
+def who_of(camp: int, a_camp: int) -> Who:
+    return "a" if camp == a_camp else "b"
+
+
+class Recorded(Protocol):
+    """What was kept of a match."""
+
+    def write(self, path: Path) -> Path:
+        """`path` is without an ending; the file that was written."""
+        ...
+
+    def film(self, path: Path, speed: float | None) -> Path:
+        """The same, as an mp4. `speed`: None: what is usual for the game."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,10 +58,10 @@ class Played:
     failed: str = ""
     ticks: int | None = None
     seconds: float | None = None
-    """Of the game, where it tells its ticks and how long one is; else of the clock."""
+    """Of the game, where it tells its ticks and how long one is; else of the clock. An environment has none: its ticks are steps."""
     heroes: tuple[Hero, ...] = ()
     lopsided: float = 0.0
-    """From 0, an even match, to 2."""
+    """0 is an even match. In the Arena up to 2; of an environment, the difference of what both camps have earned."""
     recording: str | None = None
     video: str | None = None
 
@@ -136,9 +157,16 @@ class BattleResult:
         return {side: share_of(game for game in self.games if game.a_camp == camp) for camp, side in enumerate(SIDES)}
 
     @property
+    def clocked(self) -> bool:
+        """Whether lengths are seconds; else steps."""
+        return any(game.seconds is not None for game in self.games)
+
+    @property
     def lengths(self) -> dict[str, float]:
-        """Seconds of the matches that came to a result."""
-        known = sorted(game.seconds for game in self.games if game.seconds is not None and not game.failed)
+        """Of the matches that came to a result."""
+        clocked, whole = self.clocked, [game for game in self.games if not game.failed]
+        lengths = [game.seconds if clocked else game.ticks for game in whole]
+        known = sorted(float(length) for length in lengths if length is not None)
         if not known:
             return {}
         quarters = {f"p{25 * k}": known[len(known) * k // 4] for k in (1, 2, 3)}
@@ -156,7 +184,7 @@ class BattleResult:
             **self.total.to_json(),
             "failed": len(self.failed),
             "sides": {side: share.to_json() for side, share in self.sides.items()},
-            "seconds": {name: round(value, 3) for name, value in self.lengths.items()},
+            "seconds" if self.clocked else "steps": {name: round(value, 3) for name, value in self.lengths.items()},
             "heroes": self.heroes,
             "terms": dict(self.terms),
             "notes": list(self.notes),
@@ -191,7 +219,12 @@ def lopsided(buildings: Sequence[float], gold: Sequence[float]) -> float:
     return abs(buildings[0] - buildings[1] + ((gold[0] - gold[1]) / earned if earned else 0.0))
 
 
+def one_sided(game: Played) -> tuple[float, bool, float, int]:
+    """Larger is more so: by how lopsided it was; among equals those that are decided, and the shorter ones."""
+    length = game.seconds if game.seconds is not None else game.ticks or 0
+    return game.lopsided, game.winner is not None, -length, -game.number
+
+
 def most_lopsided(games: Iterable[Played], number: int) -> list[Played]:
-    """The most one-sided first; among equals those that are decided, and the shorter ones."""
-    whole = [game for game in games if not game.failed]
-    return sorted(whole, key=lambda game: (-game.lopsided, game.winner is None, game.seconds or 0.0, game.number))[:number]
+    """The most one-sided first."""
+    return sorted((game for game in games if not game.failed), key=one_sided, reverse=True)[:number]

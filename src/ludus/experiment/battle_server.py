@@ -12,7 +12,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from ludus.actor.door import bound, own_address
 from ludus.actor.gamecored import ADVERTISE
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.errors import LudusError, Refused, Unreachable, UsageError, WorkerFailed
-from ludus.experiment.battle_result import Hero, Played, Who, lopsided
+from ludus.experiment.battle_result import Hero, Played, lopsided, who_of
 from ludus.experiment.battle_terms import Pairing, Terms, schedule
 from ludus.experiment.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.game.client import Client
@@ -37,7 +37,7 @@ from ludus.runtime.machine import usable_cores
 from ludus.serve.service import Fixed
 
 if TYPE_CHECKING:
-    from ludus.games.arena.recording import Recording
+    from ludus.experiment.battle_arena import ArenaRecording
 
 ARENA: Final = "arena"
 HERE: Final = "127.0.0.1"
@@ -60,7 +60,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Place:
     """`server`: host:port or URL of a gamecore server; None: a private one, if one is needed. `advertise`: by what name or address its
-    games reach this machine; else LUDUS_ADVERTISE, else the one that it has towards the server. `parallel`: matches at once; 0: as many as there are cores here. `options`: of the game."""
+    games reach this machine; else LUDUS_ADVERTISE, else the one that it has towards the server. `parallel`: matches at once; 0: as many as there are cores here. `options`: of the game.
+
+    `env`: an environment with several agents instead of a server's game; None: that of whoever was trained in one. `camps`: who
+    plays with whom in it, "red_*/blue_*"."""
 
     server: str | None = None
     game: str | None = None
@@ -70,6 +73,12 @@ class Place:
     parallel: int = 0
     limit_s: float | None = None
     """Of the clock, for each match; None: as long as the server allows."""
+    env: str | None = None
+    camps: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.env is not None and (self.server is not None or self.game is not None):
+            raise UsageError("An environment is played in this process.", "Leave out --env, or --server and --game.")
 
     @property
     def asked(self) -> bool:
@@ -275,7 +284,7 @@ class ServerStage:
 
     # -- playing
 
-    def play(self) -> Iterator[tuple[Played, Recording | None]]:
+    def play(self) -> Iterator[tuple[Played, ArenaRecording | None]]:
         """As they end. One that crashes is told as `failed`; when the server itself is gone, so are all that are left."""
         queue = self._pairings()
         pool = ThreadPoolExecutor(self._parallel(), thread_name_prefix="battle")
@@ -348,16 +357,17 @@ class ServerStage:
 
         return tuple(tuple(HEROES[row_of(hero)].id for hero in camp) for camp in pairing.heroes)
 
-    def _recording(self, played: Played) -> Recording | None:
+    def _recording(self, played: Played) -> ArenaRecording | None:
         """What the private server's game has written."""
         if not self._records or self._home is None or played.failed:
             return None
+        from ludus.experiment.battle_arena import ArenaRecording
         from ludus.games.arena.main import RECORDING
         from ludus.games.arena.recording import read_recording
 
         recording = read_recording(self._home / "games" / f"{self._id}-{played.number:04d}" / RECORDING)
         a, b = (one.label for one in self._contestants)
-        return replace(recording, names=(a, b) if played.a_camp == 0 else (b, a))
+        return ArenaRecording(replace(recording, names=(a, b) if played.a_camp == 0 else (b, a)))
 
     def _stop_all(self) -> None:
         for name in list(self._running):
@@ -416,14 +426,13 @@ def judged(bare: Played, state: GameState, arena: bool = False) -> Played:
         return replace(bare, failed=f"it did not come to its end: {result.get('reason', '')}"[:_SHORT])
     ticks = result.get("ticks")
     ticks = ticks if isinstance(ticks, int) and not isinstance(ticks, bool) else None
-    who: Callable[[int], Who] = lambda camp: "a" if camp == bare.a_camp else "b"  # noqa: E731
     return replace(
         bare,
-        winner=None if winner is None else who(winner),
+        winner=None if winner is None else who_of(winner, bare.a_camp),
         reason=str(result.get("reason", ""))[:_SHORT],
         ticks=ticks,
         seconds=_game_seconds(ticks) if arena and ticks is not None else state.seconds,
-        heroes=_heroes(result.get("heroes"), who),
+        heroes=_heroes(result.get("heroes"), bare.a_camp),
         lopsided=_lopsided(result),
     )
 
@@ -434,12 +443,12 @@ def _game_seconds(ticks: int) -> float:
     return ticks / TICKS_PER_SECOND
 
 
-def _heroes(given: Any, who: Callable[[int], Who]) -> tuple[Hero, ...]:
+def _heroes(given: Any, a_camp: int) -> tuple[Hero, ...]:
     if not isinstance(given, list) or not all(isinstance(hero, Mapping) and hero.get("camp") in (0, 1) for hero in given):
         return ()
     return tuple(
         Hero(
-            who(hero["camp"]),
+            who_of(hero["camp"], a_camp),
             str(hero.get("name", hero.get("hero_id", "")))[:80],
             {
                 key: value

@@ -52,8 +52,8 @@ class Keeping:
     directory: Path | None = None
     most: int | None = None
     films: int = 0
-    speed: float = 4.0
-    """Of the films."""
+    speed: float | None = None
+    """Of the films; None: 4 in the Arena, 1 elsewhere."""
 
     def __post_init__(self) -> None:
         if self.directory is None and (self.films or self.most is not None):
@@ -72,6 +72,11 @@ class Pairing:
     a_camp: int
     seed: int
     heroes: Heroes | None = None
+
+
+def noise_seed(seed: int, who: int) -> int:
+    """Of the player `who` (0 or 1) in the match with this seed: contestants draw apart, and apart from the match."""
+    return int(np.random.SeedSequence((seed, who, 1)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def schedule(terms: Terms, size: int, draw: Draw | None = None) -> list[Pairing]:

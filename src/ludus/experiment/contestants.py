@@ -79,6 +79,9 @@ class Trained:
     """`config:` of its run."""
     seats: Mapping[str, Acts] = field(default_factory=dict)
     """By the names that games of its training call them; one without a name if it was trained in environments."""
+    env: str = ""
+    several: tuple[str, ...] = ()
+    """Models among which nobody has chosen: each plays its own agents, and none of them a game that has others."""
 
     @property
     def every(self) -> int | None:
@@ -177,7 +180,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
                 {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
             )
             seats = dict.fromkeys(external.only_model_seats(experiment, name), policy)
-            return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats)
+            return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats, experiment["env"])
     if not there and not is_remote(run) and not run.is_dir():
         raise NotFound(f"There is no run at {run}.", "`ludus runs list` shows what there is.")
     known = ", ".join(map(str, sorted(there))) or "none"
@@ -190,29 +193,40 @@ def _config(found: checkpoint.Checkpoint) -> Mapping[str, Any]:
 
 
 def _of_checkpoint(run: Path, found: checkpoint.Checkpoint, model: str | None) -> Trained:
-    chosen = _chosen(found, model)
+    chosen, several = _chosen(found, model)
     policies = {name: found.policy(name) for name in found.weights}
     version = int(found.state["models"][chosen]["version"])
     where = shown(run / checkpoint.FOLDER / found.name)
-    seats = {seat: policies[name] for seat, name in _seats(found, chosen).items()}
-    return Trained(f"{run.name}@{version}", policies[chosen], version, where, _config(found), seats)
+    seats = {seat: policies[name] for seat, name in _seats(found, chosen, asked=model is not None).items()}
+    env = found.state["config"]["env"]
+    return Trained(f"{run.name}@{version}", policies[chosen], version, where, _config(found), seats, env, several)
 
 
-def _chosen(found: checkpoint.Checkpoint, model: str | None) -> str:
+def _chosen(found: checkpoint.Checkpoint, model: str | None) -> tuple[str, tuple[str, ...]]:
+    """The model that plays; and all of them, if each plays agents of its own."""
     names = list(found.weights)
     if model is not None:
         if model not in names:
             raise IncompatibleCheckpoint(f"Checkpoint {found.name} has no model {model!r}.", did_you_mean(model, names))
-        return model
+        return model, ()
     if len(names) == 1 or DEFAULT_MODEL in names:
-        return names[0] if len(names) == 1 else DEFAULT_MODEL
+        return (names[0] if len(names) == 1 else DEFAULT_MODEL), ()
+    if isinstance(_mapping(found), dict):
+        return names[0], tuple(names)
     raise UsageError(f"Checkpoint {found.name} has the models {', '.join(names)}.", "Say which one plays: --model-a, --model-b.")
 
 
-def _seats(found: checkpoint.Checkpoint, chosen: str) -> Mapping[str, str]:
-    """Seat → model, as its games were told in training."""
+def _mapping(found: checkpoint.Checkpoint) -> Any:
+    """Agent → model, of an environment with several."""
+    return (_config(found).get("multiagent") or {}).get("policy_mapping")
+
+
+def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping[str, str]:
+    """Seat → model, as its games were told in training. `asked`: somebody wants this model and no other."""
     config = found.state["config"]
     if config["env"] == configs.EXTERNAL:
         return external.seats_of(configs.external_config(config["config"]["env_config"])).seats
-    mapping = (config["config"].get("multiagent") or {}).get("policy_mapping")
-    return mapping if isinstance(mapping, dict) else external.only_model_seats(config, chosen)
+    mapping = _mapping(found)
+    if not isinstance(mapping, dict):
+        return external.only_model_seats(config, chosen)
+    return dict.fromkeys(mapping, chosen) if asked else mapping

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ludus.config import EXTERNAL, PreprocessConfig
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.experiment.checkpoint import FOLDER, Checkpoint, open_checkpoint
 from ludus.experiment.result import Result
-from ludus.experiment.steps import FINAL, Part, StepLog
+from ludus.experiment.steps import FINAL, Ledger, Part, StepLog
 from ludus.experiment.video import (
     GRID_CELLS,
     FrameFile,
@@ -339,7 +339,7 @@ class MatchPlayer:
         length = 0
         with contextlib.ExitStack() as stack:
             recording = _Recording(stage, episode, directory, stack)
-            ledger = None if recording.part is None else _Ledger(recording.part, episode, agents)
+            ledger = None if recording.part is None else Ledger(recording.part, episode, agents)
 
             def before_step() -> None:
                 beat()
@@ -365,40 +365,6 @@ class MatchPlayer:
 
     def close(self) -> None:
         self._match.close()
-
-
-class _Ledger:
-    """Rows of several agents: one for each action, written when it is known what came of it, which may be turns later.
-
-    Agents may see different things: each has columns of its own for what it sees and does.
-    """
-
-    def __init__(self, part: Part, episode: int, agents: Collection[str]) -> None:
-        self._part, self._episode = part, episode
-        self._names = f"U{max(map(len, agents))}"
-        self._open: dict[str, tuple[int, Tree, Any]] = {}
-
-    def note(self, step: Step) -> None:
-        for agent, action in step.actions.items():
-            self._open[agent] = step.number, step.observations[agent], action
-        seen_last = {agent: observation for agent, observation in step.final.items() if agent in self._open}
-        for agent, reward in step.rewards.items():
-            self._settle(agent, reward, agent in step.terminated, agent in step.truncated)
-        for agent, observation in seen_last.items():
-            self._part.add({f"{agent}/{FINAL}episode": self._episode}, {f"{agent}/{FINAL}observation": observation})
-
-    def close(self) -> None:
-        """Nobody says what became of the last actions."""
-        for agent in list(self._open):
-            self._settle(agent, 0.0, False, False)
-
-    def _settle(self, agent: str, reward: float, terminated: bool, truncated: bool) -> None:
-        if agent not in self._open:
-            return
-        number, observation, action = self._open.pop(agent)
-        counters = {"episode": self._episode, "step": number, "agent": np.asarray(agent, self._names), "reward": float(reward)}
-        ends = {"terminated": terminated, "truncated": truncated}
-        self._part.add(counters | ends, {f"{agent}/observation": observation, f"{agent}/action": action})
 
 
 def _check_spaces(policy: Policy, env: gym.Env[Any, Any], stage: Stage) -> None:

@@ -7,13 +7,14 @@ import json
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 
+from ludus.actor.multi import Step
 from ludus.errors import Damaged, EnvironmentFault, NotFound, StoreFull
 from ludus.tree import Array, Tree, leaves
 
@@ -67,6 +68,40 @@ class Part:
             raise EnvironmentFault(f"The column {name!r} changes its shape from step to step and cannot be written.")
         file.write(np.ascontiguousarray(value, dtype).tobytes())
         self._columns[name] = dtype, shape, rows + 1, file
+
+
+class Ledger:
+    """Rows of several agents: one for each action, written when it is known what came of it, which may be turns later.
+
+    Agents may see different things: each has columns of its own for what it sees and does.
+    """
+
+    def __init__(self, part: Part, episode: int, agents: Collection[str]) -> None:
+        self._part, self._episode = part, episode
+        self._names = f"U{max(map(len, agents))}"
+        self._open: dict[str, tuple[int, Tree, Any]] = {}
+
+    def note(self, step: Step) -> None:
+        for agent, action in step.actions.items():
+            self._open[agent] = step.number, step.observations[agent], action
+        seen_last = {agent: observation for agent, observation in step.final.items() if agent in self._open}
+        for agent, reward in step.rewards.items():
+            self._settle(agent, reward, agent in step.terminated, agent in step.truncated)
+        for agent, observation in seen_last.items():
+            self._part.add({f"{agent}/{FINAL}episode": self._episode}, {f"{agent}/{FINAL}observation": observation})
+
+    def close(self) -> None:
+        """Nobody says what became of the last actions."""
+        for agent in list(self._open):
+            self._settle(agent, 0.0, False, False)
+
+    def _settle(self, agent: str, reward: float, terminated: bool, truncated: bool) -> None:
+        if agent not in self._open:
+            return
+        number, observation, action = self._open.pop(agent)
+        counters = {"episode": self._episode, "step": number, "agent": np.asarray(agent, self._names), "reward": float(reward)}
+        ends = {"terminated": terminated, "truncated": truncated}
+        self._part.add(counters | ends, {f"{agent}/observation": observation, f"{agent}/action": action})
 
 
 class StepLog:

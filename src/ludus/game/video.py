@@ -17,7 +17,9 @@ class VideoWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.frames = path, 0
         self._shape: tuple[int, ...] | None = None
-        self._writer = imageio.get_writer(str(path), fps=fps, codec="libx264", macro_block_size=2, quality=7)
+        self._writer = imageio.get_writer(
+            str(path), fps=fps, codec="libx264", macro_block_size=2, quality=7, ffmpeg_log_level="error"
+        )
 
     def add(self, frame: Array) -> None:
         self._shape = self._shape or frame.shape
