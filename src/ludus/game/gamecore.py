@@ -10,6 +10,7 @@ Standard library only. A server that knows /v1 is asked by it, any other one by 
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import logging
@@ -28,6 +29,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError, WorkerFailed
 from ludus.game.protocol import read_token, refusal_from
 from ludus.plugins import did_you_mean
+from ludus.sockets import keep_alive
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ _AWAY_S = 60.0
 _AWAY_PAUSE_S = 0.5
 _AWAY = frozenset({502, 503, 504})
 """What a server says that is about to go, or a proxy in its stead."""
+_GONE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH})
+"""What a connection breaks with when nothing comes back from a machine at all."""
 _SLACK_S = 5.0
 """For the answer to a wait, beyond the time that was waited."""
 _START_S = 150.0
@@ -673,28 +677,37 @@ class _Wire:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self._turn:
             kept = self._idle.pop() if self._idle else None
+        wait_s = limit_s
         try:
             if kept is not None:
                 try:
                     return _accepted(self._once(kept, method, path, body, limit_s), self.url)
-                except (http.client.RemoteDisconnected, ConnectionError):
-                    pass  # it was closed while nobody used it; what we ask for may be asked for twice
-            return _accepted(self._once(self._connection(limit_s), method, path, body, limit_s), self.url)
+                except (http.client.RemoteDisconnected, OSError) as error:
+                    if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno not in _GONE:
+                        raise
+                    # It was closed while nobody used it; what we ask for may be asked for twice.
+            wait_s = self.timeout_s
+            connection = self._connected()
+            wait_s = limit_s
+            return _accepted(self._once(connection, method, path, body, limit_s), self.url)
         except (OSError, http.client.HTTPException) as error:
-            raise _unreachable(self.url, error, limit_s) from error
+            raise _unreachable(self.url, error, wait_s) from error
 
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+    def _connected(self) -> http.client.HTTPConnection:
+        """Whoever may take long to answer is reached at once, or not at all; and when its machine vanishes, that is noticed."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=timeout_s)
+        connection = kind(self._host, self._port, timeout=self.timeout_s)
+        connection.connect()
+        lost_s = math.ceil(self.timeout_s) + 1
+        keep_alive(connection.sock, math.ceil(lost_s / 2), lost_s, unheard=True)
+        return connection
 
     def _once(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, limit_s: float
     ) -> _Answer:
         until = time.monotonic() + limit_s
         try:
-            connection.timeout = limit_s
-            if connection.sock is not None:
-                connection.sock.settimeout(limit_s)
+            connection.sock.settimeout(limit_s)
             headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}
             connection.request(method, self._prefix + path, body, headers)
             response = connection.getresponse()
@@ -777,6 +790,8 @@ def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s
         )
     if isinstance(error, socket.gaierror):
         return Unreachable(f"The host of {where} is not known.", f"Is the name right? If so, ask for its number; {correct}")
+    if isinstance(error, OSError) and error.errno in _GONE:
+        return Unreachable(f"The machine of {where} is gone, or the way to it.", f"Is it switched on? If so, {correct}")
     if isinstance(error, TimeoutError):
         return Unreachable(
             f"{where} did not answer within {timeout_s:g} s.",
