@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import struct
 import sys
 import time
 from pathlib import Path
@@ -23,9 +24,10 @@ class Session:
         self.headers = {"session": f"{match}-{camp}", "match": match, "Authorization": f"Bearer {token}"}
         self.seq = 0
 
-    def say(self, kind: str, message: dict[str, Any]) -> None:
+    def say(self, kind: str, message: dict[str, Any] | bytes) -> None:
         headers = {**self.headers, "step_kind": kind, "seq": str(self.seq)}
-        self.connection.request("POST", "/step", json.dumps(message), headers)
+        body = message if isinstance(message, bytes) else json.dumps(message).encode()
+        self.connection.request("POST", "/step", body, headers)
 
     def hear(self) -> dict[str, Any]:
         reply = self.connection.getresponse()
@@ -33,7 +35,7 @@ class Session:
         if reply.status != 200:
             sys.exit(f"{reply.status} {body.decode()}")
         self.seq += 1
-        found: dict[str, Any] = json.loads(body) if body else {}
+        found: dict[str, Any] = json.loads(body) if body[:1] == b"{" else {}
         return found
 
 
@@ -92,11 +94,22 @@ def play(config: dict[str, Any], token: str) -> list[dict[str, Any]]:
             rewards[camp] = float(chosen[camp])
     winner = max(chosen, key=lambda camp: chosen[camp]) if len(set(chosen.values())) > 1 or len(chosen) == 1 else None
     for camp, session in sessions.items():
-        session.say("end", {"reward": rewards[camp], "terminated": True, "info": {"result": {"winner": winner, "ticks": length}}})
+        told = {"reward": rewards[camp], "terminated": True, "info": {"result": {"winner": winner, "ticks": length}}}
+        session.say("end", _cut_with_nonsense(told) if fault == "last" else told)
     for session in sessions.values():
         further += session.hear().get("matches", [])
     Path(os.environ["LUDUS_GAME_RESULT"]).write_text(json.dumps({"winner": winner}))
     return further if options["together"] else []
+
+
+def _cut_with_nonsense(told: dict[str, Any]) -> bytes:
+    """What is seen last is no number; as raw bytes, which nobody looks at before they are put together."""
+    import msgpack
+
+    packed: bytes = msgpack.packb(
+        told | {"terminated": False, "truncated": True, "observation": struct.pack("<3f", math.nan, 0, 0)}
+    )
+    return packed
 
 
 if __name__ == "__main__":

@@ -487,6 +487,22 @@ def test_a_game_that_goes_wrong_costs_its_match_and_nothing_else(server: str, ma
     assert lost >= env.restarts >= 3
 
 
+def test_a_match_whose_last_sight_is_nonsense_has_no_result(server: str, made: list[Any]) -> None:
+    """It is cut, its result is told with it, and what the rows would go on from is no number: nothing of it counts."""
+    env = counting(made, server, 4, fault="last", share=0.5)
+    counted = ended = 0
+    until_s = time.monotonic() + 60
+    while (ended < 6 or env.restarts < 3) and time.monotonic() < until_s:
+        observation, _, terminated, truncated, infos = env.step(ones(env))
+        assert np.isfinite(observation).all()
+        assert not truncated.any()
+        over = infos.get("_won", np.zeros(4, np.bool_))
+        assert (over == terminated).all()
+        counted, ended = counted + int(over.sum()), ended + int(terminated.sum())
+    assert counted == ended >= 6
+    assert env.restarts >= 3
+
+
 def test_a_game_that_never_goes_right_is_an_error_that_says_why(server: str, made: list[Any]) -> None:
     env = counting(made, server, 4, fault="protocol")
     with pytest.raises(EnvironmentFault, match=r"came to nothing.*version 2 of the protocol"):
