@@ -104,12 +104,21 @@ def play(config: dict[str, Any], token: str) -> list[dict[str, Any]]:
 
 def _cut_with_nonsense(told: dict[str, Any]) -> bytes:
     """What is seen last is no number; as raw bytes, which nobody looks at before they are put together."""
-    import msgpack
+    last = struct.pack("<3f", math.nan, 0, 0)
+    return _packed(told | {"terminated": False, "truncated": True, "observation": last})
 
-    packed: bytes = msgpack.packb(
-        told | {"terminated": False, "truncated": True, "observation": struct.pack("<3f", math.nan, 0, 0)}
-    )
-    return packed
+
+def _packed(value: Any) -> bytes:
+    """Short values as msgpack, which is not in the standard library."""
+    if isinstance(value, dict):
+        return bytes([0x80 | len(value)]) + b"".join(_packed(key) + _packed(item) for key, item in value.items())
+    if isinstance(value, str):
+        return bytes([0xA0 | len(value)]) + value.encode()
+    if isinstance(value, bytes):
+        return bytes([0xC4, len(value)]) + value
+    if isinstance(value, float):
+        return struct.pack(">Bd", 0xCB, value)
+    return bytes([{None: 0xC0, False: 0xC2, True: 0xC3}[value] if value is None or isinstance(value, bool) else value])
 
 
 if __name__ == "__main__":

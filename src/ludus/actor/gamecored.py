@@ -176,9 +176,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         arrays, wrong = self._sight.show(self._seen)
         mask, closed = self._sight.allow(self._masks)
         if wrong or closed:
-            rows = house.tables.spoilt(wrong | closed)
-            outcome.lost += rows
-            outcome.ended = [table for table in outcome.ended if not set(rows) & set(self.slots[table.slot].rows)]
+            rows = house.tables.spoilt(wrong | closed, outcome)
             for row, seen, allowed in before:
                 if row in rows:
                     self._seen[row], self._masks[row] = seen, allowed

@@ -227,10 +227,7 @@ class Tables:
         if table.decisions == 0:
             slot.failures += 1
             self.failures_in_a_row += 1
-        self.counts["lost"] += 1
-        number = self.counts["lost"]
-        if number <= _LOGGED or number % _EVERY == 0:
-            log.warning("match %s is lost: %s (%d so far)", table.id, why, number)
+        self._count_lost(table, why)
         self._by_id.pop(table.id, None)
         for answer in table.parked.values():
             self._cancel(answer)
@@ -238,6 +235,12 @@ class Tables:
             slot.following = None
         self.finished(slot, table)
         self.changed.notify_all()
+
+    def _count_lost(self, table: Table, why: str) -> None:
+        self.counts["lost"] += 1
+        number = self.counts["lost"]
+        if number <= _LOGGED or number % _EVERY == 0:
+            log.warning("match %s is lost: %s (%d so far)", table.id, why, number)
 
     @staticmethod
     def _cancel(answer: Answer) -> None:
@@ -378,8 +381,8 @@ class Tables:
             outcome.ended.append(table)
             slot.table, slot.over = None, True
 
-    def spoilt(self, wrong: Mapping[int, str]) -> list[int]:
-        """Rows were shown something that is not right: their matches are lost, with all their rows."""
+    def spoilt(self, wrong: Mapping[int, str], outcome: Outcome) -> list[int]:
+        """Rows were shown something that is not right: their matches are lost, with all their rows, and so is a result that came with it."""
         lost: list[int] = []
         with self.changed:
             for slot in self.slots:
@@ -387,9 +390,13 @@ class Tables:
                 if not why:
                     continue
                 lost += slot.rows
+                for table in [table for table in outcome.ended if self.slots[table.slot] is slot]:
+                    outcome.ended.remove(table)
+                    self._count_lost(table, why)
                 if slot.table is not None:
                     self._lose(slot.table, why)
                 slot.over = False
+        outcome.lost += lost
         return lost
 
 
