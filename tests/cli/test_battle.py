@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,22 @@ def test_recordings_can_be_looked_at(call: Call, tmp_path: Path) -> None:
     assert "rule:easy" in replayed.out
 
 
+def test_an_environment_with_several_agents(call: Call, tmp_path: Path) -> None:
+    env = ("--env", "tests.cards:make_cards", "-o", "rounds=3", "--camps", "blue_*/red_*", "--games", "6")
+    said = call("battle", "rule:random", "rule:random", *env, "--record", tmp_path, "--record-most", "2")
+    assert said.code == 0
+    assert "6 games of tests.cards:make_cards, seed 0" in said.out
+    assert "blue  blue_0, blue_1" in said.out
+    assert "length  3 steps [3–3], 3 to 3 steps" in said.out
+    assert re.search(r"agent +games +return +decisions", said.out)
+    assert len(list(tmp_path.iterdir())) == 2
+    found = call("battle", "rule:random", "rule:random", *env, "--json").json
+    assert found["steps"]["p50"] == 3
+    assert found["terms"]["camps"]["red"] == ["red_0", "red_1"]
+    assert found["terms"]["options"] == {"rounds": 3}
+    assert {hero["decisions"] for match in found["matches"] for hero in match["heroes"]} == {3.0}
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -62,6 +79,10 @@ def test_recordings_can_be_looked_at(call: Call, tmp_path: Path) -> None:
         (("rule:hard", "rule:easy", "--lineup", "lacner/107"), 2, "no hero 'lacner'"),
         (("rule:hard", "rule:easy", "--video", "1"), 2, "--record DIR"),
         (("rule:hard", "rule:easy", "--every", "99"), 2, "every 99 ticks"),
+        (("rule:hard", "rule:easy", "--camps", "a/b"), 2, "--camps is for environments"),
+        (("rule:hard", "rule:random", "--env", "tests.cards:make_cards"), 2, "no player 'rule:hard'"),
+        (("rule:random", "rule:random", "--env", "tests.cards:make_cards", "--camps", "red_*"), 2, "The camps are 'red_*'"),
+        (("rule:random", "rule:random", "--env", "tests.cards:make_card"), 2, "make_card"),
         (("rule:hard", "rule:easy", "--game", "nim"), 2, "--server HOST:PORT"),
         (("rule:hard", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
         (("rule:hard", "rule:hard", "--server", "127.0.0.1:9"), 1, "127.0.0.1:9"),

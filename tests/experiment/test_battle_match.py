@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -18,6 +19,7 @@ from ludus.actor.gateway import GatewaySettings
 from ludus.actor.multi import play_episode
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import IncompatibleCheckpoint, Unreachable, UsageError
+from ludus.experiment import battle_match
 from ludus.experiment.battle import battle
 from ludus.experiment.battle_match import MatchStage, World, camps_of
 from ludus.experiment.battle_result import BattleResult, Played
@@ -26,13 +28,14 @@ from ludus.experiment.battle_terms import Keeping, Terms
 from ludus.experiment.contestants import Contestant, Script, Served, Trained, contestant
 from ludus.experiment.exporting import export_checkpoint
 from ludus.game.agents import make_match
-from ludus.game.bodies import SeatSpaces, plain_spec
+from ludus.game.bodies import SeatSpaces, decode, plain_spec
 from ludus.model.acting import Deciding, State
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import Acted, Policy
 from ludus.serve.service import Fixed
 from ludus.spaces import ArraySpec
 from ludus.tree import Array, Tree
+from tests.cards import CARDS, OBSERVATION, Cards
 from tests.experiment.small import train
 from tests.serving import Served as Gateway
 from tests.serving import gateway
@@ -40,72 +43,8 @@ from tests.serving import gateway
 pytest.importorskip("pettingzoo")
 
 TEAMS = ("red_0", "red_1", "blue_0", "blue_1")
-CARDS = 4
-ENV = "tests.experiment.test_battle_match:make_cards"
+ENV = "tests.cards:make_cards"
 RANDOM = Script("random")
-OBSERVATION = gym.spaces.Box(0.0, 1.0, (CARDS,), np.float32)
-
-
-class Cards:
-    """As PettingZoo's parallel ones. A card is shown to everybody in every round; who names it gets a point. Whoever says 0 in round
-    `leaves` is out."""
-
-    metadata = {"name": "cards", "render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
-
-    def __init__(
-        self,
-        rounds: int = 5,
-        breaks: int = -1,
-        honest: bool = True,
-        leaves: int = -1,
-        endless: bool = False,
-        render_mode: str | None = None,
-    ) -> None:
-        self.possible_agents = list(TEAMS)
-        self.agents: list[str] = []
-        self._rounds, self._breaks, self._honest, self._leaves, self._endless = rounds, breaks, honest, leaves, endless
-
-    def observation_space(self, agent: str) -> gym.Space[Any]:
-        return OBSERVATION
-
-    def action_space(self, agent: str) -> gym.Space[Any]:
-        return gym.spaces.Discrete(CARDS)
-
-    def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict[str, Array], dict[str, Any]]:
-        if self._breaks == 0 and seed is not None and seed % 2:
-            raise RuntimeError("no cards")
-        self._random = np.random.default_rng(seed if self._honest else None)
-        self._seed, self._round, self.agents = seed or 0, 0, list(TEAMS)
-        return self._shown(), {agent: {} for agent in self.agents}
-
-    def _shown(self) -> dict[str, Array]:
-        self._card = int(self._random.integers(CARDS))
-        return {agent: np.eye(CARDS, dtype=np.float32)[self._card] for agent in self.agents}
-
-    def step(self, actions: dict[str, int]) -> tuple[Any, ...]:
-        assert set(actions) == set(self.agents)
-        self._round += 1
-        if self._round == self._breaks and self._seed % 2:
-            raise RuntimeError("a card is torn")
-        rewards = {agent: float(actions[agent] == self._card) for agent in self.agents}
-        over = self._round >= self._rounds and not self._endless
-        out = {agent: over or (self._round == self._leaves and actions[agent] == 0) for agent in self.agents}
-        seen = self._shown()
-        told = dict.fromkeys(out, False)
-        self.agents = [agent for agent in self.agents if not out[agent]]
-        return seen, rewards, out, told, {agent: {} for agent in out}
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def render(self) -> Array:
-        picture = np.zeros((32, 32, 3), np.uint8)
-        picture[:, 8 * self._card : 8 * self._card + 8] = 200
-        return picture
-
-
-def make_cards(**options: Any) -> Cards:
-    return Cards(**options)
 
 
 class Names:
@@ -114,8 +53,9 @@ class Names:
     observation_space = OBSERVATION
     action_space = gym.spaces.Discrete(CARDS)
 
-    def __init__(self, after: int = 0, counts: bool = False) -> None:
-        self._after, self.recurrent = after, counts
+    def __init__(self, after: int = 0, counts: bool = False, unsure: int = -1) -> None:
+        """`unsure`: at this card it has no answer."""
+        self._after, self.recurrent, self._unsure = after, counts, unsure
 
     def state_spec(self) -> Tree:
         return (ArraySpec((1,), np.dtype(np.float32)),) if self.recurrent else ()
@@ -130,11 +70,12 @@ class Names:
         if noise is not None:
             shift = shift + (noise[:, 0] * CARDS).astype(np.int64)
         action = (observation.argmax(1) + shift) % CARDS
-        return Acted(action, action, zeros, zeros, (state[0] + 1,) if self.recurrent else ())
+        sure = np.where(observation.argmax(1) == self._unsure, np.nan, zeros)
+        return Acted(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
 
 
-def named(after: int = 0, counts: bool = False) -> Trained:
-    policy = Names(after, counts)
+def named(after: int = 0, counts: bool = False, unsure: int = -1) -> Trained:
+    policy = Names(after, counts, unsure)
     return Trained(f"names {after}", policy, 1, seats={"": policy})
 
 
@@ -299,8 +240,9 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
         battle(contestant(run), Served("http://127.0.0.1:9"), Terms(2))
 
 
-def test_a_served_player_that_goes_away_costs_its_matches(run: Path) -> None:
+def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn")
+    monkeypatch.setattr(battle_match, "_AWAY_S", 1.0)
     games: list[Played] = []
     with gateway(lambda: actor(toe(2), "")) as served:
         place = World("pettingzoo/tictactoe_v3")
@@ -392,7 +334,216 @@ def test_recordings_have_every_step_and_the_most_lopsided_is_filmed(tmp_path: Pa
 
 
 def test_a_film_of_what_does_not_happen_twice_says_so(tmp_path: Path) -> None:
-    options = {"honest": False, "rounds": 30}
+    options = {"kind": "other", "rounds": 30}
     result = fought(named(0), named(1), games=2, options=options, keeping=Keeping(tmp_path, most=0, films=1))
     assert any("shows another course" in note for note in result.notes)
     assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
+
+
+# -- at the edges -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_is_equal_however_it_was_added_up() -> None:
+    """Camps of three and of two, a tenth for everybody: sums and means of tenths differ in their last bit."""
+    result = fought(named(0), named(1), games=6, options={"kind": "paid", "reds": 3})
+    assert (result.drawn, {game.lopsided for game in result.games}) == (6, {0.0})
+
+
+def test_a_version_of_several_models_lets_each_play_its_own(tmp_path: Path) -> None:
+    where = tmp_path / "teams"
+    section = {"policies": ["reds", "blues"], "policy_mapping": {"red_*": "reds", "blue_*": "blues"}}
+    train(where, 1, env=ENV, multiagent=section, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4)
+    whole = contestant(where)
+    assert isinstance(whole, Trained)
+    same = contestant(f"{where}@{whole.version}")
+    assert isinstance(same, Trained)
+    assert same.several == whole.several == ("reds", "blues")
+    assert same.seats["red_1"] is same.seats["red_0"] is not same.seats["blue_0"]
+    with pytest.raises(UsageError, match="none that was trained to play 'blue_2'"):
+        battle(whole, RANDOM, Terms(2), place=Place(options={"blues": 3}))
+    assert not battle(contestant(where, model="reds"), RANDOM, Terms(2), place=Place(options={"blues": 3})).failed
+
+
+def test_noise_belongs_to_the_match_also_of_several_models() -> None:
+    policies = {agent: Names(i) for i, agent in enumerate(TEAMS)}
+    one = Trained("four", policies["red_0"], 1, seats=policies)
+
+    def played(at_once: int) -> list[Played]:
+        games: list[Played] = []
+        options = {"leaves": 2, "rounds": 6}
+        with MatchStage((one, RANDOM), World(ENV, options), Terms(30, deterministic=False), at_once=at_once) as stage:
+            stage.play(lambda game, recording: games.append(game))
+        return sorted(games, key=lambda game: game.number)
+
+    assert played(1) == played(7)
+
+
+def test_a_policy_without_an_answer_loses_that_match_alone() -> None:
+    result = fought(named(0, unsure=3), named(1), games=40, options={"rounds": 1})
+    lost = [game for game in result.games if game.failed]
+    assert 0 < len(lost) < 40
+    assert all("'red_0'" in game.failed or "'blue_0'" in game.failed for game in lost)
+    assert result.won == 40 - len(lost)
+
+
+def test_an_environment_that_cannot_be_made_anew_costs_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cards, "left", 4)
+    games: list[Played] = []
+    with MatchStage((named(0), named(1)), World(ENV, {"breaks": 3}), Terms(20), at_once=2) as stage:
+        stage.play(lambda game, recording: games.append(game))
+    assert sorted(game.number for game in games) == list(range(20))
+    assert any(game.winner == "a" for game in games)
+    assert sum("no cards left" in game.failed for game in games) > 5
+
+
+def test_what_is_over_before_it_began_is_no_result() -> None:
+    result = fought(named(0), named(1), games=4, options={"kind": "empty"})
+    assert len(result.failed) == 4
+    assert "over before anybody has acted" in result.failed[0].failed
+
+
+def test_rewards_for_those_who_have_left_are_told() -> None:
+    result = fought(named(0), named(1), games=4, options={"kind": "late"})
+    assert any(note.startswith("8 rewards came to agents who had left") for note in result.notes)
+
+
+def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
+    policy = Names()
+    policy.act = lambda observation, *more: Acted(  # type: ignore[method-assign]
+        np.zeros(len(observation), np.int64),
+        np.zeros(len(observation)),
+        np.zeros(len(observation)),
+        np.zeros(len(observation)),
+        (),
+    )
+    always = Trained("zero", policy, 1, seats={"": policy})
+    assert not fought(always, always, games=40).notes  # the cards are others
+
+
+def test_a_film_that_cannot_be_is_told_before_or_in_a_note(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="renders nothing"):
+        fought(named(0), named(1), games=2, options={"kind": "blind"}, keeping=Keeping(tmp_path, films=1))
+    for speed in (0.0, -1.0, float("nan"), 1e9):
+        with pytest.raises(UsageError, match="times the speed"):
+            Keeping(tmp_path, films=1, speed=speed)
+    Cards.left = 17  # one to look at, sixteen to play, none for the film
+    try:
+        result = fought(named(0), named(1), games=20, keeping=Keeping(tmp_path / "late", most=0, films=1))
+    finally:
+        Cards.left = 1 << 30
+    assert result.won == 20
+    assert any("has no film" in note and "no cards left" in note for note in result.notes)
+
+
+def test_a_film_of_another_course_is_told_also_when_nobody_earned_anything(tmp_path: Path) -> None:
+    options = {"kind": "other", "rounds": 30}
+    result = fought(named(1), named(2), games=2, options=options, keeping=Keeping(tmp_path, most=0, films=1))
+    assert result.drawn == 2
+    assert any("shows another course" in note for note in result.notes)
+
+
+def test_many_agents_are_recorded_with_few_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        result = fought(RANDOM, RANDOM, games=18, options={"reds": 15, "blues": 15}, keeping=Keeping(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list(tmp_path.iterdir())) == result.total.games == 18
+
+
+def test_only_the_sides_that_are_played_need_to_fit() -> None:
+    wrong = Names()
+    wrong.observation_space = gym.spaces.Box(0.0, 1.0, (CARDS + 1,), np.float32)
+    reds = Trained("reds", Names(), 1, seats={"red_0": Names(), "red_1": Names(), "blue_0": wrong, "blue_1": wrong})
+    assert fought(reds, named(1), games=3, swap_sides=False).sides["blue"].won == 3
+    assert fought(reds, named(1), games=1).won == 1
+    with pytest.raises(IncompatibleCheckpoint, match="--no-swap-sides"):
+        fought(reds, named(1), games=2)
+
+
+@pytest.mark.parametrize("seated", [False, True])
+def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
+    pytest.importorskip("uvicorn")
+    counting = named(counts=True)
+    names = TEAMS if seated else ("",)
+    spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
+    options = {"kind": "away", "rounds": 6}
+    near = fought(counting, named(1), games=4, options=options)
+    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=plain_spec(spaces))) as served:
+        far = fought(Served(served.url), named(1), games=4, options=options)
+    assert not far.failed
+    assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
+    assert near.heroes["a"]["red_0"]["decisions"] == 5.0  # of six rounds; right in the first, and in the first after it is back
+    assert near.heroes["a"]["red_0"]["return"] == 2.0
+
+
+class Listening(BuiltinActor):
+    """Writes down how sessions end."""
+
+    heard: ClassVar[list[Any]] = []
+
+    async def end(self, body: bytes) -> bytes:
+        if self.ended_by == "game":
+            Listening.heard.append(decode(body))
+        return await super().end(body)
+
+
+def test_a_served_player_hears_how_it_ended() -> None:
+    pytest.importorskip("uvicorn")
+    Listening.heard.clear()
+    one = named(0)
+    with gateway(lambda: Listening({"": Seat(Deciding(Fixed(one.policy, 1), deterministic=True))})) as served:
+        result = fought(Served(served.url), named(1), games=2, options={"rounds": 2})
+    assert not result.failed
+    assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4
+
+
+def test_rewards_before_the_first_move_are_nobodys(tmp_path: Path) -> None:
+    """Of agents in turns the second has been paid before it first acts: a served one is not told of that."""
+    pytest.importorskip("uvicorn")
+    one = named(0)
+    env = Place(env="tests.cards:make_turns")
+    with gateway(lambda: actor(one, "")) as served:
+        far = battle(Served(served.url), named(1), Terms(4), place=env)
+    assert not far.failed
+    assert [game.winner for game in far.games] == [game.winner for game in battle(one, named(1), Terms(4), place=env).games]
+
+
+def test_nested_spaces_and_masks_in_infos(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    where = tmp_path / "parcels"
+    env = "tests.cards:make_parcels"
+    train(where, 1, env=env, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4, multiagent={})
+    one = contestant(where)
+    assert isinstance(one, Trained)
+    near = battle(one, RANDOM, Terms(6), Keeping(tmp_path / "kept"))
+    assert not near.failed
+    assert ludus.read_rollout(near.games[0].recording or "")[0]["action.to"].shape == (3,)
+    with gateway(lambda: actor(one, "")) as served:
+        far = battle(Served(served.url), RANDOM, Terms(6), place=Place(env=env))
+    assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
+
+
+def test_a_policy_with_a_centralised_value(tmp_path: Path) -> None:
+    where = tmp_path / "central"
+    train(
+        where,
+        1,
+        env=ENV,
+        evaluation_duration=0,
+        train_batch_size=64,
+        num_envs_per_worker=4,
+        multiagent={"centralized_value": True},
+    )
+    assert ludus.battle(where, "rule:random", 4).total.games == 4
+    assert ludus.battle(f"{where}@2", where, 4, deterministic=False).total.games == 4
+
+
+def test_options_that_mean_nothing_there_are_refused() -> None:
+    for more in ({"limit_s": 5.0}, {"advertise": "node1"}, {"token_file": "x"}):
+        with pytest.raises(UsageError, match="is for games of a server"):
+            fought(named(0), named(1), games=2, **more)
+    with pytest.raises(UsageError, match="--camps is for environments"):
+        battle(Script("easy"), Script("easy"), Terms(1, seconds=5), place=Place(camps="a/b"))
+    assert fought(named(0), named(1), games=4, parallel=1).won == 4

@@ -238,6 +238,16 @@ def test_the_token_comes_from_a_file_or_a_variable(games: Path, tmp_path: Path, 
 # -- no server, or another one -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("timeout_s", [0.5, 10.0, 300.0, 1e6])
+def test_however_long_one_waits_a_machine_that_is_gone_is_noticed(server: Running, timeout_s: float) -> None:
+    with GamecoreClient(f"{server.host}:{server.port}", timeout_s=timeout_s) as client:
+        client.catalogue()
+        (connection,) = client._wire._idle
+        assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 61_000
+
+
 def test_where_nobody_listens_it_is_said_how_to_start_a_server() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

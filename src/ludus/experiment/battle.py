@@ -17,7 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.errors import StoreError, UsageError
+import gymnasium as gym
+
+from ludus.errors import LudusError, MissingExtra, StoreError, UsageError
 from ludus.experiment.battle_result import BattleResult, Played, Recorded, most_lopsided, one_sided
 from ludus.experiment.battle_server import ARENA, Place, ServerStage
 from ludus.experiment.battle_terms import Keeping, Terms
@@ -49,7 +51,7 @@ def battle(
         else:
             games, about, more = (_on_server if elsewhere else _here)((a, b), terms, place, shelf, watch)
         games = shelf.finished(games)
-    notes += more
+    notes += [*more, *shelf.notes]
     ordered = tuple(sorted(games, key=lambda game: game.number))
     settled = terms.to_json() | about
     return BattleResult(a.to_json(), b.to_json(), settled, ordered, tuple(notes), time.monotonic() - began)
@@ -60,20 +62,29 @@ Outcome = tuple[list[Played], dict[str, object], list[str]]
 
 def _world(pair: Pair, place: Place) -> tuple[World | None, list[str]]:
     """The environment with several agents that is meant, if one is; those who play the Arena meet there."""
-    if place.server is not None or place.game is not None:
-        return None, []
-    if place.env is None:
-        from ludus.experiment.battle_arena import plays_it
-
-        if any(isinstance(one, Trained) and plays_it(one.policy) for one in pair):
-            return None, []
     from ludus.experiment.battle_match import world_of
 
-    return world_of(pair, place.env, place.options)
+    if place.server is not None or place.game is not None or (place.env is None and any(map(_plays_the_arena, pair))):
+        found: tuple[World | None, list[str]] = None, []
+    else:
+        found = world_of(pair, place.env, place.options)
+    if found[0] is None and place.camps is not None:
+        raise UsageError("--camps is for environments with several agents.", "Leave it out.")
+    return found
+
+
+def _plays_the_arena(one: Contestant) -> bool:
+    if not isinstance(one, Trained) or not isinstance(one.policy.observation_space, gym.spaces.Dict):
+        return False
+    try:
+        from ludus.experiment.battle_arena import plays_it
+    except MissingExtra:
+        return False
+    return plays_it(one.policy)
 
 
 def _in_matches(pair: Pair, terms: Terms, place: Place, world: World, shelf: _Shelf, watch: Watch) -> Outcome:
-    from ludus.experiment.battle_match import MatchRecording, MatchStage
+    from ludus.experiment.battle_match import AT_ONCE, MatchRecording, MatchStage
 
     games: list[Played] = []
 
@@ -81,7 +92,13 @@ def _in_matches(pair: Pair, terms: Terms, place: Place, world: World, shelf: _Sh
         games.append(played if recording is None else shelf.put(played, recording))
         watch(games[-1])
 
-    with MatchStage(pair, world, terms, camps=place.camps, aside=shelf.aside) as stage:
+    given = {"--limit": place.limit_s, "--advertise": place.advertise, "--token-file": place.token_file}
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} is for games of a server.", "Leave it out: an environment is played in this process.")
+    if shelf.films:
+        world.check_pictures()
+    with MatchStage(pair, world, terms, camps=place.camps, aside=shelf.aside, at_once=place.parallel or AT_ONCE) as stage:
         stage.play(tell)
         return games, stage.about, stage.notes
 
@@ -118,6 +135,7 @@ class _Shelf:
         self._keeping = keeping
         self._held: list[tuple[tuple[float, ...], Played, Recorded]] = []  # the least lopsided first
         self._stack = contextlib.ExitStack()
+        self.notes: list[str] = []
         self.aside: Path | None = None
         """For what waits to be written; gone with the shelf."""
 
@@ -135,6 +153,10 @@ class _Shelf:
     @property
     def records(self) -> bool:
         return self._keeping.recorded
+
+    @property
+    def films(self) -> int:
+        return self._keeping.films
 
     def put(self, played: Played, recording: Recorded) -> Played:
         keeping = self._keeping
@@ -154,7 +176,11 @@ class _Shelf:
                 changed[game.number] = replace(game, recording=str(self._write(game, held[game.number][1])))
         for game in most_lopsided([game for game, _ in held.values()], self._keeping.films):
             known = changed.get(game.number, game)
-            filmed = held[game.number][1].film(self._path(game), self._keeping.speed)
+            try:
+                filmed = held[game.number][1].film(self._path(game), self._keeping.speed)
+            except LudusError as error:  # what was played is not lost for it
+                self.notes.append(f"game {game.number} has no film: {error.message}")
+                continue
             changed[game.number] = replace(known, video=str(filmed))
         return [changed.get(game.number, game) for game in games]
 

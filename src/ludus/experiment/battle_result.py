@@ -158,8 +158,8 @@ class BattleResult:
 
     @property
     def clocked(self) -> bool:
-        """Whether lengths are seconds; else steps."""
-        return any(game.seconds is not None for game in self.games)
+        """Whether lengths are seconds; in environments they are steps."""
+        return "camps" not in self.terms
 
     @property
     def lengths(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from ludus.errors import UsageError
 
 RANDOM: Final = "random"
 MAX_GAMES: Final = 1_000_000
+MAX_SPEED: Final = 1_000.0
 _SEEDS: Final = 1 << 31
 
 Heroes = tuple[tuple[int | str, ...], tuple[int | str, ...]]
@@ -56,6 +57,8 @@ class Keeping:
     """Of the films; None: 4 in the Arena, 1 elsewhere."""
 
     def __post_init__(self) -> None:
+        if self.speed is not None and not 0 < self.speed <= MAX_SPEED:
+            raise UsageError(f"A film at {self.speed:g} times the speed.", f"More than 0, and at most {MAX_SPEED:g}.")
         if self.directory is None and (self.films or self.most is not None):
             raise UsageError("There is no directory for recordings and films.", "Say where they go: --record DIR.")
 

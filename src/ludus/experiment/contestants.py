@@ -168,7 +168,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
         there |= set(versions.values())
         if number in [version for key, version in versions.items() if model in (None, key)]:
             chosen = model or next(key for key, version in versions.items() if version == number)
-            return _of_checkpoint(run, checkpoint.read(store, name), chosen)
+            return _of_checkpoint(run, checkpoint.read(store, name), chosen, asked=model is not None)
     for name in [model] if model is not None else store.list("models"):
         kept = pool.stored_versions(store, name)
         there |= set(kept)
@@ -179,6 +179,12 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
             experiment: Mapping[str, Any] = (
                 {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
             )
+            others = set(((experiment["config"].get("multiagent") or {}).get("policy_mapping") or {}).values()) - {name}
+            if model is None and others:
+                raise UsageError(
+                    f"{shown(run)} has kept version {number} of {name!r}, and no checkpoint with all of its models.",
+                    "Say which one plays: --model-a, --model-b.",
+                )
             seats = dict.fromkeys(external.only_model_seats(experiment, name), policy)
             return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats, experiment["env"])
     if not there and not is_remote(run) and not run.is_dir():
@@ -192,27 +198,30 @@ def _config(found: checkpoint.Checkpoint) -> Mapping[str, Any]:
     return settings
 
 
-def _of_checkpoint(run: Path, found: checkpoint.Checkpoint, model: str | None) -> Trained:
-    chosen, several = _chosen(found, model)
+def _of_checkpoint(run: Path, found: checkpoint.Checkpoint, model: str | None, *, asked: bool | None = None) -> Trained:
+    """`asked`: somebody wants this model and no other; if it is not said, whoever names one does."""
+    asked = model is not None if asked is None else asked
+    chosen = _chosen(found, model)
+    several = () if asked or not isinstance(_mapping(found), dict) or len(found.weights) == 1 else tuple(found.weights)
     policies = {name: found.policy(name) for name in found.weights}
     version = int(found.state["models"][chosen]["version"])
     where = shown(run / checkpoint.FOLDER / found.name)
-    seats = {seat: policies[name] for seat, name in _seats(found, chosen, asked=model is not None).items()}
+    seats = {seat: policies[name] for seat, name in _seats(found, chosen, asked=asked).items()}
     env = found.state["config"]["env"]
     return Trained(f"{run.name}@{version}", policies[chosen], version, where, _config(found), seats, env, several)
 
 
-def _chosen(found: checkpoint.Checkpoint, model: str | None) -> tuple[str, tuple[str, ...]]:
-    """The model that plays; and all of them, if each plays agents of its own."""
+def _chosen(found: checkpoint.Checkpoint, model: str | None) -> str:
+    """The model that plays; the first, where each plays agents of its own."""
     names = list(found.weights)
     if model is not None:
         if model not in names:
             raise IncompatibleCheckpoint(f"Checkpoint {found.name} has no model {model!r}.", did_you_mean(model, names))
-        return model, ()
+        return model
     if len(names) == 1 or DEFAULT_MODEL in names:
-        return (names[0] if len(names) == 1 else DEFAULT_MODEL), ()
+        return names[0] if len(names) == 1 else DEFAULT_MODEL
     if isinstance(_mapping(found), dict):
-        return names[0], tuple(names)
+        return names[0]
     raise UsageError(f"Checkpoint {found.name} has the models {', '.join(names)}.", "Say which one plays: --model-a, --model-b.")
 
 

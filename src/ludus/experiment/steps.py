@@ -10,13 +10,15 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ludus.actor.multi import Step
 from ludus.errors import Damaged, EnvironmentFault, NotFound, StoreFull
 from ludus.tree import Array, Tree, leaves
+
+if TYPE_CHECKING:
+    from ludus.actor.multi import Step
 
 FINAL = "final."
 """Columns with one row for each episode: what was seen after its last step."""

@@ -60,6 +60,8 @@ _AWAY = frozenset({502, 503, 504})
 """What a server says that is about to go, or a proxy in its stead."""
 _GONE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH})
 """What a connection breaks with when nothing comes back from a machine at all."""
+_LOST_S = 60.0
+"""A machine of which nothing is heard for so long is gone, whatever `timeout_s` says of one that thinks."""
 _SLACK_S = 5.0
 """For the answer to a wait, beyond the time that was waited."""
 _START_S = 150.0
@@ -697,9 +699,13 @@ class _Wire:
         """Whoever may take long to answer is reached at once, or not at all; and when its machine vanishes, that is noticed."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout_s)
-        connection.connect()
-        lost_s = math.ceil(self.timeout_s) + 1
-        keep_alive(connection.sock, math.ceil(lost_s / 2), lost_s, unheard=True)
+        try:
+            connection.connect()
+            lost_s = math.ceil(min(self.timeout_s, _LOST_S)) + 1
+            keep_alive(connection.sock, math.ceil(lost_s / 2), lost_s, unheard=True)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _once(
