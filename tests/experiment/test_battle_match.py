@@ -19,7 +19,7 @@ from ludus.actor.gateway import GatewaySettings
 from ludus.actor.multi import play_episode
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import IncompatibleCheckpoint, Unreachable, UsageError
-from ludus.experiment import battle_match
+from ludus.experiment import battle_minds
 from ludus.experiment.battle import battle
 from ludus.experiment.battle_match import MatchStage, World, camps_of
 from ludus.experiment.battle_result import BattleResult, Played
@@ -242,7 +242,7 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
 
 def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn")
-    monkeypatch.setattr(battle_match, "_AWAY_S", 1.0)
+    monkeypatch.setattr(battle_minds, "_AWAY_S", 1.0)
     games: list[Played] = []
     with gateway(lambda: actor(toe(2), "")) as served:
         place = World("pettingzoo/tictactoe_v3")
