@@ -102,6 +102,20 @@ def test_a_wait_ends_with_the_result_or_with_why_there_is_none(call: Call) -> No
     assert call("gamecore", "logs", "cli-3", "-n", "1").out == "the map is missing\n"
 
 
+def test_what_a_game_has_recorded_is_brought_here(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call("gamecore", "start", "cli-7", "--mode", "1v1", "--wait")
+    brought = call("gamecore", "fetch", "cli-7")
+    assert (brought.code, brought.out) == (0, "cli-7-moves.txt\n")
+    assert (tmp_path / "cli-7-moves.txt").read_text() == "none at all"
+    assert call("gamecore", "fetch", "cli-7", "--out", tmp_path / "x").out.strip() == str(tmp_path / "x")
+    assert (tmp_path / "x").read_text() == "none at all"
+    none = call("gamecore", "fetch", "cli-7", "--video")
+    assert none.code == 1
+    assert "names no video in its result" in one_line(none)
+    assert "cannot be written" in one_line(call("gamecore", "fetch", "cli-7", "--out", tmp_path / "no" / "x"))
+
+
 def test_actors_get_their_token_from_a_file(call: Call, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     words = ("--mode", "1v1", "--wait", "--json", "--actor-token-file", tmp_path / "token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from ludus.actor import door
 from ludus.actor.agent import Seat
 from ludus.actor.builtin import BuiltinActor
 from ludus.actor.trained import TrainedAgent
-from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
+from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, LudusError, Refused, Unreachable, UsageError
 from ludus.experiment import battle_server, workspace
 from ludus.experiment.battle import battle
 from ludus.experiment.battle_arena import ArenaStage, Ended, every_for, pairings
@@ -30,6 +31,7 @@ from ludus.experiment.battle_terms import Keeping, Pairing, Terms, read_lineups,
 from ludus.experiment.contestants import Contestant, Named, Script, Served, Trained, contestant
 from ludus.experiment.exporting import export_checkpoint
 from ludus.experiment.serving import Source
+from ludus.gamecore import home
 from ludus.gamecore.server import Running, running
 from ludus.gamecore.settings import Settings
 from ludus.games.arena.arena import Arena
@@ -400,6 +402,18 @@ def test_a_served_player_is_fought_through_a_private_server_and_the_match_is_the
     assert read_recording(tmp_path / "far" / "game-0001.arena").names == (served.url, "mine")
 
 
+FILMED = """
+import json, os, pathlib
+
+seed = json.loads(pathlib.Path(os.environ["LUDUS_GAME_CONFIG"]).read_text())["seed"]
+result = pathlib.Path(os.environ["LUDUS_GAME_RESULT"])
+result.with_name("match.replay").write_text(f"replay {seed}")
+result.with_name("match.webm").write_text(f"film {seed}")
+told = {"winner": 0, "score": [seed % 1000, 0], "recording": "match.replay", "video": "match.webm"}
+result.write_text(json.dumps(told))
+"""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Nim, as the page has it; and games that crash, or say nonsense."""
@@ -412,6 +426,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
   odd: {command: [sh, -c, 'echo "{{\\"winner\\": 5}}" > "$LUDUS_GAME_RESULT"']}
   mute: {command: [sh, -c, 'exit 0']}
 """
+    (place / "filmed.py").write_text(FILMED)
+    crashing += f"  filmed: {{command: ['{{python}}', '{place / 'filmed.py'}']}}\n"
     (place / "games.yaml").write_text(block("yaml", "nim.py").rstrip() + crashing)
     with running(Settings(port=0, games=place / "games.yaml", state_dir=place / "state")) as started:
         yield started
@@ -433,6 +449,60 @@ def test_any_game_of_two_camps_is_played_and_its_winner_believed(server: Running
     assert (result.won, result.lost, result.drawn, result.failed) == (2, 2, 0, ())
     assert result.sides["blue"].won == 2
     assert result.sides["red"].lost == 2
+
+
+def test_recordings_and_films_of_any_game_are_brought_here(server: Running, tmp_path: Path) -> None:
+    """What its result names; of the most lopsided by their score. The bytes are those that the game has written."""
+    place = Place(server.url, "filmed")
+    result = battle(Script(""), Script(""), Terms(6), Keeping(tmp_path, most=2, films=1), place)
+    scores = {game.number: game.seed % 1000 for game in result.games}
+    assert [game.lopsided for game in result.games] == list(scores.values())
+    best = sorted(scores, key=lambda number: -scores[number])
+    assert {game.number for game in result.games if game.recording} == set(best[:2])
+    (filmed,) = [game for game in result.games if game.video]
+    assert filmed.number == best[0]
+    assert Path(filmed.video or "").name == f"game-{best[0]:04d}.webm"
+    assert Path(filmed.video or "").read_text().strip() == f"film {filmed.seed}"
+    assert Path(filmed.recording or "").read_text().strip() == f"replay {filmed.seed}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [f"game-{number:04d}.replay" for number in best[:2]] + [f"game-{best[0]:04d}.webm"]
+    )
+    assert not result.notes
+
+
+def test_a_game_that_keeps_nothing_is_told_in_a_note(server: Running, tmp_path: Path) -> None:
+    result = battle(Script(""), Script(""), Terms(3), Keeping(tmp_path), Place(server.url, "crashing"))
+    assert any("crashing names none in its result" in note for note in result.notes)
+    moves = battle(Script(""), Script(""), Terms(1, mode="1v1"), Keeping(tmp_path, films=1), Place(server.url, "nim"))
+    assert sum(json.loads(Path(moves.games[0].recording or "").read_text())) == 21
+    assert any("names no video" in note for note in moves.notes)
+
+
+@pytest.mark.parametrize("name", ["../../lock", "/etc/hostname", "pipe", "link", "missing", "", 7, None, ".hidden", "big"])
+def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "MAX_KEPT", 100)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    (tmp_path / ".hidden").write_text("x")
+    (tmp_path / "big").write_bytes(bytes(101))
+    (tmp_path / "small").write_bytes(bytes(100))
+    assert home.read_kept(tmp_path, {"recording": "small"}, "recording") == bytes(100)
+    with pytest.raises(Refused) as refused:
+        home.read_kept(tmp_path, {"recording": name}, "recording")
+    assert refused.value.status == 404
+
+
+def test_recordings_of_the_arena_come_from_a_server_elsewhere_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    terms = Terms(2, seconds=6, seed=8)
+    mine = arena_policy(1)
+    with running(Settings(port=0, state_dir=tmp_path / "state")) as started:
+        far = battle(trained(mine), EASY, terms, Keeping(tmp_path / "far"), Place(started.url))
+    near = battle(trained(mine), EASY, terms, Keeping(tmp_path / "near"))
+    for one, other in zip(far.games, near.games, strict=True):
+        recordings = [read_recording(Path(game.recording or "")) for game in (one, other)]
+        assert recordings[0].names == recordings[1].names
+        assert verify(recordings[0]) == verify(recordings[1])
 
 
 def test_a_policy_is_served_with_a_token_of_its_own_and_answers_the_game(server: Running) -> None:
@@ -494,8 +564,6 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
         battle(EASY, EASY, Terms(1), place=place)
     with pytest.raises(UsageError, match="one rule"):
         battle(EASY, HARD, Terms(1), place=place)
-    with pytest.raises(UsageError, match="Recordings stay where the games run"):
-        battle(Script(""), Script(""), Terms(1), Keeping(tmp_path), place)
     with pytest.raises(UsageError, match="--server"):
         battle(Script(""), Script(""), Terms(1), place=Place(game="nim"))
     with pytest.raises(Unreachable, match=re.escape("127.0.0.1:9")):

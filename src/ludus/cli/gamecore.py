@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ludus.cli.jobs import TIMED_OUT, age
-from ludus.errors import DeadlineMissed, LudusError, Refused, UnknownName, UsageError
+from ludus.errors import DeadlineMissed, LudusError, Refused, StoreError, UnknownName, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -302,6 +302,29 @@ def logs(
         text = client.logs(runtime_id, lines)
     if text:
         print(text, end="" if text.endswith("\n") else "\n")
+
+
+@app.command()
+def fetch(
+    runtime_id: _Id,
+    video: Annotated[bool, typer.Option("--video", help="Its film instead of its recording.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="[default: as the game calls it, here]", show_default=False)
+    ] = None,
+    server: _Server = None,
+    token_file: _TokenFile = None,
+) -> None:
+    """Bring the recording, or the film, that a game names in its result."""
+    what: Literal["recording", "video"] = "video" if video else "recording"
+    with _asking(server, token_file) as client:
+        data = client.kept(runtime_id, what)
+        name = (client.state(runtime_id).result or {})[what]
+    path = out or Path(f"{runtime_id}-{Path(name).name}")
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}.", "Say where it goes: --out FILE.") from error
+    print(path)
 
 
 @app.command()

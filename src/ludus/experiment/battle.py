@@ -121,7 +121,7 @@ def _here(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -
 
 def _on_server(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -> Outcome:
     games = []
-    with ServerStage(pair, terms, place, records=shelf.records) as stage:
+    with ServerStage(pair, terms, place, aside=shelf.aside, films=bool(shelf.films)) as stage:
         for played, recording in stage.play():
             games.append(played if recording is None else shelf.put(played, recording))
             watch(games[-1])
@@ -161,7 +161,7 @@ class _Shelf:
     def put(self, played: Played, recording: Recorded) -> Played:
         keeping = self._keeping
         if keeping.most is None:
-            played = replace(played, recording=str(self._write(played, recording)))
+            played = self._recorded(played, recording)
         heapq.heappush(self._held, (one_sided(played), played, recording))
         if len(self._held) > max(keeping.films, keeping.most or 0):
             heapq.heappop(self._held)[2].drop()
@@ -173,7 +173,7 @@ class _Shelf:
         changed: dict[int, Played] = {}
         if self._keeping.most is not None:
             for game in most_lopsided([game for game, _ in held.values()], self._keeping.most):
-                changed[game.number] = replace(game, recording=str(self._write(game, held[game.number][1])))
+                changed[game.number] = self._recorded(game, held[game.number][1])
         for game in most_lopsided([game for game, _ in held.values()], self._keeping.films):
             known = changed.get(game.number, game)
             try:
@@ -189,10 +189,11 @@ class _Shelf:
         assert self._keeping.directory is not None
         return self._keeping.directory / f"game-{played.number:04d}"
 
-    def _write(self, played: Played, recording: Recorded) -> Path:
+    def _recorded(self, played: Played, recording: Recorded) -> Played:
         path = self._path(played)
         with _written(path):
-            return recording.write(path)
+            file = recording.write(path)
+        return played if file is None else replace(played, recording=str(file))
 
 
 @contextlib.contextmanager

@@ -24,12 +24,12 @@ def who_of(camp: int, a_camp: int) -> Who:
 class Recorded(Protocol):
     """What was kept of a match."""
 
-    def write(self, path: Path) -> Path:
-        """`path` is without an ending; the file that was written."""
+    def write(self, path: Path) -> Path | None:
+        """`path` is without an ending; the file that was written. None: there is nothing to write."""
         ...
 
     def film(self, path: Path, speed: float | None) -> Path:
-        """The same, as an mp4. `speed`: None: what is usual for the game."""
+        """The same, as a film. `speed`: None: what is usual for the game. Raises LudusError when there can be none."""
         ...
 
     def drop(self) -> None:

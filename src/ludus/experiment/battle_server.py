@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ludus.actor.agent import Seat
@@ -26,7 +27,7 @@ from ludus.actor.door import bound, own_address
 from ludus.actor.gamecored import ADVERTISE
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.errors import LudusError, Refused, Unreachable, UsageError, WorkerFailed
-from ludus.experiment.battle_result import Hero, Played, lopsided, who_of
+from ludus.experiment.battle_result import Hero, Played, Recorded, lopsided, who_of
 from ludus.experiment.battle_terms import Pairing, Terms, schedule
 from ludus.experiment.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.game.client import Client
@@ -35,9 +36,6 @@ from ludus.model.acting import Acts, Deciding
 from ludus.plugins import did_you_mean
 from ludus.runtime.machine import usable_cores
 from ludus.serve.service import Fixed
-
-if TYPE_CHECKING:
-    from ludus.experiment.battle_arena import ArenaRecording
 
 ARENA: Final = "arena"
 HERE: Final = "127.0.0.1"
@@ -51,6 +49,8 @@ _SHORT: Final = 300
 """Characters of a complaint that are shown."""
 _FIRST: Final = "hero_0"
 """The seat of the first hero, where the Arena begins a session for a whole camp."""
+_ENDING: Final = 16
+"""Characters of a file's ending."""
 _UNCOUNTED: Final = frozenset({"camp", "hero_id", "asked"})
 """Numbers of a hero that say nothing about its deeds."""
 
@@ -84,6 +84,34 @@ class Place:
     def asked(self) -> bool:
         """Only a server can do it."""
         return self.server is not None or self.game not in (None, ARENA) or bool(self.options)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Files that a game has left of itself."""
+
+    game: str
+    recording: Path | None
+    video: Path | None
+
+    def write(self, path: Path) -> Path | None:
+        return None if self.recording is None else _copied(self.recording, path)
+
+    def film(self, path: Path, speed: float | None) -> Path:
+        if self.video is None:
+            raise UsageError(f"{self.game} names no video in its result.")
+        return _copied(self.video, path)
+
+    def drop(self) -> None:
+        for file in (self.recording, self.video):
+            if file is not None:
+                file.unlink(missing_ok=True)
+
+
+def _copied(file: Path, path: Path) -> Path:
+    target = path.with_suffix(file.suffix)
+    shutil.copyfile(file, target)
+    return target
 
 
 # -- policies behind an address -----------------------------------------------------------------------------------------
@@ -138,13 +166,20 @@ class Backstage:
 class ServerStage:
     """Ready when it is entered; leaving it ends what is still played, and the private server if there was one."""
 
-    def __init__(self, contestants: tuple[Contestant, Contestant], terms: Terms, place: Place, *, records: bool = False) -> None:
-        if records and place.server is not None:
-            hint = "Leave --server out, or record there: -o record=true leaves match.arena in the directory of each game."
-            raise UsageError(f"Recordings stay where the games run, at {place.server}.", hint)
-        self._contestants, self._terms, self._place, self._records = contestants, terms, place, records
+    def __init__(
+        self,
+        contestants: tuple[Contestant, Contestant],
+        terms: Terms,
+        place: Place,
+        *,
+        aside: Path | None = None,
+        films: bool = False,
+    ) -> None:
+        """`aside`: where files of the games wait for whoever wants them; None: nobody does. `films`: also what the games have filmed."""
+        self._contestants, self._terms, self._place, self._aside, self._films = contestants, terms, place, aside, films
+        self._kept: dict[int, Recorded] = {}
+        self._unkept: list[str] = []  # why games have left nothing
         self._stack = contextlib.ExitStack()
-        self._home: Path | None = None
         self._gone = threading.Event()
         self._running: set[str] = set()
         self._id = f"battle-{secrets.token_hex(4)}"
@@ -187,8 +222,8 @@ class ServerStage:
             raise UsageError(f"Who starts {self._place.game!r}?", "Name a gamecore server that knows it: --server HOST:PORT.")
         from ludus.gamecore.server import Settings, running
 
-        self._home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-battle-")))
-        settings = Settings(port=0, state_dir=self._home, max_games=max(1, self._parallel()))
+        home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ludus-battle-")))
+        settings = Settings(port=0, state_dir=home, max_games=max(1, self._parallel()))
         return self._stack.enter_context(running(settings)).url
 
     def _parallel(self) -> int:
@@ -247,7 +282,7 @@ class ServerStage:
 
     def _settle(self, by_hero: bool) -> dict[str, Any]:
         """Options of the game: what makes a battle fair, as far as the game knows it, and what was asked for."""
-        wanted: dict[str, Any] = {"on_lost": "end", "lenient": True, "record": self._records}
+        wanted: dict[str, Any] = {"on_lost": "end", "lenient": True, "record": self._aside is not None}
         wanted |= {"sessions": "hero" if by_hero else "camp"} if self._is_arena else {}
         rules = {one.name for one in self._contestants if isinstance(one, Script)}
         if len(rules) > 1:
@@ -284,7 +319,7 @@ class ServerStage:
 
     # -- playing
 
-    def play(self) -> Iterator[tuple[Played, ArenaRecording | None]]:
+    def play(self) -> Iterator[tuple[Played, Recorded | None]]:
         """As they end. One that crashes is told as `failed`; when the server itself is gone, so are all that are left."""
         queue = self._pairings()
         pool = ThreadPoolExecutor(self._parallel(), thread_name_prefix="battle")
@@ -292,7 +327,9 @@ class ServerStage:
             waiting: list[Future[Played]] = [pool.submit(self._one, pairing) for pairing in queue]
             for done in as_completed(waiting):
                 played = done.result()
-                yield played, self._recording(played)
+                yield played, self._kept.pop(played.number, None)
+            if self._aside is not None and self._unkept:
+                self.notes.append(f"{len(self._unkept)} games have no recording: {self._unkept[0]}")
         finally:
             self._gone.set()
             self._stop_all()
@@ -330,7 +367,10 @@ class ServerStage:
             return replace(bare, failed=_first(error))
         finally:
             self._running.discard(name)
-        return judged(bare, state, self._is_arena)
+        played = judged(bare, state, self._is_arena)
+        if self._aside is not None and not played.failed:
+            self._keep(name, played, state)
+        return played
 
     def _start(self, name: str, pairing: Pairing) -> None:
         """Raises Refused; a server that has no room, or no time, is asked again for a while."""
@@ -357,15 +397,35 @@ class ServerStage:
 
         return tuple(tuple(HEROES[row_of(hero)].id for hero in camp) for camp in pairing.heroes)
 
-    def _recording(self, played: Played) -> ArenaRecording | None:
-        """What the private server's game has written."""
-        if not self._records or self._home is None or played.failed:
-            return None
+    def _keep(self, name: str, played: Played, state: GameState) -> None:
+        """What the game has left of itself and names in its result; called by threads."""
+        assert self._aside is not None
+        result = state.result if isinstance(state.result, Mapping) else {}
+        found: dict[str, Path] = {}
+        wanted: tuple[Literal["recording", "video"], ...] = ("recording", "video") if self._films else ("recording",)
+        for what in wanted:
+            named = result.get(what)
+            if isinstance(named, str):
+                try:
+                    data = self._client.kept(name, what)
+                except LudusError as error:
+                    self._unkept.append(_first(error))
+                else:
+                    found[what] = self._aside / f"{played.number}-{what}{Path(named).suffix[:_ENDING]}"
+                    found[what].write_bytes(data)
+        if self._is_arena and "recording" in found:
+            self._kept[played.number] = self._of_arena(found["recording"], played)
+        elif found:
+            self._kept[played.number] = Left(self._game, found.get("recording"), found.get("video"))
+        elif not self._unkept:
+            self._unkept.append(f"{self._game} names none in its result")
+
+    def _of_arena(self, path: Path, played: Played) -> Recorded:
         from ludus.experiment.battle_arena import ArenaRecording
-        from ludus.games.arena.main import RECORDING
         from ludus.games.arena.recording import read_recording
 
-        recording = read_recording(self._home / "games" / f"{self._id}-{played.number:04d}" / RECORDING)
+        recording = read_recording(path)
+        path.unlink()
         a, b = (one.label for one in self._contestants)
         return ArenaRecording(replace(recording, names=(a, b) if played.a_camp == 0 else (b, a)))
 
@@ -461,10 +521,13 @@ def _heroes(given: Any, a_camp: int) -> tuple[Hero, ...]:
 
 
 def _lopsided(result: Mapping[str, Any]) -> float:
-    """Of a game that tells what is left of the camps' buildings, and the gold of their heroes; 0 for any other."""
-    try:
+    """Of a game that tells what is left of the camps' buildings, and the gold of their heroes; of one that tells their `score`, the
+    difference; 0 for any other."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         gold = [float(sum(hero["gold"] for hero in result["heroes"] if hero["camp"] == camp)) for camp in (0, 1)]
         blue, red = (sum(camp.values()) / len(camp) for camp in result["buildings"])
         return lopsided((blue, red), gold)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        return 0.0
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        blue, red = (float(score) for score in result["score"])
+        return abs(blue - red)
+    return 0.0

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote, urlencode, urlsplit
 
 from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError, WorkerFailed
@@ -66,6 +66,8 @@ _SLACK_S = 5.0
 """For the answer to a wait, beyond the time that was waited."""
 _START_S = 150.0
 """The first game of its kind may wait for a module to be imported and compiled."""
+_KEPT_S = 60.0
+"""For a file of up to 64 MB."""
 _STOP_S = 30.0
 """A stop may wait for a game that saves first."""
 _NOT_THERE = frozenset({200, 404, 405, 501})
@@ -335,6 +337,12 @@ class GamecoreClient:
         path = _path(runtime_id, f"/log?{urlencode({'lines': lines})}")
         self._need_v1("show logs")
         return self._wire.ask("GET", path).body.decode("utf-8", "replace")
+
+    def kept(self, runtime_id: str, what: Literal["recording", "video"]) -> bytes:
+        """The file that the game names so in its result. Raises Refused if there is none."""
+        path = _path(runtime_id, f"/{what}")
+        self._need_v1("hand out what games have left")
+        return self._wire.ask("GET", path, timeout_s=self._wire.timeout_s + _KEPT_S).body
 
     def forget(self, runtime_id: str) -> None:
         """Remove what is left of a game that is over."""

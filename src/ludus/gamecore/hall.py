@@ -203,6 +203,11 @@ class Hall:
         self.status(runtime_id)
         return await self._in(self._disk, homes.last_lines, self.home.place(runtime_id).log, lines)
 
+    async def kept(self, runtime_id: str, what: str) -> bytes:
+        """What a game calls its `recording`, or its `video`. Raises Refused."""
+        result = self.status(runtime_id).get("result")
+        return await self._in(self._disk, homes.read_kept, self.home.place(runtime_id).directory, result, what)
+
     async def offered(self) -> dict[str, Any]:
         """What can be asked for; not how it is started."""
         alike = Counter(match.order.game for match in self.running)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -28,9 +29,11 @@ log = logging.getLogger(__name__)
 PRIVATE = 0o700
 MAX_RESULT = 16_384
 MAX_LOG_BYTES = 1_000_000
+MAX_KEPT = 64_000_000
 _MAX_RECORD = 2_000_000
 _REAP_S = 10.0
 _REGISTRY = "system.reg"
+_KEPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}")
 _ASIDE_S = 3600.0
 """A state that was begun so long ago and never got its name is nobody's."""
 
@@ -242,6 +245,21 @@ def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
     except (OSError, ValueError, RecursionError) as error:
         return None, f"Its result cannot be read: {error}."
     return (data, "") if isinstance(data, dict) else (None, "Its result is not a JSON object.")
+
+
+def read_kept(directory: Path, result: object, what: str) -> bytes:
+    """A file that a game has left in its directory and names in its result, as its `recording` or its `video`. Raises Refused."""
+    name = result.get(what) if isinstance(result, dict) else None
+    if not isinstance(name, str) or _KEPT.fullmatch(name) is None:
+        raise Refused(
+            404, "no_file", f"The game names no {what} in its result.", f'{{"{what}": "FILE"}}: a file in its directory.'
+        )
+    try:
+        return _read(directory / name, MAX_KEPT)
+    except FileNotFoundError:
+        raise Refused(404, "no_file", f"The game has left no {name}.", "Is it still being written?") from None
+    except (OSError, ValueError) as error:
+        raise Refused(404, "no_file", f"{name} cannot be read: {error}.") from None
 
 
 def last_lines(path: Path, lines: int) -> list[str]:

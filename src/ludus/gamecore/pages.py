@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from ludus.gamecore.status import STATES
 
 MAX_WAIT_S, MAX_GRACE_S = 60.0, 600.0
 MAX_LINES = 10_000
+KEPT = ("recording", "video")
 
 
 def application(hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> Starlette:
@@ -37,6 +38,7 @@ def application(hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> S
         Route("/v1/games/{runtime_id}", pages.stop, methods=["DELETE"]),
         Route("/v1/games/{runtime_id}/wait", pages.wait),
         Route("/v1/games/{runtime_id}/log", pages.log),
+        *(Route(f"/v1/games/{{runtime_id}}/{what}", pages.kept(what)) for what in KEPT),
         Route("/v1/games/{runtime_id}/forget", pages.forget, methods=["POST"]),
         Route("/v1/clear", pages.clear, methods=["POST"]),
         *v2.routes(hall, limits),
@@ -87,6 +89,12 @@ class Pages:
     async def log(self, request: Request) -> Response:
         lines = await self._hall.log_lines(_id(request), int(_seconds(request, "lines", 100, MAX_LINES)))
         return PlainTextResponse("".join(f"{line}\n" for line in lines))
+
+    def kept(self, what: str) -> Callable[[Request], Awaitable[Response]]:
+        async def page(request: Request) -> Response:
+            return Response(await self._hall.kept(_id(request), what), media_type="application/octet-stream")
+
+        return page
 
     async def forget(self, request: Request) -> Response:
         await self._hall.forget(_id(request))
