@@ -111,7 +111,7 @@ def test_what_a_game_has_recorded_is_brought_here(call: Call, tmp_path: Path, mo
     assert call("gamecore", "fetch", "cli-7", "--out", tmp_path / "x").out.strip() == str(tmp_path / "x")
     assert (tmp_path / "x").read_text() == "none at all"
     none = call("gamecore", "fetch", "cli-7", "--video")
-    assert none.code == 1
+    assert none.code == 2
     assert "names no video in its result" in one_line(none)
     assert "cannot be written" in one_line(call("gamecore", "fetch", "cli-7", "--out", tmp_path / "no" / "x"))
 
