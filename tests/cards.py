@@ -143,7 +143,7 @@ def make_parcels() -> Parcels:
     return Parcels()
 
 
-def make_turns() -> Any:
+def make_turns(moves: int = 5) -> Any:
     """Two agents in turns: whoever moves gets a point, and the other one loses one."""
     from pettingzoo import AECEnv
 
@@ -179,7 +179,7 @@ def make_turns() -> Any:
             self._cumulative_rewards[mover] = 0.0
             self.rewards = {mover: 1.0, other: -1.0}
             self._moves += 1
-            if self._moves >= 5:
+            if self._moves >= moves:
                 self.terminations = dict.fromkeys(self.agents, True)
             self._accumulate_rewards()
             self.agent_selection = other

@@ -197,7 +197,7 @@ def battle(
     """Two players fight it out: `.win_rate` of `a` with `.interval`, `.sides`, `.heroes`, `.games`, as `ludus battle` shows them.
 
     Each is a run, a checkpoint, `RUN@VERSION`, what `ludus.train` or `ludus.load` returned, `http://host:port`, or `rule:hard`. `place`:
-    what else there is to say about where it is played: `env`, `camps`, `options`; of the server `token_file`, `advertise`, `parallel`, `limit_s`.
+    what else there is to say about where it is played: `env`, `camps`, `options`, `parallel`; of the server `token_file`, `advertise`, `limit_s`.
     """
     from ludus.experiment import battle as battles
     from ludus.experiment.battle_server import Place

@@ -31,6 +31,7 @@ from ludus.experiment.battle_terms import Keeping, Pairing, Terms, read_lineups,
 from ludus.experiment.contestants import Contestant, Named, Script, Served, Trained, contestant
 from ludus.experiment.exporting import export_checkpoint
 from ludus.experiment.serving import Source
+from ludus.game.gamecore import GamecoreClient, GameState
 from ludus.gamecore import home
 from ludus.gamecore.server import Running, running
 from ludus.gamecore.settings import Settings
@@ -410,6 +411,9 @@ result = pathlib.Path(os.environ["LUDUS_GAME_RESULT"])
 result.with_name("match.replay").write_text(f"replay {seed}")
 result.with_name("match.webm").write_text(f"film {seed}")
 told = {"winner": 0, "score": [seed % 1000, 0], "recording": "match.replay", "video": "match.webm"}
+if json.loads(pathlib.Path(os.environ["LUDUS_GAME_CONFIG"]).read_text())["options"]["alike"]:
+    told["recording"] = "replay.webm"
+    result.with_name("match.replay").rename(result.with_name("replay.webm"))
 result.write_text(json.dumps(told))
 """
 
@@ -427,7 +431,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
   mute: {command: [sh, -c, 'exit 0']}
 """
     (place / "filmed.py").write_text(FILMED)
-    crashing += f"  filmed: {{command: ['{{python}}', '{place / 'filmed.py'}']}}\n"
+    options = "{alike: {type: integer, minimum: 0, maximum: 1, default: 0}}"
+    crashing += f"  filmed: {{command: ['{{python}}', '{place / 'filmed.py'}'], options: {options}}}\n"
     (place / "games.yaml").write_text(block("yaml", "nim.py").rstrip() + crashing)
     with running(Settings(port=0, games=place / "games.yaml", state_dir=place / "state")) as started:
         yield started
@@ -470,12 +475,47 @@ def test_recordings_and_films_of_any_game_are_brought_here(server: Running, tmp_
     assert not result.notes
 
 
+def test_a_recording_and_a_film_of_one_ending_are_two_files(server: Running, tmp_path: Path) -> None:
+    place = Place(server.url, "filmed", options={"alike": 1})
+    result = battle(Script(""), Script(""), Terms(1), Keeping(tmp_path, films=1), place)
+    (game,) = result.games
+    assert Path(game.recording or "").read_text() == f"replay {game.seed}"
+    assert Path(game.video or "").read_text() == f"film {game.seed}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["game-0000-film.webm", "game-0000.webm"]
+
+
+def test_what_cannot_be_brought_costs_no_match(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(client: GamecoreClient, runtime_id: str, what: str) -> bytes:
+        raise Refused(404, "no_file", "gone")
+
+    monkeypatch.setattr(GamecoreClient, "kept", refused)
+    result = battle(Script(""), Script(""), Terms(3), Keeping(tmp_path, films=1), Place(server.url, "filmed"))
+    assert (result.total.games, result.notes) == (3, ("3 games have no recording: gone",))
+    monkeypatch.setattr(GamecoreClient, "kept", lambda client, runtime_id, what: b"nonsense")
+    pytest.importorskip("uvicorn")
+    with running(Settings(port=0, state_dir=tmp_path / "state")) as arena:
+        spoilt = battle(EASY, EASY, Terms(2, seconds=5), Keeping(tmp_path / "arena"), Place(arena.url))
+    assert spoilt.total.games == 2
+    assert any(note.startswith("2 games have no recording: ") for note in spoilt.notes)
+
+
 def test_a_game_that_keeps_nothing_is_told_in_a_note(server: Running, tmp_path: Path) -> None:
     result = battle(Script(""), Script(""), Terms(3), Keeping(tmp_path), Place(server.url, "crashing"))
-    assert any("crashing names none in its result" in note for note in result.notes)
+    assert any(note == "2 games have no recording: crashing names no recording in its result" for note in result.notes)
     moves = battle(Script(""), Script(""), Terms(1, mode="1v1"), Keeping(tmp_path, films=1), Place(server.url, "nim"))
     assert sum(json.loads(Path(moves.games[0].recording or "").read_text())) == 21
     assert any("names no video" in note for note in moves.notes)
+
+
+@pytest.mark.parametrize(
+    ("score", "lopsided"),
+    [([5, 2], 3.0), ([2.5, 5], 2.5), ([10**400, 0], 0), ("53", 0), ({"0": 5, "1": 300}, 0), ([True, 0], 0), ([1], 0), (None, 0)],
+)
+def test_a_score_is_two_numbers(score: Any, lopsided: float) -> None:
+    state = GameState("x", "finished", result={"winner": 0, "score": score, "heroes": [{"camp": 0, "gold": 10**400}]})
+    game = battle_server.judged(Played(0, 0, 1), state)
+    assert (game.winner, game.lopsided) == ("a", lopsided)
+    assert game.heroes[0].numbers == {}
 
 
 @pytest.mark.parametrize("name", ["../../lock", "/etc/hostname", "pipe", "link", "missing", "", 7, None, ".hidden", "big"])
@@ -486,9 +526,11 @@ def test_only_plain_files_of_the_game_itself_are_handed_out(name: Any, tmp_path:
     (tmp_path / ".hidden").write_text("x")
     (tmp_path / "big").write_bytes(bytes(101))
     (tmp_path / "small").write_bytes(bytes(100))
-    assert home.read_kept(tmp_path, {"recording": "small"}, "recording") == bytes(100)
+    file, size = home.open_kept(tmp_path, {"recording": "small"}, "recording")
+    with file:
+        assert (size, file.read()) == (100, bytes(100))
     with pytest.raises(Refused) as refused:
-        home.read_kept(tmp_path, {"recording": name}, "recording")
+        home.open_kept(tmp_path, {"recording": name}, "recording")
     assert refused.value.status == 404
 
 
@@ -566,6 +608,8 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
         battle(EASY, HARD, Terms(1), place=place)
     with pytest.raises(UsageError, match="--server"):
         battle(Script(""), Script(""), Terms(1), place=Place(game="nim"))
+    with pytest.raises(UsageError, match="--limit is for games of a server"):
+        battle(EASY, EASY, Terms(1), place=Place(limit_s=5.0))
     with pytest.raises(Unreachable, match=re.escape("127.0.0.1:9")):
         battle(Script(""), Script(""), Terms(1), place=Place("127.0.0.1:9"))
     with pytest.raises(Unreachable):

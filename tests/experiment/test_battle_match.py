@@ -407,6 +407,13 @@ def test_rewards_for_those_who_have_left_are_told() -> None:
     assert any(note.startswith("8 rewards came to agents who had left") for note in result.notes)
 
 
+def test_what_an_agent_is_given_that_never_acted_is_its_own() -> None:
+    """In turns, the first move ends the match: the second player has lost without a move, and no reward is nobody's."""
+    result = battle(named(0), named(1), Terms(4), place=Place(env="tests.cards:make_turns", options={"moves": 1}))
+    assert [game.winner for game in result.games] == ["a", "b", "a", "b"]
+    assert not result.notes
+
+
 def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
     policy = Names()
     policy.act = lambda observation, *more: Acted(  # type: ignore[method-assign]
@@ -426,6 +433,10 @@ def test_a_film_that_cannot_be_is_told_before_or_in_a_note(tmp_path: Path) -> No
     for speed in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(UsageError, match="times the speed"):
             Keeping(tmp_path, films=1, speed=speed)
+    (tmp_path / "game-0000.mp4").mkdir()
+    blocked = fought(named(0), named(1), games=1, keeping=Keeping(tmp_path, most=0, films=1))
+    assert blocked.won == 1
+    assert any("game 0 has no film" in note for note in blocked.notes)
     Cards.left = 17  # one to look at, sixteen to play, none for the film
     try:
         result = fought(named(0), named(1), games=20, keeping=Keeping(tmp_path / "late", most=0, films=1))

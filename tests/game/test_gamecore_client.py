@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import pickle
 import socket
 import threading
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ludus
@@ -142,6 +144,27 @@ def test_one_client_waits_for_several_games_at_once(client: GamecoreClient) -> N
         for name in names:
             client.stop_game(name, grace_s=0.5)
         assert [wait.result(30).runtime_id for wait in waits] == names
+
+
+def test_a_large_file_comes_whole_and_only_when_the_game_is_over(games: Path, server: Running, client: GamecoreClient) -> None:
+    client.start_game("kept-1", camp_config={"mode": "1v1"}, options={"behave": "go on"})
+    with pytest.raises(Refused, match="is not over, and has no recording yet"):
+        client.kept("kept-1", "recording")
+    client.stop_game("kept-1", grace_s=0)
+    client.start_game("kept-2", camp_config={"mode": "1v1"})
+    client.wait_game("kept-2", 30)
+    assert client.kept("kept-2", "recording") == b"none at all"
+    data = np.random.default_rng(0).bytes(3_000_001)
+    (game,) = [path for path in games.parent.rglob("moves.txt") if path.parent.name == "kept-2"]
+    game.write_bytes(data)
+    assert client.kept("kept-2", "recording") == data
+    game.write_bytes(b"")
+    assert client.kept("kept-2", "recording") == b""
+    head = http.client.HTTPConnection(server.host, server.port, timeout=20)
+    game.write_bytes(data)
+    head.request("HEAD", "/v1/games/kept-2/recording")
+    assert int(head.getresponse().headers["Content-Length"]) == len(data)
+    head.close()
 
 
 def test_games_are_listed_looked_at_and_forgotten(client: GamecoreClient) -> None:

@@ -176,6 +176,7 @@ def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None
         ("{", "cannot be read"),
         ("[]", "not a JSON object"),
         ('{"a": NaN}', "NaN"),
+        ('{"a": 1e999}', "1e999"),
         ("[" * 9000, "cannot be read"),
         (" " * 17_000, "larger than"),
     ):

@@ -392,6 +392,8 @@ class Tables:
                 lost += slot.rows
                 for table in [table for table in outcome.ended if self.slots[table.slot] is slot]:
                     outcome.ended.remove(table)
+                    self.counts["finished"] -= 1
+                    self.last_loss = why
                     self._count_lost(table, why)
                 if slot.table is not None:
                     self._lose(slot.table, why)

@@ -125,7 +125,15 @@ _Option = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
-_Parallel = Annotated[int, typer.Option(min=0, help="Matches at once; 0 = one for each core.", rich_help_panel=_SERVER)]
+_Parallel = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Matches at once. [default: one for each core; in this process 64 of the Arena, 16 of an environment]",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
+]
 _Limit = Annotated[
     float | None,
     typer.Option(min=1, metavar="S", help="A match that takes longer is ended.", show_default=False, rich_help_panel=_SERVER),

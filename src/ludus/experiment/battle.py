@@ -92,10 +92,7 @@ def _in_matches(pair: Pair, terms: Terms, place: Place, world: World, shelf: _Sh
         games.append(played if recording is None else shelf.put(played, recording))
         watch(games[-1])
 
-    given = {"--limit": place.limit_s, "--advertise": place.advertise, "--token-file": place.token_file}
-    for name, value in given.items():
-        if value is not None:
-            raise UsageError(f"{name} is for games of a server.", "Leave it out: an environment is played in this process.")
+    _refuse_what_servers_have(place)
     if shelf.films:
         world.check_pictures()
     with MatchStage(pair, world, terms, camps=place.camps, aside=shelf.aside, at_once=place.parallel or AT_ONCE) as stage:
@@ -103,12 +100,20 @@ def _in_matches(pair: Pair, terms: Terms, place: Place, world: World, shelf: _Sh
         return games, stage.about, stage.notes
 
 
-def _here(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -> Outcome:
-    from ludus.experiment.battle_arena import ArenaStage, Ended, every_for, pairings, size_for
+def _refuse_what_servers_have(place: Place) -> None:
+    given = {"--limit": place.limit_s, "--advertise": place.advertise, "--token-file": place.token_file}
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} is for games of a server.", "Leave it out: this is played in this process.")
 
+
+def _here(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Watch) -> Outcome:
+    from ludus.experiment.battle_arena import AT_ONCE, ArenaStage, Ended, every_for, pairings, size_for
+
+    _refuse_what_servers_have(place)
     size = size_for(terms, pair)
     every, notes = every_for(terms, pair)
-    stage = ArenaStage(pair, size, every, terms, records=shelf.records)
+    stage = ArenaStage(pair, size, every, terms, records=shelf.records, at_once=place.parallel or AT_ONCE)
     games: list[Played] = []
 
     def tell(ended: Ended) -> None:
@@ -178,8 +183,9 @@ class _Shelf:
             known = changed.get(game.number, game)
             try:
                 filmed = held[game.number][1].film(self._path(game), self._keeping.speed)
-            except LudusError as error:  # what was played is not lost for it
-                self.notes.append(f"game {game.number} has no film: {error.message}")
+            except (LudusError, OSError) as error:  # what was played is not lost for it
+                why = error.message if isinstance(error, LudusError) else str(error)
+                self.notes.append(f"game {game.number} has no film: {why}")
                 continue
             changed[game.number] = replace(known, video=str(filmed))
         return [changed.get(game.number, game) for game in games]

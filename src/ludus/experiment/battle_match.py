@@ -72,7 +72,7 @@ class World:
             match.reset(0)
             check_rgb(match.render(), self.name)
         finally:
-            match.close()
+            _closed(match)
 
 
 def world_of(pair: Sequence[Contestant], name: str | None, options: Mapping[str, Any]) -> tuple[World | None, list[str]]:
@@ -82,7 +82,7 @@ def world_of(pair: Sequence[Contestant], name: str | None, options: Mapping[str,
     if not known and name is None:
         return None, []
     chosen = name or known[0].env
-    first: Trained | None = next((one for one in known if one.env == chosen), known[0] if known else None)
+    first = next((one for one in known if one.env == chosen), None)
     notes = [f"{one.label} was trained in {one.env}" for one in known if one.env != chosen]
     config, wrappers = _made_with(first)
     for one in known:
@@ -97,6 +97,11 @@ def _made_with(one: Trained | None) -> tuple[dict[str, Any], Named]:
     """env_config and wrappers of its training."""
     settings: Mapping[str, Any] = {} if one is None else one.settings
     return dict(settings.get("env_config") or {}), settings.get("wrappers") or ()
+
+
+def _closed(match: Match) -> None:
+    with contextlib.suppress(Exception):  # one that is broken may not even close
+        match.close()
 
 
 def _mapping(one: Trained) -> Any:
@@ -197,7 +202,7 @@ class MatchRecording:
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
-            match.close()
+            _closed(match)
         return path
 
     def drop(self) -> None:
@@ -218,6 +223,9 @@ class _Table:
         self.decisions: dict[str, int] = {}
         self.actions: list[Mapping[str, Any]] = []
         self.course = _Course(0)
+        self.acted: set[str] = set()
+        self.given = 0
+        """Rewards of agents who left without having acted: they are theirs, in all matches so far."""
         self.steps = 0
         self.paper = contextlib.ExitStack()
         self.ledger: Ledger | None = None
@@ -225,6 +233,7 @@ class _Table:
 
     def begin(self, pairing: Pairing, agents: Sequence[str], aside: Path | None) -> None:
         self.pairing, self.steps, self.actions = pairing, 0, []
+        self.acted.clear()
         self.course = _Course(pairing.a_camp)
         self.earned, self.decisions = dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0)
         if aside is not None:
@@ -238,6 +247,10 @@ class _Table:
             self.earned[agent] += reward
         for agent in actions:
             self.decisions[agent] += 1
+        self.acted.update(actions)
+        for left in moved.leaving:
+            self.given += left.agent not in self.acted and left.reward != 0
+            self.acted.discard(left.agent)
         if self.ledger is not None:
             self.ledger.note(step)
             self.actions.append(actions)
@@ -333,26 +346,27 @@ class MatchStage:
                 f"of {played} matches only {different} went different ways, so the interval says too little: where nothing is left to "
                 "chance, --explore draws the actions"
             )
-        if late := self._late + sum(match.late_rewards for match in self._copies):
-            self.notes.append(f"{late} rewards came to agents who had left or had not acted yet; they are counted for nobody")
+        late = self._late + sum(match.late_rewards for match in self._copies) - sum(table.given for table in self._tables)
+        if late > 0:
+            self.notes.append(f"{late} rewards came to agents who had left or had not come yet; they are counted for nobody")
 
     def _renewed(self, table: _Table) -> bool:
         """Whether its environment could be made anew."""
-        self._late += self._copies[table.number].late_rewards
+        late = self._copies[table.number].late_rewards
         for _ in range(_TRIES):
             try:
                 self._copies.renew(table.number)
             except EnvironmentFault as fault:
                 self._broken = first_words(fault)
             else:
+                self._late += late
                 return True
         log.warning("One of the environments cannot be made anew, and plays no further match: %s", self._broken)
         return False
 
     def _close_copies(self) -> None:
         for match in self._copies:
-            with contextlib.suppress(Exception):  # one that is broken may not even close
-                match.close()
+            _closed(match)
 
     def _begin(self, table: _Table, waiting: Iterator[Pairing], tell: Tell) -> None:
         for pairing in waiting:

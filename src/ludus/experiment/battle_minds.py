@@ -4,6 +4,7 @@ all matches at once."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from ludus.model.acting import Acts, State
 from ludus.serve.service import Fixed
 from ludus.tree import Array, Tree, map_tree
 from ludus.types import Bools
+
+log = logging.getLogger(__name__)
 
 AT_RANDOM: Final = "random"
 _REACH_S: Final = 5.0
@@ -266,9 +269,14 @@ class Called:
 
     def _close(self, key: tuple[int, str], words: Mapping[str, Any]) -> None:
         name = self._open.pop(key, None)
-        if name is not None and not self._gone:
-            with contextlib.suppress(LudusError):  # a session that is not ended is forgotten there after a while
-                self._client.end(name, encode(words, "msgpack") if words else b"")
+        if name is None or self._gone:
+            return
+        try:
+            self._client.end(name, encode(words, "msgpack") if words else b"")
+        except Unreachable as error:
+            self._gone, self._waited = first_words(error), False
+        except LudusError:
+            log.debug("a session did not end; it is forgotten there after a while", exc_info=True)
 
     def close(self) -> None:
         for key in list(self._open):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -49,6 +50,7 @@ _SHORT: Final = 300
 """Characters of a complaint that are shown."""
 _FIRST: Final = "hero_0"
 """The seat of the first hero, where the Arena begins a session for a whole camp."""
+_LARGEST: Final = 1e100
 _ENDING: Final = 16
 """Characters of a file's ending."""
 _UNCOUNTED: Final = frozenset({"camp", "hero_id", "asked"})
@@ -60,7 +62,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Place:
     """`server`: host:port or URL of a gamecore server; None: a private one, if one is needed. `advertise`: by what name or address its
-    games reach this machine; else LUDUS_ADVERTISE, else the one that it has towards the server. `parallel`: matches at once; 0: as many as there are cores here. `options`: of the game.
+    games reach this machine; else LUDUS_ADVERTISE, else the one that it has towards the server. `parallel`: matches at once; 0: as many as there are cores here, in this process 64 or 16. `options`: of the game.
 
     `env`: an environment with several agents instead of a server's game; None: that of whoever was trained in one. `camps`: who
     plays with whom in it, "red_*/blue_*"."""
@@ -90,17 +92,22 @@ class Place:
 class Left:
     """Files that a game has left of itself."""
 
-    game: str
     recording: Path | None
     video: Path | None
+    why: str = ""
+    """There is no video."""
 
     def write(self, path: Path) -> Path | None:
-        return None if self.recording is None else _copied(self.recording, path)
+        return None if self.recording is None else _copied(self.recording, path.with_suffix(self.recording.suffix))
 
     def film(self, path: Path, speed: float | None) -> Path:
+        """As the game has made it, whatever `speed` says."""
         if self.video is None:
-            raise UsageError(f"{self.game} names no video in its result.")
-        return _copied(self.video, path)
+            raise UsageError(self.why)
+        alike = self.recording is not None and self.recording.suffix == self.video.suffix
+        return _copied(
+            self.video, path.with_name(f"{path.name}-film{self.video.suffix}") if alike else path.with_suffix(self.video.suffix)
+        )
 
     def drop(self) -> None:
         for file in (self.recording, self.video):
@@ -109,9 +116,14 @@ class Left:
 
 
 def _copied(file: Path, path: Path) -> Path:
-    target = path.with_suffix(file.suffix)
-    shutil.copyfile(file, target)
-    return target
+    """Whole, or not at all."""
+    aside = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
+    try:
+        shutil.copyfile(file, aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
 
 
 # -- policies behind an address -----------------------------------------------------------------------------------------
@@ -178,7 +190,7 @@ class ServerStage:
         """`aside`: where files of the games wait for whoever wants them; None: nobody does. `films`: also what the games have filmed."""
         self._contestants, self._terms, self._place, self._aside, self._films = contestants, terms, place, aside, films
         self._kept: dict[int, Recorded] = {}
-        self._unkept: list[str] = []  # why games have left nothing
+        self._unkept: dict[int, str] = {}  # why games have left no recording
         self._stack = contextlib.ExitStack()
         self._gone = threading.Event()
         self._running: set[str] = set()
@@ -329,7 +341,8 @@ class ServerStage:
                 played = done.result()
                 yield played, self._kept.pop(played.number, None)
             if self._aside is not None and self._unkept:
-                self.notes.append(f"{len(self._unkept)} games have no recording: {self._unkept[0]}")
+                number, (why, *_) = len(self._unkept), self._unkept.values()
+                self.notes.append(f"{number} game{'s have' if number > 1 else ' has'} no recording: {why}")
         finally:
             self._gone.set()
             self._stop_all()
@@ -398,27 +411,42 @@ class ServerStage:
         return tuple(tuple(HEROES[row_of(hero)].id for hero in camp) for camp in pairing.heroes)
 
     def _keep(self, name: str, played: Played, state: GameState) -> None:
-        """What the game has left of itself and names in its result; called by threads."""
-        assert self._aside is not None
+        """What the game has left of itself and names in its result; called by threads. A match is not lost for it."""
         result = state.result if isinstance(state.result, Mapping) else {}
-        found: dict[str, Path] = {}
         wanted: tuple[Literal["recording", "video"], ...] = ("recording", "video") if self._films else ("recording",)
+        found: dict[str, Path] = {}
+        why: dict[str, str] = {}
         for what in wanted:
-            named = result.get(what)
-            if isinstance(named, str):
-                try:
-                    data = self._client.kept(name, what)
-                except LudusError as error:
-                    self._unkept.append(_first(error))
-                else:
-                    found[what] = self._aside / f"{played.number}-{what}{Path(named).suffix[:_ENDING]}"
-                    found[what].write_bytes(data)
-        if self._is_arena and "recording" in found:
-            self._kept[played.number] = self._of_arena(found["recording"], played)
-        elif found:
-            self._kept[played.number] = Left(self._game, found.get("recording"), found.get("video"))
-        elif not self._unkept:
-            self._unkept.append(f"{self._game} names none in its result")
+            try:
+                found[what] = self._brought(name, played, what, result.get(what))
+            except (LudusError, OSError) as error:
+                why[what] = _first(error) if isinstance(error, LudusError) else str(error)
+        try:
+            if self._is_arena and "recording" in found:
+                self._kept[played.number] = self._of_arena(found["recording"], played)
+            elif found:
+                self._kept[played.number] = Left(found.get("recording"), found.get("video"), why.get("video", ""))
+        except (LudusError, OSError) as error:
+            why["recording"] = _first(error) if isinstance(error, LudusError) else str(error)
+        if "recording" in why:
+            self._unkept[played.number] = why["recording"]
+
+    def _brought(self, name: str, played: Played, what: Literal["recording", "video"], named: Any) -> Path:
+        assert self._aside is not None
+        if not isinstance(named, str):
+            raise UsageError(f"{self._game} names no {what} in its result")
+        until = time.monotonic() + _FULL_S
+        while True:
+            try:
+                data = self._client.kept(name, what)
+                break
+            except Refused as error:
+                if error.status not in _LATER or time.monotonic() > until or self._gone.wait(_PAUSE_S):
+                    raise
+        ending = re.sub(r"[^.A-Za-z0-9]", "", Path(named).suffix)[:_ENDING]
+        path = self._aside / f"{played.number}-{what}{ending}"
+        path.write_bytes(data)
+        return path
 
     def _of_arena(self, path: Path, played: Played) -> Recorded:
         from ludus.experiment.battle_arena import ArenaRecording
@@ -510,24 +538,25 @@ def _heroes(given: Any, a_camp: int) -> tuple[Hero, ...]:
         Hero(
             who_of(hero["camp"], a_camp),
             str(hero.get("name", hero.get("hero_id", "")))[:80],
-            {
-                key: value
-                for key, value in hero.items()
-                if key not in _UNCOUNTED and isinstance(value, int | float) and not isinstance(value, bool)
-            },
+            {key: value for key, value in hero.items() if key not in _UNCOUNTED and _is_number(value)},
         )
         for hero in given
     )
 
 
 def _lopsided(result: Mapping[str, Any]) -> float:
-    """Of a game that tells what is left of the camps' buildings, and the gold of their heroes; of one that tells their `score`, the
-    difference; 0 for any other."""
-    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+    """Of a game that tells what is left of the camps' buildings, and the gold of their heroes; of one that tells their `score`, two
+    numbers, the difference; 0 for any other."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         gold = [float(sum(hero["gold"] for hero in result["heroes"] if hero["camp"] == camp)) for camp in (0, 1)]
         blue, red = (sum(camp.values()) / len(camp) for camp in result["buildings"])
         return lopsided((blue, red), gold)
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        blue, red = (float(score) for score in result["score"])
-        return abs(blue - red)
+    score = result.get("score")
+    if isinstance(score, list) and len(score) == 2 and all(map(_is_number, score)):
+        return abs(float(score[0]) - float(score[1]))
     return 0.0
+
+
+def _is_number(value: Any) -> bool:
+    """One that can be reckoned with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ludus import pids
 from ludus.errors import Refused, WorkerFailed
@@ -28,7 +28,7 @@ from ludus.gamecore.launch import launch, uses_wine
 from ludus.gamecore.match import GONE_S, Match
 from ludus.gamecore.order import Order, shown
 from ludus.gamecore.starters import Starters
-from ludus.gamecore.status import State, Status, Verdict, verdict
+from ludus.gamecore.status import ALIVE, State, Status, Verdict, verdict
 from ludus.gamecore.tasks import Tasks
 from ludus.gamecore.usage import Usage
 
@@ -203,10 +203,16 @@ class Hall:
         self.status(runtime_id)
         return await self._in(self._disk, homes.last_lines, self.home.place(runtime_id).log, lines)
 
-    async def kept(self, runtime_id: str, what: str) -> bytes:
-        """What a game calls its `recording`, or its `video`. Raises Refused."""
-        result = self.status(runtime_id).get("result")
-        return await self._in(self._disk, homes.read_kept, self.home.place(runtime_id).directory, result, what)
+    async def kept(self, runtime_id: str, what: str) -> tuple[BinaryIO, int]:
+        """What a game calls its `recording`, or its `video`, and its size. Raises Refused."""
+        status = self.status(runtime_id)
+        if status["state"] in ALIVE:
+            raise Refused(409, "conflict", f"Game {runtime_id} is not over, and has no {what} yet.", "Wait for its end.")
+        return await self._in(self._disk, homes.open_kept, self.home.place(runtime_id).directory, status.get("result"), what)
+
+    async def read(self, file: BinaryIO, size: int) -> bytes:
+        """The next part of a file, without holding up the games."""
+        return await self._in(self._disk, file.read, size)
 
     async def offered(self) -> dict[str, Any]:
         """What can be asked for; not how it is started."""

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -15,7 +16,7 @@ import stat
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ludus import logfile, pids
 from ludus.errors import Refused, UsageError
@@ -239,7 +240,7 @@ class Home:
 def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
     """What a game wrote as its result, and what is wrong with it."""
     try:
-        data = json.loads(_read(path, MAX_RESULT), parse_constant=_not_finite)
+        data = json.loads(_read(path, MAX_RESULT), parse_constant=_not_finite, parse_float=_finite)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
@@ -247,19 +248,24 @@ def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
     return (data, "") if isinstance(data, dict) else (None, "Its result is not a JSON object.")
 
 
-def read_kept(directory: Path, result: object, what: str) -> bytes:
-    """A file that a game has left in its directory and names in its result, as its `recording` or its `video`. Raises Refused."""
+def open_kept(directory: Path, result: object, what: str) -> tuple[BinaryIO, int]:
+    """A file that a game has left in its directory and names in its result, as its `recording` or its `video`; and its size. Raises Refused."""
     name = result.get(what) if isinstance(result, dict) else None
     if not isinstance(name, str) or _KEPT.fullmatch(name) is None:
         raise Refused(
             404, "no_file", f"The game names no {what} in its result.", f'{{"{what}": "FILE"}}: a file in its directory.'
         )
     try:
-        return _read(directory / name, MAX_KEPT)
+        file = _opened(directory / name)
     except FileNotFoundError:
-        raise Refused(404, "no_file", f"The game has left no {name}.", "Is it still being written?") from None
-    except (OSError, ValueError) as error:
-        raise Refused(404, "no_file", f"{name} cannot be read: {error}.") from None
+        raise Refused(404, "no_file", f"The game has left no {name}.", "It is to be there before the result.") from None
+    except OSError as error:
+        raise Refused(404, "no_file", f"{name} cannot be read: {error.strerror or error}.") from None
+    size = os.fstat(file.fileno()).st_size
+    if size > MAX_KEPT:
+        file.close()
+        raise Refused(404, "no_file", f"{name} is larger than {MAX_KEPT:,} bytes.")
+    return file, size
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
@@ -289,16 +295,27 @@ def write_private(path: Path, data: bytes) -> None:
         raise
 
 
-def _read(path: Path, most: int) -> bytes:
-    """Of a plain file: one that a game made into a pipe or a link elsewhere is none."""
+def _opened(path: Path) -> BinaryIO:
+    """A plain file: one that a game made into a pipe or a link elsewhere is none."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path.name} is not a plain file")
+    file = open(handle, "rb")  # noqa: SIM115  # whoever asked closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path.name} is not a plain file")
+    return file
+
+
+def _read(path: Path, most: int) -> bytes:
+    with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it is larger than {most:,} bytes")
     return data
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    return value if math.isfinite(value) else _not_finite(word)
 
 
 def _not_finite(word: str) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ludus.errors import Refused
 from ludus.gamecore import numbers, v2
@@ -23,6 +25,33 @@ from ludus.gamecore.status import STATES
 MAX_WAIT_S, MAX_GRACE_S = 60.0, 600.0
 MAX_LINES = 10_000
 KEPT = ("recording", "video")
+DOWNLOADS = 8
+"""Files that are handed out at once; others wait."""
+_CHUNK = 1 << 18
+
+
+class _File(Response):
+    """A file, part by part: neither a large one nor a slow reader takes much of the server's memory."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, hall: Hall, file: BinaryIO, size: int, turn: asyncio.Semaphore) -> None:
+        super().__init__(headers={"Content-Length": str(size)})
+        self._hall, self._file, self._size, self._turn = hall, file, size, turn
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            left = self._size if scope["method"] != "HEAD" else 0
+            async with self._turn:
+                while left:
+                    part = await self._hall.read(self._file, min(left, _CHUNK))
+                    if not part:
+                        raise OSError("a file that is handed out has become shorter")
+                    left -= len(part)
+                    await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+            if not self._size or scope["method"] == "HEAD":
+                await send({"type": "http.response.body", "body": b""})
 
 
 def application(hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> Starlette:
@@ -52,6 +81,7 @@ def application(hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> S
 class Pages:
     def __init__(self, hall: Hall, limits: HttpLimits, replies: Mapping[int, int]) -> None:
         self._hall, self._limits, self._replies = hall, limits, replies
+        self._downloads = asyncio.Semaphore(DOWNLOADS)
 
     async def health(self, request: Request) -> Response:
         said = {"status": "closing" if self._hall.is_closing else "ok"}
@@ -92,7 +122,7 @@ class Pages:
 
     def kept(self, what: str) -> Callable[[Request], Awaitable[Response]]:
         async def page(request: Request) -> Response:
-            return Response(await self._hall.kept(_id(request), what), media_type="application/octet-stream")
+            return _File(self._hall, *await self._hall.kept(_id(request), what), self._downloads)
 
         return page
 
