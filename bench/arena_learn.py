@@ -105,7 +105,8 @@ def page(mode: str, rows: list[Row], head: Row) -> str:
         ]
         curves += ["|---:|---:|---:|---:|---:|"]
         for point in row["curve"]:
-            shares = (f"{100 * point.get(f'match/win/{who}', float('nan')):.0f} %" for who in OPPONENTS)
+            found = [point.get(f"match/win/{who}") for who in OPPONENTS]
+            shares = ("–" if share is None else f"{100 * share:.0f} %" for share in found)
             curves.append(f"| {point['time_s']:.0f} | {point['timesteps']:,.0f} | {' | '.join(shares)} |")
     return (
         f"# Learning the Arena, {mode}\n\n{head['date']}, commit {head['commit']}, {head['cpu']}\n\n"
