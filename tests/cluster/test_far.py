@@ -166,6 +166,21 @@ def test_processes_are_counted_as_in_the_whole_job_and_ours_are_not_shown(tmp_pa
     assert Part.of(asked.text()) == asked
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_whoever_reads_logs_and_leaves_has_kept_nothing_by_it(tmp_path: Path, follow: bool) -> None:
+    """However soon the connection ends after the last line: the part was never kept, and ends with it."""
+    beat = tmp_path / "beat"
+    with talking(tmp_path / "state") as session:
+        session.ask("submit", part=part(Role("main", ("sh", "-c", BEATING, str(beat)))).text(), token=TOKEN)
+        until(beat.exists)
+        assert session.process.stdin is not None
+        session.process.stdin.write(json.dumps({"verb": "logs", "job": "trial-1", "node": 0, "follow": follow}) + "\n")
+        session.process.stdin.close()
+        session.process.wait(_WAIT_S)
+    assert is_still(beat)
+    assert not list((tmp_path / "state" / "parts").glob("*"))
+
+
 def test_a_reader_that_leaves_is_not_written_to_for_ever(tmp_path: Path) -> None:
     with talking(tmp_path / "state") as session:
         session.ask("submit", part=part(Role("main", ("sleep", "600"))).text(), token=TOKEN)

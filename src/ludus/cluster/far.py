@@ -119,12 +119,13 @@ class PartStatus:
 
 
 class Desk:
-    """The parts of this machine. For one connection, and one thread."""
+    """The parts of this machine. For one connection, and one thread; any may `abandon`."""
 
     def __init__(self, home: Path | None = None) -> None:
         self._home = home or record.state_home()
         self._unkept: dict[tuple[str, int], tuple[str, bool]] = {}
         """The id of its local job, and whether it is its first."""
+        self._leaving = threading.Lock()
         self._verbs: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "ports": self._ports, "submit": self._submit, "keep": self._keep, "status": self._status, "cancel": self._cancel,
             "token": self._told, "forget": self._forget, "list": self._list,
@@ -162,16 +163,17 @@ class Desk:
                 yield names[name], text
 
     def abandon(self) -> None:
-        """End what was not kept, and leave nothing of it."""
-        for (job, node), (found, first) in self._unkept.items():
-            place = self._place(job, node)
-            orchestrator = LocalOrchestrator(place)
-            with contextlib.suppress(LudusError):
-                orchestrator.cancel(found, at_once=True)
-                wait(orchestrator, found, _END_S)
-                if first:
-                    shutil.rmtree(place, ignore_errors=True)
-        self._unkept.clear()
+        """End what was not kept, and leave nothing of it. When it returns that is done, whoever began it."""
+        with self._leaving:
+            for (job, node), (found, first) in self._unkept.items():
+                place = self._place(job, node)
+                orchestrator = LocalOrchestrator(place)
+                with contextlib.suppress(LudusError):
+                    orchestrator.cancel(found, at_once=True)
+                    wait(orchestrator, found, _END_S)
+                    if first:
+                        shutil.rmtree(place, ignore_errors=True)
+            self._unkept.clear()
 
     # -- what may be asked
 
@@ -385,6 +387,7 @@ def _stream(desk: Desk, request: Mapping[str, Any]) -> None:
     def leave_with_reader() -> None:
         while os.read(0, 1 << 16):
             pass
+        desk.abandon()  # the other thread may be about to, and would be cut off in the middle of it
         os._exit(0)
 
     threading.Thread(target=leave_with_reader, daemon=True).start()
