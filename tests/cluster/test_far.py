@@ -159,9 +159,8 @@ def test_processes_are_counted_as_in_the_whole_job_and_ours_are_not_shown(tmp_pa
         session.ask("submit", part=asked.text(), token=TOKEN)
         until(lambda: said.exists() and len(said.read_text().splitlines()) == 3)
         assert sorted(said.read_text().splitlines()) == ["1 a 'b'", "12 a 'b'", "4 a 'b'"]
-        assert [(p["role"], p["index"], p["state"]) for p in state_of(session)["processes"]] == [
-            ("worker", 1, "running"), ("worker", 4, "running"), ("worker", 12, "running"),
-        ]  # fmt: skip
+        shown = [("worker", 1, "running"), ("worker", 4, "running"), ("worker", 12, "running")]
+        until(lambda: [(p["role"], p["index"], p["state"]) for p in state_of(session)["processes"]] == shown)
         assert session.ask("logs", job="trial-1", node=0) == {"ok": {}}
     assert Part.of(asked.text()) == asked
 
