@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests.gamecore.callers import until
 from tests.system.hosts import SHARED, up
-
-LIMIT_S = 60.0
 
 SERVER = """
     import http.server, pathlib, sys, time
@@ -67,16 +64,9 @@ def test_a_machine_that_is_gone_is_noticed(tmp_path: Path) -> None:
         for case in ("waiting", "unheard"):
             said = stack.enter_context((tmp_path / case).open("wb"))
             asking.append(hosts.run(1, [sys.executable, SHARED / "client.py", hosts.address(0), SHARED, case], output=said))
-        until(lambda: (tmp_path / "asked").exists() and (tmp_path / "ready-unheard").exists())
+        until(lambda: (tmp_path / "asked").exists() and (tmp_path / "ready-unheard").exists(), "both connections", 60.0)
         hosts.cut(0)
         (tmp_path / "cut").touch()
         assert [one.wait(60) for one in asking] == [0, 0]
         for case in ("waiting", "unheard"):  # noticed by the connection; then it was tried once more to connect
             assert (tmp_path / case).read_text() == f"{hosts.address(0)}:8000 did not answer within 1 s.\n"
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import gymnasium as gym
 
 from ludus.errors import LudusError, MissingExtra, StoreError, UsageError
-from ludus.experiment.battle_result import BattleResult, Played, Recorded, most_lopsided, one_sided
+from ludus.experiment.battle_result import BattleResult, Played, Recorded, most_lopsided, one_sided, why
 from ludus.experiment.battle_server import ARENA, Place, ServerStage
 from ludus.experiment.battle_terms import Keeping, Terms
 from ludus.experiment.contestants import Contestant, Served, Trained
@@ -184,8 +184,7 @@ class _Shelf:
             try:
                 filmed = held[game.number][1].film(self._path(game), self._keeping.speed)
             except (LudusError, OSError) as error:  # what was played is not lost for it
-                why = error.message if isinstance(error, LudusError) else str(error)
-                self.notes.append(f"game {game.number} has no film: {why}")
+                self.notes.append(f"game {game.number} has no film: {why(error)}")
                 continue
             changed[game.number] = replace(known, video=str(filmed))
         return [changed.get(game.number, game) for game in games]

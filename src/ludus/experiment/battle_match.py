@@ -28,10 +28,10 @@ from ludus import spaces
 from ludus.actor.evaluate import longest_episode
 from ludus.actor.multi import Copies, Step, step_of
 from ludus.errors import EnvironmentFault, UsageError
-from ludus.experiment.battle_minds import Asked, Lost, Mind, first_words, mind_of
-from ludus.experiment.battle_result import SIDES, Hero, Played, Who, who_of
+from ludus.experiment.battle_minds import Asked, Lost, Mind, mind_of
+from ludus.experiment.battle_result import SIDES, WHO, Hero, Played, Who, who_of, why
 from ludus.experiment.battle_terms import Pairing, Terms, noise_seed, schedule
-from ludus.experiment.contestants import Contestant, Trained
+from ludus.experiment.contestants import Contestant, Trained, agents_of
 from ludus.experiment.steps import Ledger, Part, StepLog
 from ludus.experiment.video import check_rgb, frame_rate
 from ludus.game.agents import AgentSpaces, Match, Moved, make_match
@@ -78,18 +78,16 @@ class World:
 def world_of(pair: Sequence[Contestant], name: str | None, options: Mapping[str, Any]) -> tuple[World | None, list[str]]:
     """The environment that is played: the one that is named, else that of whoever was trained with several agents; and what is to be
     said about it. None: neither. `options` go before what the training had."""
-    known = [one for one in pair if isinstance(one, Trained) and isinstance(_mapping(one), Mapping)]
+    known = [one for one in pair if isinstance(one, Trained) and agents_of(one.settings)]
     if not known and name is None:
         return None, []
     chosen = name or known[0].env
     first = next((one for one in known if one.env == chosen), None)
     notes = [f"{one.label} was trained in {one.env}" for one in known if one.env != chosen]
-    config, wrappers = _made_with(first)
-    for one in known:
-        if one is not first and one.env == chosen and _made_with(one) != (config, wrappers):
-            notes.append(
-                f"{one.label} was trained in {chosen} with other settings than {first.label if first else ''}, which hold here"
-            )
+    settings = _made_with(first)
+    others = [one for one in known if one.env == chosen and _made_with(one) != settings]
+    notes += [f"{one.label} was trained in {chosen} with other settings than those that hold here" for one in others]
+    config, wrappers = settings
     return World(chosen, {**config, **options}, wrappers), notes
 
 
@@ -102,10 +100,6 @@ def _made_with(one: Trained | None) -> tuple[dict[str, Any], Named]:
 def _closed(match: Match) -> None:
     with contextlib.suppress(Exception):  # one that is broken may not even close
         match.close()
-
-
-def _mapping(one: Trained) -> Any:
-    return (one.settings.get("multiagent") or {}).get("policy_mapping")
 
 
 def camps_of(agents: Sequence[str], said: str | None, env: str) -> Camps:
@@ -174,9 +168,9 @@ class MatchRecording:
 
     def write(self, path: Path) -> Path:
         path = path.with_suffix(".npz")
-        with StepLog(path, save_info=False) as log:
-            log.extend(self.steps)
-            log.write()
+        with StepLog(path, save_info=False) as steps:
+            steps.extend(self.steps)
+            steps.write()
         return path
 
     def film(self, path: Path, speed: float | None) -> Path:
@@ -279,7 +273,7 @@ class MatchStage:
     ) -> None:
         """`aside`: where steps of the matches are written; None: nowhere. Raises UsageError, IncompatibleCheckpoint, Unreachable."""
         _refuse(terms)
-        self._terms, self._world, self._aside = terms, world, aside
+        self._world, self._aside = world, aside
         self._limit = longest_episode(world.name)
         self.notes: list[str] = []
         self._stack = contextlib.ExitStack()
@@ -292,12 +286,12 @@ class MatchStage:
             self._copies.extend(world.make() for _ in range(places - 1))
             self.camps = camps_of(list(agents), camps, world.name)
             self._minds: dict[Who, Mind] = {}
-            for who, one in zip(("a", "b"), pair, strict=True):
-                sides = {pairing.a_camp if who == "a" else 1 - pairing.a_camp for pairing in self._queue}
+            for who, one in zip(WHO, pair, strict=True):
+                sides = {camp for camp in (0, 1) for pairing in self._queue if who_of(camp, pairing.a_camp) == who}
                 own = {agent: agents[agent] for side in sorted(sides) for agent in self.camps[side]}
                 mind = mind_of(one, own, world.name, places, terms.deterministic)
                 self._stack.callback(mind.close)
-                self._minds["a" if who == "a" else "b"] = mind
+                self._minds[who] = mind
         except BaseException:
             self._stack.close()
             raise
@@ -357,7 +351,7 @@ class MatchStage:
             try:
                 self._copies.renew(table.number)
             except EnvironmentFault as fault:
-                self._broken = first_words(fault)
+                self._broken = why(fault)
             else:
                 self._late += late
                 return True
@@ -374,13 +368,13 @@ class MatchStage:
             try:
                 table.moved = self._copies[table.number].reset(pairing.seed)
             except EnvironmentFault as fault:
-                self._fail(table, first_words(fault), tell)
+                self._fail(table, why(fault), tell)
                 if not self._renewed(table):
                     return
                 continue
             if not table.moved.over:
                 for who, mind in self._minds.items():
-                    mind.begin(table.number, noise_seed(pairing.seed, int(who == "b")))
+                    mind.begin(table.number, noise_seed(pairing.seed, WHO.index(who)))
                 return
             self._fail(table, f"{self._world.name} is over before anybody has acted", tell)
 
@@ -404,7 +398,7 @@ class MatchStage:
             try:
                 table.note(actions, self._copies[table.number].step(actions))
             except EnvironmentFault as fault:
-                self._fail(table, first_words(fault), tell)
+                self._fail(table, why(fault), tell)
                 if not self._renewed(table):
                     return
             else:

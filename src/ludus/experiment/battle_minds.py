@@ -18,6 +18,7 @@ import torch
 from ludus import spaces
 from ludus.actor.multi import Minds, plain_action
 from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
+from ludus.experiment.battle_result import SHORT, why
 from ludus.experiment.contestants import RULE, Contestant, Script, Served
 from ludus.game.agents import AgentSpaces, Leaving, at_random
 from ludus.game.bodies import ONLY_SEAT, decode, encode, seats_from
@@ -34,7 +35,6 @@ _REACH_S: Final = 5.0
 _ANSWER_S: Final = 30.0
 _AWAY_S: Final = 60.0
 _PAUSE_S: Final = 0.5
-_SHORT: Final = 300
 
 
 class Asked(NamedTuple):
@@ -133,7 +133,7 @@ class Policies:
             made = self._minds.decide(self._models[asked[0].agent], told, np.concatenate(drawn) if drawn else None)
         except EnvironmentFault as fault:  # it answers what is no number: whom?
             if len(asked) == 1:
-                return [Lost(first_words(fault))]
+                return [Lost(why(fault))]
             return [action for one, own in zip(asked, noise, strict=True) for action in self._decided([one], [own])]
         for one, decision in zip(asked, made, strict=True):
             self._states[one.match, one.agent] = decision.state
@@ -158,9 +158,8 @@ class Called:
     """Somebody who answers games at an address: a session for each match, or one for each agent where there are no seats."""
 
     def __init__(self, one: Served, agents: Mapping[str, AgentSpaces]) -> None:
-        with contextlib.closing(Client(one.url, one.token, _REACH_S, 0)) as client:
-            spec = client.spec()
         self._served, self._url = one, one.url
+        spec = self._spec()
         self._seated = "seats" in spec
         self._check(spec, agents)
         self._client = Client(one.url, one.token, _ANSWER_S)
@@ -171,6 +170,11 @@ class Called:
         self._parting: dict[tuple[int, str], dict[str, Any]] = {}  # what those who have left are yet to be told
         self._gone = ""
         self._waited = False
+
+    def _spec(self) -> dict[str, Any]:
+        """Told soon, or not at all. Raises Unreachable, Refused."""
+        with Client(self._url, self._served.token, _REACH_S, 0) as client:
+            return client.spec()
 
     def _check(self, spec: Mapping[str, Any], agents: Mapping[str, AgentSpaces]) -> None:
         """As far as it says what it plays."""
@@ -192,11 +196,8 @@ class Called:
         """Somebody who is started anew is back within a minute; one who is not, is gone for good."""
         until = time.monotonic() + _AWAY_S
         while self._gone and time.monotonic() < until:
-            with (
-                contextlib.suppress(LudusError),
-                contextlib.closing(Client(self._url, self._served.token, _REACH_S, 0)) as client,
-            ):
-                client.spec()
+            with contextlib.suppress(LudusError):
+                self._spec()
                 self._gone = ""
                 return
             time.sleep(_PAUSE_S)
@@ -230,12 +231,12 @@ class Called:
             self._acted.update((one.match, one.agent) for one in asked)
             return [plain_action(self._fit[one.agent](given[one.agent])) for one in asked]
         except Unreachable as error:
-            self._gone, self._waited = first_words(error), False
+            self._gone, self._waited = why(error), False
             return [Lost(self._gone)] * len(asked)
         except LudusError as error:
-            return [Lost(first_words(error))] * len(asked)
+            return [Lost(why(error))] * len(asked)
         except (ValueError, KeyError, TypeError) as error:
-            return [Lost(f"{self._url} answered what is no action: {error}"[:_SHORT])] * len(asked)
+            return [Lost(f"{self._url} answered what is no action: {error}"[:SHORT])] * len(asked)
 
     def _said(self, match: int) -> dict[str, Any]:
         """What the seats of a session hear who have left since it last heard of them."""
@@ -274,7 +275,7 @@ class Called:
         try:
             self._client.end(name, encode(words, "msgpack") if words else b"")
         except Unreachable as error:
-            self._gone, self._waited = first_words(error), False
+            self._gone, self._waited = why(error), False
         except LudusError:
             log.debug("a session did not end; it is forgotten there after a while", exc_info=True)
 
@@ -293,10 +294,6 @@ def _told(one: Asked, *, rewarded: bool) -> dict[str, Any]:
 
 def _listed(part: Any) -> Any:
     return np.asarray(part).tolist()
-
-
-def first_words(error: LudusError) -> str:
-    return error.message[:_SHORT]
 
 
 def mind_of(one: Contestant, agents: Mapping[str, AgentSpaces], env: str, places: int, deterministic: bool) -> Mind:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+from ludus.errors import LudusError
 from ludus.statistics import wilson
 
 Who = Literal["a", "b"]
@@ -17,8 +18,19 @@ STATISTICS: Final = ("kills", "deaths", "assists", "gold", "level", "last_hits",
 _SURE: Final = 1.96
 
 
+WHO: Final[tuple[Who, Who]] = ("a", "b")
+SHORT: Final = 300
+"""Characters of a complaint that are shown."""
+
+
 def who_of(camp: int, a_camp: int) -> Who:
-    return "a" if camp == a_camp else "b"
+    return WHO[int(camp != a_camp)]
+
+
+def why(error: LudusError | OSError) -> str:
+    """In one short line, for a match that came to nothing."""
+    said = error.message if isinstance(error, LudusError) else str(error)
+    return said.splitlines()[0][:SHORT] if said else type(error).__name__
 
 
 class Recorded(Protocol):

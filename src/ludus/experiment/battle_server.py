@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from ludus.actor.door import bound, own_address
 from ludus.actor.gamecored import ADVERTISE
 from ludus.actor.gateway import Gateway, GatewaySettings
 from ludus.errors import LudusError, Refused, Unreachable, UsageError, WorkerFailed
-from ludus.experiment.battle_result import Hero, Played, Recorded, lopsided, who_of
+from ludus.experiment.battle_result import SHORT, Hero, Played, Recorded, lopsided, who_of, why
 from ludus.experiment.battle_terms import Pairing, Terms, schedule
 from ludus.experiment.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.game.client import Client
@@ -46,8 +46,6 @@ _LATER: Final = frozenset({408, 429, 503})
 _FULL_S: Final = 60.0
 _PAUSE_S: Final = 0.5
 _LOOP_S: Final = 30.0
-_SHORT: Final = 300
-"""Characters of a complaint that are shown."""
 _FIRST: Final = "hero_0"
 """The seat of the first hero, where the Arena begins a session for a whole camp."""
 _LARGEST: Final = 1e100
@@ -289,7 +287,7 @@ class ServerStage:
         except Unreachable as error:
             if self._place.server is None:
                 raise
-            self.notes.append(f"{one.url} cannot be reached from here: {str(error)[:_SHORT]}")
+            self.notes.append(f"{one.url} cannot be reached from here: {str(error)[:SHORT]}")
             return None
 
     def _settle(self, by_hero: bool) -> dict[str, Any]:
@@ -341,8 +339,8 @@ class ServerStage:
                 played = done.result()
                 yield played, self._kept.pop(played.number, None)
             if self._aside is not None and self._unkept:
-                number, (why, *_) = len(self._unkept), self._unkept.values()
-                self.notes.append(f"{number} game{'s have' if number > 1 else ' has'} no recording: {why}")
+                number, (first, *_) = len(self._unkept), self._unkept.values()
+                self.notes.append(f"{number} game{'s have' if number > 1 else ' has'} no recording: {first}")
         finally:
             self._gone.set()
             self._stop_all()
@@ -370,14 +368,14 @@ class ServerStage:
             self._start(name, pairing)
             state = self._client.wait_game(name)
         except WorkerFailed as error:
-            return replace(bare, failed=_first(error))
+            return replace(bare, failed=why(error))
         except Unreachable as error:
             self._gone.set()
-            return replace(bare, failed=_first(error))
+            return replace(bare, failed=why(error))
         except Refused as error:
             if error.status < 500 and error.status not in _LATER:
                 raise
-            return replace(bare, failed=_first(error))
+            return replace(bare, failed=why(error))
         finally:
             self._running.discard(name)
         played = judged(bare, state, self._is_arena)
@@ -386,18 +384,23 @@ class ServerStage:
         return played
 
     def _start(self, name: str, pairing: Pairing) -> None:
-        """Raises Refused; a server that has no room, or no time, is asked again for a while."""
+        """Raises Refused."""
         camps = self._camps if pairing.a_camp == 0 else self._camps[::-1]
         teams: dict[str, Any] = {} if self._mode is None else {"mode": self._mode}
         teams |= {} if pairing.heroes is None else {"heroes": [list(camp) for camp in self._ids(pairing)]}
+        self._insisted(
+            lambda: self._client.start_game(
+                name, camps, teams or None, eval_mode=True, game=self._game, seed=pairing.seed,
+                timeout_s=self._place.limit_s, options=self._options,
+            )
+        )  # fmt: skip
+
+    def _insisted(self, ask: Callable[[], T]) -> T:
+        """A server that has no room, or no time, is asked again for a while. Raises Refused."""
         until = time.monotonic() + _FULL_S
         while True:
             try:
-                self._client.start_game(
-                    name, camps, teams or None, eval_mode=True, game=self._game, seed=pairing.seed,
-                    timeout_s=self._place.limit_s, options=self._options,
-                )  # fmt: skip
-                return
+                return ask()
             except Refused as error:
                 if error.status not in _LATER or time.monotonic() > until or self._gone.wait(_PAUSE_S):
                     raise
@@ -415,34 +418,27 @@ class ServerStage:
         result = state.result if isinstance(state.result, Mapping) else {}
         wanted: tuple[Literal["recording", "video"], ...] = ("recording", "video") if self._films else ("recording",)
         found: dict[str, Path] = {}
-        why: dict[str, str] = {}
+        missing: dict[str, str] = {}
         for what in wanted:
             try:
                 found[what] = self._brought(name, played, what, result.get(what))
             except (LudusError, OSError) as error:
-                why[what] = _first(error) if isinstance(error, LudusError) else str(error)
+                missing[what] = why(error)
         try:
             if self._is_arena and "recording" in found:
                 self._kept[played.number] = self._of_arena(found["recording"], played)
             elif found:
-                self._kept[played.number] = Left(found.get("recording"), found.get("video"), why.get("video", ""))
+                self._kept[played.number] = Left(found.get("recording"), found.get("video"), missing.get("video", ""))
         except (LudusError, OSError) as error:
-            why["recording"] = _first(error) if isinstance(error, LudusError) else str(error)
-        if "recording" in why:
-            self._unkept[played.number] = why["recording"]
+            missing["recording"] = why(error)
+        if "recording" in missing:
+            self._unkept[played.number] = missing["recording"]
 
     def _brought(self, name: str, played: Played, what: Literal["recording", "video"], named: Any) -> Path:
         assert self._aside is not None
         if not isinstance(named, str):
             raise UsageError(f"{self._game} names no {what} in its result")
-        until = time.monotonic() + _FULL_S
-        while True:
-            try:
-                data = self._client.kept(name, what)
-                break
-            except Refused as error:
-                if error.status not in _LATER or time.monotonic() > until or self._gone.wait(_PAUSE_S):
-                    raise
+        data = self._insisted(lambda: self._client.kept(name, what))
         ending = re.sub(r"[^.A-Za-z0-9]", "", Path(named).suffix)[:_ENDING]
         path = self._aside / f"{played.number}-{what}{ending}"
         path.write_bytes(data)
@@ -493,10 +489,6 @@ def _own_address(place: Place) -> str:
     return own_address(at.hostname or "", at.port or 80)
 
 
-def _first(error: LudusError) -> str:
-    return error.message.splitlines()[0][:_SHORT] if error.message else type(error).__name__
-
-
 # -- results ----------------------------------------------------------------------------------------------------------------
 
 
@@ -504,20 +496,20 @@ def judged(bare: Played, state: GameState, arena: bool = False) -> Played:
     """What a game says of itself, believed as far as it makes sense: `winner` is a camp, or null for a draw."""
     result = state.result
     if state.state != "finished":
-        return replace(bare, failed=f"the game {state.told()}"[:_SHORT])
+        return replace(bare, failed=f"the game {state.told()}"[:SHORT])
     if not isinstance(result, Mapping) or "winner" not in result:
         return replace(bare, failed="the game wrote no result with a winner")
     winner = result["winner"]
     if winner is not None and (isinstance(winner, bool) or winner not in (0, 1)):
-        return replace(bare, failed=f"the game says that camp {winner!r} has won"[:_SHORT])
+        return replace(bare, failed=f"the game says that camp {winner!r} has won"[:SHORT])
     if result.get("lost") or result.get("completed") is False:
-        return replace(bare, failed=f"it did not come to its end: {result.get('reason', '')}"[:_SHORT])
+        return replace(bare, failed=f"it did not come to its end: {result.get('reason', '')}"[:SHORT])
     ticks = result.get("ticks")
     ticks = ticks if isinstance(ticks, int) and not isinstance(ticks, bool) else None
     return replace(
         bare,
         winner=None if winner is None else who_of(winner, bare.a_camp),
-        reason=str(result.get("reason", ""))[:_SHORT],
+        reason=str(result.get("reason", ""))[:SHORT],
         ticks=ticks,
         seconds=_game_seconds(ticks) if arena and ticks is not None else state.seconds,
         heroes=_heroes(result.get("heroes"), bare.a_camp),

@@ -98,6 +98,12 @@ Contestant = Script | Served | Trained
 Named = str | Path | Result | TrainedAgent
 
 
+def agents_of(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Agent → model, by the `config:` of a run in an environment with several agents; empty for any other."""
+    mapping = (settings.get("multiagent") or {}).get("policy_mapping")
+    return mapping if isinstance(mapping, Mapping) else {}
+
+
 def contestant(what: Named, *, model: str | None = None, token: str | None = None) -> Contestant:
     """`model`: which one, of a run with several. `token`: for a served address. Raises UsageError, Damaged, IncompatibleCheckpoint."""
     if isinstance(what, TrainedAgent):
@@ -179,8 +185,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
             experiment: Mapping[str, Any] = (
                 {"env": "", "config": {}} if newest is None else checkpoint.read(store, newest).state["config"]
             )
-            others = set(((experiment["config"].get("multiagent") or {}).get("policy_mapping") or {}).values()) - {name}
-            if model is None and others:
+            if model is None and set(agents_of(experiment["config"]).values()) - {name}:
                 raise UsageError(
                     f"{shown(run)} has kept version {number} of {name!r}, and no checkpoint with all of its models.",
                     "Say which one plays: --model-a, --model-b.",
@@ -202,7 +207,7 @@ def _of_checkpoint(run: Path, found: checkpoint.Checkpoint, model: str | None, *
     """`asked`: somebody wants this model and no other; if it is not said, whoever names one does."""
     asked = model is not None if asked is None else asked
     chosen = _chosen(found, model)
-    several = () if asked or not isinstance(_mapping(found), dict) or len(found.weights) == 1 else tuple(found.weights)
+    several = () if asked or not agents_of(_config(found)) or len(found.weights) == 1 else tuple(found.weights)
     policies = {name: found.policy(name) for name in found.weights}
     version = int(found.state["models"][chosen]["version"])
     where = shown(run / checkpoint.FOLDER / found.name)
@@ -220,14 +225,9 @@ def _chosen(found: checkpoint.Checkpoint, model: str | None) -> str:
         return model
     if len(names) == 1 or DEFAULT_MODEL in names:
         return names[0] if len(names) == 1 else DEFAULT_MODEL
-    if isinstance(_mapping(found), dict):
+    if agents_of(_config(found)):
         return names[0]
     raise UsageError(f"Checkpoint {found.name} has the models {', '.join(names)}.", "Say which one plays: --model-a, --model-b.")
-
-
-def _mapping(found: checkpoint.Checkpoint) -> Any:
-    """Agent → model, of an environment with several."""
-    return (_config(found).get("multiagent") or {}).get("policy_mapping")
 
 
 def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping[str, str]:
@@ -235,7 +235,7 @@ def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping
     config = found.state["config"]
     if config["env"] == configs.EXTERNAL:
         return external.seats_of(configs.external_config(config["config"]["env_config"])).seats
-    mapping = _mapping(found)
-    if not isinstance(mapping, dict):
+    mapping = agents_of(config["config"])
+    if not mapping:
         return external.only_model_seats(config, chosen)
     return dict.fromkeys(mapping, chosen) if asked else mapping
