@@ -28,6 +28,7 @@ LAYERS = [
         "tree",
         "spaces",
         "errors",
+        "formatting",
         "config",
         "plugins",
         "metrics",

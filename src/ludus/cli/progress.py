@@ -1,0 +1,94 @@
+"""Progress of an operation that handles N of M things: a bar on a terminal, an occasional line everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from ludus.formatting import format_duration, format_number
+
+LINE_EVERY_S = 10.0
+"""Time between two lines where there is no terminal; an operation that is shorter prints none."""
+
+
+class ProgressBar:
+    """A context manager: `with ProgressBar("rendering", 300, "frames") as progress: … progress.advance()`.
+
+    `total` None: not known; then only what is done and the time are shown. Written to stderr, so that results on stdout stay
+    parseable. `update` and `advance` are cheap and may be called for every item, from any thread.
+    """
+
+    def __init__(
+        self,
+        action: str,
+        total: int | None = None,
+        unit: str = "",
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._action, self._total, self._unit, self._quiet = action, total, unit, quiet
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._done = 0
+        self._began = self._printed = clock()
+        self._rich: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> ProgressBar:
+        self._began = self._printed = self._clock()
+        if not self._quiet and self._stream.isatty():
+            self._rich = _rich_progress(self._stream, self._total is not None)
+            self._rich.start()
+            self._task = self._rich.add_task(self._action, total=self._total, counted=self._counted())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+        elif self._printed > self._began:  # there were lines: the last one says how it ended
+            self._print_line(self._clock())
+
+    def advance(self, number: int = 1) -> None:
+        self.update(self._done + number)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        """`done` in all so far. `total`: when it becomes known, or has changed."""
+        self._done = done
+        self._total = self._total if total is None else total
+        if self._rich is not None:
+            self._rich.update(self._task, completed=done, total=self._total, counted=self._counted())
+        elif not self._quiet and (now := self._clock()) - self._printed >= LINE_EVERY_S:
+            self._print_line(now)
+
+    def _counted(self) -> str:
+        if self._total is None and not self._done:
+            return ""
+        of = "" if self._total is None else f" of {self._total:,}"
+        return f"{self._done:,}{of} {self._unit}".rstrip()
+
+    def _print_line(self, now: float) -> None:
+        self._printed = now
+        took = now - self._began
+        print(progress_line(self._action, self._counted(), self._done, self._total, took), file=self._stream, flush=True)
+
+
+def progress_line(action: str, counted: str, done: int, total: int | None, took_s: float) -> str:
+    """`rendering: 120 of 300 frames (40 %), 12 s, about 18 s left`."""
+    parts = [f"{counted} ({100 * done / total:.0f} %)" if total else counted, format_duration(took_s)]
+    if total and 0 < done < total:
+        parts.append(f"about {format_duration(took_s / done * (total - done))} left")
+    elif done and took_s > 0:
+        parts.append(f"{format_number(done / took_s)} per second")
+    return f"{action}: {', '.join(part for part in parts if part)}"
+
+
+def _rich_progress(stream: TextIO, bounded: bool) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    words = (TextColumn("{task.description}"), TextColumn("{task.fields[counted]}"))
+    columns = (words[0], BarColumn(bar_width=24), words[1], TimeRemainingColumn()) if bounded else (SpinnerColumn(), *words)
+    return Progress(*columns, TimeElapsedColumn(), console=Console(file=stream), refresh_per_second=8)
