@@ -563,6 +563,13 @@ def test_the_rule_plays_where_nobody_listens() -> None:
     assert (result["completed"], result["hash"]) == (True, both["hash"])
 
 
+def test_by_hand_an_actor_that_nobody_reaches_is_no_success_unless_the_rule_may_play(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mode", "1v1", "--camp0", nobody(), "--patience-s", "0", "--timeout-s", "0.1", "--max-frames", str(FRAMES)]
+    assert main(words) == 3
+    assert "Nothing listens on 127.0.0.1" in json.loads(capsys.readouterr().out)["lost"]["0"]
+    assert main([*words, "--on-lost", "rule"]) == 0
+
+
 def test_a_match_may_end_when_its_actor_is_gone_and_the_other_one_is_told() -> None:
     made = bots()
     with gateway(made) as server:

@@ -18,6 +18,7 @@ from ludus.gamecore.server import Running, running
 from ludus.gamecore.settings import Settings
 from tests.cli.calling import Call, lines, one_line
 from tests.game.toy import CATALOGUE, LINEUP, save
+from tests.test_command_lines import typed
 
 REPOSITORY = Path(__file__).parents[2]
 GO_ON = ("-o", "behave=go on")
@@ -100,6 +101,35 @@ def test_a_wait_ends_with_the_result_or_with_why_there_is_none(call: Call) -> No
     assert (again.code, again.json["state"]) == (1, "crashed")
     assert call("gamecore", "logs", "cli-3").out == "the toy plays 1v1\nthe map is missing\n"
     assert call("gamecore", "logs", "cli-3", "-n", "1").out == "the map is missing\n"
+
+
+def test_a_match_whose_actor_was_never_reached_is_no_success(call: Call) -> None:
+    words = ("gamecore", "start", "cli-8", "--mode", "1v1", "--camp", "127.0.0.1:9", "-o", "behave=lose camp", "--wait")
+    lost = call(*words)
+    assert lost.code == 1
+    assert lost.out.startswith(
+        "Lost camp 0: Nothing listens on 127.0.0.1:9. The game's own AI played instead. Game 'cli-8' has finished"
+    )
+    assert "--allow-stand-in" in one_line(lost)
+    assert call(*words, "--allow-stand-in").code == 0
+    assert call("gamecore", "wait", "cli-8").code == 1
+    as_json = call("gamecore", "wait", "cli-8", "--json")
+    assert (as_json.code, as_json.json["result"]["lost"]) == (1, {"0": "Nothing listens on 127.0.0.1:9."})
+    assert call("gamecore", "wait", "cli-8", "--allow-stand-in").code == 0
+    assert "lost camp 0; winner 1" in call("gamecore", "list").out
+    assert "lost camp 0" in call("gamecore", "status", "cli-8").out
+
+
+@pytest.mark.system
+def test_the_example_of_the_readme_works_as_printed(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    printed = [words for words in typed(REPOSITORY / "README.md") if words[:2] == ["gamecore", "start"]]
+    assert printed
+    with running(Settings(port=0, state_dir=tmp_path / "state")) as arena:
+        for words in printed:
+            played = call(*words, "--server", arena.url)
+            assert played.code == 0, played.err
+            assert played.out.startswith(f"Game '{words[2]}' has finished")
 
 
 def test_what_a_game_has_recorded_is_brought_here(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

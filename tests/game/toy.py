@@ -20,8 +20,9 @@ if config["options"]["behave"] == "go on":
 tokens = [os.environ.get(f"LUDUS_GAME_TOKEN_{camp}") for camp in (0, 1)]
 result = Path(os.environ["LUDUS_GAME_RESULT"])
 aside = result.with_suffix(".aside")
+lost = {"lost": {"0": "Nothing listens on 127.0.0.1:9."}} if config["options"]["behave"] == "lose camp" else {}
 result.with_name("moves.txt").write_text("none at all")
-aside.write_text(json.dumps({"winner": 1, "config": config, "tokens": tokens, "recording": "moves.txt"}))
+aside.write_text(json.dumps({"winner": 1, "config": config, "tokens": tokens, "recording": "moves.txt"} | lost))
 aside.replace(result)
 """
 CATALOGUE = """
@@ -31,7 +32,7 @@ games:
     directory: .
     modes: [1v1, 3v3]
     options:
-      behave: {type: string, choices: [end, crash, go on], default: end}
+      behave: {type: string, choices: [end, crash, go on, lose camp], default: end}
 """
 
 

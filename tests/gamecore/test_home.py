@@ -207,7 +207,8 @@ def test_results_of_tasks_outlive_the_server_and_are_bounded(tmp_path: Path) -> 
     path = tmp_path / "tasks.jsonl"
     tasks = Tasks(path, keep=4)
     for number in range(10):
-        tasks.add(Status(f"r{number}", "g", state="finished", task_id=f"t{number % 2}", result={"winner": 0, "long": "x" * 5000}))
+        result = {"winner": 0, "lost": {"1": "gone"}, "long": "x" * 5000}
+        tasks.add(Status(f"r{number}", "g", state="finished", task_id=f"t{number % 2}", result=result))
         tasks.write()
     assert len(path.read_text().splitlines()) <= 8
     with path.open("a") as file:
@@ -215,7 +216,7 @@ def test_results_of_tasks_outlive_the_server_and_are_bounded(tmp_path: Path) -> 
     again = Tasks(path, keep=4)
     again.load()
     assert [game["runtime_id"] for game in again.of("t1")] == ["r7", "r9"]
-    assert again.of("t1")[0]["result"] == {"winner": 0}
+    assert again.of("t1")[0]["result"] == {"winner": 0, "lost": {"1": "gone"}}
     assert again.ids() == ["t0", "t1"]
     again.add(Status("r10", "g", state="finished", task_id="t0"))
     again.write()

@@ -63,6 +63,12 @@ _Game = Annotated[
     typer.Option("--game", metavar="NAME", help="Of the catalogue. Default: the first that plays the mode.", show_default=False),
 ]
 _Mode = Annotated[str | None, typer.Option("--mode", metavar="NvN", help="Default: as the heroes say.", show_default=False)]
+_AllowStandIn = Annotated[
+    bool,
+    typer.Option(
+        "--allow-stand-in", help="Exit with 0 also when the game's own AI played a camp because its actor could not be reached."
+    ),
+]
 _Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same match.", show_default=False)]
 
 
@@ -175,6 +181,7 @@ def start(
         typer.Option("--option", "-o", metavar="KEY=VALUE", help="What else the game takes; repeatable.", show_default=False),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Until it is over, as `ludus gamecore wait`.")] = False,
+    allow_stand_in: _AllowStandIn = False,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
@@ -196,7 +203,7 @@ def start(
             options=read_options(option or ()),
         )
         if wait:
-            raise typer.Exit(_await(client, runtime_id, None, as_json))
+            raise typer.Exit(_await(client, runtime_id, None, as_json, allow_stand_in))
     _show(state, as_json)
 
 
@@ -204,13 +211,14 @@ def start(
 def wait(
     runtime_id: _Id,
     timeout: _Timeout = None,
+    allow_stand_in: _AllowStandIn = False,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """Until a game is over. Exit code 0 when it came to its end, 1 when it did not."""
+    """Until a game is over. Exit code 0 when it came to its end with the actors it was started with, 1 when it did not."""
     with _asking(server, token_file) as client:
-        raise typer.Exit(_await(client, runtime_id, timeout, as_json))
+        raise typer.Exit(_await(client, runtime_id, timeout, as_json, allow_stand_in))
 
 
 @app.command()
@@ -369,7 +377,7 @@ def _asking(server: str | None, token_file: Path | None, max_frames: int | None 
             raise
 
 
-def _await(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool) -> int:
+def _await(client: GamecoreClient, runtime_id: str, timeout: float | None, as_json: bool, allow_stand_in: bool) -> int:
     """Wait, and show how it ended; the exit code."""
     with _detached_by_interrupt(runtime_id):
         try:
@@ -383,6 +391,12 @@ def _await(client: GamecoreClient, runtime_id: str, timeout: float | None, as_js
                 print(json.dumps(state.to_json()))
             raise
     _show(ended, as_json)
+    if ended.lost_camps and not allow_stand_in:
+        _say(
+            "the match does not count: an actor did not play its camp. Check --camp and that the actor runs, or accept the "
+            "game's own AI in its place with --allow-stand-in"
+        )
+        return 1
     return 1 if ended.state == "stopped" else 0
 
 
@@ -491,6 +505,8 @@ def _table(games: Sequence[GameState], now: float) -> RenderableType:
             str(game.restarts),
         )
         said = _result(game) if game.state == "finished" else game.reason
+        if game.lost_camps:
+            said = f"lost camp {', '.join(game.lost_camps)}; {said}"
         table.add_row(*map(Text, words), Text(game.state, style=_COLOURS.get(game.state, "")), *figures, Text(said or "–"))
     return table
 
@@ -503,6 +519,7 @@ def _page(game: GameState) -> RenderableType:
         "game": f"{game.runtime_id} ({', '.join(filter(None, (game.game, game.mode, 'evaluation' if game.eval_mode else '')))})",
         "state": game.state,
         "reason": game.reason,
+        **{f"lost camp {camp}": why for camp, why in game.lost_camps.items()},
         "exit code": "" if game.exit_code is None else str(game.exit_code),
         "time": "" if game.seconds is None else f"{game.seconds:.1f} s",
         "process": "" if game.pid is None else str(game.pid),

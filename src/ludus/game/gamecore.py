@@ -125,6 +125,12 @@ class GameState:
         """It is over, and did not come to its end."""
         return self.state in BROKEN
 
+    @property
+    def lost_camps(self) -> dict[str, str]:
+        """Camp number → why its actor did not play it (to the end), as the game's result says under `lost`."""
+        lost = self.result.get("lost") if isinstance(self.result, Mapping) else None
+        return {str(camp): str(why) for camp, why in lost.items()} if isinstance(lost, Mapping) else {}
+
     @classmethod
     def from_json(cls, data: Any) -> GameState:
         """What else a newer server says, or says otherwise, is left out. Raises Refused for what is no state."""
@@ -139,16 +145,25 @@ class GameState:
         return asdict(self) | {"last_lines": list(self.last_lines)}
 
     def told(self) -> str:
-        """One sentence: how it fares, or how it ended."""
+        """How it fares, or how it ended. Camps that their actor did not play come first."""
         brief = self.seconds is None or self.seconds < 0.05 or self.state == "lost"
         took = "" if brief else f" {'after' if self.over else 'for'} {self.seconds:.1f} s"
         code = "" if self.exit_code is None or self.state in ("finished", "stopped") else f", exit code {self.exit_code}"
         again = f", restarted {self.restarts}×" if self.restarts else ""
         told = not self.reason or self.state in ("finished", "lost") or f"code {self.exit_code}" in self.reason
         why = "" if told else f": {self.reason.rstrip('.')}"
-        return f"Game {self.runtime_id!r} {_VERBS.get(self.state, 'is ' + self.state)}{took}{code}{again}{why}."
+        lost = "".join(f"Lost camp {camp}: {_shortened(reason)} " for camp, reason in self.lost_camps.items())
+        stand_in = "The game's own AI played instead. " if lost and self.state == "finished" else ""
+        return f"{lost}{stand_in}Game {self.runtime_id!r} {_VERBS.get(self.state, 'is ' + self.state)}{took}{code}{again}{why}."
 
 
+def _shortened(reason: str) -> str:
+    """One line of at most `_MAX_REASON` characters that ends a sentence."""
+    line = " ".join(reason.split()).rstrip(".") or "no reason given"
+    return f"{line}." if len(line) < _MAX_REASON else f"{line[: _MAX_REASON - 1]}…"
+
+
+_MAX_REASON = 200
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("started", "seconds", "cpu_s", "memory_mb", "finished"), (int, float)),
     **dict.fromkeys(("pid", "exit_code", "restarts", "threads", "seed"), int),

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 KEEP = 10_000
 _MAX_RESULT = 4_000
-"""Of a larger one only the winner is kept."""
+"""Of a larger one only the winner and the lost camps are kept."""
 
 _MAX_LINE = 100_000
 
@@ -47,7 +47,8 @@ class Tasks:
         assert status.task_id is not None
         told = {**status.to_json(), "last_lines": status.last_lines[-1:]}
         if len(json.dumps(status.result)) > _MAX_RESULT:
-            told["result"] = {"winner": (status.result or {}).get("winner")}
+            result = status.result or {}
+            told["result"] = {"winner": result.get("winner")} | ({"lost": result["lost"]} if result.get("lost") else {})
         line = json.dumps(told).encode() + b"\n"
         with self._lock:
             self._games.append((status.task_id, line))

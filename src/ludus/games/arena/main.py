@@ -130,7 +130,8 @@ def _by_hand(argv: Sequence[str], tokens: Sequence[str | None]) -> tuple[list[Pl
     parser.add_argument("--rule", default="medium", choices=SCRIPTS)
     parser.add_argument("--pace", type=float, default=0.0, help="ticks a second; 0: as fast as it goes")
     parser.add_argument("--on-illegal", default="nothing", choices=get_args(OnIllegal))
-    parser.add_argument("--on-lost", default="rule", choices=get_args(OnLost))
+    lost = "when an actor cannot be reached: end with code 3, or let the rule play its camp"
+    parser.add_argument("--on-lost", default="end", choices=get_args(OnLost), help=lost)
     parser.add_argument("--patience-s", type=float, default=10.0)
     parser.add_argument("--format", default="msgpack", choices=FORMATS)
     parser.add_argument("--sessions", choices=get_args(Sessions))
