@@ -85,8 +85,9 @@ def test_a_module_that_lacks_a_package_is_told_from_a_missing_module(modules: Pa
 
 def test_an_error_inside_the_users_module_is_not_hidden(modules: Path) -> None:
     (modules / "broken_game.py").write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(UsageError, match=r"raised ZeroDivisionError: .*broken_game\.py:1, in <module>\)") as raised:
         plugins.import_object("broken_game:Game")
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_a_name_of_the_table_wins_and_a_path_is_imported() -> None:

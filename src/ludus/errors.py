@@ -28,6 +28,9 @@ A message names the offending thing, its value and the remedy. All of them survi
 from __future__ import annotations
 
 import errno
+import sysconfig
+import traceback
+from pathlib import Path
 
 _AWAY = {
     errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
@@ -150,3 +153,30 @@ class IncompatibleCheckpoint(LudusError):
 def is_away(error: OSError) -> bool:
     """Whether a mount says this whose server cannot be reached. EIO may be a broken disk too; then it is said again and again."""
     return error.errno in _AWAY
+
+
+_OURS = f"{Path(__file__).absolute().parent}/"
+_LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
+
+
+def place_of(error: BaseException) -> str:
+    """` (game.py:12, in reset)`: the innermost line of the user's own code that an exception passed through.
+
+    Without such a line, the innermost of another library. Empty when the call itself failed, as with wrong arguments.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({_relative(error.filename)}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [f for f in frames if not f.filename.startswith((_OURS, "<"))]
+    own = [f for f in foreign if not f.filename.startswith(_LIBRARIES)]
+    if not foreign:
+        return ""
+    at = (own or foreign)[-1]
+    return f" ({_relative(at.filename)}:{at.lineno}, in {at.name})"
+
+
+def _relative(filename: str) -> str:
+    try:
+        return filename.removeprefix(f"{Path.cwd()}/")
+    except OSError:  # the working directory is gone
+        return filename

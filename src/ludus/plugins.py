@@ -10,9 +10,10 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
-from ludus.errors import MissingExtra, UnknownName, UsageError
+from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, place_of
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -38,13 +39,7 @@ def import_object(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         raise UsageError(f"{path!r} is not of the form 'module:Name'.")
-    _refuse_pythons_own(path, module_name)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-            raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {error.name}") from error
-        raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
+    module = import_module(module_name, path)
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -55,6 +50,23 @@ def import_object(path: str) -> Any:
     if inspect.isroutine(target) or isinstance(target, type):
         _refuse_pythons_own(path, str(getattr(target, "__module__", "") or ""))
     return target
+
+
+def import_module(module_name: str, path: str) -> ModuleType:
+    """The module that `path` names before its colon. Raises UnknownName, MissingExtra, UsageError when its code fails."""
+    _refuse_pythons_own(path, module_name)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
+            raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {error.name}") from error
+        raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
+    except LudusError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"Importing {module_name!r} (from {path!r}) raised {type(error).__name__}: {error}{place_of(error)}."
+        ) from error
 
 
 def _refuse_pythons_own(path: str, module_name: str) -> None:

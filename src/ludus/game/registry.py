@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -13,7 +13,8 @@ from typing import Any
 import gymnasium as gym
 
 from ludus.errors import MissingExtra, UnknownName, UsageError
-from ludus.plugins import did_you_mean, import_object
+from ludus.game.packages import Package, package_of_id, package_of_module
+from ludus.plugins import did_you_mean, import_module, import_object
 
 Factory = Callable[..., Any]
 
@@ -69,20 +70,49 @@ def factory_of(name: str) -> Factory | None:
 
 
 def spec_of(name: str) -> gym.envs.registration.EnvSpec:
-    """What Gymnasium knows of a name. Raises UnknownName, MissingExtra."""
-    for prefix, module in _PLUGIN_MODULES.items():
-        if name.startswith(prefix):
+    """Gymnasium's specification of an id; `package:Name-v0` imports the package first. Raises UnknownName, MissingExtra."""
+    module, _, gym_id = name.rpartition(":")
+    if module:
+        _import_package(module, name)
+    for prefix, plugin in _PLUGIN_MODULES.items():
+        if gym_id.startswith(prefix):
             with contextlib.suppress(ModuleNotFoundError):
-                importlib.import_module(module)  # registers its environments
+                importlib.import_module(plugin)  # registers its environments
     try:
-        return gym.spec(name)
-    except ModuleNotFoundError as error:  # package:Name-v0 imports the package
-        raise UnknownName(f"There is no module {error.name!r} (from {name!r}).", "Is it installed?") from error
+        return gym.spec(gym_id)
     except gym.error.Error as error:
-        found = _of_atari(name)
+        found = None if module else _of_atari(name) or _of_known_package(name)
         if found is not None:
             return found
-        raise _unknown(name) from error
+        raise _not_in_module(module, gym_id) if module else _unknown(name) from error
+
+
+def _import_package(module: str, name: str) -> None:
+    try:
+        import_module(module, name)
+    except UnknownName as error:
+        package = package_of_module(module)
+        if package is None:
+            raise
+        raise MissingExtra(error.message, f"pip install {package.install}") from error
+
+
+def _not_in_module(module: str, gym_id: str) -> UnknownName:
+    theirs = [i for i, spec in gym.registry.items() if str(spec.entry_point).startswith(module.partition(".")[0])]
+    hint = did_you_mean(gym_id, theirs) if theirs else "It registers no environments when it is imported."
+    return UnknownName(f"Importing {module!r} registers no environment {gym_id!r}.", hint)
+
+
+def _of_known_package(name: str) -> gym.envs.registration.EnvSpec | None:
+    """The environment of a package that is installed but not imported yet. Raises MissingExtra when it is not installed."""
+    package = package_of_id(name)
+    if package is None or not package.registers:
+        return None
+    try:
+        import_module(package.module, f"{package.module}:{name}")
+    except UnknownName:
+        return None
+    return gym.registry.get(name)
 
 
 def _of_atari(name: str) -> gym.envs.registration.EnvSpec | None:
@@ -101,15 +131,28 @@ def _unknown(name: str) -> UnknownName | MissingExtra:
     extra = _EXTRAS.get(family) or ("doom" if name.startswith("Vizdoom") else None)
     if extra and not any(i.startswith(family) for i in known):
         return MissingExtra(f"{name!r} is not installed.", f"pip install 'ludus[{extra}]'")
+    package = package_of_id(name)
     newer = _other_versions(name, known)
     if newer:
         return UnknownName(f"There is no {name!r} in Gymnasium {gym.__version__}.", f"It has {' and '.join(newer)}.")
+    if package is not None:
+        return _not_installed(name, package)
     hint = did_you_mean(name, [*known, *_OURS_SEVERAL, *_OURS_ELSEWHERE, *_registered, "external"])
     if not _GYM_ID.match(name) and ":" not in name:
         hint = (
             f"{hint} A name from register_env is known only where that was called; module:function is known everywhere.".strip()
         )
     return UnknownName(f"Unknown environment {name!r}.", hint)
+
+
+def _not_installed(name: str, package: Package) -> UnknownName | MissingExtra:
+    if not package.registers:
+        return UnknownName(f"{name!r} is an environment of {package.install}.", package.advice)
+    if importlib.util.find_spec(package.module.partition(".")[0]) is not None:
+        return UnknownName(f"{package.install} is installed but registers no environment {name!r}.")
+    return MissingExtra(
+        f"{name!r} is an environment of {package.install}, which is not installed.", f"pip install {package.install}"
+    )
 
 
 def _other_versions(name: str, known: list[str]) -> list[str]:
