@@ -261,10 +261,33 @@ def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(
     assert orchestrator.status(first.id).state == "cancelled"
     assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
     assert [status.id for status in roles.mine(orchestrator, "actor")] == [others[0], second.id]
-    with pytest.raises(UsageError, match=r"There are 2 actors here: .*Say which one: --port PORT; or --all"):
-        roles.stop("actor", None, False, False)
-    roles.stop("actor", 7000, False, False)
+    with pytest.raises(UsageError, match=r"There are 2 actors here: .*Say which one: --iplist FILE or --port PORT; or --all"):
+        roles.stop("actor", roles.RunSelector(), False, False)
+    roles.stop("actor", roles.RunSelector(port=7000), False, False)
     assert [status.id for status in roles.mine(orchestrator, "actor")] == [second.id]
+
+
+@pytest.mark.parametrize("part", ["learner", "actor"])
+def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: LocalOrchestrator, part: Part) -> None:
+    elsewhere, ours = (orchestrator.submit(sleeping(part, place)) for place in ("10.0.0.2:9610", "127.0.0.1:9610"))
+    for job in (elsewhere, ours):
+        wait_until_running(orchestrator, job)
+    of_list = ("--iplist", "learner.iplist")
+    assert [job["id"] for job in call(part, "status", *of_list, "--json").json] == [ours]
+    assert call(part, "status", *of_list, "--port", "7000").code == 1
+    assert "--iplist FILE" in one_line(call(part, "stop", "--node", "0"))
+    stopped = call(part, "stop", *of_list)
+    assert (stopped.code, f"{ours} has ended" in stopped.out) == (0, True)
+    assert [status.id for status in roles.mine(orchestrator, part)] == [elsewhere]
+    assert "none is running here for head 127.0.0.1" in call(part, "stop", *of_list).out
+    assert "missing cannot be read" in one_line(call(part, "stop", "--iplist", "missing"))
+
+
+def wait_until_running(orchestrator: LocalOrchestrator, job: str) -> None:
+    deadline = time.monotonic() + 30
+    while orchestrator.status(job).state == "pending":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_that_is_said(

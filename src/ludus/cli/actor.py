@@ -97,15 +97,21 @@ def start(
 
 
 @app.command()
-def stop(port: r.OnlyPort = None, everything: r.All = False, at_once: r.AtOnce = False) -> None:
+def stop(
+    iplist: r.RunList = None,
+    node: r.Node = None,
+    port: r.OnlyPort = None,
+    everything: r.All = False,
+    at_once: r.AtOnce = False,
+) -> None:
     """End the actors of this machine; the learner goes on with those of others."""
-    r.stop("actor", port, everything, at_once)
+    r.stop("actor", r.select_runs(iplist, node, port), everything, at_once)
 
 
 @app.command()
-def status(port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
+def status(iplist: r.RunList = None, node: r.Node = None, port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
     """How the actors of this machine fare. Exit code 1: there are none."""
-    r.show_status("actor", port, as_json)
+    r.show_status("actor", r.select_runs(iplist, node, port), as_json)
 
 
 def number_of(option: int | None, environ: Mapping[str, str], listed: int) -> int:

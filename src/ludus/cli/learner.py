@@ -84,15 +84,27 @@ def start(
 
 
 @app.command()
-def stop(port: r.OnlyPort = None, everything: r.All = False, at_once: r.AtOnce = False) -> None:
+def stop(
+    iplist: r.RunList = None,
+    node: r.Node = None,
+    port: r.OnlyPort = None,
+    everything: r.All = False,
+    at_once: r.AtOnce = False,
+) -> None:
     """End the learner of this machine, which saves a checkpoint first."""
-    r.stop("learner", port, everything, at_once)
+    r.stop("learner", r.select_runs(iplist, node, port), everything, at_once)
 
 
 @app.command()
-def status(port: r.OnlyPort = None, nodes: r.Machines = False, as_json: r.AsJson = False) -> None:
+def status(
+    iplist: r.RunList = None,
+    node: r.Node = None,
+    port: r.OnlyPort = None,
+    nodes: r.Machines = False,
+    as_json: r.AsJson = False,
+) -> None:
     """How the learner of this machine fares, and where its workers are. Exit code 1: there is none."""
-    r.show_status("learner", port, as_json, machines=nodes)
+    r.show_status("learner", r.select_runs(iplist, node, port), as_json, machines=nodes)
 
 
 def _learning(listed: NodeList, meeting: Any, words: Sequence[str], num: int, wait_s: float) -> tuple[Any, list[str]]:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +53,12 @@ TokenFile = Annotated[
     ),
 ]
 LogDir = Annotated[Path | None, typer.Option("--log-dir", metavar="DIR", help="Default: ./logs. [LOG_DIR]", show_default=False)]
+RunList = Annotated[
+    Path | None,
+    typer.Option(
+        "--iplist", metavar="FILE", help="Only of the run of this list, the same FILE as for `start`.", show_default=False
+    ),
+]
 OnlyPort = Annotated[
     int | None, typer.Option("--port", metavar="PORT", help="Only of the run with this port.", show_default=False)
 ]
@@ -100,17 +106,51 @@ def show_list(listed: NodeList, here: Here, port: int) -> None:
     say(f"head: {here.head}:{port}; this machine: {here.address}")
 
 
+# -- which run is meant ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSelector:
+    """Selects runs by the address and the port of their head, as `Meeting.place` has them; None: any."""
+
+    head: str | None = None
+    port: int | None = None
+
+    def matches(self, place: str) -> bool:
+        host, _, port = place.rpartition(":")
+        return (self.head is None or host == self.head) and (self.port is None or port == str(self.port))
+
+    @property
+    def suffix(self) -> str:
+        """For the end of a sentence about these runs; empty for all of them."""
+        named = [f"{name} {value}" for name, value in (("head", self.head), ("port", self.port)) if value is not None]
+        return f" for {' and '.join(named)}" if named else ""
+
+
+def select_runs(iplist: Path | None, node: int | None, port: int | None) -> RunSelector:
+    """The runs that `start` with the same options would have begun. Raises UsageError and ConfigError for a list as `start` does."""
+    if iplist is None:
+        if node is not None:
+            raise UsageError(f"--node {node} is the number of a machine in a list.", "Name the list, too: --iplist FILE.")
+        return RunSelector(None, port)
+    from ludus.cluster.iplist import load_iplist
+    from ludus.cluster.whereabouts import locate
+
+    return RunSelector(locate(load_iplist(iplist), os.environ, node, must=False).head, port)
+
+
 # -- starting and ending --------------------------------------------------------------------------------------------------
 
 
-def mine(orchestrator: LocalOrchestrator, part: Part, port: int | None = None, *, over: bool = False) -> list[JobStatus]:
+def mine(
+    orchestrator: LocalOrchestrator, part: Part, runs: RunSelector = RunSelector(), *, over: bool = False
+) -> list[JobStatus]:
     """Roles of that kind that were started on this machine and run; with `over`, also those that do not any more. Oldest first."""
     from ludus.cluster.record import JobDirectory, is_here
 
     found = []
     for status in orchestrator.list():
-        of_port = port is None or status.place.endswith(f":{port}")
-        if status.name == part and status.place and of_port and (over or not status.over):
+        if status.name == part and status.place and runs.matches(status.place) and (over or not status.over):
             with suppress(LudusError, OSError):  # forgotten meanwhile
                 if is_here(JobDirectory(orchestrator.directory / status.id).read().machine):
                     found.append(status)
@@ -214,15 +254,17 @@ def end(orchestrator: LocalOrchestrator, status: JobStatus, *, at_once: bool = F
     say(f"{status.id} has ended")
 
 
-def stop(part: Part, port: int | None, everything: bool, at_once: bool) -> None:
+def stop(part: Part, runs: RunSelector, everything: bool, at_once: bool) -> None:
     from ludus.cluster.local import LocalOrchestrator
 
     orchestrator = LocalOrchestrator()
-    running = mine(orchestrator, part, port)
+    running = mine(orchestrator, part, runs)
     if len(running) > 1 and not everything:
         places = ", ".join(f"{status.id} ({status.place})" for status in running)
-        raise UsageError(f"There are {len(running)} {part}s here: {places}.", "Say which one: --port PORT; or --all.")
-    say(f"stop {part}" if running else f"stop {part}: none is running here")
+        raise UsageError(
+            f"There are {len(running)} {part}s here: {places}.", "Say which one: --iplist FILE or --port PORT; or --all."
+        )
+    say(f"stop {part}" if running else f"stop {part}: none is running here{runs.suffix}")
     for status in running:
         end(orchestrator, status, at_once=at_once)
 
@@ -245,13 +287,13 @@ def _check_ports(job: Job) -> None:
 # -- looking --------------------------------------------------------------------------------------------------------------
 
 
-def show_status(part: Part, port: int | None, as_json: bool, *, machines: bool = False) -> None:
+def show_status(part: Part, runs: RunSelector, as_json: bool, *, machines: bool = False) -> None:
     """Of what runs here; of what ran last, if nothing does. Exit code 1: nothing does. `machines`: and who is in its Ray."""
     from ludus.cluster.local import LocalOrchestrator
 
     orchestrator = LocalOrchestrator()
-    running = mine(orchestrator, part, port)
-    shown = running or mine(orchestrator, part, port, over=True)[-1:]
+    running = mine(orchestrator, part, runs)
+    shown = running or mine(orchestrator, part, runs, over=True)[-1:]
     told = [_told(status) for status in shown]
     if machines:
         for status, each in zip(shown, told, strict=True):
@@ -263,7 +305,7 @@ def show_status(part: Part, port: int | None, as_json: bool, *, machines: bool =
     if as_json:
         print(json.dumps(told))
     elif not shown:
-        print(f"no {part} was started here", file=sys.stderr)
+        print(f"no {part} was started here{runs.suffix}", file=sys.stderr)
     else:
         for status, each in zip(shown, told, strict=True):
             _print(status, each)
