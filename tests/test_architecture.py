@@ -34,6 +34,7 @@ LAYERS = [
         "metrics",
         "documents",
         "spellings",
+        "sb3_cleanrl",
         "statistics",
         "logfile",
         "pids",

@@ -274,7 +274,8 @@ def test_a_name_that_would_be_a_path_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("alias", "name"), sorted(RENAMED["config"].items()))
 def test_an_older_spelling_means_the_same(alias: str, name: str) -> None:
-    value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else 0.5 if name == "lambda" else 8
+    usual: dict[str, Any] = {"lambda": 0.5, "normalize_advantage": False, "env_config": {"a": 1}}
+    value = [[0, 0.5], [10, 0.25]] if alias.endswith("schedule") else usual.get(name, 8)
     fields = {"lambda": "lambda_"}.get(name, name)
     schema: type[AlgorithmConfig] = next(s for s in (PPOConfig, APPOConfig, DQNConfig) if fields in s.model_fields)
     assert algorithm_config(schema, {alias: value}) == algorithm_config(schema, {name: value})

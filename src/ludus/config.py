@@ -21,6 +21,7 @@ from ludus.documents import dump_yaml as dump_yaml
 from ludus.documents import parse_yaml as parse_yaml
 from ludus.errors import ConfigError
 from ludus.plugins import did_you_mean
+from ludus.sb3_cleanrl import TOTALS
 from ludus.spellings import SEARCHES as SEARCHES
 from ludus.spellings import Reading
 from ludus.spellings import has_search as has_search
@@ -1044,17 +1045,19 @@ def assign(data: dict[str, Any], path: str, value: Any, shown: str) -> None:
 
 
 def scheduled(key: str, value: Any) -> Mapping[str, Any] | None:
-    """What a part of Coach's schedules is, so that it takes the place of what is there under present names; None: it is none.
+    """What a part of Coach's schedules, or SB3's total_timesteps, is under present names, so that it replaces what is there.
 
-    Keys of `config`, or `stop` as a whole. Raises ValueError with what is wrong with the value.
+    None: it is neither. Keys of `config`, or `stop` as a whole. Raises ValueError with what is wrong with the value.
     """
     if key == "improve_steps":
         ((path, number),) = spellings.improve(value, {}).items()
         return {"stop": {path.removeprefix("stop."): number}}
+    if key in TOTALS:
+        return {"stop": {"timesteps": value}}
     return spellings.SCHEDULE[key](value, {}) if key in spellings.SCHEDULE else None
 
 
-_SCHEDULES = ("improve_steps",)
+_SCHEDULES = ("improve_steps", *TOTALS)
 """Keys beside `config` that are none of ours."""
 
 

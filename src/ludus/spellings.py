@@ -1,5 +1,5 @@
 """Names that keys have had in RLlib, from its first releases to today, and those of Coach's schedules: what they are called
-here, or why they are not here.
+here, or why they are not here. Those of Stable-Baselines3, CleanRL and ML-Agents come from `sb3_cleanrl.py`.
 
 Three tables for every section of an experiment: another name of the same thing, a value that is written in another way, and
 a key without a meaning here, with the reason. A key is read once, here; `config.py` knows present names only.
@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ludus import sb3_cleanrl
 
 SEARCHES = ("grid_search", "choice", "uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint", "randn")
 """Words that, as the only key of a mapping, make a value one that a sweep chooses."""
@@ -37,8 +39,10 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "algorithm": "run",
         "stopping_criteria": "stop",
         "repeat": "num_samples",
+        **sb3_cleanrl.RENAMED_TOP,
     },
     STOP: {
+        **dict.fromkeys(sb3_cleanrl.TOTALS, "timesteps"),
         "timesteps_total": "timesteps",
         "num_env_steps_sampled": "timesteps",
         "num_env_steps_sampled_lifetime": "timesteps",
@@ -79,6 +83,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "delay_between_env_runner_restarts_s": "worker_restart_backoff_s",
         "target_update_frequency": "target_network_update_freq",
         "learning_starts": "num_steps_sampled_before_learning_starts",
+        **sb3_cleanrl.RENAMED,
     },
     MODEL: {"lstm_cell_size": "cell_size", "conv_filter": "conv_filters"},
     EVALUATION: {},
@@ -364,6 +369,7 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
         "time_budget_s": _moved("stop.time_s"),
         "improve_steps": improve,
         **{key: _inside(translate) for key, translate in SCHEDULE.items()},
+        **sb3_cleanrl.TRANSLATED_TOP,
     },
     STOP: {},
     CONFIG: {
@@ -404,6 +410,7 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
         "policies": _moved("multiagent.policies"),
         "policy_mapping_fn": _moved("multiagent.policy_mapping"),
         "policies_to_train": _moved("multiagent.policies_to_train"),
+        **sb3_cleanrl.TRANSLATED,
     },
     MODEL: {"conv_filters": _conv_filters, "fcnet_activation": _activation},
     EVALUATION: {},
@@ -435,7 +442,7 @@ def _all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, Foreign]
 _NO_TENSORFLOW = "belongs to TensorFlow, and networks here are PyTorch's. Leave it out."
 _OWN_SWITCH = "chooses between implementations inside RLlib, and there is one here. Leave it out."
 _OFFLINE = "is about learning from files; here experience comes from environments and games. Leave it out."
-_CALLBACK = "is a callback in Python: use `ludus.train(…)` in a program of your own, or a wrapper around the environment."
+_CALLBACK = "is a callback in Python: pass callbacks=[…] to ludus.train, or write a wrapper around the environment."
 _RESOURCES = "reserves resources in Ray; workers here are processes with a core each. Leave it out."
 _QUEUES = "sizes a queue inside RLlib; here blocks_ahead bounds what waits for the learner. Leave it out."
 _FAULTS = "is a detail of how RLlib finds lost workers; here worker_hang_s and max_worker_restarts decide. Leave it out."
@@ -688,6 +695,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
         **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
                "observation_fn", same=(None,)),
+        **{key: Foreign(*reason) for key, reason in sb3_cleanrl.FOREIGN.items()},
     },
     MODEL: {
         **_all(_ATTENTION, "use_attention", same=(False,)),
@@ -840,7 +848,7 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
         renamed[key] for key, value in data.items() if key in renamed and key.endswith("_schedule") and value is not None
     }
     for key, value in data.items():
-        name = renamed.get(key, key)
+        name = renamed.get(key) or (_depending(key, names) if section == CONFIG else key)
         if section == CONFIG and key in _REPLACED and _is_unset(value):
             out.implied.append(Refusal(prefix + key, value, "was not set"))
         elif key.endswith("_schedule") and key in renamed and value is None:
@@ -848,7 +856,7 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
         elif key == name and name in scheduled:  # as it did in RLlib
             out.implied.append(Refusal(prefix + key, value, "is overridden by the schedule beside it"))
         elif name in translated and not is_search(value):
-            _translate(out, section, key, value, data)
+            _translate(out, section, key, name, data)
         elif name not in names and name in foreign:
             same = foreign[name].says_the_same(value)
             refusal = Refusal(prefix + key, value, "is so anyway" if same else foreign[name].why)
@@ -858,10 +866,15 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
     return out
 
 
-def _translate(out: Reading, section: str, key: str, value: Any, data: Mapping[str, Any]) -> None:
-    path = f"{section}.{key}" if section else key
+def _depending(key: str, names: set[str]) -> str:
+    """The name of a key whose meaning depends on the algorithm; the key itself while that is not known."""
+    return next((name for marker, name, _ in sb3_cleanrl.DEPENDING.get(key, ()) if marker in names), key)
+
+
+def _translate(out: Reading, section: str, key: str, name: str, data: Mapping[str, Any]) -> None:
+    path, value = f"{section}.{key}" if section else key, data[key]
     try:
-        found = TRANSLATED[section][present(section, key)](value, data)
+        found = TRANSLATED[section][name](value, data)
     except ValueError as error:
         out.refusals.append(Refusal(path, value, str(error)))
         return
@@ -894,8 +907,10 @@ def _short(value: Any) -> str:
 
 
 def others(section: str, name: str) -> list[str]:
-    """Other spellings of a key."""
-    return sorted(old for old, new in RENAMED.get(section, {}).items() if new == name)
+    """Other spellings of a key; with an algorithm in brackets where it is one for such algorithms only."""
+    depending = sb3_cleanrl.DEPENDING.items() if section == CONFIG else ()
+    some = [f"{old} ({run})" for old, meanings in depending for _, new, run in meanings if new == name]
+    return sorted([*(old for old, new in RENAMED.get(section, {}).items() if new == name), *some])
 
 
 def present(section: str, key: str) -> str:

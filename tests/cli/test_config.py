@@ -47,12 +47,12 @@ def saved(local_dir: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("lr", ["config.lr", "Learning rate", "0.001", "PPO", "also      lr_schedule"]),
+        ("lr", ["config.lr", "Learning rate", "0.001", "PPO", "also      learning_rate, lr_schedule"]),
         ("config.lr", ["config.lr"]),
         ("lambda", ["config.lambda", "only      PPO, APPO, IMPALA"]),
         ("model.use_lstm", ["config.model.use_lstm", "default   false"]),
         ("use_lstm", ["config.model.use_lstm"]),
-        ("num_sgd_iter", ["config.num_epochs", "also      num_sgd_iter"]),
+        ("num_sgd_iter", ["config.num_epochs", "num_sgd_iter"]),
         ("lstm_cell_size", ["config.model.cell_size"]),
         ("timesteps_total", ["stop.timesteps"]),
         ("env_runners/episode_return_mean", ["stop.episode_return_mean"]),

@@ -17,6 +17,7 @@ from ludus import spellings
 from ludus.errors import ConfigError
 from ludus.experiment.complaints import schemas
 from ludus.plugins import did_you_mean
+from ludus.sb3_cleanrl import library_of
 
 EXTERNAL_SECTION = "config.env_config"
 
@@ -237,13 +238,14 @@ def _foreign(asked: str) -> list[str]:
         reason = table.get(asked if section == spellings.STOP else name)
         if reason is not None and (not path or path in (section, section.removeprefix("config."))):
             where = f"{section}.{name}" if section else name
-            out.append(f"{where}, a key of RLlib, {reason.why}")
+            out.append(f"{where}, a key of {library_of(name)}, {reason.why}")
             if reason.same:
                 out.append(f"  It may stay as {' or '.join(shown(value) for value in reason.same)}, which is what happens here.")
     for section, readings in spellings.TRANSLATED.items():
         if name in readings and not out and (not path or path in (section, section.removeprefix("config."))):
             out.append(
-                f"{section}.{name}".lstrip(".") + ", a key of RLlib, is read; `ludus config convert FILE` shows what it becomes."
+                f"{section}.{name}".lstrip(".")
+                + f", a key of {library_of(name)}, is read; `ludus config convert FILE` shows what it becomes."
             )
     return out
 

@@ -1,0 +1,322 @@
+"""Key names of Stable-Baselines3 (with RL Zoo and sb3-contrib), CleanRL and ML-Agents: the key here that means the same, a value
+that is computed from them, or the reason why there is no such key and what to use instead.
+
+`spellings.py` merges these tables with those of RLlib. Checked against SB3 2.7, CleanRL's ppo.py and dqn.py, ML-Agents 1.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+RENAMED: Mapping[str, str] = {
+    "learning_rate": "lr",
+    "num_steps": "rollout_fragment_length",
+    "n_epochs": "num_epochs",
+    "update_epochs": "num_epochs",
+    "num_epoch": "num_epochs",
+    "gae_lambda": "lambda",
+    "lambd": "lambda",
+    "ent_coef": "entropy_coeff",
+    "vf_coef": "vf_loss_coeff",
+    "clip_range": "clip_param",
+    "clip_coef": "clip_param",
+    "max_grad_norm": "grad_clip",
+    "norm_adv": "normalize_advantage",
+    "n_envs": "num_envs_per_worker",
+    "stats_window_size": "metrics_num_episodes_for_smoothing",
+    "target_update_interval": "target_network_update_freq",
+    "target_network_frequency": "target_network_update_freq",
+    "env_kwargs": "env_config",
+    "n_eval_episodes": "evaluation_duration",
+}
+"""Key of `config:` in another library → the key here that means the same."""
+
+RENAMED_TOP: Mapping[str, str] = {"env_id": "env", "exp_name": "name", "algo": "run"}
+"""The same for keys beside `config:`."""
+
+DEPENDING: Mapping[str, tuple[tuple[str, str, str], ...]] = {
+    "batch_size": (("minibatch_size", "minibatch_size", "PPO"), ("n_step", "train_batch_size", "DQN")),
+    "n_steps": (("n_step", "n_step", "DQN"), ("lambda", "rollout_fragment_length", "PPO")),
+}
+"""Key → (a key that the algorithm has, what the name means then, such an algorithm). SB3's batch_size is a minibatch of PPO and what DQN draws from its
+buffer; its n_steps is the length of a rollout of one environment of PPO, and the n-step return of DQN."""
+
+TOTALS = ("total_timesteps", "n_timesteps", "max_steps")
+"""Names of the number of environment steps after which training stops."""
+
+_CLEANRL_ONLY = {"num_steps", "num_minibatches", "update_epochs", "clip_coef", "norm_adv", "clip_vloss", "anneal_lr"}
+_WORKERS = ("num_workers", "num_env_runners", "num_rollout_workers")
+_ENVS = ("num_envs_per_worker", "num_envs", "n_envs", "num_envs_per_env_runner")
+_STEPS = ("rollout_fragment_length", "num_steps", "n_steps")
+
+Section = Mapping[str, Any]
+Translation = Callable[[Any, Section], Mapping[str, Any]]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(section: Section, names: tuple[str, ...]) -> Any:
+    """The number that a section gives under one of these names; None: it gives none."""
+    return next((section[name] for name in names if _is_number(section.get(name))), None)
+
+
+# -- schedules and weights ------------------------------------------------------------------------------------------------
+
+
+def _schedule(key: str) -> Translation:
+    """SB3 takes a function of the remaining progress, RL Zoo writes `lin_3e-4`; here a schedule is a list of points."""
+
+    def translate(value: Any, _: Section) -> Mapping[str, Any]:
+        if callable(value):
+            raise ValueError(f"is a function; a schedule here is a list of points: {key}: [[0, 3e-4], [1000000, 0]]")
+        if isinstance(value, str) and value.startswith("lin_"):
+            raise ValueError(f"is RL Zoo's linear schedule; here it is {key}: [[0, {value[4:]}], [TOTAL_TIMESTEPS, 0]]")
+        return {key: value}
+
+    return translate
+
+
+def _clip_param(value: Any, _: Section) -> Mapping[str, Any]:
+    if callable(value) or (isinstance(value, str) and value.startswith("lin_")):
+        raise ValueError("is a schedule, and clip_param is one number here. Write clip_param: 0.2")
+    return {"clip_param": value}
+
+
+def _value_weight(value: Any, section: Section) -> Mapping[str, Any]:
+    """CleanRL weighs half of the squared error, SB3 and Ludus the whole. Both call it vf_coef: the keys beside it tell which."""
+    theirs = "vf_coef" in section and "vf_loss_coeff" not in section and _CLEANRL_ONLY & section.keys()
+    return {"vf_loss_coeff": value / 2 if theirs and _is_number(value) else value}
+
+
+def _anneal_lr(value: Any, section: Section) -> Mapping[str, Any]:
+    if value is False:
+        return {}
+    rate = _number(section, ("learning_rate", "lr"))
+    total = _number(section, TOTALS)
+    points = f"[[0, {rate or 2.5e-4}], [{total or 'TOTAL_TIMESTEPS'}, 0]]"
+    raise ValueError(f"is a schedule of lr here: write  lr: {points}  instead of learning_rate and anneal_lr")
+
+
+# -- sizes of batches -----------------------------------------------------------------------------------------------------
+
+
+def _num_minibatches(value: Any, section: Section) -> Mapping[str, Any]:
+    """A count; minibatch_size is a number of samples. Computed when the section says how large a batch is."""
+    envs, steps = _number(section, _ENVS), _number(section, _STEPS)
+    workers = max(1, _number(section, _WORKERS) or 0)
+    batch = _number(section, ("train_batch_size",)) or (envs and steps and envs * steps * workers)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("is a whole number from 1 upwards: in how many minibatches a batch is divided")
+    if not batch:
+        raise ValueError(
+            "is a number of minibatches; here their size is given: minibatch_size = train_batch_size / num_minibatches. "
+            "Give num_envs and num_steps too, and it is computed"
+        )
+    return {"minibatch_size": max(1, int(batch) // value)}
+
+
+def _training_intensity(value: Any, section: Section) -> Mapping[str, Any]:
+    """Gradient steps every so many steps of the environments → samples learned from for each step."""
+    batch = _number(section, ("batch_size", "train_batch_size")) or 32
+    updates, envs = section.get("gradient_steps", 1), _number(section, _ENVS) or 1
+    if not _is_number(value) or value <= 0 or not _is_number(updates) or updates <= 0:
+        raise ValueError(
+            "is training_intensity here: samples learned from for every step sampled = batch_size × gradient_steps / "
+            "(train_freq × environments)"
+        )
+    return {"training_intensity": batch * updates / (value * envs)}
+
+
+def _gradient_steps(value: Any, section: Section) -> Mapping[str, Any]:
+    if not {"train_freq", "train_frequency"} & section.keys():
+        raise ValueError("is training_intensity here: samples learned from for every step sampled. Give train_freq too, or that")
+    return _training_intensity(section.get("train_freq", section.get("train_frequency")), section)
+
+
+# -- networks -------------------------------------------------------------------------------------------------------------
+
+
+def _policy_kwargs(value: Any, section: Section) -> Mapping[str, Any]:
+    """SB3's keywords of a policy, as far as the built-in networks have them."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("is a section: {net_arch: [64, 64], activation_fn: tanh}")
+    out: dict[str, Any] = {}
+    for key, given in value.items():
+        if key not in _POLICY_KWARGS:
+            raise ValueError(f"has {key!r}, which is not built in; write a custom_model")
+        out |= _POLICY_KWARGS[key](given, section)
+    return out
+
+
+def _net_arch(value: Any, _: Section) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        layers = [value[part] for part in ("pi", "vf", "qf") if part in value]
+        if not layers or any(each != layers[0] for each in layers) or set(value) - {"pi", "vf", "qf"}:
+            raise ValueError("has a net_arch with different layers for policy and value; here both have model.fcnet_hiddens")
+        value = layers[0]
+    if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
+        raise ValueError("has a net_arch that is not a list of sizes such as [64, 64]; model.fcnet_hiddens is one")
+    return {"model.fcnet_hiddens": value}
+
+
+def _activation_fn(value: Any, _: Section) -> Mapping[str, Any]:
+    name = value.__name__ if isinstance(value, type) else str(value)
+    return {"model.fcnet_activation": name.rpartition(".")[2].lower()}
+
+
+def _orthogonal(value: Any, _: Section) -> Mapping[str, Any]:
+    if value is not True:
+        raise ValueError(
+            "has ortho_init: false; weights here are always orthogonal at first. Leave it out, or write a custom_model"
+        )
+    return {}
+
+
+def _optimizer_kwargs(value: Any, _: Section) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or set(value) - {"eps"}:
+        raise ValueError("has optimizer_kwargs other than eps; the optimizer is Adam with lr and adam_epsilon")
+    return {"adam_epsilon": value["eps"]} if value else {}
+
+
+def _one_layer(value: Any, _: Section) -> Mapping[str, Any]:
+    if value != 1:
+        raise ValueError("has several recurrent layers; here there is one (model.cell_size)")
+    return {}
+
+
+_POLICY_KWARGS: Mapping[str, Translation] = {
+    "net_arch": _net_arch,
+    "activation_fn": _activation_fn,
+    "ortho_init": _orthogonal,
+    "optimizer_kwargs": _optimizer_kwargs,
+    "log_std_init": lambda value, _: {"model.log_std_init": value},
+    "lstm_hidden_size": lambda value, _: {"model.use_lstm": True, "model.cell_size": value},
+    "n_lstm_layers": _one_layer,
+}
+
+
+def _network_settings(value: Any, _: Section) -> Mapping[str, Any]:
+    """ML-Agents: so many layers of so many units."""
+    if not isinstance(value, Mapping) or set(value) - {"hidden_units", "num_layers", "normalize", "vis_encode_type"}:
+        raise ValueError("is the section `model` here: fcnet_hiddens, conv, core, cell_size")
+    if value.get("vis_encode_type", "resnet") not in ("nature_cnn", "resnet"):
+        raise ValueError("has a vis_encode_type that is not here; model.conv is nature or resnet")
+    out: dict[str, Any] = {}
+    if "vis_encode_type" in value:
+        out["model.conv"] = str(value["vis_encode_type"]).removesuffix("_cnn")
+    if {"hidden_units", "num_layers"} & value.keys():
+        units, layers = value.get("hidden_units", 128), value.get("num_layers", 2)
+        if not isinstance(units, int) or not isinstance(layers, int):
+            raise ValueError("has hidden_units and num_layers, which are whole numbers")
+        out["model.fcnet_hiddens"] = [units] * layers
+    if value.get("normalize"):
+        out["observation_filter"] = "MeanStdFilter"
+    return out
+
+
+def _normalize(value: Any, _: Section) -> Mapping[str, Any]:
+    """RL Zoo's VecNormalize."""
+    if isinstance(value, bool):
+        return {"observation_filter": "MeanStdFilter", "normalize_reward": True} if value else {}
+    raise ValueError("is observation_filter: MeanStdFilter (observations) and normalize_reward: true (rewards) here")
+
+
+def _total(value: Any, _: Section) -> Mapping[str, Any]:
+    raise ValueError("says when training stops: it belongs beside config, or is written  stop: {timesteps: …}")
+
+
+def _stop(value: Any, _: Section) -> Mapping[str, Any]:
+    return {"stop.timesteps": int(value) if isinstance(value, float) and value.is_integer() else value}
+
+
+TRANSLATED: Mapping[str, Translation] = {
+    "lr": _schedule("lr"),
+    "clip_param": _clip_param,
+    "vf_loss_coeff": _value_weight,
+    "anneal_lr": _anneal_lr,
+    "num_minibatches": _num_minibatches,
+    "train_freq": _training_intensity,
+    "train_frequency": _training_intensity,
+    "gradient_steps": _gradient_steps,
+    "policy_kwargs": _policy_kwargs,
+    "network_settings": _network_settings,
+    "normalize": _normalize,
+    "frame_stack": lambda value, _: {"preprocess.stack": value},
+    **dict.fromkeys(TOTALS, _total),
+}
+"""Key of `config:` → what it is here."""
+
+TRANSLATED_TOP: Mapping[str, Translation] = dict.fromkeys(TOTALS, _stop)
+
+_PRINTS = "chooses what is printed; here it is progress=False in Python, --quiet and -v on the command line. Leave it out."
+_BUFFER = "chooses a class of SB3's buffers; here replay_buffer_config says what is kept and how it is drawn. Leave it out."
+_STATE_NOISE = "belongs to state-dependent exploration (gSDE), which is not here. Leave it out; see model.log_std_init."
+_VALUE_CLIP = (
+    "limits how far a value moves in one update, which is not here; vf_clip_param bounds the squared error instead. Leave it out."
+)
+
+FOREIGN: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "policy": (
+        "names a class of SB3's policies; the network here follows from the spaces. For recurrence set model.use_lstm.",
+        ("MlpPolicy", "CnnPolicy", "MultiInputPolicy"),
+    ),
+    "target_kl": ("ends epochs early, as stop_kl does here: CleanRL's target_kl, or 1.5 times SB3's.", (None,)),
+    "clip_range_vf": (_VALUE_CLIP, (None,)),
+    "clip_vloss": (_VALUE_CLIP, (False,)),
+    "use_sde": (_STATE_NOISE, (False,)),
+    "sde_sample_freq": (_STATE_NOISE, (-1,)),
+    "use_rms_prop": ("belongs to SB3's A2C; the optimizer here is Adam (lr, adam_epsilon). Leave it out.", (False,)),
+    "rms_prop_eps": ("belongs to SB3's A2C; the optimizer here is Adam (lr, adam_epsilon). Leave it out.", ()),
+    "rollout_buffer_class": (_BUFFER, (None,)),
+    "rollout_buffer_kwargs": (_BUFFER, (None,)),
+    "replay_buffer_class": (_BUFFER, (None,)),
+    "replay_buffer_kwargs": (_BUFFER, (None,)),
+    "optimize_memory_usage": ("is always so: the replay buffer stores each observation once. Leave it out.", (True, False)),
+    "device": ("is learner_device here (where it learns) and inference_device (where workers choose actions).", ("auto", "cpu")),
+    "cuda": ("is num_gpus: 1 here (or learner_device: cuda).", (False,)),
+    "torch_deterministic": ("is always so: the same seed gives the same run. Leave it out.", (True,)),
+    "verbose": (_PRINTS, (0, 1, 2)),
+    "progress_bar": (_PRINTS, (True, False)),
+    "log_interval": ("chooses how often is logged; every update is, or set min_time_s_per_iteration.", ()),
+    "tensorboard_log": ("names a directory; TensorBoard events are always written into the run's (--local-dir).", (None,)),
+    "tb_log_name": ("names a run for TensorBoard; here it is name=… in Python, --experiment-name otherwise.", ()),
+    "reset_num_timesteps": ("is ludus.resume(RUN) (counts on) or restore=RUN (counts from 0) here.", (True,)),
+    "callback": ("is callbacks=[…] of ludus.train, a list of ludus.Callback.", (None,)),
+    "eval_freq": ("is evaluation_interval here, with evaluation_interval_unit: timesteps (SB3 counts calls: × n_envs).", ()),
+    "eval_env": ("is env_config in the section evaluation_config: evaluations have environments of their own.", (None,)),
+    "vec_env_cls": ("chooses how environments are stepped; num_workers does that in other processes. Leave it out.", (None,)),
+    "vec_env_kwargs": ("belongs to SB3's vector environments; see num_envs and num_workers. Leave it out.", (None,)),
+    "monitor_dir": ("names a directory; episodes are counted in metrics.jsonl of the run. Leave it out.", (None,)),
+    "wrapper_class": ("is wrappers here: a list of module:Wrapper.", (None,)),
+    "env_wrapper": ("is wrappers here: a list of module:Wrapper.", (None,)),
+    "start_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
+    "end_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
+    "capture_video": ("films while training; here films are made afterwards: ludus rollout RUN --video.", (False,)),
+    "save_model": ("is always so: a run ends with a checkpoint. Leave it out.", (True,)),
+    "upload_model": ("uploads to the Hugging Face hub, which is not here. Leave it out.", (False,)),
+    "hf_entity": ("belongs to the Hugging Face hub, which is not here. Leave it out.", ("", None)),
+    "wandb_project_name": ("is written  track: {wandb: {project: …}}  beside config.", ()),
+    "wandb_entity": ("is written  track: {wandb: {entity: …}}  beside config.", (None,)),
+    "num_iterations": ("follows from timesteps and the batch; to stop by updates: stop: {iterations: …}.", ()),
+    "time_horizon": ("is rollout_fragment_length here; ML-Agents ends such a segment at the end of an episode, too.", ()),
+    "summary_freq": ("is min_time_s_per_iteration here, in seconds: how often numbers are reported.", ()),
+    "keep_checkpoints": ("is keep_checkpoints_num, beside config.", ()),
+    "checkpoint_interval": ("is checkpoint_freq (updates) or checkpoint_time_s (seconds), beside config.", ()),
+    "learning_rate_schedule": ("is written  lr: [[0, 3e-4], [MAX_STEPS, 0]]  for linear.", ("constant",)),
+    "reward_signals": ("are gamma and the environment's own reward here; others go into a wrapper (wrappers).", ()),
+    "hyperparameters": ("is a section of ML-Agents; its keys stand directly in config here.", ()),
+}
+"""Key of `config:` → why it is not here and what to use, and values that say what happens anyway."""
+
+
+def library_of(key: str) -> str:
+    """Who has such a key, for people."""
+    return "RLlib" if key not in _ALL else "Stable-Baselines3, CleanRL or ML-Agents"
+
+
+_ALL = {*RENAMED, *DEPENDING, *TRANSLATED, *FOREIGN}
