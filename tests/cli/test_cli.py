@@ -204,7 +204,10 @@ def test_without_quiet_a_person_is_told_how_it_goes_and_what_to_do_next(call: Ca
     said = call("train", "CartPole-v1", *SMALL, "--stop", "iterations=2", "--project", tmp_path, "--trial", "one")
     assert said.code == 0
     assert said.err == ""
-    assert re.search(r"iterations · .*\d+ steps in", said.out)
+    assert "Stopped: iteration limit reached. " in said.out
+    assert re.search(r"^100 % █{10}  2 of 2 iterations  .*steps/s", said.out, re.MULTILINE)
+    assert len(re.findall("2 of 2 iterations", said.out)) == 1  # the last line, once
+    assert re.search(r"^[\d,]+ steps in ", said.out, re.MULTILINE)
     assert f"run         {tmp_path / 'one'}" in said.out
     assert f"ludus rollout {tmp_path / 'one'} --video" in said.out
 

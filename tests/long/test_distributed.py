@@ -51,7 +51,7 @@ def start(tmp_path: Path, name: str) -> subprocess.Popen[str]:
 
 def finished(tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> JobStatus:
     """All that is said of one that went well."""
-    assert "episode_return_mean · mean return" in said
+    assert "Stopped: target return reached. Mean return" in said
     for variable, value in s3.server().environment().items():
         monkeypatch.setenv(variable, value)
     store = open_store(s3.server().url(f"{tmp_path.name}/{name}"))

@@ -14,18 +14,19 @@ def demo(
     seed: Annotated[int, typer.Option(help="Another seed, another agent.")] = 0,
 ) -> None:
     """Train CartPole to a return of 475, then draw its learning curve and film it."""
-    from ludus.cli.display import Display, here, say
+    from ludus.cli.display import here, say
 
     say("Training CartPole-v1 with PPO until the mean return of 100 episodes is 475 …")
     from ludus import config as configs
     from ludus.experiment import experiment, rollout
     from ludus.experiment.plot import plot
+    from ludus.experiment.training_display import TrainingDisplay
     from ludus.game.environment import make_one
 
     with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole-fast.yaml") as path:
         ((name, data),) = configs.load_experiments(path).items()
     configs.override(data, f"config.seed={seed}")
-    with Display() as display:
+    with TrainingDisplay() as display:
         result = experiment.start({"name": name, **data}, local_dir=local_dir, sinks=[display])
     if result.stopped_by.startswith("interrupted"):
         say(f"interrupted; {here('ludus')} train --resume {result.run_dir} goes on")

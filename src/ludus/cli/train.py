@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import sys
 import tempfile
 import traceback
@@ -518,31 +517,22 @@ class Starter:
         return experiment.cluster_of(address, cpus, memory)
 
     def shown(self, work: Callable[[Any, dict[str, Any]], Result]) -> Result:
-        from ludus.cli.display import Display
-
         self.voice("starting …")
         from ludus.experiment import experiment
+        from ludus.experiment.training_display import TrainingDisplay
 
         cluster = self.cluster()
-        with Display(quiet=self.voice.quiet, to_stderr=self.voice.as_json) as display:
+        with TrainingDisplay(quiet=self.voice.quiet, stream=sys.stderr if self.voice.as_json else sys.stdout) as display:
             result = work(experiment, {"sinks": [display], "announce": self.voice, "cluster": cluster})
         self._tell(result)
         return result
 
     def _tell(self, result: Result) -> None:
         from ludus.cli.display import here
-        from ludus.config import EXTERNAL
+        from ludus.experiment.run_summary import summary_lines
 
-        told = result.to_json()
-        mean = told["episode_return_mean"]
-        shown = "no episode ended" if mean is None else f"mean return {mean:.1f}"
-        self.voice(f"{result.stopped_by} · {shown} · {told['timesteps']:,} steps in {result.metrics.get('time_s', 0):.1f} s")
-        self.voice(f"run         {told['run_dir']}")
-        if result.checkpoint:
-            self.voice(f"checkpoint  {told['checkpoint']}")
-            played = result.env == EXTERNAL
-            then = f"serve it    {here('ludus')} serve" if played else f"watch it    {here('ludus')} rollout"
-            self.voice(f"{then} {shlex.quote(told['run_dir'])}{'' if played else ' --video'}")
+        for line in summary_lines(result, here("ludus")):
+            self.voice(line)
 
     def conclude(
         self, results: Mapping[str, Result | None], failed: Mapping[str, LudusError] | None = None, *, several: bool = False

@@ -54,6 +54,7 @@ from ludus.experiment.parts import (
 from ludus.experiment.result import Result as Result
 from ludus.experiment.run import Run, holds_run, run_directory
 from ludus.experiment.status import StatusWriter, described
+from ludus.experiment.training_display import announce_stop
 from ludus.experiment.workspace import directory_of, fetch
 from ludus.experiment.workspace import shown as place_of
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
@@ -269,6 +270,7 @@ def start(
     _check_tracking(resolved, announce)
     _announce_iterations(resolved, announce)
     _announce_idle_nodes(resolved, announce)
+    announce_stop(sinks, e.stop)
     before = _begins_with(restore, resolved)
     directory = run_directory(e.name, e.run, e.env, local_dir, project, trial) if place is None else directory_of(place)
     Run.check_free(directory)
@@ -325,6 +327,7 @@ def resume(
     run = Run.open(directory)
     resolved = _resolved_again(run, changes, cluster)
     _check_tracking(resolved, announce)
+    announce_stop(sinks, resolved.experiment.stop)
     if again and (ended := _ended(run, resolved)) is not None:
         return ended
     if _has_processes(resolved) if supervised is None else supervised:

@@ -1,0 +1,83 @@
+"""The end of a training in words: why it stopped, how good the agent is, where everything is, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+
+from ludus.config import EXTERNAL
+from ludus.experiment.result import Result
+from ludus.experiment.training_display import format_with_interval
+from ludus.experiment.workspace import shown
+from ludus.formatting import format_duration, format_number
+
+_REASONS = {
+    "timesteps": "step limit reached",
+    "iterations": "iteration limit reached",
+    "episodes": "episode limit reached",
+    "time_s": "time limit reached",
+    "episode_return_mean": "target return reached",
+}
+_INTERRUPTED = "interrupted"
+_SIGNALS = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM"}
+
+
+def stop_reason(stopped_by: str) -> str:
+    """`Stopped: time limit reached`, from the key of the stop condition or the signal."""
+    if stopped_by.startswith(_INTERRUPTED):
+        signal = stopped_by.removeprefix(_INTERRUPTED).strip(" ()")
+        return f"Interrupted by {_SIGNALS.get(signal, signal)}" if signal else "Interrupted"
+    return f"Stopped: {_REASONS.get(stopped_by, stopped_by)}"
+
+
+def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
+    """What is printed at the end. `command`: as it is typed on this machine."""
+    mean = result.episode_return_mean
+    trained = "No episode ended during training" if math.isnan(mean) else f"Mean return {format_number(mean)} in training"
+    yield f"{stop_reason(result.stopped_by)}. {trained}."
+    if evaluation := _evaluation(result):
+        yield evaluation
+    yield _how_long(result)
+    place = shlex.quote(result.place)
+    yield f"run         {result.place}"
+    if result.checkpoint:
+        yield f"checkpoint  {shown(result.checkpoint)}"
+    yield from (f"{what:<12}{command} {words}" for what, words in _next_steps(result, place))
+
+
+def _evaluation(result: Result) -> str:
+    numbers = result.metrics
+    mean, episodes = (numbers.get(f"evaluation/{name}", math.nan) for name in ("return_mean", "episodes"))
+    if math.isnan(mean):
+        return ""
+    of = "" if math.isnan(episodes) else f" over {episodes:,.0f} episodes"
+    return f"Evaluation: mean return {format_with_interval(mean, numbers, 'evaluation/return')}{of}."
+
+
+def _how_long(result: Result) -> str:
+    steps, seconds = result.metrics.get("timesteps", 0.0), result.metrics.get("time_s", 0.0)
+    speed = f" ({steps / seconds:,.0f} steps/s)" if seconds and steps else ""
+    return f"{steps:,.0f} steps in {format_duration(seconds)}{speed}."
+
+
+def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
+    """(what for, the command without its first word)."""
+    interrupted = result.stopped_by.startswith(_INTERRUPTED)
+    if interrupted:
+        yield "continue", f"train --resume {place}"
+    if result.checkpoint:
+        yield ("serve it", f"serve {place}") if result.env == EXTERNAL else ("watch it", f"rollout {place} --video")
+    yield "look at it", f"runs show {place}"
+    if not interrupted and (longer := longer_stop(result)):
+        yield "train on", f"train --resume {place} --stop {longer}"
+
+
+def longer_stop(result: Result) -> str:
+    """The stop condition that ended the run, at about twice the value; empty for a target that was reached."""
+    reached = result.metrics.get(result.stopped_by, 0.0)
+    if result.stopped_by == "episode_return_mean" or result.stopped_by not in _REASONS or reached <= 0:
+        return ""
+    digits = 1 - math.floor(math.log10(2 * reached))
+    twice = round(2 * reached, digits)
+    return f"{result.stopped_by}={twice:.0f}" if twice >= 1 else ""
