@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from ludus.cli.display import Display, bottleneck
 from ludus.errors import NotFound
 from ludus.experiment import status
 from ludus.experiment.run import Run
-from ludus.experiment.status import Rates, StatusWriter, judge, summary
+from ludus.experiment.status import Rates, StatusWriter, bottleneck, judge, summary
+from ludus.experiment.training_display import TrainingDisplay
 from tests.cli.programs import program
 from tests.experiment import small
 
@@ -76,10 +76,10 @@ def test_what_is_not_known_is_not_said() -> None:
 
 
 def test_the_display_shows_the_parts_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display() as display:
+    with TrainingDisplay() as display:
         display.write(WORKING)
     assert "sampler 92 % busy, learner waits 3 %" in capsys.readouterr().out
-    with Display() as display:
+    with TrainingDisplay() as display:
         display.write({name: value for name, value in WORKING.items() if "/" not in name})
     assert "busy" not in capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_on_a_terminal_the_limit_stands_in_the_table(monkeypatch: pytest.MonkeyP
     screen = Terminal()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("COLUMNS", "200")
-    with Display() as display:
+    with TrainingDisplay() as display:
         display.write(WORKING | {"learner/wait_share": 0.4})
     assert "sampler 92 % busy, learner waits 40 %" in screen.getvalue()
     assert "the environments: 70 % of the samplers' time" in screen.getvalue()

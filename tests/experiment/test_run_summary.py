@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +15,9 @@ from ludus.experiment.run_summary import longer_stop, stop_reason, summary_lines
 METRICS = {"timesteps": 60_611.0, "time_s": 61.2, "episode_return_mean": -56.87, "iterations": 15.0}
 
 
-def result(stopped_by: str = "time_s", env: str = "CartPole-v1", **metrics: float) -> Result:
+def result(stopped_by: str = "time_s", env: str = "CartPole-v1", metrics: Mapping[str, float] = {}) -> Result:
     run = Path("/somewhere/a run")
-    return Result(run, run / "checkpoints" / "000015", stopped_by, METRICS | metrics, cast(Any, None), env)
+    return Result(run, run / "checkpoints" / "000015", stopped_by, {**METRICS, **metrics}, cast(Any, None), env)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_the_summary_has_the_evaluation_beside_the_training_return_and_what_to_d
         "evaluation/return_high": 402.6,
         "evaluation/episodes": 10.0,
     }
-    assert list(summary_lines(result(**evaluated))) == [
+    assert list(summary_lines(result(metrics=evaluated))) == [
         "Stopped: time limit reached. Mean return −56.9 in training.",
         "Evaluation: mean return 293.7 [237.9 to 402.6] over 10 episodes.",
         "60,611 steps in 61 s (990 steps/s).",
@@ -56,7 +58,7 @@ def test_the_summary_has_the_evaluation_beside_the_training_return_and_what_to_d
 
 
 def test_a_run_without_episodes_and_one_that_was_interrupted_say_so() -> None:
-    lines = list(summary_lines(result("interrupted (SIGINT)", episode_return_mean=float("nan"))))
+    lines = list(summary_lines(result("interrupted (SIGINT)", metrics={"episode_return_mean": math.nan})))
     assert lines[0] == "Interrupted by Ctrl-C. No episode ended during training."
     assert "continue    ludus train --resume '/somewhere/a run'" in lines
     assert not any(line.startswith("train on") for line in lines)
