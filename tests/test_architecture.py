@@ -37,6 +37,7 @@ LAYERS = [
         "sb3_cleanrl",
         "statistics",
         "logfile",
+        "regular_files",
         "pids",
         "repeats",
         "sockets",

@@ -177,3 +177,16 @@ def test_the_tail_of_a_log_goes_back_into_the_one_before(tmp_path: Path) -> None
         writer.line(f"line {i}")
     writer.close()
     assert tail(path, 5) == [f"line {i}" for i in range(15, 20)]
+
+
+def test_a_link_in_place_of_a_log_is_neither_read_nor_written_through(tmp_path: Path) -> None:
+    path, other = tmp_path / "log", tmp_path / "other"
+    other.write_text("secret\n")
+    path.symlink_to(other)
+    assert tail(path, 5) == []
+    with pytest.raises(OSError, match="symbolic links"):
+        LogReader(path).lines()
+    writer = LogWriter(path)
+    writer.line("ours")
+    writer.close()
+    assert (path.read_text(), other.read_text(), path.is_symlink()) == ("ours\n", "secret\n", False)

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ludus.regular_files import open_regular
 from ludus.repeats import MARK, Repeats
 
 MAX_BYTES = 8_000_000
 _CHUNK = 256_000
 _MAX_LINE = 1_000_000
 _TAIL = 8_192
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class LogWriter:
@@ -54,7 +56,9 @@ class LogWriter:
             self._open()
 
     def _open(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self.path.is_symlink():  # put there by the program whose output this is: it must not choose where we write
+            self.path.unlink()
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | _NOFOLLOW, 0o600)
         self._size = os.fstat(self._file).st_size
 
 
@@ -185,7 +189,7 @@ def tail(path: Path, lines: int) -> list[str]:
     """The last lines of a log as it stands; none if there is no log."""
     data = b""
     for place in (path, before(path)):
-        with contextlib.suppress(OSError), open(place, "rb") as file:
+        with contextlib.suppress(OSError), open_regular(place) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             data = file.read(_TAIL) + data
         if data.count(b"\n") > lines:
@@ -199,7 +203,8 @@ def before(path: Path) -> Path:
 
 def _opened(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(path) as file:
+            return os.dup(file.fileno())
     except FileNotFoundError:
         return -1
 

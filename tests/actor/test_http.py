@@ -507,6 +507,54 @@ def test_connections_are_bounded() -> None:
         play(served.port, "after")
 
 
+def test_connections_without_a_token_never_keep_a_client_out() -> None:
+    settings = GatewaySettings(http=HttpLimits(connections=4), token="secret")
+    bearer = ["Authorization: Bearer secret"]
+    with gateway(Echo, settings) as served, contextlib.ExitStack() as stack:
+        client = stack.enter_context(Wire(served.port))
+        assert client.ask(step("start", "a", headers=bearer)).status == 200
+        silent = [stack.enter_context(Wire(served.port)) for _ in range(30)]
+        assert silent[0].closed()  # the oldest makes room
+        with Wire(served.port) as late:
+            assert late.ask(step("start", "b", headers=bearer)).status == 200
+        assert client.ask(step("tick", "a", b"x", headers=bearer)).body == b"x"
+        assert served.gateway.counters()["refused_before"]["evicted"] >= 26
+
+
+def test_a_connection_that_sends_no_token_is_closed_sooner_than_an_idle_client() -> None:
+    settings = GatewaySettings(http=HttpLimits(unauthorized_idle_s=0.2), token="secret")
+    with gateway(Echo, settings) as served, Wire(served.port) as silent, Wire(served.port) as wrong, Wire(served.port) as client:
+        assert client.ask(step("start", "a", headers=["Authorization: Bearer secret"])).status == 200
+        assert wrong.ask(step("start", "b", headers=["Authorization: Bearer guess"])).refusal == (401, "unauthorized")
+        assert silent.closed()
+        assert wrong.closed()
+        assert client.ask(step("tick", "a", b"x", headers=["Authorization: Bearer secret"])).body == b"x"
+
+
+def test_connections_of_one_address_can_be_bounded() -> None:
+    with gateway(Echo, limited(connections_per_address=1)) as served, Wire(served.port) as first:
+        assert first.ask(step("start", "a")).status == 200
+        with Wire(served.port) as second:
+            assert second.read().refusal == (503, "too_many_connections")
+
+
+def test_a_request_with_two_tokens_is_refused(server: Served) -> None:
+    both = ["Authorization: Bearer one", "Authorization: Bearer two"]
+    assert ask(server.port, step("start", "a", headers=both)).refusal == (400, "authorization")
+
+
+@pytest.mark.parametrize("name", ["session", "match", "model"])
+def test_a_name_that_is_not_utf_8_is_refused(server: Served, name: str) -> None:
+    asked = step("start", "s", headers=[] if name == "session" else [f"{name}: XX"])
+    asked = asked.replace(b"session: s\r\n", b"session: \xff\xfe\r\n") if name == "session" else asked.replace(b"XX", b"\xff\xfe")
+    assert ask(server.port, asked).refusal == (400, "model" if name == "model" else "session")
+
+
+def test_numbers_are_written_as_numbers(server: Served) -> None:
+    for header in ("temperature: 1_0", "version: 1_0", "seq: 1_0"):
+        assert ask(server.port, step("start", "a", headers=[header])).status == 400
+
+
 # -- slowness
 
 

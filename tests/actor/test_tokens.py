@@ -7,6 +7,7 @@ import pytest
 
 from ludus.actor.tokens import Tokens
 from ludus.errors import UsageError
+from ludus.game.protocol import read_token
 
 
 def lines(tmp_path: Path, text: str) -> Tokens:
@@ -28,7 +29,7 @@ def test_each_line_is_a_token_with_its_name_and_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# none\n", "a b c d", "a b many", "a b -1", "a b nan", "a b inf", "tökén", "same\nx same\n"]
+    "text", ["", "# none\n", "a b c d", "a b many", "a b -1", "a b nan", "a b inf", "a b 1_0", "tökén", "same\nx same\n"]
 )
 def test_a_file_that_is_wrong_is_told_without_its_tokens(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError) as refused:
@@ -62,3 +63,20 @@ def test_tokens_are_kept_as_hashes_alone(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.DEBUG):
         tokens = Tokens.single("s3cret")
     assert "s3cret" not in repr(vars(tokens)) + caplog.text
+
+
+def test_tokens_that_can_be_guessed_or_read_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("studio 0123456789abcdef\nx a\n")
+    path.chmod(0o644)
+    for read in (Tokens.read, lambda path: read_token(path)):
+        caplog.clear()
+        path.write_text("a\n")
+        read(path)
+        assert "has 1 characters and may be guessed" in caplog.text
+        assert "readable by others (mode 0644)" in caplog.text
+    caplog.clear()
+    path.chmod(0o600)
+    path.write_text("0123456789abcdef\n")
+    Tokens.read(path)
+    assert caplog.text == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -52,6 +53,12 @@ class Program:
             assert self.changed.wait_for(lambda: bool(found()), LIMIT_S), self.lines
             return found()
 
+    def wait_for_lines(self, count: int) -> None:
+        """Until it has printed so many more lines."""
+        with self.changed:
+            wanted = len(self.lines["out"]) + count
+            assert self.changed.wait_for(lambda: len(self.lines["out"]) >= wanted, LIMIT_S), self.lines
+
     def finish(self) -> tuple[int, str, str]:
         """Wait for its end: exit code, and all that it said."""
         code = self.process.wait(LIMIT_S)
@@ -61,13 +68,14 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(*arguments: str | Path, listens: bool = True) -> Iterator[Program]:
-    """Killed at the end if it still runs. When it `listens`, it has said where."""
+def program(*arguments: str | Path, listens: bool = True, files: tuple[int, int] | None = None) -> Iterator[Program]:
+    """Killed at the end if it still runs. When it `listens`, it has said where. `files`: soft and hard limit of open files."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "300"}
     command = [sys.executable, "-m", "ludus.cli.main", *map(str, arguments)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as process:
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
+    ) as process:  # fmt: skip
         running = Program(process)
         running.listen()
         try:

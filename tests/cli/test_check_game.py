@@ -104,8 +104,8 @@ def test_a_request_that_is_wrong_by_itself(raw: bytes, status: int, kind: str) -
 
 def test_a_session_id_that_is_not_text() -> None:
     with checking() as checked, connected(checked) as connection:
-        assert exchange(connection, step("start", "a", b"", "seq: 0").replace(b"session: a", b"session: \xff\xfe")) == 200
-        assert "UTF-8" in checked.hears("session_text")
+        assert exchange(connection, step("start", "a", b"", "seq: 0").replace(b"session: a", b"session: \xff\xfe")) == 400
+        assert "UTF-8" in checked.hears("session")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,20 @@ def test_the_usage_of_this_process_is_known_and_that_of_no_process_is_nothing() 
     assert cpu_s > 0
     assert rss > 10_000_000
     assert usage(2**22 + 1) == (0.0, 0)
+
+
+@pytest.mark.parametrize("hard", [256, 4096])
+def test_the_actor_outlives_more_silent_connections_than_it_may_have_files(hard: int) -> None:
+    """With a hard limit of 4,096 it raises its soft one; with 256 it cannot, and turns connections away."""
+    limits = (256, hard)
+    with program("fake", "actor", "--port", "0", "--json", files=limits) as server, contextlib.ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        server.wait_for_lines(2)
+        assert server.process.poll() is None
+        stack.close()
+        stats = FakeGamecore(server.url, games=1, ticks=3).run(matches=1)
+        server.process.send_signal(signal.SIGINT)
+        code, _, err = server.finish()
+    assert (code, stats.errors) == (0, {})
+    assert "Traceback" not in err

@@ -97,7 +97,6 @@ def test_nothing_played_is_a_mistake() -> None:
         (answered(END, 1, 409, "seq", "seq 1 was a tick; this is a end."), "seq_changed"),
         (answered(TICK, -1, 400, "seq", "The start of this session had a seq header, this has none."), "seq_mixed"),
         (answered(TICK, 1, 429, "too_many_requests"), "too_fast"),
-        (answered(TICK, 1, 404, "unknown_session", session=b"\xff"), "session_text"),
     ],
 )
 def test_each_refusal_becomes_a_finding(event: Event, kind: str) -> None:

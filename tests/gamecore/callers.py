@@ -30,6 +30,7 @@ games:
   hungry: {command: ["{python}", -S, -c, "x = bytearray(80_000_000); import time; time.sleep(1000)"], limits: {memory_mb: 60}}
   threads: {command: ["{python}", -S, -c, "import threading, time\nfor _ in range(4): threading.Thread(target=time.sleep, args=(1000,)).start()"]}
   bad-result: {command: [sh, -c, 'echo NaN > "$LUDUS_GAME_RESULT"']}
+  link-log: {command: [sh, -c, 'rm -f game.log; ln -s /etc/passwd game.log; echo done']}
   link-result: {command: [sh, -c, 'ln -s /etc/hostname "$LUDUS_GAME_RESULT"']}
   environment: {command: [env], environment: {COLOUR: "blue {options.hue}", PORT: "{port}"}, inherit: [LUDUS_TEST_SHARED],
     options: {hue: {type: string, default: dark}, speed: {type: number, minimum: 0, maximum: 10, default: 1}}}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import resource
+import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +119,9 @@ def test_ids_in_paths_are_looked_at_in_the_same_way(call: Caller) -> None:
         {"options": []},
         {"options": {"speed": 11}},
         {"options": {"speed": "fast"}},
+        {"options": {"speed": 10**400}},
+        {"seed": 10**400},
+        {"timeout_s": 10**400},
         {"options": {"hue": "-rf"}},
         {"options": {"hue": "a b"}},
         {"options": {"hue": 1}},
@@ -260,6 +265,13 @@ def test_a_server_with_tokens_answers_only_those_who_have_one(home: Path) -> Non
         assert friend("GET", "/v1/games").status == 401
 
 
+def test_a_log_that_a_game_made_a_link_is_not_read(call: Caller) -> None:
+    assert call("POST", "/v1/games", {"runtime_id": "linked", "game": "link-log"}).status == 201
+    until(lambda: call("GET", "/v1/games/linked").json["state"] == "finished", "the game to end")
+    shown = call("GET", "/v1/games/linked/log").body + call("GET", "/v1/games/linked").body
+    assert b"root:" not in shown
+
+
 def test_beyond_this_machine_it_wants_a_token(home: Path) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
         with pytest.raises(UsageError, match="without a token would let anyone in"):
@@ -283,15 +295,41 @@ def test_what_is_wrong_is_said_before_anything_is_begun(home: Path, tmp_path: Pa
             pass
 
 
-def test_connections_leave_files_for_the_games() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    try:
-        assert Settings(max_games=200).affordable().connections == 760
-        assert Settings(max_games=2000).affordable().connections == 32
-        assert Settings(http=HttpLimits(connections=5), max_games=1).affordable().connections == 5
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+PROGRAM = """
+import resource, sys
+from ludus.gamecore.server import HttpLimits, Settings
+soft, hard = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(*(
+    settings.affordable().connections
+    for settings in (Settings(max_games=200), Settings(max_games=2000), Settings(http=HttpLimits(connections=5), max_games=1))
+), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "said"), [(1024, 1024, "760 32 5 1024"), (1024, 7000, "4096 4096 5 6160")])
+def test_connections_leave_files_for_the_games(soft: int, hard: int, said: str) -> None:
+    """The soft limit is raised as far as it must be, and connections are bounded by what the hard one leaves."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(soft), str(hard)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == said.split()
+
+
+def test_connections_without_a_token_never_keep_a_caller_out(home: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("ci a-token-of-some-length\n")
+    limits = HttpLimits(connections=4, unauthorized_idle_s=60.0)
+    settings = Settings(port=0, games=home / "games.yaml", state_dir=tmp_path / "state", token_file=tokens, http=limits)
+    with running(settings) as server, contextlib.ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(socket.create_connection((server.host, server.port)))
+        caller = Caller(server.host, server.port, "a-token-of-some-length")
+        assert caller("GET", "/v1/games").status == 200
+
+
+def test_a_request_with_two_tokens_is_refused(call: Caller) -> None:
+    with socket.create_connection((call.host, call.port)) as raw:
+        raw.sendall(b"GET /v1/games HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: a\r\nAuthorization: b\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
 
 
 def test_two_servers_do_not_share_a_directory(call: Caller, home: Path) -> None:

@@ -186,7 +186,7 @@ def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None
         assert said in wrong
     path.unlink()
     os.mkfifo(path)
-    assert "not a plain file" in read_result(path)[1]
+    assert "not a regular file" in read_result(path)[1]
     path.unlink()
     write_private(path, b'{"winner": 0}')
     assert read_result(path) == ({"winner": 0}, "")

@@ -340,6 +340,17 @@ def test_keys_of_something_else_are_not_touched(shared: RedisServer) -> None:
         assert admin.get("ludus:{taken}:messages") == b"mine"
 
 
+@pytest.mark.parametrize("garbage", [b"", b"garbage", b"x y", b"\xff\xff", b"99999999999999999999 x", b" ", b"1e300 x"])
+def test_garbage_in_place_of_a_notice_is_replaced(shared: RedisServer, garbage: bytes) -> None:
+    with closing(shared.client()) as admin, closing(opened(shared.full_url, "spoiled")) as exchange:
+        assert exchange.post("worker/1", b"before", 5)
+        admin.hset("ludus:{spoiled}:board", "worker/1", garbage)
+        exchange.read("worker/1")
+        assert exchange.post("worker/1", b"after")
+        assert exchange.read("worker/1") == b"after"
+        exchange.drop()
+
+
 @pytest.mark.parametrize(
     ("url", "error"),
     [

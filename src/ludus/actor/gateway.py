@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ludus
+from ludus.actor.connection_slots import ConnectionSlots
 from ludus.actor.http import Connection, Exchange, HttpLimits, Page, Replied
 from ludus.actor.peers import Peers
 from ludus.actor.session import SessionLimits, Sessions
 from ludus.actor.tokens import Tokens
 from ludus.errors import Refused, UsageError
 from ludus.game import protocol
+from ludus.game.limits import open_file_limit, raise_open_file_limit
 from ludus.game.protocol import About
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,11 @@ log = logging.getLogger(__name__)
 _SWEEP_S = 0.1
 _PAUSE_S = 0.5
 _WATCH_S = 1.0
+_OWN_FILES = 256
+"""Open files for everything but connections: logs, checkpoints, sockets to the other workers."""
+_LEAST_CONNECTIONS = 16
+_LINGERING = 64
+"""Refused connections that may wait to read their refusal; further ones are closed without one."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,9 @@ class Gateway:
         self.slot, self._slots = slot, max(1, len(peer_paths))
         self._peers = Peers(self, slot, peer_paths) if len(peer_paths) > 1 else None
         self._connections: set[Connection] = set()
+        self._admitted: ConnectionSlots[Connection] = ConnectionSlots(
+            affordable_connections(settings.http.connections), settings.http.connections_per_address
+        )
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
         if self._peers is None:
@@ -225,6 +235,7 @@ class Gateway:
         """Tokens and certificates as they are now. What cannot be read changes nothing."""
         try:
             self.tokens = read_tokens(self._settings)
+            self._admitted.revoke_all()
             for connection in self._connections:
                 connection.forget_caller()
             if self._settings.token_file is not None:
@@ -242,12 +253,30 @@ class Gateway:
 
     # -- what a connection asks of us
 
-    def opened(self, connection: Connection) -> bool:
+    def open_connection(self, connection: Connection) -> str:
         self._connections.add(connection)
-        return len(self._connections) <= self.limits.connections
+        assert connection.transport is not None
+        address = str((connection.transport.get_extra_info("peername") or ("",))[0])
+        admission = self._admitted.admit(connection, address, authorized=self.tokens is None)
+        if admission.evicted is not None:
+            self.refusals["evicted"] += 1
+            if admission.evicted.transport is not None:
+                admission.evicted.transport.abort()
+        if not admission.admitted and len(self._connections) > len(self._admitted) + _LINGERING:
+            self.refusals["too_many_connections"] += 1
+            connection.transport.abort()
+            return ""
+        return admission.reason
+
+    def authorize(self, connection: Connection) -> None:
+        self._admitted.authorize(connection)
+
+    def is_authorized(self, connection: Connection) -> bool:
+        return self._admitted.is_authorized(connection)
 
     def closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._admitted.release(connection)
 
     def step(self, kind: str, session: bytes, seq: int, about: About, body: bytes, exchange: Exchange) -> None:
         owner = zlib.crc32(session) % self._slots
@@ -304,6 +333,14 @@ class Gateway:
             **peers,
             "refused_before": dict(self.refusals),
         }
+
+
+def affordable_connections(wanted: int) -> int:
+    """As many of these connections as there can be open files in this process, whose limit is raised for them if it may be."""
+    used = open_file_limit()
+    taken = _OWN_FILES + (0 if used is None else used.used)
+    limit = raise_open_file_limit(wanted + taken)
+    return wanted if limit is None else min(wanted, max(_LEAST_CONNECTIONS, limit - taken))
 
 
 def read_tokens(settings: GatewaySettings) -> Tokens | None:

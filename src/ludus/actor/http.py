@@ -52,6 +52,11 @@ class HttpLimits:
     send_s: float = 10.0
     """For a client to read what it asked for."""
     idle_s: float = 300.0
+    """Between two requests of a connection."""
+    unauthorized_idle_s: float = 10.0
+    """The same for a connection that has not yet sent a valid token."""
+    connections_per_address: int = 0
+    """Connections of one client address, in each worker; 0 = any number, as behind a proxy, where all have the same."""
 
 
 class Page(NamedTuple):
@@ -90,9 +95,15 @@ class Service(Protocol):
     direct_port: int
     """Where this worker alone can be reached; 0: nowhere else."""
 
-    def opened(self, connection: Connection) -> bool:
-        """False: too many."""
+    def open_connection(self, connection: Connection) -> str:
+        """Why this connection cannot be served; empty: it can."""
         ...
+
+    def authorize(self, connection: Connection) -> None:
+        """The connection has sent a valid token for the first time."""
+        ...
+
+    def is_authorized(self, connection: Connection) -> bool: ...
 
     def closed(self, connection: Connection) -> None: ...
 
@@ -134,6 +145,7 @@ _HEADS = {length: _OK + str(length).encode() + _TYPE for length in range(1024)}
 _LINGER_S = 2.0
 _STRANGERS_BODY = 4 << 10  # what we read of a request before we know who it is from
 _UNAUTHORIZED = Refused(401, "unauthorized", "The token is missing or wrong.", "Send Authorization: Bearer TOKEN.")
+_TWO_TOKENS = Refused(400, "authorization", "This request has two Authorization headers.", "Send one.")
 _STEP_TO = b"/step/"  # and the name of a model
 _MAX_ID = 128
 _NUMBERS = itertools.count()
@@ -298,6 +310,14 @@ class KnownHead:
         return at + len(self._last), length, seq, session, id_.decode()
 
 
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _is_plain(said: bytes) -> bool:
     return bool(said) and not said.translate(None, _PLAIN)
 
@@ -362,8 +382,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        if not self._service.opened(self):
-            self._refuse(Refused(503, "too_many_connections", "This server has too many connections.", "Try again later.", 1))
+        problem = self._service.open_connection(self)
+        if problem and self.transport is not None:
+            self._refuse(Refused(503, "too_many_connections", problem, "Try again later.", 1))
         early, self._early = self._early, b""
         if early:
             self.data_received(early)
@@ -478,6 +499,8 @@ class Connection(asyncio.Protocol):
         elif code == _ID:
             self._request_id = _identified(value)
         elif code == _AUTH:
+            if self._auth:
+                self._refused = _TWO_TOKENS
             self._auth = value
         elif code == _CODING:
             if value.lower() != b"chunked":
@@ -504,8 +527,11 @@ class Connection(asyncio.Protocol):
             match, message = code == _MATCH, f"The name of a match or model is longer than {MAX_NAME_BYTES} bytes."
             hint = "Use a shorter one."
             self._wrong = Refused(400, "session", message, hint) if match else Refused(400, "model", message, hint)
+        elif not _is_utf8(value):
+            what = "session" if code == _MATCH else "model"
+            self._wrong = Refused(400, what, f"The name {_shown(value)} of a match or model is not UTF-8.", "Use ASCII or UTF-8.")
         else:
-            text = value.decode("utf-8", "replace")
+            text = value.decode()
             self._about = self._about._replace(match=text) if code == _MATCH else self._about._replace(model=text)
 
     def on_headers_complete(self) -> None:
@@ -602,6 +628,8 @@ class Connection(asyncio.Protocol):
             wrong = Refused(400, "session", "The session header is missing or empty.", hint)
         elif len(self._session) > MAX_NAME_BYTES:
             wrong = Refused(400, "session", f"The session id is longer than {MAX_NAME_BYTES} bytes.", "A UUID will do.")
+        elif not _is_utf8(self._session):
+            wrong = Refused(400, "session", f"The session id {_shown(self._session)} is not UTF-8.", "A UUID will do.")
         if wrong is not None or kind is None:
             assert wrong is not None
             self._answer_now(wrong, close)
@@ -657,6 +685,7 @@ class Connection(asyncio.Protocol):
             if caller is None:
                 return False
             self._caller, self._vouched = caller, self._auth
+            self._service.authorize(self)
         return True
 
     @property
@@ -784,8 +813,11 @@ class Connection(asyncio.Protocol):
                 self._refuse(Refused(408, "too_slow", message, "Send headers and body at once."))
         elif self.pending or self.requests != self._swept[0]:
             self._swept = (self.requests, now)
-        elif now - self._swept[1] > limits.idle_s:
+        elif now - self._swept[1] > self._idle_s(limits):
             self.finish()
+
+    def _idle_s(self, limits: HttpLimits) -> float:
+        return limits.idle_s if self._service.is_authorized(self) else min(limits.idle_s, limits.unauthorized_idle_s)
 
 
 def _number(value: bytes) -> int:
@@ -797,7 +829,7 @@ def _number(value: bytes) -> int:
 
 def _decimal(value: bytes) -> float:
     try:
-        return float(value) if len(value) < 40 else math.nan
+        return float(value) if len(value) < 40 and b"_" not in value else math.nan  # Python also reads 1_0 as a number
     except ValueError:
         return math.nan
 

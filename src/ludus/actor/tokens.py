@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ludus.errors import UsageError
+from ludus.game.protocol import warn_about_token_file
 
 DEFAULT_NAME = "default"
 
@@ -68,6 +69,7 @@ class Tokens:
             raise UsageError(f"The token file {path} holds no token.", "One per line: TOKEN, NAME TOKEN, or NAME TOKEN RATE.")
         if len({token for _, token, _ in found}) != len(found):
             raise UsageError(f"The token file {path} holds a token twice.")
+        warn_about_token_file(path, [token for _, token, _ in found])
         return cls(found)
 
 
@@ -79,7 +81,7 @@ def _parsed(words: list[str], where: str, rate: float) -> tuple[str, str, float]
         return DEFAULT_NAME, words[0], rate
     if len(words) == 3:
         try:
-            rate = float(words[2])
+            rate = -1.0 if "_" in words[2] else float(words[2])  # Python also reads 1_0 as a number
         except ValueError:
             rate = -1.0
         if not 0 <= rate < float("inf"):

@@ -121,9 +121,15 @@ class Desk:
         self._connection: Connection | None = None
         self._steps = 0
 
-    def opened(self, connection: Connection) -> bool:
+    def open_connection(self, connection: Connection) -> str:
         self._connection = connection
-        return self._gateway.opened(connection)
+        return self._gateway.open_connection(connection)
+
+    def authorize(self, connection: Connection) -> None:
+        self._gateway.authorize(connection)
+
+    def is_authorized(self, connection: Connection) -> bool:
+        return self._gateway.is_authorized(connection)
 
     def closed(self, connection: Connection) -> None:
         self._gateway.closed(connection)

@@ -106,6 +106,10 @@ _SilentS = Annotated[
 _MaxSessions = Annotated[
     int | None, typer.Option(min=1, help="Open at once in each worker. [default: as in training]", show_default=False)
 ]
+_MaxConnections = Annotated[int, typer.Option(min=1, help="Open connections of each worker.")]
+_MaxPerAddress = Annotated[
+    int, typer.Option(min=0, help="Open connections of one client address in each worker; 0 = any number, as behind a proxy.")
+]
 _LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Where the runs of a YAML file are.")]
 _Json = Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")]
 
@@ -139,6 +143,8 @@ def serve(
     tick_timeout_s: _TickTimeoutS = None,
     silent_s: _SilentS = None,
     max_sessions: _MaxSessions = None,
+    max_connections: _MaxConnections = 10_000,
+    max_connections_per_address: _MaxPerAddress = 0,
     local_dir: _LocalDir = "runs",
     json_: _Json = False,
 ) -> None:
@@ -190,6 +196,8 @@ def serve(
                 proven = "" if backend == "torch" else f", as {backend}, and comparing it with the network"
                 say(f"loading {', '.join(source.where for source in sources.values())}{proven} …")
             gateway = _limited(gateway, sources, tick_timeout_s, silent_s, max_sessions)
+            connections = replace(gateway.http, connections=max_connections, connections_per_address=max_connections_per_address)
+            gateway = replace(gateway, http=connections)
             running = RunningService(sources, offering, settings, gateway, host=host, port=port, workers=workers)
         except NotFound as error:
             raise UsageError(error.message, error.hint) from error

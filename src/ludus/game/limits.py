@@ -57,6 +57,27 @@ def open_file_limit() -> Limit | None:
     return Limit("RLIMIT_NOFILE", limit, used, "raise it with `ulimit -n`, or LimitNOFILE= of its service")
 
 
+def raise_open_file_limit(wanted: int) -> int | None:
+    """Raise the soft limit on open files to `wanted`, as far as the hard limit allows. Returns the limit in force; None: there is none.
+
+    Not simply to the hard limit: programs started from here inherit it, and some close every possible file when they start, which
+    takes minutes where the hard limit is 2³⁰ (the default in many containers).
+    """
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if target > soft:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a kernel limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            return target
+    return soft
+
+
 def room_for(threads_per_game: int, limits: list[Limit] | None = None, promised: int = 0) -> int | None:
     """How many more games of so many threads fit in; None: as many as you like.
 

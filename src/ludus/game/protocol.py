@@ -8,12 +8,17 @@ GET  /health, /ready, /metrics
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ludus.errors import Refused, UsageError
+
+log = logging.getLogger(__name__)
 
 VERSION: Final = 1
 
@@ -44,6 +49,8 @@ ENDPOINT_HEADER: Final = "Ludus-Endpoint"
 
 MAX_NAME_BYTES: Final = 256
 """Of a session id or match id."""
+SHORT_TOKEN: Final = 16
+"""Characters below which a token is warned about."""
 MAX_TEMPERATURE: Final = 100.0
 MAX_SEQ: Final = (1 << 63) - 1
 
@@ -112,4 +119,16 @@ def read_token(path: str | Path | None) -> str | None:
         raise UsageError(f"Cannot read the token file {path}: {error}.") from error
     if not token or not token.isascii() or not token.isprintable():
         raise UsageError(f"The token file {path} is empty, or holds more than one printable line.")
+    warn_about_token_file(Path(path), [token])
     return token
+
+
+def warn_about_token_file(path: Path, tokens: Iterable[str]) -> None:
+    """Log a warning about tokens that are easily guessed, and about a file that other users of this machine can read."""
+    length = min(map(len, tokens))
+    if length < SHORT_TOKEN:
+        log.warning("a token in %s has %d characters and may be guessed: use 32 random ones (openssl rand -hex 16)", path, length)
+    with contextlib.suppress(OSError):
+        mode = path.expanduser().stat().st_mode
+        if os.name == "posix" and mode & 0o077:
+            log.warning("the token file %s is readable by others (mode %04o): chmod 600 %s", path, mode & 0o777, path)

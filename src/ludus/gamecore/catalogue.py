@@ -12,8 +12,8 @@ All but `read` is pure.
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ class Option(_Section):
             return "" if isinstance(value, bool) else "true or false is meant"
         if self.type == "string":
             return self._text_complaint(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             return f"{'an integer' if self.type == 'integer' else 'a number'} is meant"
         if self.type == "integer" and not isinstance(value, int):
             return "an integer is meant"

@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import signal
-import stat
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +23,7 @@ from ludus.gamecore.catalogue import NAME, STATE_NAME, States
 from ludus.gamecore.launch import CONFIG, Place
 from ludus.gamecore.order import ANY, Order, shown
 from ludus.gamecore.status import Status
+from ludus.regular_files import open_regular, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Home:
         for directory in self.games.iterdir():
             place = Place(directory)
             try:
-                data = json.loads(_read(place.record, _MAX_RECORD))
+                data = json.loads(read_regular(place.record, _MAX_RECORD))
                 status = Status.from_json(data["status"])
                 if status.runtime_id != directory.name or NAME.fullmatch(directory.name) is None:
                     raise ValueError("it is the record of another game")
@@ -240,7 +240,7 @@ class Home:
 def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
     """What a game wrote as its result, and what is wrong with it."""
     try:
-        data = json.loads(_read(path, MAX_RESULT), parse_constant=_not_finite, parse_float=_finite)
+        data = json.loads(read_regular(path, MAX_RESULT), parse_constant=_not_finite, parse_float=_finite)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
@@ -256,7 +256,7 @@ def open_kept(directory: Path, result: object, what: str) -> tuple[BinaryIO, int
             404, "no_file", f"The game names no {what} in its result.", f'{{"{what}": "FILE"}}: a file in its directory.'
         )
     try:
-        file = _opened(directory / name)
+        file = open_regular(directory / name)
     except FileNotFoundError:
         raise Refused(404, "no_file", f"The game has left no {name}.", "It is to be there before the result.") from None
     except OSError as error:
@@ -272,7 +272,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
     """Of a log with the one before it; at most MAX_LOG_BYTES of it."""
     data = b""
     for place in (path, logfile.before(path)):
-        with contextlib.suppress(OSError), open(place, "rb") as file:
+        with contextlib.suppress(OSError), open_regular(place) as file:  # the game can put a link in its place
             room = MAX_LOG_BYTES - len(data)
             file.seek(max(0, file.seek(0, os.SEEK_END) - room))
             data = file.read(room) + data
@@ -293,24 +293,6 @@ def write_private(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
-
-
-def _opened(path: Path) -> BinaryIO:
-    """A plain file: one that a game made into a pipe or a link elsewhere is none."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = open(handle, "rb")  # noqa: SIM115  # whoever asked closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path.name} is not a plain file")
-    return file
-
-
-def _read(path: Path, most: int) -> bytes:
-    with _opened(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it is larger than {most:,} bytes")
-    return data
 
 
 def _finite(word: str) -> float:

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ludus.actor.connection_slots import ConnectionSlots
 from ludus.actor.tokens import Caller, Tokens
 from ludus.errors import LudusError, Refused
 from ludus.game.protocol import REQUEST_ID_HEADER, error_body
@@ -35,6 +36,7 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 TOLD_PER_S = 20.0
 """Refusals that are told in the log; all of them are counted."""
 
+Address = tuple[str, int]
 KNOWN = "is_known"
 OPEN = frozenset({"/health"})
 """Pages that need no token."""
@@ -44,17 +46,20 @@ class Connection(H11Protocol):
     """uvicorn's, with bounds on how many there are and on how long one may take to say what it wants, and to read the answer."""
 
     limits = HttpLimits()
+    clients: Clients
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since, self._seen = self.loop.time(), self.cycle
-        if len(self.connections) > self.limits.connections:
+        self._address: Address = transport.get_extra_info("peername")[:2]
+        if not self.clients.admit(self._address, transport):
             transport.abort()
             return
         self._timer = self.loop.call_later(_LOOK_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.clients.release(self._address)
         if (timer := getattr(self, "_timer", None)) is not None:
             timer.cancel()
 
@@ -63,21 +68,58 @@ class Connection(H11Protocol):
         busy = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
         if busy or self.cycle is not self._seen:
             self._since, self._seen = now, self.cycle
-        if now - self._since > self.limits.idle_s:
+        idle_s = self.limits.idle_s
+        if not self.clients.is_authorized(self._address):
+            idle_s = min(idle_s, self.limits.unauthorized_idle_s)
+        if now - self._since > idle_s:
             self.transport.abort()
             return
         self._timer = self.loop.call_later(_LOOK_S, self._look)
 
 
-def connection(limits: HttpLimits) -> type[Connection]:
-    return type("Connection", (Connection,), {"limits": limits})
+class Clients:
+    """The connections of a server, by the address of their client. Those that sent a valid token are kept before all others."""
+
+    def __init__(self, limits: HttpLimits, *, tokens: bool) -> None:
+        """`tokens`: whether clients must send one."""
+        self._tokens = tokens
+        self._slots: ConnectionSlots[Address] = ConnectionSlots(limits.connections, limits.connections_per_address)
+        self._transports: dict[Address, asyncio.Transport] = {}
+
+    def admit(self, address: Address, transport: asyncio.Transport) -> bool:
+        admission = self._slots.admit(address, address[0], authorized=not self._tokens)
+        if admission.evicted is not None:
+            self._transports.pop(admission.evicted).abort()
+        if admission.admitted:
+            self._transports[address] = transport
+        return admission.admitted
+
+    def authorize(self, address: Address) -> None:
+        self._slots.authorize(address)
+
+    def is_authorized(self, address: Address) -> bool:
+        return self._slots.is_authorized(address)
+
+    def revoke_all(self) -> None:
+        self._slots.revoke_all()
+
+    def release(self, address: Address) -> None:
+        self._slots.release(address)
+        self._transports.pop(address, None)
+
+
+def connection(limits: HttpLimits, clients: Clients) -> type[Connection]:
+    return type("Connection", (Connection,), {"limits": limits, "clients": clients})
 
 
 class Doorkeeper:
     """Looks at every request before the pages do."""
 
-    def __init__(self, app: ASGIApp, token_file: Path | None, limits: HttpLimits, replies: Counter[int]) -> None:
+    def __init__(
+        self, app: ASGIApp, token_file: Path | None, limits: HttpLimits, replies: Counter[int], clients: Clients
+    ) -> None:
         self._app, self._file, self._limits, self._replies = app, token_file, limits, replies
+        self._clients = clients
         self._tokens = Tokens.read(token_file) if token_file is not None else None
         self._told = Caller("log", TOLD_PER_S)
         self._looked, self._stamp = time.monotonic(), _stamp(token_file)
@@ -97,7 +139,12 @@ class Doorkeeper:
                 await send(message)
 
         try:
-            scope.setdefault("state", {})[KNOWN] = self._admit(scope["path"], headers)
+            if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+                raise Refused(400, "authorization", "This request has two Authorization headers.", "Send one.")
+            known = self._admit(scope["path"], headers)
+            if known and scope.get("client"):
+                self._clients.authorize(tuple(scope["client"]))
+            scope.setdefault("state", {})[KNOWN] = known
         except Refused as refused:
             await answer(refused)(scope, receive, sent)
             return
@@ -132,6 +179,7 @@ class Doorkeeper:
             if stamp != self._stamp:
                 try:
                     self._tokens, self._stamp = Tokens.read(self._file), stamp
+                    self._clients.revoke_all()
                 except LudusError as error:
                     log.warning("the tokens are as they were: %s", error)
         return self._tokens

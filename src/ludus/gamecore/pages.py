@@ -144,7 +144,7 @@ def _seconds(request: Request, key: str, default: Any, most: float) -> Any:
     if given is None:
         return default
     try:
-        value = float(given) if len(given) < 40 else math.nan
+        value = float(given) if len(given) < 40 and "_" not in given else math.nan  # Python also reads 1_0 as a number
     except ValueError:
         value = math.nan
     if not 0 <= value <= most:

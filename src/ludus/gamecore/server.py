@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludus.actor.tokens import Caller
 from ludus.errors import UsageError, WorkerFailed
@@ -26,6 +26,9 @@ from ludus.gamecore import catalogue
 from ludus.gamecore.home import Home, default_directory
 from ludus.gamecore.settings import HttpLimits, Settings
 from ludus.logfile import LogWriter
+
+if TYPE_CHECKING:
+    from ludus.gamecore.http import Clients
 
 __all__ = ["HttpLimits", "Running", "Settings", "running", "serve"]
 
@@ -145,7 +148,7 @@ async def _run(
     settings: Settings, bound: socket.socket, home: Home, announce: Announce | None, stop: asyncio.Event | None = None
 ) -> None:
     from ludus.gamecore.hall import Bounds, Hall
-    from ludus.gamecore.http import Doorkeeper
+    from ludus.gamecore.http import Clients, Doorkeeper
     from ludus.gamecore.pages import application
 
     offered = catalogue.read(settings.games)
@@ -154,8 +157,9 @@ async def _run(
     async with Hall(offered, home, Bounds(settings.max_games, settings.keep)) as hall:
         replies: Counter[int] = Counter()
         limits = settings.affordable()
-        app = Doorkeeper(application(hall, limits, replies), settings.token_file, limits, replies)
-        server, started = _server(app, limits)
+        clients = Clients(limits, tokens=settings.token_file is not None)
+        app = Doorkeeper(application(hall, limits, replies), settings.token_file, limits, replies, clients)
+        server, started = _server(app, limits, clients)
         with _signals(ended, server):
             serving = asyncio.create_task(server.serve([bound]))
             await _first(started.wait(), serving)
@@ -170,7 +174,7 @@ async def _run(
     log.info("ended")
 
 
-def _server(app: Any, limits: HttpLimits) -> tuple[Any, asyncio.Event]:
+def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asyncio.Event]:
     import uvicorn
 
     from ludus.gamecore.http import connection
@@ -190,7 +194,7 @@ def _server(app: Any, limits: HttpLimits) -> tuple[Any, asyncio.Event]:
 
     config = uvicorn.Config(
         app,
-        http=connection(limits),
+        http=connection(limits, clients),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludus.actor.tokens import Tokens
 from ludus.errors import UsageError
-from ludus.game.limits import open_file_limit
+from ludus.game.limits import raise_open_file_limit
 from ludus.gamecore import catalogue
 from ludus.plugins import require
 
@@ -32,6 +32,10 @@ class HttpLimits:
     """For a caller to read what he asked for."""
     idle_s: float = 30.0
     """For a caller to say what he wants, from the first byte on, and between two requests."""
+    unauthorized_idle_s: float = 10.0
+    """The same for a connection that has not yet sent a valid token."""
+    connections_per_address: int = 0
+    """Connections of one client address; 0 = any number."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,11 @@ class Settings:
 
     def affordable(self) -> HttpLimits:
         """With no more connections than there are files for, once all games run: each of them takes one."""
-        files = open_file_limit()
-        if files is None:
+        others = _FILES_PER_GAME * self.max_games + _OWN_FILES
+        limit = raise_open_file_limit(self.http.connections + others)
+        if limit is None:
             return self.http
-        room = files.limit - _FILES_PER_GAME * self.max_games - _OWN_FILES
+        room = limit - others
         return replace(self.http, connections=min(self.http.connections, max(_LEAST_CONNECTIONS, room)))
 
     def to_json(self) -> str:

@@ -46,7 +46,8 @@ _LATER = ("LOADING", "READONLY", "MASTERDOWN", "BUSY", "TRYAGAIN", "CLUSTERDOWN"
 
 _POST = b"""
 local old = redis.call('HGET', KEYS[1], ARGV[1])
-if old and tonumber(string.sub(old, 1, string.find(old, ' ', 1, true) - 1)) > tonumber(ARGV[2]) then return 0 end
+local rank = old and tonumber(string.match(old, '^(-?%d+) '))
+if rank and rank > tonumber(ARGV[2]) and rank < 2^53 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
 return 1
 """

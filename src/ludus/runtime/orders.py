@@ -174,10 +174,9 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError("not a number")
-    return number
+    return float(value)
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
