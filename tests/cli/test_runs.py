@@ -81,6 +81,17 @@ def test_a_comparison_says_in_words_numbers_and_a_picture_whether_groups_differ(
     assert found["runs"][0]["lr"] == 1e-3
 
 
+def test_a_comparison_says_which_return_it_shows_and_shows_no_other(several: Path, tmp_path: Path) -> None:
+    said = call("runs", "compare", several / "sweep", "--out", tmp_path / "c.png").output
+    assert said.startswith("Compared: training return (episode_return_mean: ")
+    (titles,) = [line for line in said.splitlines() if line.startswith("env ")]
+    assert titles.count("return") == 1
+    assert "training return (last)" in titles
+    assert f"written: {tmp_path / 'c.png'}" in said
+    listed = call("runs", "list", several / "sweep").output
+    assert "training return  best training return  evaluation return" in listed.splitlines()[0]
+
+
 def test_of_a_metric_that_is_better_when_it_is_low_the_lowest_is_first(several: Path, tmp_path: Path) -> None:
     words: list[str | Path] = ["runs", "compare", several / "sweep", "--out", tmp_path / "x.png", "--json", "--at", "best"]
     high, low = (json.loads(call(*words, *more).output) for more in ([], ["--lower-is-better"]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +122,56 @@ def test_groups_may_be_made_by_any_setting(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_twice_counts_once(tmp_path: Path) -> None:
-    import os
-
     runs = [flat_run(tmp_path / f"run{i}", 1.0 + i, lr=1e-3, seed=seed) for i, seed in enumerate((0, 0, 1))]
     for age, run in enumerate(runs):
         for file in ("config.yaml", "meta.json"):
             os.utime(run / file, (1000 + age, 1000 + age))
     (group,) = grouped(curves(runs))
     assert [c.run.name for c in group.curves] == ["run1", "run2"]
-    assert [run.name for run in group.repeated] == ["run0"]
-    assert any("run0 left out, whose seed a newer run has" in note for note in compared([group]).notes)
+    assert [one.run.name for one in group.left_out] == ["run0"]
+    assert any(re.search(r"run0 left out: .*run1 has the same seed and is newer", note) for note in compared([group]).notes)
+
+
+def test_a_short_newer_run_does_not_displace_a_long_one_of_the_same_seed(tmp_path: Path) -> None:
+    long, short = flat_run(tmp_path / "long", 5.0, seed=0), made(tmp_path / "short", {10: 1.0, 20: 1.0}, seed=0)
+    for age, run in enumerate((long, short)):
+        for file in ("config.yaml", "meta.json"):
+            os.utime(run / file, (1000 + age, 1000 + age))
+    (group,) = grouped(curves([long, short]))
+    assert [c.run.name for c in group.curves] == ["long"]
+    (note,) = compared([group]).notes
+    assert re.search(r"short left out: .*long has the same seed and is longer \(1,000, not 20\)", note)
+
+
+def test_runs_with_other_numbers_of_workers_and_threads_are_repetitions_and_that_is_said(tmp_path: Path) -> None:
+    batch = {"train_batch_size": 512, "num_envs_per_worker": 8, "lr": 1e-3}
+    runs = [
+        flat_run(
+            tmp_path / f"{seed}", 1.0, **batch, seed=seed, num_workers=workers, torch_threads=seed, rollout_fragment_length=length
+        )
+        for seed, (workers, length) in enumerate(((0, 64), (1, 64), (2, 32)))
+    ]
+    (group,) = grouped(curves(runs))
+    assert len(group.curves) == 3
+    (note,) = compared([group]).notes
+    assert "its runs differ in num_workers (0, 1, 2), torch_threads (0, 1, 2), which do not define the experiment" in note
+    shorter = flat_run(tmp_path / "shorter", 1.0, **batch, seed=0, num_workers=0, torch_threads=0, rollout_fragment_length=16)
+    assert len(grouped(curves([*runs, shorter]))) == 2, "a length that was chosen defines the experiment"
+
+
+def test_environments_are_never_compared_with_each_other(tmp_path: Path) -> None:
+    runs = [
+        flat_run(tmp_path / f"{env}-{lr}", value, env=env, lr=lr, seed=0)
+        for env, lr, value in (("A-v0", 1e-3, 5.0), ("A-v0", 1e-4, 6.0), ("B-v0", 1e-3, 900.0))
+    ]
+    for by in ("auto", "lr", "algorithm"):
+        groups = grouped(curves(runs), by)
+        assert all(len({compare.settings_of(c.run)["env"] for c in group.curves}) == 1 for group in groups)
+        result = compared(groups)
+        assert all(("A-v0" in v.a or "B-v0" not in v.a) and "B-v0" not in v.b for v in result.verdicts)
+        assert "2 environments; groups are compared only within one of them" in result.notes
+    assert list(labels(runs, "lr")) == ["A-v0, lr=0.001", "A-v0, lr=0.0001", "B-v0, lr=0.001"]
+    assert [(v.a, v.b) for v in compared(grouped(curves(runs))).verdicts] == [("A-v0, lr=0.0001", "A-v0, lr=0.001")]
 
 
 def test_a_key_that_an_older_version_did_not_have_makes_no_group_of_its_own(tmp_path: Path) -> None:
@@ -275,7 +317,7 @@ def test_runs_that_end_at_different_points_are_pointed_out(tmp_path: Path) -> No
     assert compared(groups, "1000").notes == []
     late = compared(groups, "1400")
     assert late.standings[0].n == 1
-    assert any("0, " in note and "has not come to 1400" in note for note in late.notes)
+    assert any("0, " in note and "left out: not trained up to 1400" in note for note in late.notes)
 
 
 def test_a_comparison_as_json_has_no_number_that_is_none(tmp_path: Path) -> None:

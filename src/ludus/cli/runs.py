@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.errors import LudusError, NotFound
+from ludus.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
     from ludus.experiment.compare import Comparison, Standing
@@ -25,7 +26,18 @@ Metric = Annotated[str, typer.Option(help="Any name in metrics.jsonl, e.g. evalu
 Over = Annotated[str, typer.Option(help="timesteps, iterations, episodes or time_s.")]
 Smoothing = Annotated[float, typer.Option(help="Moving average: 0 = none, 0.9 = of about ten points.")]
 METRIC = "episode_return_mean"
+EVALUATION = "evaluation/return_mean"
 _ALL_PAIRS = 5
+_OTHER_RETURNS = ("return", "best", "evaluation")
+"""Columns that a comparison leaves out: the number that is compared stands alone."""
+
+_TITLES = {
+    "return": "training return",
+    "best": "best training return",
+    "evaluation": "evaluation return",
+    "fps": "steps/s",
+    "time_s": "time",
+}
 
 
 @app.command("list")
@@ -54,7 +66,7 @@ def compare(
 ) -> None:
     """Runs side by side with the settings in which they differ, and groups of seeds: mean, interval, and whether they differ."""
     from ludus.experiment import compare as comparing
-    from ludus.experiment.plot import curves, draw
+    from ludus.experiment.plot import curves, draw_panels
 
     runs = _found(directories)
     lowest = lower_is_better and metric == METRIC
@@ -69,10 +81,20 @@ def compare(
     column = f"{metric} ({at})"
     rows = _best_first([_beside(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
     title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
-    picture = draw({g.label: g.curves for g in groups}, out, metric, over, smoothing, title)
+    envs = dict.fromkeys(g.env for g in groups)
+    panels = {
+        "; ".join(part for part in (env if len(envs) > 1 else "", title) if part): {
+            g.label: g.curves for g in groups if g.env == env
+        }
+        for env in envs
+    }
+    picture = draw_panels(panels, out, metric, over, smoothing)
     notes = list(result.notes)
     if len(groups) == 1 and group_by == comparing.AUTO:
         notes.append("all runs have the same settings but for their seed; --group-by name compares experiments")
+    if not as_json:
+        print(f"Compared: {comparing.describe_values(metric, at)}.\n")
+        rows = [{name: value for name, value in row.items() if name not in _OTHER_RETURNS} for row in rows]
     _print_comparison(rows, result, notes, picture, as_json)
 
 
@@ -148,8 +170,8 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
 
     settings = settings_of(run)
     rows = read_jsonl(run / "metrics.jsonl")
-    means = [row["episode_return_mean"] for row in rows if row.get("episode_return_mean") is not None]
-    last = rows[-1] if rows else {}
+    means = [float(row["episode_return_mean"]) for row in rows if row.get("episode_return_mean") is not None]
+    last = next((row for row in reversed(rows) if "time_s" in row), rows[-1] if rows else {})  # an evaluation has no time
     return {
         "run": shown(run),
         "env": settings["env"],
@@ -158,6 +180,7 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
         "timesteps": last.get("timesteps"),
         "return": means[-1] if means else None,
         "best": (min if lowest else max)(means, default=None),
+        "evaluation": next((float(row[EVALUATION]) for row in reversed(rows) if row.get(EVALUATION) is not None), None),
         "fps": last.get("fps"),
         "time_s": last.get("time_s"),
     }
@@ -176,11 +199,15 @@ def _best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool =
 
 
 def _differences(runs: list[Path]) -> list[dict[str, Any]]:
-    """The settings that are not the same in all runs."""
-    from ludus.experiment.compare import all_settings, differing
+    """The settings that define an experiment in which runs of the same environment and algorithm differ."""
+    from ludus.experiment.compare import EXECUTION, all_settings, differing
 
     settings = all_settings(runs)
-    keys = [key for key in differing(settings) if key.startswith("config.")]
+    kinds: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    for one in settings:
+        kinds.setdefault((one["env"], one["run"]), []).append(one)
+    found = dict.fromkeys(key for alike in kinds.values() for key in differing(alike))
+    keys = [key for key in found if key.startswith("config.") and key not in EXECUTION]
     return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
 
 
@@ -196,17 +223,17 @@ def _print_comparison(
         print()
         _print_table([_standing(s) for s in result.standings], as_json=False)
         print()
-        best = result.standings[0].label
+        best = {verdict.a: None for verdict in result.verdicts if verdict.a not in {other.b for other in result.verdicts}}
         few = len(result.standings) <= _ALL_PAIRS
         for verdict in result.verdicts:
-            if few or verdict.a == best:
+            if few or verdict.a in best:
                 print(verdict.said)
         if not few:
             print(f"({len(result.verdicts)} comparisons were made and corrected for; --json has them all)")
     for note in notes:
         print(f"note: {note}")
     if picture is not None:
-        print(picture)
+        print(f"written: {picture}")
 
 
 def _standing(s: Standing) -> dict[str, Any]:
@@ -235,15 +262,23 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in names:
         number = any(isinstance(row[name], (int, float)) for row in rows)
-        table.add_column(name, no_wrap=name != "run", overflow="fold", justify="right" if number else "left")
+        table.add_column(_title(name), no_wrap=name != "run", overflow="fold", justify="right" if number else "left")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in names))
+        table.add_row(*(format_duration(row[name]) if name == "time_s" else _cell(row[name]) for name in names))
     Console(width=10_000).print(table)  # never squeezed: a path that is cut cannot be copied
+
+
+def _title(name: str) -> str:
+    """`training return (last)` for `episode_return_mean (last)`."""
+    known = {METRIC: _TITLES["return"], EVALUATION: _TITLES["evaluation"], **_TITLES}
+    return next(
+        (title + name.removeprefix(key) for key, title in known.items() if name == key or name.startswith(f"{key} (")), name
+    )
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+        return format_number(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

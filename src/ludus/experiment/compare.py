@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,24 @@ AUTO = "auto"
 """Groups of runs that differ in nothing but the seed."""
 
 SEED = "config.seed"
+EXECUTION = frozenset(
+    f"config.{key}"
+    for key in (
+        "num_workers", "blocks_ahead", "num_learners", "gradient_accumulation", "learner_threads", "torch_threads",
+        "learner_device", "inference_device", "num_gpus", "restart_failed_sub_environments", "max_worker_restarts",
+        "worker_restart_backoff_s", "worker_hang_s", "evaluation_interval", "evaluation_interval_unit", "evaluation_duration",
+        "evaluation_duration_unit", "evaluation_num_workers", "min_time_s_per_iteration",
+    )
+)  # fmt: skip
+"""Settings of how a run is executed and observed. They do not define the experiment: runs that differ in them are repetitions."""
+
+_FRAGMENT = "config.rollout_fragment_length"
+_SHARES_OF_BATCH = ("num_workers", "num_envs_per_worker", "rollout_fragment_length", "train_batch_size")
 _OTHER_NAMES = {"algorithm": "run"}
 _NOT_SETTINGS = {"name", SEED}
+_AS_LONG = 0.9
+"""Of several runs with one seed the newest counts among those that are at least so long, as a share of the longest."""
+
 _FINAL = 0.1
 """The end of a training is its last tenth."""
 
@@ -57,6 +73,23 @@ def all_settings(runs: Sequence[Path]) -> list[dict[str, Any]]:
     return found
 
 
+def defining(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that define the experiment, the seed included: environment, algorithm and what it learns with.
+
+    A `rollout_fragment_length` that only shares the batch between the workers there are is left out, as their number is.
+    """
+    kept = {key: value for key, value in settings.items() if key not in EXECUTION and key != "name"}
+    workers, envs, fragment, batch = (settings.get(f"config.{key}") for key in _SHARES_OF_BATCH)
+    if (
+        isinstance(envs, int)
+        and isinstance(fragment, int)
+        and isinstance(workers, int)
+        and batch == max(1, workers) * envs * fragment
+    ):
+        kept[_FRAGMENT] = None
+    return kept
+
+
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values are not the same in all of them."""
     keys = dict.fromkeys(key for one in settings for key in one)
@@ -67,34 +100,84 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A run that does not count, since another one of its group has the same seed: it would count the same draw twice."""
+
+    run: Path
+    instead: Path
+    why: str
+
+
+@dataclass(frozen=True)
 class Group:
-    """Runs that are repetitions of one another."""
+    """Runs that are repetitions of one another, in one environment."""
 
     label: str
     curves: tuple[Curve, ...]
-    repeated: tuple[Path, ...] = ()
-    """Runs with a seed that another, newer run of the group has too: they would count the same draw twice."""
+    left_out: tuple[LeftOut, ...] = ()
+    env: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def grouped(curves: Sequence[Curve], by: str = AUTO) -> list[Group]:
-    """`by`: auto, or keys such as lr, config.lr, name, env, algorithm, joined by commas. Oldest group first. Raises ConfigError."""
+    """`by`: auto, or keys such as lr, config.lr, name, env, algorithm, joined by commas. Oldest group first. Raises ConfigError.
+
+    Runs of different environments are never in one group.
+    """
     runs = [c.run for c in curves]
     settings = dict(zip(runs, all_settings(runs), strict=True))
-    differ = differing(list(settings.values()))
-    keys = [key for key in differ if key not in _NOT_SETTINGS] if by == AUTO else _keys(by, list(settings.values()))
-    shown = _shown_keys(list(settings.values()), keys, differ, automatic=by == AUTO)
+    core = {run: defining(one) for run, one in settings.items()}
+    differ = differing(list(core.values()))
+    if by == AUTO:
+        keys = [key for key in differ if key not in _NOT_SETTINGS]
+        labelled = _shown_keys(list(core.values()), keys, differ, automatic=True)
+    else:
+        asked = _keys(by, list(settings.values()))
+        keys = list(dict.fromkeys(["env", *asked]))
+        apart = {json.dumps([one.get(key) for key in keys]) for one in settings.values()}
+        alike = {json.dumps([one.get(key) for key in asked]) for one in settings.values()}
+        every = differing(list(settings.values()))  # the environment is named where the asked keys do not tell groups apart
+        labelled = _shown_keys(list(settings.values()), keys if len(apart) > len(alike) else asked, every, automatic=False)
     found: dict[str, list[Curve]] = {}
     for c in curves:
-        own = {key: settings[c.run].get(key) for key in keys}
-        found.setdefault(json.dumps(own), []).append(c)
+        source = core[c.run] if by == AUTO else settings[c.run]
+        found.setdefault(json.dumps({key: source.get(key) for key in keys}), []).append(c)
     groups: list[Group] = []
     for text, members in found.items():
         first = settings[members[0].run]
-        newest = {_drawn_by(c, settings[c.run]): c.run for c in sorted(members, key=lambda c: _age(c.run))}
-        kept = tuple(c for c in members if c.run in newest.values())
-        label = _unique(_label(json.loads(text), shown[first["env"], first["run"]], first), [g.label for g in groups])
-        groups.append(Group(label, kept, tuple(c.run for c in members if c.run not in newest.values())))
+        label = _unique(_label(json.loads(text), labelled[first["env"], first["run"]], first), [g.label for g in groups])
+        kept, left_out = _one_per_seed(members, {c.run: _draw_of(c.run, core[c.run]) for c in members})
+        notes = _execution_note(label, [settings[c.run] for c in kept])
+        groups.append(Group(label, kept, left_out, first["env"], notes))
     return groups
+
+
+def _one_per_seed(members: Sequence[Curve], draws: Mapping[Path, str]) -> tuple[tuple[Curve, ...], tuple[LeftOut, ...]]:
+    """Of every draw the newest run among the long ones."""
+    kept: dict[str, Curve] = {}
+    for draw in dict.fromkeys(draws[c.run] for c in members):
+        same = [c for c in members if draws[c.run] == draw]
+        longest = max(float(c.x[-1]) for c in same)
+        kept[draw] = max((c for c in same if c.x[-1] >= _AS_LONG * longest), key=lambda c: _age(c.run))
+    left_out = [
+        LeftOut(
+            c.run,
+            best.run,
+            "is newer" if c.x[-1] >= _AS_LONG * best.x[-1] else f"is longer ({best.x[-1]:,.0f}, not {c.x[-1]:,.0f})",
+        )
+        for c in members
+        if (best := kept[draws[c.run]]).run != c.run
+    ]
+    return tuple(c for c in members if c in kept.values()), tuple(left_out)
+
+
+def _execution_note(label: str, settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """In what the runs of a group differ that does not define the experiment."""
+    differ = [key for key in differing(settings) if key in EXECUTION]
+    if not differ:
+        return ()
+    values = (f"{key.removeprefix('config.')} ({', '.join(sorted({str(one.get(key)) for one in settings}))})" for key in differ)
+    return (f"{label}: its runs differ in {', '.join(values)}, which do not define the experiment",)
 
 
 def _shown_keys(
@@ -111,9 +194,9 @@ def _shown_keys(
     return {kind: [key for key in keys if key in {*kinds, *differing(members)}] for kind, members in alike.items()}
 
 
-def _drawn_by(c: Curve, settings: Mapping[str, Any]) -> str:
-    """What makes two runs of a group the same draw: all settings, the seed among them. Scripts do not say."""
-    return str(c.run) if settings.get("run") == "script" else json.dumps({k: v for k, v in settings.items() if k != "name"})
+def _draw_of(run: Path, core: Mapping[str, Any]) -> str:
+    """What makes two runs of a group the same draw: what defines the experiment, with the seed. Scripts do not say."""
+    return str(run) if core.get("run") == "script" else json.dumps(core)
 
 
 def _age(run: Path) -> float:
@@ -138,7 +221,7 @@ def _label(own: Mapping[str, Any], shown: Sequence[str], settings: Mapping[str, 
     parts = [
         str(own[key]) if key in ("name", "env", "run", "trial") else f"{key.removeprefix('config.')}={_brief(own[key])}"
         for key in shown
-        if own[key] is not None or key in settings
+        if own[key] is not None or (key in settings and key.startswith("config."))
     ]
     label = ", ".join(parts) or f"{settings['run']} {settings['env'] or settings['name']}"
     return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
@@ -154,6 +237,20 @@ def _brief(value: Any) -> str:
 
 
 # -- how well ------------------------------------------------------------------------------------------------------------
+
+
+_RETURNS = {
+    "episode_return_mean": "training return (episode_return_mean: episodes of the policy while it explores)",
+    "evaluation/return_mean": "evaluation return (evaluation/return_mean: episodes played for the evaluation)",
+}
+
+
+def describe_values(metric: str, at: str) -> str:
+    """What number of each run is compared."""
+    when = {"last": "mean of the last tenth of each run", "best": "best value of each run"}.get(
+        at, f"mean of the tenth before {at}"
+    )
+    return f"{_RETURNS.get(metric, metric)}, {when}"
 
 
 def value_at(c: Curve, at: str, lower_is_better: bool = False) -> float:
@@ -222,7 +319,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Comparison:
     standings: list[Standing]
-    """Best first."""
+    """By environment, the best of each first."""
     verdicts: list[Verdict]
     notes: list[str]
 
@@ -237,25 +334,34 @@ class Comparison:
 
 
 def compared(groups: Sequence[Group], at: str = "last", alpha: float = 0.05, lower_is_better: bool = False) -> Comparison:
-    """Every group against every other."""
-    notes = [
-        f"{group.label}: {_listed(group.repeated)} left out, whose seed a newer run has" for group in groups if group.repeated
-    ]
-    standings = []
+    """Every group against every other one of its environment. Returns of different environments say nothing about each other."""
+    notes = [note for group in groups for note in (*_left_out_notes(group), *group.notes)]
+    by_env: dict[str | None, list[Standing]] = {}
     for group in groups:
         values = {shown(c.run): value_at(c, at, lower_is_better) for c in group.curves}
         missing = [Path(run) for run, value in values.items() if math.isnan(value)]
         if missing:
-            notes.append(f"{group.label}: {_listed(missing)} left out, which has not come to {at}")
-        standings.append(_standing(group.label, {run: value for run, value in values.items() if not math.isnan(value)}))
-    standings.sort(key=lambda s: (math.isnan(s.mean), s.mean if lower_is_better else -s.mean))
-    ends = [float(c.x[-1]) for group in groups for c in group.curves]
-    if at == "last" and ends and max(ends) > 1.05 * min(ends):
-        notes.append(
-            f"the runs end at different points ({min(ends):,.0f} to {max(ends):,.0f}); --at {min(ends):.0f} compares all at one"
-        )
-    pairs = [(a, b) for i, a in enumerate(standings) for b in standings[i + 1 :]]
-    return Comparison(standings, _verdicts(pairs, alpha), notes)
+            notes.append(f"{group.label}: {_listed(missing)} left out: not trained up to {at}")
+        reached = {run: value for run, value in values.items() if not math.isnan(value)}
+        by_env.setdefault(group.env, []).append(_standing(group.label, reached))
+    for standings in by_env.values():
+        standings.sort(key=lambda s: (math.isnan(s.mean), s.mean if lower_is_better else -s.mean))
+    for env in by_env:
+        ends = [float(c.x[-1]) for group in groups if group.env == env for c in group.curves]
+        if at == "last" and max(ends) > 1.05 * min(ends):
+            of = f" of {env}" if len(by_env) > 1 else ""
+            notes.append(
+                f"the runs{of} end at different points ({min(ends):,.0f} to {max(ends):,.0f}); --at {min(ends):.0f} compares all at one"
+            )
+    if len(by_env) > 1:
+        notes.append(f"{len(by_env)} environments; groups are compared only within one of them")
+    pairs = [(a, b) for standings in by_env.values() for a, b in itertools.combinations(standings, 2)]
+    return Comparison([s for standings in by_env.values() for s in standings], _verdicts(pairs, alpha), notes)
+
+
+def _left_out_notes(group: Group) -> Iterator[str]:
+    for one in group.left_out:
+        yield f"{group.label}: {_listed([one.run])} left out: {_listed([one.instead])} has the same seed and {one.why}"
 
 
 def _standing(label: str, values: dict[str, float]) -> Standing:

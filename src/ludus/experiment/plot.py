@@ -98,16 +98,23 @@ def draw(
     groups: Mapping[str, Sequence[Curve]], out: Path, metric: str, over: str, smoothing: float = 0.0, title: str = ""
 ) -> Path:
     """Label → its runs: thin lines for runs, a thick one for their mean, a shade for its interval."""
+    return draw_panels({title: groups}, out, metric, over, smoothing)
+
+
+def draw_panels(
+    panels: Mapping[str, Mapping[str, Sequence[Curve]]], out: Path, metric: str, over: str, smoothing: float = 0.0
+) -> Path:
+    """Title → groups, one panel below the other: environments have scales of their own."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for number, (label, group) in enumerate(groups.items()):
-        _draw_group(axes, f"C{number % 10}", label, group, smoothing)
-    _style(axes, metric, over, title, many=len(groups) > 1 or any(len(group) > 1 for group in groups.values()))
+    figure = Figure(figsize=(8, 4.5 * len(panels)), dpi=120, layout="constrained")
+    for axes, (title, groups) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+        for number, (label, group) in enumerate(groups.items()):
+            _draw_group(axes, f"C{number % 10}", label, group, smoothing)
+        _style(axes, metric, over, title, many=len(groups) > 1 or any(len(group) > 1 for group in groups.values()))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
