@@ -91,3 +91,86 @@ def test_a_run_is_resumed_from_python_and_the_callers_threads_are_left_as_they_w
     second = ludus.resume(first.run_dir, stop={"iterations": 4})
     assert (second.run_dir, second.metrics["iterations"]) == (first.run_dir, 4)
     assert torch.get_num_threads() == before
+
+
+# -- batches ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_observations_gives_the_actions_of_its_rows(doors: ludus.Result) -> None:
+    agent, rng = doors.agent, np.random.default_rng(0)
+    state: Any = None
+    alone: list[Any] = [None] * 5
+    for step in range(3):
+        seen: dict[str, Any] = {
+            "observation": rng.normal(size=(5, 2)).astype(np.float32),
+            "action_mask": np.ones((5, 3), np.int8),
+        }
+        seen["action_mask"][step, 0] = 0
+        actions, state = agent.act(seen, state)
+        for row in range(5):
+            one, alone[row] = agent.act({key: value[row] for key, value in seen.items()}, alone[row])
+            assert actions["door"][row] == one["door"]
+            assert actions["aim"][row] == pytest.approx(one["aim"], abs=1e-5)
+
+
+def test_rows_that_begin_an_episode_forget(doors: ludus.Result) -> None:
+    seen = np.random.default_rng(1).normal(size=(2, 2)).astype(np.float32)
+    _, state = doors.agent.act(seen)
+    _, fresh = doors.agent.act(seen)
+    _, again = doors.agent.act(seen, state, episode_start=[True, False])
+    assert torch.allclose(again[0][0], fresh[0][0], atol=1e-6)
+    assert not torch.allclose(again[0][1], fresh[0][1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("observation", "more", "complaint"),
+    [
+        (np.zeros((4, 3)), {}, r"shape \[4, 3\]"),
+        (np.zeros((4, 2)), {"mask": np.ones((3, 3))}, "mask"),
+        (np.zeros((4, 2)), {"mask": np.eye(4, 3)}, "forbids every action"),
+        (np.zeros((4, 2)), {"episode_start": [True]}, "episode_start has shape"),
+        (np.full((4, 2), np.nan), {}, "holds nan"),
+    ],
+    ids=str,
+)
+def test_a_batch_that_does_not_fit_is_refused(doors: ludus.Result, observation: Any, more: Any, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        doors.agent.act(observation, **more)
+
+
+def test_a_state_of_another_batch_is_refused(doors: ludus.Result) -> None:
+    _, state = doors.agent.act(np.zeros((3, 2)))
+    with pytest.raises(UsageError, match="3 rows, the observation has 2"):
+        doors.agent.act(np.zeros((2, 2)), state)
+
+
+# -- an agent that knows its run ----------------------------------------------------------------------------------------
+
+
+def test_an_agent_is_evaluated_where_it_was_trained_as_the_run_is(doors: ludus.Result) -> None:
+    by_run = ludus.evaluate(doors, 6, seed=3, deterministic=False)
+    by_agent = doors.agent.evaluate(6, seed=3, deterministic=False)
+    assert by_agent == ludus.load(doors.run_dir).evaluate(6, seed=3, deterministic=False) == by_run
+    assert len(by_agent.returns) == 6
+    assert by_agent.low <= by_agent.mean <= by_agent.high
+
+
+def test_an_agent_is_evaluated_with_the_preprocessing_of_its_run(tmp_path: Path) -> None:
+    """Else its observations would not even fit."""
+    result = ludus.train(
+        "CartPole-v1", stop={"iterations": 1}, local_dir=tmp_path, preprocess={"stack": 2, "max_episode_steps": 7}, **SMALL
+    )
+    assert max(result.agent.evaluate(3).lengths) <= 7
+    assert result.agent.evaluate(2, env="CartPole-v0").returns
+
+
+def test_an_agent_is_exported_and_the_file_acts_like_it(tmp_path: Path) -> None:
+    result = ludus.train("CartPole-v1", stop={"iterations": 1}, local_dir=tmp_path / "runs", **SMALL)
+    told = result.agent.export(tmp_path / "agent.onnx")
+    assert told.file == tmp_path / "agent.onnx"
+    assert told.report.passed
+    assert (told.report.version, told.report.model) == (result.agent.version, "model")
+    usual = ludus.load(result.run_dir).export()
+    assert usual.file is not None
+    assert usual.file.parent == result.run_dir / "exports"
+    assert usual.sha256 == told.sha256

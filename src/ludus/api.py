@@ -10,6 +10,7 @@ from ludus.actor.trained import TrainedAgent
 from ludus.config import ExperimentConfig
 from ludus.experiment import checkpoint, experiment
 from ludus.experiment.experiment import Result
+from ludus.experiment.run_agent import RunAgent
 from ludus.types import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -66,10 +67,11 @@ def resume(directory: str | Path, stop: Mapping[str, float] | None = None, *, ad
     return experiment.resume(directory, stop=stop, cluster=experiment.cluster_of(address))
 
 
-def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> TrainedAgent:
+def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> RunAgent:
     """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`: a path or the URL of a store."""
-    _, found = checkpoint.open_checkpoint(where)
-    return TrainedAgent(found.policy(model), seed, int(found.state["models"][model]["version"]))
+    run, found = checkpoint.open_checkpoint(where)
+    version = int(found.state["models"][model]["version"])
+    return RunAgent(found.policy(model), seed, version, run_dir=run, model=model)
 
 
 def tune(

@@ -12,6 +12,7 @@ import pytest
 
 import ludus
 from ludus.actor import evaluate
+from ludus.actor.trained import TrainedAgent
 from ludus.errors import Damaged, EnvironmentFault, NotFound, UsageError
 from ludus.experiment import rollout as rollouts
 from ludus.experiment.rollout import MatchPlayer, Played, Stage
@@ -74,8 +75,9 @@ def test_an_evaluation_says_how_far_to_trust_it(run: Path) -> None:
     agent = ludus.load(run)
     assert ludus.evaluate(agent, 12, env=WALK).returns == score.returns
     assert ludus.evaluate(agent, 2, env=WALK, env_config={"length": 30}).lengths[0] >= 30
+    assert ludus.evaluate(agent, 12).returns == score.returns, "a loaded agent knows its run"
     with pytest.raises(UsageError, match="does not say what it is to play"):
-        ludus.evaluate(agent, 1)
+        ludus.evaluate(TrainedAgent(agent.policy), 1)
 
 
 def test_the_failure_of_an_environment_in_another_process_is_told_as_in_this_one(run: Path) -> None:

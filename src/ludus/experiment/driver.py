@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from ludus import errors
-from ludus.actor.trained import TrainedAgent
 from ludus.errors import Fenced, LudusError, MemoryClosed, StoreFull, StoreUnavailable, Unreachable, UsageError, WorkerFailed
 from ludus.experiment import checkpoint, status
 from ludus.experiment.carrier import Carrier
 from ludus.experiment.result import Result
 from ludus.experiment.run import CONFIG, Run
+from ludus.experiment.run_agent import RunAgent
 from ludus.experiment.workspace import shown
 from ludus.metrics import Numbers, Sink
 from ludus.model import saved
@@ -41,6 +41,7 @@ from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import StopSignal, stop_on_signals
 from ludus.runtime.processes import OVER, Context, Process, Restart, Supervisor
 from ludus.runtime.scratch import sweep
+from ludus.types import DEFAULT_MODEL
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def _learner(context: Context, learn: Learn, luggage: Luggage, again: bool, set_
     agent = result.agent
     with open(file, "wb", closefd=False) as room:
         room.write(saved.encode_weights(agent.policy.weights(), {"description": json.dumps(agent.policy.description())}))
-    ended: dict[str, Any] = {"stopped_by": result.stopped_by, "version": agent.version, "env": result.env}
+    ended: dict[str, Any] = {"stopped_by": result.stopped_by, "version": agent.version, "env": result.env, "model": agent.model}
     ended["checkpoint"] = result.checkpoint.name if result.checkpoint else None
     post.send(ended=ended | {"metrics": {name: float(value) for name, value in result.metrics.items()}})
 
@@ -373,7 +374,8 @@ class Driver:
         policy.load_weights(weights)
         where = self._directory / checkpoint.FOLDER / ended["checkpoint"] if ended["checkpoint"] else None
         stopped_by = f"interrupted ({stop.name})" if ended["stopped_by"].startswith("interrupted") else ended["stopped_by"]
-        agent = TrainedAgent(policy, self._seed, int(ended["version"]))
+        model = ended.get("model", DEFAULT_MODEL)
+        agent = RunAgent(policy, self._seed, int(ended["version"]), run_dir=self._directory, model=model)
         return Result(self._directory, where, stopped_by, dict(ended["metrics"]), agent, ended["env"])
 
     # -- between two learners

@@ -17,7 +17,6 @@ import torch
 from ludus import config as configs
 from ludus.actor.sampler import Clock, Sampler, segment_spec
 from ludus.actor.selfplay import with_past
-from ludus.actor.trained import TrainedAgent
 from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
 from ludus.errors import (
     ConfigError,
@@ -53,6 +52,7 @@ from ludus.experiment.parts import (
 )
 from ludus.experiment.result import Result as Result
 from ludus.experiment.run import Run, holds_run, run_directory
+from ludus.experiment.run_agent import RunAgent
 from ludus.experiment.status import StatusWriter, described
 from ludus.experiment.training_display import announce_stop
 from ludus.experiment.workspace import directory_of, fetch
@@ -506,7 +506,8 @@ def _concluded(run: Run, resolved: Resolved, before: Checkpoint, over: str) -> R
     metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
     run.status = "finished"
     run.close()
-    agent = TrainedAgent(before.policy(model), resolved.config.seed, int(before.state["models"][model]["version"]))
+    version = int(before.state["models"][model]["version"])
+    agent = RunAgent(before.policy(model), resolved.config.seed, version, run_dir=run.directory, model=model)
     where = run.directory / checkpoint.FOLDER / before.name
     return Result(run.directory, where, over, metrics, agent, resolved.experiment.env)
 
@@ -621,10 +622,11 @@ class Training:
         parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
         self._shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
         metrics, name = parts.conductor.numbers(), parts.conductor.last_checkpoint
-        policy, version = parts.pool.newest(parts.pool.names()[0])
+        model = parts.pool.names()[0]
+        policy, version = parts.pool.newest(model)
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
-        agent = TrainedAgent(actor_of(policy), resolved.config.seed, version)
+        agent = RunAgent(actor_of(policy), resolved.config.seed, version, run_dir=parts.run.directory, model=model)
         return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
 
 

@@ -8,6 +8,7 @@ import logging
 import tempfile
 import time
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -69,13 +70,31 @@ def export_checkpoint(
     """
     run, found = checkpoint.open_checkpoint(where)
     name = _chosen(found, model)
-    policy = found.policy(name)
     version = int(found.state["models"][name]["version"])
+    return export_policy(
+        found.policy(name), run, found.state["config"], name, version,
+        int8=int8, opset=opset, out=out, observations=observations,
+    )  # fmt: skip
+
+
+def export_policy(
+    policy: Policy,
+    run: Path,
+    made_with: Mapping[str, Any],
+    name: str,
+    version: int,
+    *,
+    int8: bool = False,
+    opset: int | None = None,
+    out: Path | None = None,
+    observations: Path | None = None,
+) -> Exported:
+    """The same with a policy that is in this process. `made_with`: the experiment that it was trained by."""
     file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
-    recorded, notes = _recorded(run, found, policy, observations, int8)
-    every = (found.state["config"]["config"].get("env_config") or {}).get("every")
+    recorded, notes = _recorded(run, made_with, policy, observations, int8)
+    every = (made_with["config"].get("env_config") or {}).get("every")
     trained = {"every": every} if isinstance(every, int) else {}
-    traced = export.export_policy(policy, opset=opset, name=name, version=version, trained=trained)
+    traced = export.export_policy(policy, opset=opset or export.OPSET, name=name, version=version, trained=trained)
     data, report = parity.artefact(policy, traced, int8=int8, recorded=recorded)
     report.notes += notes
     digest = hashlib.sha256(data).hexdigest()
@@ -113,10 +132,12 @@ def _file(run: Path, out: Path | None, usual: str) -> Path:
 # -- observations from play ---------------------------------------------------------------------------------------------
 
 
-def _recorded(run: Path, found: Checkpoint, policy: Policy, given: Path | None, play: bool) -> tuple[Tree | None, list[str]]:
+def _recorded(
+    run: Path, made_with: Mapping[str, Any], policy: Policy, given: Path | None, play: bool
+) -> tuple[Tree | None, list[str]]:
     """(observations, notes about them)."""
     if given is None:
-        return _seen_in_play(run, found, policy, play, PLAYED_S)
+        return _seen_in_play(run, made_with, policy, play, PLAYED_S)
     try:
         return recorded_observations(given, policy), []
     except _DAMAGED as error:
@@ -130,14 +151,14 @@ def observations_of(where: str | Path, policy: Policy, *, play: bool, within_s: 
     """
     try:
         run, found = checkpoint.open_checkpoint(where)
-        return _seen_in_play(run, found, policy, play, within_s)[0]
+        return _seen_in_play(run, found.state["config"], policy, play, within_s)[0]
     except Exception as error:  # the game's own code runs here, and nobody has asked for it to be played
         log.info("There are no observations of %s: %r", where, error)
         return None
 
 
 def _seen_in_play(
-    run: Path, found: Checkpoint, policy: Policy, play: bool, within_s: float
+    run: Path, made_with: Mapping[str, Any], policy: Policy, play: bool, within_s: float
 ) -> tuple[Tree | None, list[str]]:  # fmt: skip
     rollouts = sorted((run / "rollouts").glob("*/steps.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in rollouts:
@@ -146,24 +167,22 @@ def _seen_in_play(
         except _DAMAGED as error:
             log.info("%s is of no use here: %s", path, error)
     note = "Compared on random observations alone: the run has no rollout. `ludus rollout` makes one."
-    made_with = found.state["config"]
     if not play or made_with["env"] == EXTERNAL or made_with["config"].get("multiagent"):
         return None, [note]
     try:
         with tempfile.TemporaryDirectory(prefix="ludus-export-") as folder:
-            return _played(found, policy, Path(folder) / "steps.npz", within_s), []
+            return _played(made_with, policy, Path(folder) / "steps.npz", within_s), []
     except (LudusError, *_DAMAGED) as error:
         return None, [f"{note} The environment could not be played either: {error}"]
 
 
-def _played(found: Checkpoint, policy: Policy, file: Path, within_s: float) -> Tree:
-    config = found.state["config"]
-    environment = made_as_trained(config)
+def _played(made_with: Mapping[str, Any], policy: Policy, file: Path, within_s: float) -> Tree:
+    environment = made_as_trained(made_with)
     hurried, count = _Hurried(environment, within_s), PLAYED_STEPS
     try:
         agent = TrainedAgent(policy)
         rollout.play(
-            agent, hurried, config["env"], episodes=count, max_steps=count, deterministic=False, steps_file=file
+            agent, hurried, made_with["env"], episodes=count, max_steps=count, deterministic=False, steps_file=file
         )  # fmt: skip
     finally:
         environment.close()

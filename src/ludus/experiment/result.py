@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.actor.trained import TrainedAgent
+from ludus.experiment.run_agent import RunAgent
 from ludus.experiment.workspace import shown
 
 
@@ -20,7 +20,7 @@ class Result:
     checkpoint: Path | None
     stopped_by: str
     metrics: dict[str, float]
-    agent: TrainedAgent
+    agent: RunAgent
     env: str = ""
 
     @property

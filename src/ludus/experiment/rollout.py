@@ -29,6 +29,7 @@ from ludus.config import EXTERNAL, PreprocessConfig
 from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.experiment.checkpoint import FOLDER, Checkpoint, open_checkpoint
 from ludus.experiment.result import Result
+from ludus.experiment.run_agent import RunAgent
 from ludus.experiment.steps import FINAL, Ledger, Part, StepLog
 from ludus.experiment.video import (
     GRID_CELLS,
@@ -212,15 +213,41 @@ def _weights_file(run: Path, found: Checkpoint, model: str) -> Path:
 
 
 @contextlib.contextmanager
-def staged_agent(agent: TrainedAgent, env: str, env_config: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Stage]:
-    """What an agent plays that is in this process alone."""
+def staged_agent(
+    agent: TrainedAgent, env: str | None, env_config: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Stage]:
+    """What an agent plays whose weights are in this process; one that knows its run, as it was trained there. Raises UsageError."""
+    made_with = agent.experiment() if isinstance(agent, RunAgent) else {}
+    settings, name = made_with.get("config", {}), env or made_with.get("env")
+    if name is None:
+        raise UsageError("An agent alone does not say what it is to play.", "Give env=…")
+    _check_playable(name, settings, agent)
+    wrappers = settings.get("wrappers") or ()
     with tempfile.TemporaryDirectory(prefix="ludus-") as aside:
         weights = Path(aside) / "weights.safetensors"
         weights.write_bytes(saved.encode_weights(agent.policy.weights()))
         described = agent.policy.description()
-        luggage = Luggage.of(env, models=[described["network"].get("custom_model")])
-        models = {DEFAULT_MODEL: (described, str(weights))}
-        yield Stage(env, "another environment", models, env_config=dict(env_config or {}), luggage=luggage, **options)
+        yield Stage(
+            name,
+            made_with.get("env", "another environment"),
+            {DEFAULT_MODEL: (described, str(weights))},
+            env_config={**settings.get("env_config", {}), **(env_config or {})},
+            preprocess=preprocess_of(settings),
+            wrappers=wrappers,
+            luggage=Luggage.of(name, *names_of(wrappers), models=[described["network"].get("custom_model")]),
+            **options,
+        )
+
+
+def _check_playable(env: str, settings: Mapping[str, Any], agent: TrainedAgent) -> None:
+    where = agent.run_dir if isinstance(agent, RunAgent) else "RUN"
+    if env == EXTERNAL:
+        raise UsageError("Games call this agent; there is no environment to play.", f"ludus serve {where}")
+    if settings.get("multiagent"):
+        raise UsageError(
+            "This agent was trained beside others in one environment, and cannot play it alone.",
+            f"ludus.evaluate({str(where)!r}) plays all of them.",
+        )
 
 
 def make_player(stage: Stage) -> Player:
@@ -582,8 +609,6 @@ def evaluate(
     """Returns and lengths of so many episodes, without any file."""
     with contextlib.ExitStack() as stack:
         if isinstance(what, TrainedAgent):
-            if env is None:
-                raise UsageError("An agent alone does not say what it is to play.", "Give env=…")
             stage = stack.enter_context(staged_agent(what, env, env_config, seed=seed, deterministic=deterministic))
         else:
             where = (what.checkpoint or what.run_dir) if isinstance(what, Result) else what
