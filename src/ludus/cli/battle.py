@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.run_argument import complete_run, run_place
+
 if TYPE_CHECKING:
     from ludus.experiment.battle_result import BattleResult, Played, Share
 
@@ -28,8 +30,10 @@ _COLUMNS = {
 }
 
 _Who = "A run (its newest checkpoint), RUN/best, a checkpoint, RUN@VERSION, an export (.onnx), http://HOST:PORT, or rule:hard."
-_A = Annotated[str, typer.Argument(metavar="A", help=_Who, show_default=False)]
-_B = Annotated[str, typer.Argument(metavar="B", help="The same.", show_default=False)]
+_A = Annotated[str, typer.Argument(metavar="A", help=_Who, show_default=False, callback=run_place, autocompletion=complete_run)]
+_B = Annotated[
+    str, typer.Argument(metavar="B", help="The same.", show_default=False, callback=run_place, autocompletion=complete_run)
+]
 _Games = Annotated[int, typer.Option(min=1, help="Matches.")]
 _Swap = Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="A plays blue and red in turn, or always blue.")]
 _Mode = Annotated[str | None, typer.Option(metavar="NvN", help="1v1, 3v3 … [default: as they were trained]", show_default=False)]

@@ -8,11 +8,19 @@ from typing import Annotated
 
 import typer
 
+from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import NotFound, UsageError
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A run (its newest checkpoint), RUN/best, or a checkpoint directory.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A run (its newest checkpoint), RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
+            callback=run_place,
+            autocompletion=complete_run,
+        ),
+    ],
     format_: Annotated[str, typer.Option("--format", help="Only onnx.")] = "onnx",
     quantize: Annotated[
         str | None, typer.Option(help="int8: smaller, and faster for large networks.", show_default=False)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ludus.cli import coach
+from ludus.cli.run_argument import complete_run, run_place
 
 RAY, FLEET, OLDER = "Ray", "Fleets", "Of older trainers"
 
@@ -116,12 +117,24 @@ KeepCheckpoints = Annotated[
 ]
 Resume = Annotated[
     str | None,
-    typer.Option(metavar="[DIR]", help="Continue that run; without DIR the newest of each experiment.", show_default=False),
+    typer.Option(
+        metavar="[RUN]",
+        help="Continue that run (a directory, last, EXPERIMENT, the end of its name); without RUN the newest of each experiment.",
+        show_default=False,
+        callback=run_place,
+        autocompletion=complete_run,
+    ),
 ]
 Restore = Annotated[
     str | None,
     typer.Option(
-        "--restore", "-crd", "--checkpoint_restore_dir", help="Start a new run from this checkpoint.", show_default=False
+        "--restore",
+        "-crd",
+        "--checkpoint_restore_dir",
+        help="Start a new run from this checkpoint.",
+        show_default=False,
+        callback=run_place,
+        autocompletion=complete_run,
     ),
 ]
 LocalMode = Annotated[bool, typer.Option("--local-mode", help="Everything in this process, for debugging.")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
 
 
 def rollout(
-    checkpoint: Annotated[str, typer.Argument(help="A run, RUN/best, or a checkpoint directory.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A run, RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
+            callback=run_place,
+            autocompletion=complete_run,
+        ),
+    ],
     run: Annotated[str | None, typer.Option(help="Algorithm; must be the checkpoint's.", show_default=False)] = None,
     env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.", show_default=False)] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 10,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.run_argument import complete_run
 from ludus.errors import LudusError, NotFound
 from ludus.formatting import format_duration, format_number
 
@@ -20,7 +21,12 @@ app = typer.Typer(help="List, inspect, compare and plot runs.", no_args_is_help=
 
 Directories = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PLACE]...", help="Runs, or directories or URLs with runs. [default: runs]", show_default=False),
+    typer.Argument(
+        metavar="[PLACE]...",
+        help="Runs (also as last or the end of a name), experiments, or directories or URLs with runs. [default: runs]",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
 ]
 Metric = Annotated[str, typer.Option(help="Any name in metrics.jsonl, e.g. evaluation/return_mean.")]
 Over = Annotated[str, typer.Option(help="timesteps, iterations, episodes or time_s.")]
@@ -142,8 +148,9 @@ def plot(
 
 def _found(directories: list[str] | None) -> list[Path]:
     from ludus.experiment.run import find_runs
+    from ludus.experiment.run_names import resolve_runs
 
-    asked = directories or ["runs"]
+    asked = [resolve_runs(word) for word in directories or ["runs"]]
     found = dict.fromkeys(run for directory in asked for run in find_runs(directory))  # one named twice is one run
     runs = [run for run in found if _readable(run)]
     if not runs:

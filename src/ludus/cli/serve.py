@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from ludus.cli.run_argument import complete_run, run_places
 from ludus.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _Runs = Annotated[
         help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several, each with a name, "
         "share the port; a game asks for one by the header model, or at /step/NAME.",
         show_default=False,
+        callback=run_places,
+        autocompletion=complete_run,
     ),
 ]
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.run_argument import complete_run, run_place
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -20,7 +22,15 @@ _COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "rest
 
 
 def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The directory or URL of a run.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+            callback=run_place,
+            autocompletion=complete_run,
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="All of it as one line of JSON.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Look again every second (on a store: every 5 s), until the run has ended.")

@@ -22,6 +22,7 @@ from typing import Annotated
 
 import typer
 
+from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import NotFound, StoreError, UsageError, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,15 @@ _EVENTS = "events."
 
 
 def tensorboard(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, a sweep, or a directory or URL with runs.")] = "runs",
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run, a sweep, or a directory or URL with runs.",
+            callback=run_place,
+            autocompletion=complete_run,
+        ),
+    ] = "runs",
     port: Annotated[
         int | None,
         typer.Option(min=1, max=65_535, help=f"Default: the first from {PORT} on that is free.", show_default=False),
