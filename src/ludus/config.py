@@ -182,7 +182,11 @@ class PreprocessConfig(_Strict):
     )
     noop_max: int | None = Field(None, ge=0, description="Begin with up to so many actions that do nothing.")
     max_episode_steps: int | None = Field(None, ge=1, alias="horizon", description="Truncate episodes after so many steps.")
-    scale: bool | None = Field(None, description="Bring numbers with bounds into 0 … 1; networks do that to uint8 by themselves.")
+    scale: Annotated[float, Field(gt=0)] | bool | None = Field(
+        None,
+        description="What uint8 is divided by: null = 255 for pictures, the largest value for grids of small integers (printed at "
+        "the start); a number = that; false = not at all; true = as null, and other numbers with bounds are brought into 0 … 1.",
+    )
     flatten: bool | None = Field(None, description="All parts of an observation in one vector.")
 
     @model_validator(mode="before")
@@ -192,6 +196,11 @@ class PreprocessConfig(_Strict):
             if key in _ELSEWHERE:
                 raise ValueError(f"{key} does not belong here; {_ELSEWHERE[key]}")
         return data
+
+    @property
+    def changes_environment(self) -> bool:
+        """Whether anything is done to the environment itself; a divisor of uint8 is part of the network."""
+        return self != PreprocessConfig(scale=None if self.scale is True else self.scale)
 
     @model_validator(mode="after")
     def _bounds_rise(self) -> PreprocessConfig:

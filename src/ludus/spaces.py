@@ -123,6 +123,11 @@ def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
     return found
 
 
+def space_leaves(space: gym.Space[Any]) -> list[tuple[str, Any]]:
+    """(path, elementary space) of all parts, in the order of `tree.leaves`."""
+    return list(leaves(_space_tree(space)))
+
+
 def _space_tree(space: gym.Space[Any]) -> Tree:
     if isinstance(space, gym.spaces.Dict):
         return {key: _space_tree(item) for key, item in space.spaces.items()}

@@ -62,6 +62,12 @@ KINDS: dict[str, tuple[gym.Space[Any], gym.Space[Any], NetworkConfig, bool]] = {
         True,
     ),
     "nature": (PICTURE, spaces.Discrete(4), NetworkConfig(), False),
+    "grid of symbols and bytes": (
+        spaces.Dict({"grid": spaces.Box(0, 255, (7, 7, 3), np.uint8), "cells": spaces.Box(0, 255, (5,), np.uint8)}),
+        spaces.Discrete(4),
+        NetworkConfig(byte_scales=(("grid", 10.0), ("cells", 4.0))),
+        False,
+    ),
     "resnet, channels last and a vector": (
         spaces.Dict({"image": spaces.Box(0, 1, (16, 20, 3)), "v": VECTOR}),
         spaces.MultiBinary((2, 3)),

@@ -78,6 +78,11 @@ class Checkpoint:
         algorithm.policy.load_weights(self.weights[model])
         algorithm.load_state(self.arrays[model], self.state["models"][model]["algorithm"])
 
+    def byte_scales(self, model: str) -> tuple[tuple[str, float], ...]:
+        """What the network of a model divides uint8 observations by, where that is not 255; earlier releases knew nothing else."""
+        found = self._description(model)["network"].get("byte_scales", ())
+        return tuple((str(path), float(divisor)) for path, divisor in found)
+
     def _description(self, model: str) -> dict[str, Any]:
         if model not in self.weights:
             raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")

@@ -17,7 +17,7 @@ import torch
 from ludus import config as configs
 from ludus.actor.sampler import Clock, Sampler, segment_spec
 from ludus.actor.selfplay import with_past
-from ludus.config import AlgorithmConfig, PreprocessConfig, StopConfig
+from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import (
     ConfigError,
     Damaged,
@@ -28,13 +28,15 @@ from ludus.errors import (
     StoreUnavailable,
     UsageError,
 )
-from ludus.experiment import checkpoint, complaints, external, iterations, multiagent, sampled, tracking
+from ludus.experiment import byte_scales, checkpoint, complaints, external, iterations, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
+from ludus.experiment.byte_scales import Scales
 from ludus.experiment.carrier import Carrier
 from ludus.experiment.checkpoint import Checkpoint, Overtaken
 from ludus.experiment.conductor import Conductor, Experience, reached
 from ludus.experiment.driver import Driver
 from ludus.experiment.evaluation import make_evaluation
+from ludus.experiment.evaluation_gap import gap_sinks
 from ludus.experiment.parts import (
     ClusterOptions,
     Resolved,
@@ -234,7 +236,7 @@ def _refuse_what_needs_more(config: AlgorithmConfig, called: bool, cluster: Clus
             if called
             else "Set num_workers: 0, or sampling: async with IMPALA or APPO, or use truncate_episodes.",
         )
-    if called and (config.wrappers or config.preprocess != PreprocessConfig()):
+    if called and (config.wrappers or config.preprocess.changes_environment):
         key = "wrappers" if config.wrappers else "preprocess"
         raise ConfigError(f"config.{key} is for environments that we call, and here games call us.", "Do it in the game.")
     learner_device(config.learner_device, config.num_gpus)
@@ -684,14 +686,15 @@ def assembled(
     keep_freed_memory()
     threads = torch.get_num_threads()
     called = resolved.experiment.env == configs.EXTERNAL
+    sinks = [*sinks, *gap_sinks(resolved.experiment.env, resolved.config, announce)]
     if called:
-        program, handles = external.program_of(resolved, open_run, before, sinks, counting_on)
+        program, handles = external.program_of(resolved, open_run, before, sinks, counting_on, announce)
     else:
         given = (resolved, open_run, before, sinks, environment_seed, counting_on, interrupted)
         if resolved.config.multiagent is not None:
             program, handles = multiagent.program_of(*given, announce)
         else:
-            program, handles = sampled.program_of(*given, announce) if resolved.config.workers else program_of(*given)
+            program, handles = (sampled.program_of if resolved.config.workers else program_of)(*given, announce)
     try:
         with InProcess(program) as runtime:
             run, *parts = (runtime[handle] for handle in handles)
@@ -712,6 +715,7 @@ def program_of(
     environment_seed: int,
     counting_on: bool,
     interrupted: Callable[[], bool],
+    announce: Announce | None = None,
 ) -> tuple[Program, tuple[Handle, ...]]:
     """The one wiring: which components a run has and how they are joined. Nothing is made before a runtime does it.
 
@@ -720,7 +724,8 @@ def program_of(
     e, config = resolved.experiment, resolved.config
     program = Program()
     environments = program.add("environments", _environments, e.env, config, environment_seed)
-    policy = program.add("policy", _policy, environments, config)
+    scales = program.add("scales", _scales, environments, e.env, config, before, announce)
+    policy = program.add("policy", _policy, environments, config, scales)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
@@ -750,8 +755,15 @@ def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
     return environments
 
 
-def _policy(environments: Environments, config: AlgorithmConfig) -> Policy:
-    policy = make_policy(environments.observation_space, environments.action_space, config)
+def _scales(
+    environments: Environments, env: str, config: AlgorithmConfig, before: Checkpoint | None, announce: Announce | None
+) -> Scales:
+    look = functools.partial(byte_scales.largest_seen, env, config)
+    return byte_scales.choose(environments.observation_space, config, look, before, announce)
+
+
+def _policy(environments: Environments, config: AlgorithmConfig, scales: Scales) -> Policy:
+    policy = make_policy(environments.observation_space, environments.action_space, config, scales)
     return acting_on(policy, named_device(config.inference_device, "inference_device"))
 
 

@@ -19,6 +19,7 @@ from ludus.actor.session import SessionLimits
 from ludus.buffer.collate import Collated
 from ludus.config import AlgorithmConfig, ExternalConfig
 from ludus.errors import ConfigError
+from ludus.experiment import byte_scales
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened, share
 from ludus.experiment.run import Run
@@ -91,6 +92,7 @@ def program_of(
     before: Checkpoint | None,
     sinks: Sequence[Sink],
     counting_on: bool,
+    announce: Callable[[str], None] | None = None,
 ) -> tuple[Program, tuple[Handle, ...]]:
     """Which components such a run has and how they are joined. The port is taken first: it may not be free."""
     config = resolved.config
@@ -98,7 +100,7 @@ def program_of(
     seats = seats_of(outside)
     program = Program()
     listening = program.add("listening", _listening, outside)
-    policies = program.add("policies", _policies, seats, config)
+    policies = program.add("policies", _policies, seats, config, before, announce)
     algorithms = program.add("algorithms", Algorithms, resolved.algorithm, policies, dict.fromkeys(seats.models, config), before)
     run = program.add("run", _opened, open_run, policies, config)
     learning = program.add("learning", Shared, algorithms, policies, dict.fromkeys(seats.models, config), run)
@@ -127,8 +129,14 @@ def _listening(config: ExternalConfig) -> socket.socket:
     return bind(config.host, config.port)
 
 
-def _policies(seats: GameSeats, config: AlgorithmConfig) -> dict[str, Policy]:
-    return {name: make_policy(seen, done, config) for name, (seen, done) in seats.models.items()}
+def _policies(
+    seats: GameSeats, config: AlgorithmConfig, before: Checkpoint | None, announce: Callable[[str], None] | None
+) -> dict[str, Policy]:
+    made = {}
+    for name, (seen, done) in seats.models.items():
+        scales = byte_scales.choose(seen, config, None, before, announce, name)
+        made[name] = make_policy(seen, done, config, scales)
+    return made
 
 
 class _Closing(dict[str, Algorithm]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ludus.actor.multi import Copies, MatchBatches, MultiSampler, play_matches
 from ludus.actor.recorder import session_spec
 from ludus.config import AlgorithmConfig, MultiAgentConfig
 from ludus.errors import ConfigError
+from ludus.experiment import byte_scales
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import warn_of_cuts
 from ludus.experiment.external import Algorithms, Shared, add_models
@@ -24,6 +26,7 @@ from ludus.game import agents as games
 from ludus.game.agents import AgentSpaces, Match, Whole, central_space
 from ludus.memory.local import LocalMemory
 from ludus.metrics import Sink
+from ludus.model.byte_scales import Seen
 from ludus.model.central import actor_of
 from ludus.model.device import acting_on, named_device
 from ludus.model.policy import PROBABILITIES, Policy
@@ -97,7 +100,7 @@ def _refuse_what_is_not_there(config: AlgorithmConfig) -> None:
         raise ConfigError(
             "config.batch_mode is complete_episodes, which environments with several agents do not have.", "Leave it out."
         )
-    if config.preprocess != type(config.preprocess)():
+    if config.preprocess.changes_environment:
         raise ConfigError(
             "config.preprocess is for environments with one agent.",
             "Use wrappers of PettingZoo: config.wrappers, module:function.",
@@ -257,7 +260,7 @@ def program_of(
     program = Program()
     copies = program.add("environments", _copies, e.env, config)
     cast = program.add("cast", _cast, copies, config)
-    policies = program.add("policies", _policies, cast, of_each, config.multiagent.centralized_value)
+    policies = program.add("policies", _policies, cast, of_each, config, e.env, before, announce)
     algorithms = program.add("algorithms", Algorithms, kind, policies, of_each, before)
     run = program.add("run", _opened, open_run, policies, config)
     learning = program.add("learning", Shared, algorithms, policies, of_each, run)
@@ -282,12 +285,31 @@ def _cast(copies: Copies, config: AlgorithmConfig) -> Cast:
     return cast_of(copies[0], config.multiagent)
 
 
-def _policies(cast: Cast, of_each: Mapping[str, AlgorithmConfig], central: bool) -> dict[str, Policy]:
+def _policies(
+    cast: Cast,
+    of_each: Mapping[str, AlgorithmConfig],
+    config: AlgorithmConfig,
+    env: str,
+    before: Checkpoint | None,
+    announce: Callable[[str], None] | None,
+) -> dict[str, Policy]:
+    assert config.multiagent is not None
+    central = config.multiagent.centralized_value
+
+    @functools.cache
+    def look() -> dict[str, Seen]:
+        return byte_scales.largest_seen_of_agents(lambda: make_match(env, config), cast.agents, config.seed, central=central)
+
     made = {}
     for name, (seen, done) in cast.spaces.items():
-        policy = make_policy(seen, done, of_each[name], central=central)
+        scales = byte_scales.choose(seen, of_each[name], functools.partial(_seen_of, look, name), before, announce, name)
+        policy = make_policy(seen, done, of_each[name], scales, central=central)
         made[name] = acting_on(policy, named_device(of_each[name].inference_device, "inference_device"))
     return made
+
+
+def _seen_of(look: Callable[[], Mapping[str, Seen]], model: str) -> Seen:
+    return look()[model]
 
 
 def _opened(open_run: Callable[[], Run], policies: Mapping[str, Policy], config: AlgorithmConfig) -> Run:

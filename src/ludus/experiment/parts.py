@@ -72,9 +72,14 @@ class Resolved:
 
 
 def make_policy(
-    observation_space: gym.Space[Any], action_space: gym.Space[Any], config: AlgorithmConfig, *, central: bool = False
+    observation_space: gym.Space[Any],
+    action_space: gym.Space[Any],
+    config: AlgorithmConfig,
+    scales: tuple[tuple[str, float], ...] = (),
+    *,
+    central: bool = False,
 ) -> Policy:
-    """A fresh policy for these spaces; the same seed gives the same weights."""
+    """A fresh policy for these spaces; the same seed gives the same weights. `scales`: as `experiment.byte_scales` chooses them."""
     section = config.model
     network = NetworkConfig(
         fcnet_hiddens=None if section.fcnet_hiddens is None else tuple(section.fcnet_hiddens),
@@ -96,6 +101,7 @@ def make_policy(
         central_shares=(central or section.centralized_value) and section.vf_share_layers is True,
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
+        byte_scales=scales,
     )
     if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, WHOLE}:
         log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ludus.actor.sampler import Clock, segment_spec
 from ludus.buffer.blocks import BlockBatches
 from ludus.config import AlgorithmConfig
 from ludus.errors import ConfigError
+from ludus.experiment import byte_scales
+from ludus.experiment.byte_scales import Scales
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import make_evaluation
 from ludus.experiment.parts import (
@@ -85,7 +88,8 @@ def program_of(
     program = Program()
     cluster = program.add("cluster", _cluster, resolved.cluster, announce)
     shape = program.add("shape", look_at, e.env, config)
-    policy = program.add("policy", _policy, shape, config)
+    scales = program.add("scales", _scales, shape, e.env, config, before, announce)
+    policy = program.add("policy", _policy, shape, config, scales)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
@@ -132,8 +136,15 @@ def make_clock(config: AlgorithmConfig, first_version: int, begun: int) -> Clock
     return Clock(first_version, begun, blocks_of(config) * config.num_envs_per_worker * config.steps)
 
 
-def _policy(shape: Shape, config: AlgorithmConfig) -> Policy:
-    return make_policy(shape.observation_space, shape.action_space, config)
+def _scales(
+    shape: Shape, env: str, config: AlgorithmConfig, before: Checkpoint | None, announce: Callable[[str], None] | None
+) -> Scales:
+    look = functools.partial(byte_scales.largest_seen, env, config)
+    return byte_scales.choose(shape.observation_space, config, look, before, announce)
+
+
+def _policy(shape: Shape, config: AlgorithmConfig, scales: Scales) -> Policy:
+    return make_policy(shape.observation_space, shape.action_space, config, scales)
 
 
 def _add_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> None:

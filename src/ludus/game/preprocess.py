@@ -38,7 +38,8 @@ def preprocess_of(config: Mapping[str, Any]) -> PreprocessConfig:
 
 def is_plain(config: PreprocessConfig) -> bool:
     """Whether nothing at all is to be done."""
-    return not any(value for key, value in config.model_dump().items() if key != "standard")
+    asked = config.model_dump(exclude={"standard", "scale"})
+    return config.scale is not True and not any(asked.values())
 
 
 def preprocessed(env: Env, config: PreprocessConfig, name: str) -> Env:
@@ -68,7 +69,7 @@ def _shown(env: Env, config: PreprocessConfig, name: str) -> Env:
                 f"preprocess.{wanted}: {name} shows no pictures; its observations are {env.env.observation_space}.",
                 "Leave it out.",
             )
-    if config.scale:
+    if config.scale is True:
         env = Mapped(env, lambda space: _scaled(space, name))
     if config.flatten:
         env = Flat(env)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.errors import ConfigError
+from ludus.model.byte_scales import below
 from ludus.model.layers import Dense
 from ludus.model.networks import (
     Network,
@@ -119,7 +120,10 @@ class CentralNetwork(PolicyNetwork):
 
 
 def _of_actor(config: NetworkConfig) -> NetworkConfig:
-    return replace(config, central=False, central_shares=False, vf_share_layers=True)  # it has no value of its own to keep apart
+    scales = below(config.byte_scales, OWN)
+    return replace(
+        config, central=False, central_shares=False, vf_share_layers=True, byte_scales=scales
+    )  # without a value of its own
 
 
 def actor_of(policy: Policy) -> Policy:
@@ -150,5 +154,8 @@ def plain(description: Mapping[str, Any], weights: Weights) -> tuple[dict[str, A
         "observation_space": description["observation_space"]["spaces"][OWN],
         "network": {**network, "central": False, "central_shares": False, "vf_share_layers": True},
     }
+    if network.get("byte_scales"):
+        scales = tuple((str(path), float(divisor)) for path, divisor in network["byte_scales"])
+        described["network"]["byte_scales"] = below(scales, OWN)
     kept = {f"network.{name.removeprefix(_ACTOR)}": array for name, array in weights.items() if name.startswith(_ACTOR)}
     return described, kept

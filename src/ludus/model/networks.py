@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ludus.errors import ConfigError
 from ludus.model.branching import Branch
+from ludus.model.byte_scales import PICTURE
 from ludus.model.entities import Crowd, EntityEncoder, Pointer
 from ludus.model.layers import ACTIVATIONS, Dense, mlp, through, traced
 from ludus.plugins import did_you_mean
@@ -63,6 +64,8 @@ class NetworkConfig:
     custom_model: str | None = None
     """A model of the user's: the name of its file in `model/`, or `module:Class`."""
     custom_model_config: Mapping[str, Any] = field(default_factory=dict)
+    byte_scales: tuple[tuple[str, float], ...] = ()
+    """Path → divisor of the uint8 parts of an observation that are not divided by 255 (`ludus.model.byte_scales`)."""
 
     def __post_init__(self) -> None:
         """A description that was read from a file has plain mappings for branches."""
@@ -119,14 +122,14 @@ class PolicyNetwork(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions over an image, channels first or last, uint8 scaled to [0, 1]; runs in channels-last layout."""
+    """Convolutions over an image, channels first or last, uint8 divided by `divisor`; runs in channels-last layout."""
 
-    def __init__(self, space: gym.spaces.Box, config: NetworkConfig) -> None:
+    def __init__(self, space: gym.spaces.Box, config: NetworkConfig, divisor: float = PICTURE) -> None:
         super().__init__()
         self.channels_last_input = channels_last(space.shape)
         c, h, w = _chw(space.shape)
         self.chw, self.pixels = (c, h, w), h * w
-        self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
+        self.scale = 1 / divisor if space.dtype == np.uint8 else 1.0
         if config.conv_filters is not None or config.conv == "nature":
             self.body: nn.Module = _convolutions(c, config.conv_filters or _fitting_filters(h, w))
         elif config.conv == "resnet":
@@ -226,6 +229,8 @@ class _Leaf:
     mask: tuple[Any, ...] | None = None
     present: int | None = None
     """Of entities without a mask: the feature that says who is there."""
+    divisor: float = PICTURE
+    """Of uint8: what its numbers are divided by."""
 
 
 def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tuple[Any, ...] = ()) -> list[_Leaf]:
@@ -248,9 +253,10 @@ def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tupl
     if isinstance(space, gym.spaces.Tuple):
         return [leaf for i, item in enumerate(space.spaces) for leaf in _plan(item, config, (*path, i))]
     if isinstance(space, gym.spaces.Box):
+        divisor = dict(config.byte_scales).get(".".join(map(str, path)), PICTURE)
         if len(space.shape) == 3 and min(space.shape[0], space.shape[-1]) <= 16 and min(_chw(space.shape)[1:]) >= 5:
-            return [_Leaf(path, "image", space)]
-        return [_Leaf(path, "vector", space, math.prod(space.shape))]
+            return [_Leaf(path, "image", space, divisor=divisor)]
+        return [_Leaf(path, "vector", space, math.prod(space.shape), divisor=divisor)]
     if isinstance(space, gym.spaces.Discrete):
         return [_Leaf(path, "onehot", space, int(space.n))]
     if isinstance(space, gym.spaces.MultiDiscrete):
@@ -295,7 +301,7 @@ def _replace(tree: Tree, path: tuple[Any, ...], leaf: Tensor) -> Tree:
 
 
 class VectorPart(nn.Module):
-    """All leaves that are numbers or categories, as one float vector [*, size]; categories one-hot, bytes in [0, 1]."""
+    """All leaves that are numbers or categories, as one float vector [*, size]; categories one-hot, bytes divided by what their leaf says."""
 
     def __init__(self, plan: list[_Leaf]) -> None:
         super().__init__()
@@ -311,7 +317,9 @@ class VectorPart(nn.Module):
         if leaf.kind == "vector":
             depth = len(leaf.space.shape)
             flat = value.flatten(-depth) if depth > 1 else value.unsqueeze(-1) if depth == 0 else value
-            return flat if flat.dtype == torch.float32 else flat.float() * (1 / 255 if flat.dtype == torch.uint8 else 1.0)
+            return (
+                flat if flat.dtype == torch.float32 else flat.float() * (1 / leaf.divisor if flat.dtype == torch.uint8 else 1.0)
+            )
         if isinstance(leaf.space, gym.spaces.Discrete):
             return F.one_hot(value - int(leaf.space.start), int(leaf.space.n)).float()
         depth = leaf.space.nvec.ndim
@@ -325,7 +333,7 @@ class Trunk(nn.Module):
 
     def __init__(self, plan: list[_Leaf], vector_size: int, config: NetworkConfig) -> None:
         super().__init__()
-        self.images = nn.ModuleList(ImageEncoder(leaf.space, config) for leaf in plan if leaf.kind == "image")
+        self.images = nn.ModuleList(ImageEncoder(leaf.space, config, leaf.divisor) for leaf in plan if leaf.kind == "image")
         self.sets = nn.ModuleList(
             EntityEncoder(leaf.space.shape[1], config.entity_dim) for leaf in plan if leaf.kind == "entities"
         )

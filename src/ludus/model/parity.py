@@ -117,7 +117,7 @@ def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int
     rng = np.random.default_rng(seed)
     for noisy in (False, True):
         for rows in BATCH_SIZES:
-            observation = random_observations(policy.observation_space, rows, rng)
+            observation = observations_for(policy, rows, rng)
             noise = policy.draw_noise(rows, generator) if noisy else None
             mask = random_mask(policy.action_space, rows, rng) if rows % 2 else None
             report.random += tally.compare(observation, _random_state(policy, rows, rng), mask, noise)
@@ -155,7 +155,7 @@ def _tally(policy: Policy, model: bytes) -> _Tally:
 def _mix(policy: Policy, tally: _Tally, size: float, rng: np.random.Generator) -> int:
     """A batch with a few strange rows: the others are compared with the original, and all with themselves alone."""
     rows = BATCH_SIZES[-1]
-    observation, state = random_observations(policy.observation_space, rows, rng), _random_state(policy, rows, rng)
+    observation, state = observations_for(policy, rows, rng), _random_state(policy, rows, rng)
     order = rng.permutation(rows)
     strange, usual = order[:_STRANGE_ROWS], np.sort(order[_STRANGE_ROWS:])
     observation = _made_strange(policy.observation_space, observation, strange, size)
@@ -173,7 +173,7 @@ def _unroll(policy: Policy, tally: _Tally, recorded: Tree | None, rng: np.random
             at = (step + np.arange(UNROLL_ROWS) * (seen // UNROLL_ROWS)) % seen
             observation = map_tree(lambda x, at=at: x[at], recorded)
         else:
-            observation = random_observations(policy.observation_space, UNROLL_ROWS, rng)
+            observation = observations_for(policy, UNROLL_ROWS, rng)
         noise = policy.draw_noise(UNROLL_ROWS, generator)
         tally.report.unrolled += tally.compare(observation, ours, None, noise, theirs)
         ours, theirs = tally.states
@@ -378,6 +378,16 @@ def _versions() -> dict[str, str]:
 # -- inputs -------------------------------------------------------------------------------------------------------------
 
 
+def observations_for(policy: Policy, rows: int, rng: np.random.Generator) -> Tree:
+    """Random observations as a policy meets them: bytes that it takes for symbols are none larger than these."""
+    drawn = random_observations(policy.observation_space, rows, rng)
+    for path, divisor in policy.config.byte_scales:
+        for found, part in leaves(drawn):
+            if found == path:
+                np.remainder(part, min(255, round(divisor)) + 1, out=part)
+    return drawn
+
+
 def random_observations(space: gym.Space[Any], rows: int, rng: np.random.Generator) -> Tree:
     """Observations of a space: uniform within its bounds, normal where it has none."""
     if isinstance(space, gym.spaces.Dict):
@@ -443,7 +453,7 @@ def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, 
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(batches):
-        observation = random_observations(policy.observation_space, rows, rng)
+        observation = observations_for(policy, rows, rng)
         if recorded is not None and _rows(recorded) >= rows:
             at = rng.integers(0, _rows(recorded), rows)
             observation = map_tree(lambda x, at=at: x[at], recorded)
@@ -516,7 +526,7 @@ def rounding_error(policy: Policy, model: bytes, seed: int = 0) -> float:
     exported, rng = OnnxPolicy(model), np.random.default_rng(seed)
     pairs = []
     for _ in range(8):
-        observation = random_observations(policy.observation_space, BATCH_SIZES[-1], rng)
+        observation = observations_for(policy, BATCH_SIZES[-1], rng)
         state = _random_state(policy, BATCH_SIZES[-1], rng)
         pairs.append((_outputs(policy, observation, state, None, None)["logits"], exported.logits(observation, state)))
     mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
