@@ -42,6 +42,8 @@ test-long: setup
 	$(BIN)/python -m bench.longrun
 	$(BIN)/python -m bench.serve --update
 	$(BIN)/python -m bench.serve --soak --minutes 60
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3; sys_platform == "linux"'
+	$(BIN)/python -m bench.fuzz --seconds 3600
 
 bench: setup
 	$(BIN)/python -m bench.train
