@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from ludus.api import tune as tune
     from ludus.errors import LudusError as LudusError
     from ludus.errors import Refused as Refused
+    from ludus.experiment.callbacks import Callback as Callback
+    from ludus.experiment.callbacks import TrainingRun as TrainingRun
     from ludus.experiment.experiment import Result as Result
+    from ludus.experiment.run_agent import RunAgent as RunAgent
     from ludus.game.gamecore import GamecoreClient as GamecoreClient
     from ludus.game.registry import register_env as register_env
     from ludus.model.policy import Policy as Policy
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Actor": "ludus.actor.actor",
     "Agent": "ludus.remote.agent",
+    "Callback": "ludus.experiment.callbacks",
     "GamecoreClient": "ludus.game.gamecore",
     "LudusError": "ludus.errors",
     "Policy": "ludus.model.policy",
@@ -55,6 +59,8 @@ _WHERE = {
     "RemoteModel": "ludus.remote.model",
     "RemoteTrainer": "ludus.remote.trainer",
     "Result": "ludus.experiment.experiment",
+    "RunAgent": "ludus.experiment.run_agent",
+    "TrainingRun": "ludus.experiment.callbacks",
     "battle": "ludus.api",
     "evaluate": "ludus.api",
     "fake": "ludus.remote",
@@ -77,6 +83,7 @@ _WHERE = {
 __all__ = [
     "Actor",
     "Agent",
+    "Callback",
     "GamecoreClient",
     "LudusError",
     "Policy",
@@ -86,6 +93,8 @@ __all__ = [
     "RemoteModel",
     "RemoteTrainer",
     "Result",
+    "RunAgent",
+    "TrainingRun",
     "__version__",
     "battle",
     "evaluate",

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludus.actor.trained import TrainedAgent
-from ludus.config import ExperimentConfig
-from ludus.experiment import checkpoint, experiment
+from ludus.experiment import checkpoint
+from ludus.experiment import experiment as experiments
+from ludus.experiment.arguments import training_data
+from ludus.experiment.callbacks import Callback, ReportFunction
 from ludus.experiment.experiment import Result
+from ludus.experiment.observing import observe_training
 from ludus.experiment.run_agent import RunAgent
+from ludus.experiment.workspace import directory_of
+from ludus.game.registry import EnvLike, env_name
 from ludus.types import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -22,49 +27,57 @@ if TYPE_CHECKING:
 
 
 def train(
-    env: str,
-    run: str = "PPO",
+    env: EnvLike | None = None,
+    run: str | None = None,
     stop: Mapping[str, float] | None = None,
     *,
-    name: str = "default",
+    preset: str | None = None,
+    file: str | Path | None = None,
+    experiment: str | None = None,
+    name: str | None = None,
     local_dir: str | Path = "runs",
     project: str | Path | None = None,
     trial: str | None = None,
     restore: str | Path | None = None,
-    checkpoint_freq: int = 0,
-    checkpoint_at_end: bool = True,
-    keep_checkpoints_num: int | None = None,
+    progress: bool | None = None,
+    callbacks: Sequence[Callback | ReportFunction] = (),
     address: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Train an agent and return it, with its run directory and last metrics.
+    """Train an agent and return it (`.agent`), with its run directory, last metrics and history.
 
-    `settings` are the keys of `config:` (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`), and those beside it that are not
-    named here (`track={"csv": True}, max_failures=2, …`), by any of their names; an unknown one is an error. With
-    `num_workers=N` environments are stepped by N other processes; with `address` these run on all machines of a Ray cluster.
-    `local_dir` and `project` may be on a store: `s3://bucket/prefix`.
+    `env`: a name, or a class or function that makes an environment. `preset` (see `ludus presets`) or `file` (a YAML file, of which
+    `experiment` names one if it has several) hold the settings that are not given here. `settings` are the keys of `config:`
+    (`lr=3e-4, num_envs=64, model={"use_lstm": True}, …`), and those beside it that are not named here (`checkpoint_freq=10,
+    track={"csv": True}, total_timesteps=100_000, …`), by any of their names; an unknown one is an error.
+
+    `progress`: True, False, or None: in a terminal and in a notebook. `callbacks`: `ludus.Callback` objects, or functions that are
+    called as (run, metrics) with every report. With `num_workers=N` environments are stepped by N other processes; with `address`
+    these run on all machines of a Ray cluster. `local_dir` and `project` may be on a store: `s3://bucket/prefix`.
     Raises UsageError for anything wrong with the arguments, before anything starts.
     """
-    data: dict[str, Any] = {"name": name, "env": env, "run": run, "stop": dict(stop or {}), "config": settings}
-    data |= {
-        "checkpoint_freq": checkpoint_freq,
-        "checkpoint_at_end": checkpoint_at_end,
-        "keep_checkpoints_num": keep_checkpoints_num,
-    }
-    data |= {key: settings.pop(key) for key in [*settings] if key in ExperimentConfig.model_fields}
-    return experiment.start(
-        data,
-        local_dir=local_dir,
-        project=project,
-        trial=trial,
-        restore=restore,
-        cluster=experiment.cluster_of(address),
-    )
+    data = training_data(env, run, stop, preset=preset, file=file, experiment=experiment, name=name, settings=settings)
+    with observe_training(callbacks, progress) as observers:
+        result = experiments.start(
+            data, local_dir=local_dir, project=project, trial=trial, restore=restore,
+            cluster=experiments.cluster_of(address), noted=observers.start, **observers.arguments,
+        )  # fmt: skip
+        return observers.conclude(result)
 
 
-def resume(directory: str | Path, stop: Mapping[str, float] | None = None, *, address: str | None = None) -> Result:
+def resume(
+    directory: str | Path,
+    stop: Mapping[str, float] | None = None,
+    *,
+    progress: bool | None = None,
+    callbacks: Sequence[Callback | ReportFunction] = (),
+    address: str | None = None,
+) -> Result:
     """Continue a run that was stopped or killed, in its own directory or URL; `stop` replaces its stop conditions."""
-    return experiment.resume(directory, stop=stop, cluster=experiment.cluster_of(address))
+    with observe_training(callbacks, progress) as observers:
+        observers.start(directory_of(directory))
+        cluster = experiments.cluster_of(address)
+        return observers.conclude(experiments.resume(directory, stop=stop, cluster=cluster, **observers.arguments))
 
 
 def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> RunAgent:
@@ -103,20 +116,20 @@ def tune(
     """
     from ludus.experiment import tuning
 
-    options = tuning.SweepOptions(Path(local_dir), experiment.cluster_of(address), max_concurrent, retry_failed)
+    options = tuning.SweepOptions(Path(local_dir), experiments.cluster_of(address), max_concurrent, retry_failed)
     if resume and (Path(local_dir).expanduser() / name / tuning.STATE).exists():
         return tuning.resume_sweep(Path(local_dir) / name, options)
     inner = dict(config or {})
     data: dict[str, Any] = {"run": inner.pop("run", run), "stop": dict(stop or {}), "num_samples": num_samples}
     if "env" in inner:
-        data["env"] = inner.pop("env")
+        data["env"] = env_name(inner.pop("env"))
     data |= {"config": inner, "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num}
     data |= {} if max_failures is None else {"max_failures": max_failures}
     data["tune"] = {"scheduler": scheduler, "metric": metric, "mode": mode, **settings}
     return tuning.run_sweep({name: data}, options)[0]
 
 
-def trainable(run: str = "PPO", *, env: str | None = None, stop: Mapping[str, float] | None = None, **settings: Any) -> Any:
+def trainable(run: str = "PPO", *, env: EnvLike | None = None, stop: Mapping[str, float] | None = None, **settings: Any) -> Any:
     """For a `ray.tune.Tuner` of your own: `Tuner(ludus.trainable("PPO"), param_space={"env": "CartPole-v1", "lr": …})`.
 
     The config of a trial is `env`, `run`, `stop` and the keys of `config:`; `settings` are what it says of none. Every trial is a run
@@ -126,7 +139,7 @@ def trainable(run: str = "PPO", *, env: str | None = None, stop: Mapping[str, fl
     from ludus.experiment import tuning
 
     data: dict[str, Any] = {"run": run, "config": settings}
-    data |= {"env": env} if env is not None else {}
+    data |= {"env": env_name(env)} if env is not None else {}
     data |= {"stop": dict(stop)} if stop else {}
     return tuning.plain_trainable(data)
 
@@ -135,7 +148,7 @@ def evaluate(
     what: str | Path | Result | TrainedAgent,
     episodes: int = 100,
     *,
-    env: str | None = None,
+    env: EnvLike | None = None,
     env_config: Mapping[str, Any] | None = None,
     seed: int = 0,
     deterministic: bool = True,
@@ -143,13 +156,14 @@ def evaluate(
 ) -> Score:
     """How well it plays: `.mean` and its bootstrapped 95 % interval `.low`, `.high`, with `.returns` and `.lengths`.
 
-    `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent together with `env`. Episode i starts from
+    `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent; `env`: another environment with the same spaces. Episode i starts from
     `seed + i`, however many processes share them.
     """
     from ludus.experiment import rollout as rollouts
 
+    name = None if env is None else env_name(env)
     return rollouts.evaluate(
-        what, episodes, env=env, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
+        what, episodes, env=name, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
     )
 
 
@@ -162,7 +176,7 @@ def rollout(
     video_grid: bool = False,
     depth: bool = False,
     steps: int | None = None,
-    env: str | None = None,
+    env: EnvLike | None = None,
     env_config: Mapping[str, Any] | None = None,
     seed: int = 0,
     deterministic: bool = True,
@@ -173,7 +187,7 @@ def rollout(
     from ludus.experiment import rollout as rollouts
 
     options = {"seed": seed, "deterministic": deterministic, "save_info": save_info, "depth": depth}
-    *_, stage = rollouts.stage_of(where, env=env, env_config=env_config, **options)
+    *_, stage = rollouts.stage_of(where, env=None if env is None else env_name(env), env_config=env_config, **options)
     files = rollouts.Files(None if out is None else Path(out), None if video is None else Path(video), video_grid)
     return rollouts.rollout(stage, episodes, max_steps=steps, files=files, workers=num_workers)
 

@@ -848,7 +848,7 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
         renamed[key] for key, value in data.items() if key in renamed and key.endswith("_schedule") and value is not None
     }
     for key, value in data.items():
-        name = renamed.get(key) or (_depending(key, names) if section == CONFIG else key)
+        name = renamed.get(key) or (name_for(key, names) if section == CONFIG else key)
         if section == CONFIG and key in _REPLACED and _is_unset(value):
             out.implied.append(Refusal(prefix + key, value, "was not set"))
         elif key.endswith("_schedule") and key in renamed and value is None:
@@ -866,7 +866,7 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
     return out
 
 
-def _depending(key: str, names: set[str]) -> str:
+def name_for(key: str, names: set[str]) -> str:
     """The name of a key whose meaning depends on the algorithm; the key itself while that is not known."""
     return next((name for marker, name, _ in sb3_cleanrl.DEPENDING.get(key, ()) if marker in names), key)
 

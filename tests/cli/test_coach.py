@@ -12,10 +12,10 @@ import yaml
 
 from ludus.cli import coach, fleet, options, train
 from ludus.cli.main import app
-from ludus.cli.source import experiments_from, source_of
 from ludus.cluster.cluster import Job, JobStatus
 from ludus.errors import UsageError
 from ludus.experiment import experiment
+from ludus.experiment.source import experiments_from, source_of
 from tests.cli.calling import Call
 
 SMALL = ["--num-envs", "2", "--set", "train_batch_size=32", "--set", "minibatch_size=16", "--set", "evaluation_duration=0"]

@@ -18,10 +18,10 @@ from typer.core import TyperCommand
 
 from ludus.cli import coach, presets
 from ludus.cli import options as o
-from ludus.cli.source import Experiments, Source
-from ludus.cli.source import experiments_from as experiments_from
-from ludus.cli.source import source_of as source_of
 from ludus.errors import LudusError, UsageError
+from ludus.experiment.source import Experiments, Source
+from ludus.experiment.source import experiments_from as experiments_from
+from ludus.experiment.source import source_of as source_of
 
 if TYPE_CHECKING:
     from ludus.experiment.experiment import Result

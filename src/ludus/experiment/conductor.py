@@ -15,6 +15,7 @@ from ludus.actor.evaluate import Score
 from ludus.config import ExperimentConfig, StopConfig
 from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StoreError, StoreUnavailable
 from ludus.experiment import checkpoint
+from ludus.experiment.callbacks import notify_checkpoint
 from ludus.experiment.checkpoint import Best
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
@@ -247,6 +248,7 @@ class Conductor:
         if due:
             self._checkpointed_at = progress.time_s
             self._soon_s *= 2
+            notify_checkpoint(self._sinks, name)
         else:
             self._surplus.add(name)
         if self._inline is None and self._elsewhere is None:

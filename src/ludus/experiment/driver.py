@@ -27,6 +27,7 @@ from typing import Any, NoReturn, Protocol
 from ludus import errors
 from ludus.errors import Fenced, LudusError, MemoryClosed, StoreFull, StoreUnavailable, Unreachable, UsageError, WorkerFailed
 from ludus.experiment import checkpoint, status
+from ludus.experiment.callbacks import find_stop_request, notify_checkpoint
 from ludus.experiment.carrier import Carrier
 from ludus.experiment.result import Result
 from ludus.experiment.run import CONFIG, Run
@@ -158,6 +159,9 @@ class Post:
 
     def write(self, numbers: Numbers) -> None:
         self.send(numbers={name: float(value) for name, value in numbers.items()})
+
+    def checkpoint_written(self, name: str) -> None:
+        self.send(checkpoint=name)
 
     def close(self) -> None:
         """As a sink: the driver closes its own."""
@@ -319,7 +323,8 @@ class Driver:
             except BaseException:
                 process.kill()  # a second Ctrl-C, or a sink of the caller's that raised
                 raise
-            if end.ended is not None and (stop() or not end.ended["stopped_by"].startswith("interrupted")):
+            wanted = stop() or find_stop_request(self._sinks) is not None
+            if end.ended is not None and (wanted or not end.ended["stopped_by"].startswith("interrupted")):
                 return self._result(end.ended, file, stop)
         finally:
             mail.close()
@@ -340,7 +345,7 @@ class Driver:
                 mail.wait(_POLL_S)
             for message in mail.take():
                 self._hear(message, end, restarts)
-            if stop() and math.isinf(asked_at):
+            if (stop() or (end.reported and find_stop_request(self._sinks))) and math.isinf(asked_at):
                 asked_at = time.monotonic()
                 process.ask_to_stop(GRACE_S)
             if time.monotonic() > asked_at + START_S and not end.reported and end.at is None and not over:
@@ -359,6 +364,8 @@ class Driver:
             numbers = message["numbers"] | ({"learner/restarts": float(restarts)} if restarts else {})
             for sink in self._sinks:
                 sink.write(numbers)
+        elif "checkpoint" in message:
+            notify_checkpoint(self._sinks, str(message["checkpoint"]))
         elif "said" in message:
             self._say(message["said"])
         elif "ended" in message:
@@ -373,10 +380,22 @@ class Driver:
         policy = saved.policy_from(json.loads(meta["description"]))
         policy.load_weights(weights)
         where = self._directory / checkpoint.FOLDER / ended["checkpoint"] if ended["checkpoint"] else None
-        stopped_by = f"interrupted ({stop.name})" if ended["stopped_by"].startswith("interrupted") else ended["stopped_by"]
+        stopped_by = ended["stopped_by"]
+        if stopped_by.startswith("interrupted"):
+            stopped_by = f"interrupted ({stop.name})" if stop() else self._requested_stop()
         model = ended.get("model", DEFAULT_MODEL)
         agent = RunAgent(policy, self._seed, int(ended["version"]), run_dir=self._directory, model=model)
         return Result(self._directory, where, stopped_by, dict(ended["metrics"]), agent, ended["env"])
+
+    def _requested_stop(self) -> str:
+        """Why a callback ended the run. If it did so in order, the run is finished, although a signal ended the learner."""
+        reason, in_order = find_stop_request(self._sinks) or ("", False)
+        if in_order:
+            self._note({"status": "finished"})
+            with contextlib.suppress(LudusError, OSError):  # a full disk must not hide the result
+                seen = status.look(self._directory, fetched=True).status
+                status.write(self._directory, {**seen, "state": "finished", "stopped_by": reason})
+        return reason
 
     # -- between two learners
 

@@ -31,6 +31,7 @@ from ludus.errors import (
 from ludus.experiment import byte_scales, checkpoint, complaints, external, iterations, multiagent, sampled, tracking
 from ludus.experiment.auto import choose_workers
 from ludus.experiment.byte_scales import Scales
+from ludus.experiment.callbacks import find_stop_request
 from ludus.experiment.carrier import Carrier
 from ludus.experiment.checkpoint import Checkpoint, Overtaken
 from ludus.experiment.conductor import Conductor, Experience, reached
@@ -473,6 +474,7 @@ def _driven(
 ) -> Result:
     e, seed = resolved.experiment, resolved.config.seed
     luggage = luggage_of(resolved)
+    luggage.check_can_be_sent()
     return Driver(directory, learn, luggage, max_failures=e.max_failures, seed=seed, sinks=sinks, announce=announce).run()
 
 
@@ -552,8 +554,9 @@ class Prepared:
 def _train(prepared: Prepared, sinks: Sequence[Sink], announce: Announce | None = None) -> Result:
     with stop_on_signals() as stop, training(prepared, sinks, stop, announce, alone=False) as ours:
         waiting = _Waiting(ours.parts, announce) if ours.address is not None and announce is not None else None
-        ours.advance(lambda: stop() or (waiting is not None and waiting()))
-        return ours.conclude(f"interrupted ({stop.name})")
+        ours.advance(lambda: stop() or find_stop_request(sinks) is not None or (waiting is not None and waiting()))
+        reason, in_order = (None if stop() else find_stop_request(sinks)) or (f"interrupted ({stop.name})", False)
+        return ours.conclude(reason, finished=in_order)
 
 
 @contextlib.contextmanager
@@ -615,13 +618,13 @@ class Training:
             raise
         return conductor.stopped_by is not None
 
-    def conclude(self, otherwise: str) -> Result:
-        """The last word. `otherwise`: why it ends, when it has not come to its end."""
+    def conclude(self, otherwise: str, *, finished: bool = False) -> Result:
+        """The last word. `otherwise`: why it ends, when it has not come to its end; `finished`: that is no interruption."""
         parts, resolved = self.parts, self._resolved
         stopped_by = parts.conductor.stopped_by or otherwise
         if not parts.conductor.stopped_by:
             parts.conductor.checkpoint_at_last()
-        parts.run.status = "finished" if parts.conductor.stopped_by else "interrupted"
+        parts.run.status = "finished" if parts.conductor.stopped_by or finished else "interrupted"
         self._shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
         metrics, name = parts.conductor.numbers(), parts.conductor.last_checkpoint
         model = parts.pool.names()[0]

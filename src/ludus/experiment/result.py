@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ludus.experiment.history import Table, read_history
+from ludus.experiment.run import Run
 from ludus.experiment.run_agent import RunAgent
 from ludus.experiment.workspace import shown
 
@@ -31,6 +33,11 @@ class Result:
     @property
     def episode_return_mean(self) -> float:
         return self.metrics.get("episode_return_mean", math.nan)
+
+    @property
+    def history(self) -> Table:
+        """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl every time."""
+        return read_history(Run(self.run_dir).metrics_path)
 
     def to_json(self) -> dict[str, Any]:
         mean = self.episode_return_mean

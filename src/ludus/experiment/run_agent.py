@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import LudusError
+from ludus.game.registry import EnvLike, env_name
 from ludus.model.policy import Policy
 from ludus.types import DEFAULT_MODEL
 
@@ -33,7 +34,7 @@ class RunAgent(TrainedAgent):
         self,
         episodes: int = 100,
         *,
-        env: str | None = None,
+        env: EnvLike | None = None,
         env_config: Mapping[str, Any] | None = None,
         seed: int = 0,
         deterministic: bool = True,
@@ -45,8 +46,9 @@ class RunAgent(TrainedAgent):
         """
         from ludus.experiment import rollout
 
+        name = None if env is None else env_name(env)
         return rollout.evaluate(
-            self, episodes, env=env, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
+            self, episodes, env=name, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
         )
 
     def export(

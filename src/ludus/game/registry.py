@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import re
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +19,8 @@ from ludus.game.packages import Package, package_of_id, package_of_module
 from ludus.plugins import did_you_mean, import_module, import_object
 
 Factory = Callable[..., Any]
+EnvLike = str | Factory
+"""How an environment is given: by its name, its class, or a function that makes one."""
 
 _registered: dict[str, Factory] = {}
 
@@ -48,6 +52,33 @@ def register_env(name: str, function: Factory) -> None:
     if not callable(function):
         raise UsageError(f"register_env({name!r}) got a {type(function).__name__}.", "Give a function or class that makes it.")
     _registered[name] = function
+
+
+def env_name(env: EnvLike) -> str:
+    """The name of an environment that is given as a name, a class or a function.
+
+    What other processes can import is named `module:function`; anything else is registered under a name of its own, which is known
+    in this process and those that it starts. Raises UsageError.
+    """
+    if isinstance(env, str):
+        return env
+    if not callable(env):
+        raise UsageError(
+            f"env is a {type(env).__name__} object, and a run needs many environments.",
+            "Give its name, its class, or a function that makes one:  env=lambda: MyEnv(…)",
+        )
+    module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", "")
+    if module in sys.modules and name.isidentifier() and getattr(sys.modules[module], name, None) is env:
+        return f"{module}:{name}"
+    return _register_local(env, name)
+
+
+def _register_local(env: Factory, qualname: str) -> str:
+    stem = "local/" + (re.sub(r"\W", "", qualname.rpartition(".")[2]) or type(env).__name__)
+    names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+    name = next(name for name in names if _registered.get(name, env) is env)
+    register_env(name, env)
+    return name
 
 
 def registered() -> Mapping[str, Factory]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import gymnasium as gym
 
+from ludus.errors import UsageError
 from ludus.game.registry import register_env, registered
 from ludus.model import custom_class
 from ludus.model.custom_class import Files
+from ludus.runtime.processes import unsendable_part
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,17 @@ class Luggage:
         made = {name: registered()[name] for name in names if name in registered()}
         files = tuple(custom_class.files_of(name) for name in sorted(custom) if ":" not in name)
         return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made)
+
+    def check_can_be_sent(self) -> None:
+        """Raises UsageError with what of an environment or a class cannot be sent to another process."""
+        for name, value in {**self.named, **self.registered}.items():
+            culprit = unsendable_part(name, value)
+            if culprit is not None:
+                raise UsageError(
+                    f"{name} cannot be sent to the processes of this run: {culprit}.",
+                    "Create that inside the function that makes the environment, or define the function in a module and pass its name, "
+                    "'module:function', or register it: ludus.register_env(name, function). With num_workers=0 nothing is sent.",
+                )
 
     def unpack(self) -> None:
         main = sys.modules["__main__"]

@@ -767,6 +767,15 @@ def _packed(place: Place, target: Callable[..., None], args: tuple[Any, ...], kw
     return fd
 
 
+def unsendable_part(name: str, value: Any) -> str | None:
+    """What of a value cannot be sent to another process, and why; None: all of it can."""
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        return f"{_culprit([(name, value)])} ({error})"
+    return None
+
+
 def _culprit(parts: Iterable[tuple[str, Any]], depth: int = 4) -> str | None:
     """The innermost thing among `parts` that cannot be pickled."""
     for label, value in parts:

@@ -119,9 +119,26 @@ def _apply(
     inner = data.get("config")
     if inner is None or isinstance(inner, dict):
         data["config"] = inner = dict(inner or {})
-        for more in (config, {key: value for key, value in settings.items() if value is not None}):
+        for given_keys in (config, {key: value for key, value in settings.items() if value is not None}):
+            more = _named_for(given_keys, data)
             configs.give_way(inner, "config", more)
             inner.update(more)
+
+
+def _named_for(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """SB3's keys that mean one thing with PPO and another with DQN, by the name that they have for the algorithm of `data`."""
+    from ludus import config as configs
+    from ludus import sb3_cleanrl, spellings
+    from ludus.experiment import complaints
+
+    run = configs.read_experiment(data).data.get("run", "PPO")
+    if not sb3_cleanrl.DEPENDING.keys() & settings.keys() or not isinstance(run, str):
+        return dict(settings)
+    try:
+        names = configs.names_of(complaints.algorithm_of(run).Config)
+    except UsageError:  # an unknown algorithm, which is said when the experiment is checked
+        return dict(settings)
+    return {spellings.name_for(key, names): value for key, value in settings.items()}
 
 
 def _customize(data: dict[str, Any], custom: Sequence[str]) -> None:
