@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.cli.run_argument import complete_run
+from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import LudusError, NotFound
 from ludus.formatting import format_duration, format_number
 
@@ -25,6 +25,15 @@ Directories = Annotated[
         metavar="[PLACE]...",
         help="Runs (also as last or the end of a name), experiments, or directories or URLs with runs. [default: runs]",
         show_default=False,
+        autocompletion=complete_run,
+    ),
+]
+_Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+        callback=run_place,
         autocompletion=complete_run,
     ),
 ]
@@ -105,21 +114,39 @@ def compare(
 
 
 @app.command()
-def show(run: Annotated[str, typer.Argument(metavar="RUN", help="A run: its directory or URL.")]) -> None:
-    """One run in full: configuration, provenance, last numbers, checkpoints."""
-    from ludus.experiment import checkpoint
-    from ludus.experiment.run import Run, is_script
+def show(
+    run: _Run,
+    full: Annotated[bool, typer.Option("--full", help="Also the whole configuration, metadata and last report.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Configuration, metadata, last report and checkpoints as JSON.")
+    ] = False,
+) -> None:
+    """One run on a page: what, when, how long, its curves, checkpoints and changed settings."""
+    import shutil
+    import time
+
+    from ludus.cli.run_page import collect, page_lines
     from ludus.experiment.workspace import directory_of, fetch
-    from ludus.metrics import read_jsonl
 
     directory = directory_of(run)
     fetch(directory)
-    found = Run(directory) if is_script(directory) else Run.open(directory)
-    rows = read_jsonl(found.metrics_path)
-    if not is_script(directory):
-        print((directory / "config.yaml").read_text(encoding="utf-8"))
-    print(json.dumps({"meta": found.meta(), "last": rows[-1] if rows else None}, indent=1))
-    print(json.dumps({"checkpoints": checkpoint.names(found.store), "best": checkpoint.best_name(found.store)}))
+    facts = collect(directory)
+    dump = {
+        "meta": facts.meta,
+        "last": facts.rows[-1] if facts.rows else None,
+        "checkpoints": facts.checkpoints,
+        "best": facts.best.checkpoint if facts.best is not None else None,
+    }
+    if as_json:
+        print(json.dumps({"run": facts.place, "config": facts.config, "changed": facts.changed, **dump}))
+        return
+    for line in page_lines(facts, time.time(), shutil.get_terminal_size((100, 24)).columns):
+        print(line)
+    if full:
+        print()
+        if facts.config:
+            print((directory / "config.yaml").read_text(encoding="utf-8"))
+        print(json.dumps(dump, indent=1))
 
 
 @app.command()
