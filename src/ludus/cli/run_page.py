@@ -129,10 +129,8 @@ def page_rows(facts: RunFacts, now: float, curve_width: int) -> Iterator[tuple[s
     if meta.get("command"):
         yield "command", shlex.join([Path(str(meta["command"][0])).name, *map(str, meta["command"][1:])])
     if versions := meta.get("versions"):
-    yield (
-        "made with",
-        ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("ludus", "torch", "python")),
-    )
+        kept = (f"{name} {version}" for name, version in versions.items() if name in ("ludus", "torch", "python"))
+        yield "made with", ", ".join(kept)
 
 
 def _when(meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: float) -> str:

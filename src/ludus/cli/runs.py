@@ -85,7 +85,7 @@ def compare(
 
     runs = _found(directories)
     lowest = lower_is_better and metric == METRIC
-    rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs), strict=True)]
+    rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs, every=as_json), strict=True)]
     try:
         groups = comparing.grouped(curves(runs, metric, over), group_by)
     except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
@@ -232,16 +232,19 @@ def _best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool =
     return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0.0)))
 
 
-def _differences(runs: list[Path]) -> list[dict[str, Any]]:
-    """The settings that define an experiment in which runs of the same environment and algorithm differ."""
+def _differences(runs: list[Path], every: bool) -> list[dict[str, Any]]:
+    """The settings in which runs differ: `every` one, or those that define an experiment and differ within a kind of run.
+
+    A kind is an environment and an algorithm: another algorithm has other keys altogether.
+    """
     from ludus.experiment.compare import EXECUTION, all_settings, differing
 
     settings = all_settings(runs)
     kinds: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for one in settings:
         kinds.setdefault((one["env"], one["run"]), []).append(one)
-    found = dict.fromkeys(key for alike in kinds.values() for key in differing(alike))
-    keys = [key for key in found if key.startswith("config.") and key not in EXECUTION]
+    within = dict.fromkeys(key for alike in kinds.values() for key in differing(alike) if key not in EXECUTION)
+    keys = [key for key in (differing(settings) if every else within) if key.startswith("config.")]
     return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
 
 
