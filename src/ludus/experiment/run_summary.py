@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ludus.config import EXTERNAL
 from ludus.experiment.result import Result
 from ludus.experiment.stop_reason import REASONS, in_words, is_interruption
-from ludus.experiment.training_display import format_with_interval
+from ludus.experiment.training_display import format_with_interval, is_zero_sum, win_rate
 from ludus.experiment.workspace import shown
 from ludus.formatting import format_duration, format_number
 
@@ -24,6 +24,8 @@ def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
     """What is printed at the end. `command`: as it is typed on this machine."""
     mean = result.episode_return_mean
     trained = "No episode ended during training" if math.isnan(mean) else f"Mean return {format_number(mean)} in training"
+    if is_zero_sum(result.metrics):
+        trained = f"{win_rate(result.metrics).capitalize()} in the last evaluation"
     yield f"{stop_reason(result.stopped_by)}. {trained}."
     if evaluation := _evaluation(result):
         yield evaluation
