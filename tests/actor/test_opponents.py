@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.actor.opponents import ZeroSum, win_shares
+from ludus.actor.opponents import Outcome, ZeroSum, win_shares
 
 
 def test_an_agent_wins_that_has_more_than_each_of_the_others() -> None:
-    outcomes = [
+    outcomes: list[Outcome] = [
         ("a", {"a": 1.0, "b": -1.0}),
         ("b", {"a": 1.0, "b": -1.0}),
         ("a", {"a": 0.0, "b": 0.0}),
-        ("c", {"a": 2, "b": 0, "c": 1}),
+        ("c", {"a": 2.0, "b": 0.0, "c": 1.0}),
     ]
     assert win_shares("random", outcomes) == {"win/random": (1, 4), "draw/random": (1, 4), "loss/random": (2, 4)}
     assert win_shares("random", []) == {}
