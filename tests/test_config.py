@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ludus import config
 from ludus.config import AlgorithmConfig, StopConfig, algorithm_config
@@ -151,9 +153,9 @@ def test_all_complaints_are_reported_at_once() -> None:
         assert part in message
 
 
-def test_a_batch_smaller_than_its_environments_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size is 32, which is not a multiple of 64 environments"):
-        ppo(train_batch_size=32, num_envs_per_worker=64)
+def test_a_batch_smaller_than_its_environments_is_one_step_of_each() -> None:
+    found = ppo(train_batch_size=32, num_envs_per_worker=64)
+    assert (found.steps, found.train_batch_size) == (1, 64)
     assert ppo(train_batch_size=256, num_envs_per_worker=64).steps == 4
 
 
@@ -196,49 +198,55 @@ def test_a_batch_of_workers_that_do_not_wait_is_whole_segments(keys: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("keys", "near"),
+    ("keys", "shape"),
     [
-        ({"train_batch_size": 4001}, 4000),
-        ({"train_batch_size": 4000, "num_workers": 3}, 4008),
-        ({"train_batch_size": 5, "num_workers": 3}, 6),
-        ({"train_batch_size": 4000, "num_workers": 7, "rollout_fragment_length": 200, "num_envs_per_worker": 1}, 4200),
-        ({"train_batch_size": 1000, "rollout_fragment_length": 333}, 999),
-        ({"train_batch_size": 1000, "rollout_fragment_length": 333, "num_envs_per_worker": 64}, 21312),
+        ({"train_batch_size": 4001}, (64, 63, 4032)),
+        ({"train_batch_size": 4000, "num_workers": 3}, (64, 21, 4032)),
+        ({"train_batch_size": 5, "num_workers": 3}, (1, 2, 6)),
+        ({"train_batch_size": 512, "num_envs_per_worker": 20}, (20, 26, 520)),
+        ({"train_batch_size": 4000, "num_workers": 7, "rollout_fragment_length": 200, "num_envs_per_worker": 1}, (1, 600, 4200)),
+        ({"train_batch_size": 1000, "rollout_fragment_length": 333}, (4, 333, 1332)),
+        ({"train_batch_size": 1000, "rollout_fragment_length": 333, "num_envs_per_worker": 64}, (64, 333, 21312)),
+        ({"train_batch_size": 32, "rollout_fragment_length": 7, "num_envs_per_worker": 64}, (64, 7, 448)),
     ],
 )
-def test_a_batch_that_nothing_fits_is_refused_with_the_nearest_that_does(keys: dict[str, Any], near: int) -> None:
-    with pytest.raises(ConfigError, match=rf"Set train_batch_size to {near}"):
-        ppo(**keys)
-    assert ppo(**keys | {"train_batch_size": near}).train_batch_size == near
+def test_a_batch_that_does_not_come_out_even_is_rounded_up_as_rllib_does(keys: dict[str, Any], shape: tuple[int, ...]) -> None:
+    found = ppo(**keys)
+    assert (found.num_envs_per_worker, found.steps, found.train_batch_size) == shape
 
 
 @pytest.mark.parametrize(
-    ("keys", "near"),
+    ("keys", "shape"),
     [
-        ({"train_batch_size": 4001}, 4096),
-        ({"train_batch_size": 1999}, 1984),
-        ({"train_batch_size": 500, "rollout_fragment_length": 60}, 480),
-        ({"train_batch_size": 500, "rollout_fragment_length": 60, "num_envs_per_worker": 2}, 480),
+        ({"train_batch_size": 4001}, (64, 32, 4096)),
+        ({"train_batch_size": 1999}, (64, 32, 2048)),
+        ({"train_batch_size": 500, "rollout_fragment_length": 60}, (9, 60, 540)),
+        ({"train_batch_size": 500, "rollout_fragment_length": 60, "num_envs_per_worker": 2}, (2, 60, 600)),
+        ({"train_batch_size": 4096, "rollout_fragment_length": 512, "num_envs_per_worker": 32}, (32, 512, 16384)),
+        ({"train_batch_size": 10, "rollout_fragment_length": 10, "num_envs_per_worker": 5}, (5, 10, 50)),
     ],
 )
-def test_the_nearest_batch_of_workers_that_do_not_wait_fits_too(keys: dict[str, Any], near: int) -> None:
-    with pytest.raises(ConfigError, match=rf"Set train_batch_size to {near}"):
-        algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
-    found = algorithm_config(IMPALAConfig, {"num_workers": 8, **keys, "train_batch_size": near})
-    assert found.train_batch_size == near
+def test_a_batch_of_workers_that_do_not_wait_is_rounded_up_too(keys: dict[str, Any], shape: tuple[int, ...]) -> None:
+    found = algorithm_config(IMPALAConfig, {"num_workers": 8, **keys})
+    assert (found.num_envs_per_worker, found.steps, found.train_batch_size) == shape
 
 
-@pytest.mark.parametrize("keys", [{}, {"num_workers": 3}, {"rollout_fragment_length": 60}])
-def test_a_batch_is_not_held_against_environments_that_nobody_asked_for(keys: dict[str, Any]) -> None:
-    for run in (PPOConfig, IMPALAConfig):
-        with pytest.raises(ConfigError) as refused:
-            algorithm_config(run, {"train_batch_size": 4001, **keys})
-        assert "64 environments" not in str(refused.value)
+@given(st.integers(1, 5000), st.integers(0, 9), st.none() | st.integers(1, 300), st.none() | st.integers(1, 70))
+def test_a_batch_is_always_whole_fragments_and_at_least_as_large_as_asked_for(
+    batch: int, workers: int, steps: int | None, envs: int | None
+) -> None:
+    keys: dict[str, Any] = {"train_batch_size": batch, "num_workers": workers}
+    keys |= ({"rollout_fragment_length": steps} if steps else {}) | ({"num_envs_per_worker": envs} if envs else {})
+    for schema in (PPOConfig, IMPALAConfig):
+        found = algorithm_config(schema, keys)
+        turns = 1 if schema is IMPALAConfig and workers else max(1, workers)
+        unit = turns * found.num_envs_per_worker * (found.steps if turns == 1 and workers else 1)
+        assert found.train_batch_size >= batch
+        assert found.train_batch_size % unit == 0
+        assert found.num_envs_per_worker == (envs or found.num_envs_per_worker)
 
 
-def test_batch_environments_and_steps_agree_or_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size is 32, which is not a multiple of 64 environments × 7 steps"):
-        ppo(train_batch_size=32, num_envs_per_worker=64, rollout_fragment_length=7)
+def test_batch_environments_and_steps_agree() -> None:
     only_steps = ppo(num_envs_per_worker=8, rollout_fragment_length=128)
     assert (only_steps.steps, only_steps.train_batch_size) == (128, 1024)
     neither = ppo(num_envs_per_worker=61)

@@ -39,6 +39,11 @@ def read(run: str, data: dict[str, Any]) -> AlgorithmConfig:
     return config.algorithm_config(SCHEMAS[run], data, run=run, owners=complaints.owners)
 
 
+def noticed(run: str, data: dict[str, Any]) -> str:
+    """The notices about keys that are ignored."""
+    return "\n".join(config.read_config(data, SCHEMAS[run]).notices())
+
+
 def said(run: str, data: dict[str, Any]) -> str:
     """The complaint, or '' when there is none."""
     try:
@@ -54,7 +59,7 @@ def test_no_key_of_rllib_is_unknown(run: str) -> None:
     for key in [*RLLIB["config"], *RLLIB[run]]:
         if key == "env":  # is lifted out of config before
             continue
-        message = said(run, {key: unheard_of})
+        message = said(run, {key: unheard_of}) or noticed(run, {key: unheard_of})
         assert message, key
         assert "Unknown key" not in message, message
 
@@ -245,9 +250,14 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("run", "data", "words"),
     [
-        ("PPO", {"framework": "tf"}, r"config\.framework \('tf'\) names TensorFlow"),
-        ("PPO", {"framework": "tf2"}, r"names TensorFlow"),
-        ("PPO", {"log_level": "WARN"}, r"config\.log_level \('WARN'\) is an option of the command: -v"),
+        ("PPO", {"framework": "tf", "model": {"custom_model": "m:M"}}, r"config\.framework \('tf'\) names TensorFlow beside a custom_model"),
+        ("PPO", {"use_pytorch": False, "model": {"custom_model": "m:M"}}, r"names TensorFlow beside a custom_model"),
+        ("PPO", {"framework": "jax"}, r"is torch, tf or tf2"),
+        ("PPO", {"_separate_vf_optimizer": True}, r"is not supported: policy and value have one optimizer"),
+        ("PPO", {"rl_module_spec": "x"}, r"replaces a class inside RLlib"),
+        ("PPO", {"model": {"post_fcnet_hiddens": [8]}}, r"layers behind convolutions are fcnet_hiddens"),
+        ("PPO", {"model": {"dim": "wide"}}, r"model\.dim \('wide'\) is the height and width"),
+        ("DQN", {"min_train_timesteps_per_iteration": 5}, r"use min_sample_timesteps_per_iteration"),
         ("PPO", {"model": {"use_attention": True}}, r"config\.model\.use_attention \(True\) belongs to attention"),
         ("PPO", {"model": {"conv_filters": [[16, [8, 4], 4]]}}, r"conv_filters .* convolutions here are square"),
         ("PPO", {"evaluation_config": {"num_workers": 2}}, r"config\.evaluation_config\.num_workers \(2\) .*evaluation_num_workers"),
@@ -255,7 +265,6 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
         ("PPO", {"evaluation_duration_unit": "seconds"}, r"evaluation_duration_unit is 'seconds'"),
         ("PPO", {"exploration_config": {"type": "SoftQ"}}, r"names SoftQ, which is not here"),
         ("PPO", {"sample_async": True}, r"is `sampling: pipelined`"),
-        ("PPO", {"num_gpus_per_worker": 1}, r"inference_device: cuda"),
         ("PPO", {"callbacks": "my.Callbacks"}, r"is a callback in Python"),
         ("PPO", {"double_q": True}, r"'config\.double_q' is a key of DQN; this is PPO"),
         ("DQN", {"clip_param": 0.1}, r"'config\.clip_param' is a key of PPO and APPO; this is DQN"),
@@ -269,7 +278,6 @@ def test_a_schedule_that_cannot_be_meant_is_refused(data: dict[str, Any], words:
         ("PPO", {"td_error_loss_fn": "huber"}, r"'config\.td_error_loss_fn' is a key of DQN; this is PPO"),
         ("PPO", {"training_intensity": None}, r"'config\.training_intensity' is a key of DQN; this is PPO"),
         ("PPO", {"store_buffer_in_checkpoints": False}, r"'config\.store_buffer_in_checkpoints' is a key of DQN; this is PPO"),
-        ("DQN", {"min_sample_timesteps_per_iteration": 1000}, r"here it is one update\. Stop by timesteps"),
         ("DQN", {"replay_buffer_config": {"alpha": 0.5, "prioritized_replay_alpha": 0.6}}, r"alpha and prioritized_replay_alpha mean the same"),
         ("DQN", {"replay_buffer_config": {"alpha": 0.5}, "prioritized_replay_alpha": 0.6}, r"alpha is 0\.5, and .* is 0\.6"),
         ("DQN", {"replay_buffer_config": {"type": "MultiAgentReplayBuffer", "prioritized_replay": True}},
@@ -297,13 +305,97 @@ def test_what_cannot_be_is_said_about_the_key_as_it_was_written(run: str, data: 
 def test_a_value_that_says_the_same_is_not_taken_for_another_that_is_equal_to_it() -> None:
     assert not said("PPO", {"num_gpus_per_worker": 0})
     assert not said("PPO", {"num_gpus_per_worker": 0.0})
-    assert said("PPO", {"num_cpus_per_worker": True}), "true is no number of cores"
+    assert noticed("PPO", {"num_cpus_per_worker": True}), "true is no number of cores"
+    assert said("PPO", {"use_critic": 1}), "1 is not true"
     assert said("PPO", {"use_gae": 1}), "1 is not true"
 
 
+@pytest.mark.parametrize(
+    ("run", "data", "words"),
+    [
+        ("PPO", {"framework": "tf"}, r"config\.framework \('tf'\) is ignored: the same layers are built with PyTorch\."),
+        ("PPO", {"framework": "tf2"}, r"is ignored"),
+        ("PPO", {"use_pytorch": False}, r"is ignored"),
+        ("PPO", {"log_level": "WARN"}, r"config\.log_level \('WARN'\) is ignored: it is an option of the command: -v"),
+        ("PPO", {"num_gpus_per_worker": 1}, r"inference_device is cuda"),
+        ("PPO", {"enable_connectors": True}, r"it chooses between implementations inside RLlib"),
+        ("PPO", {"_enable_learner_api": True, "_enable_rl_module_api": True}, r"_enable_learner_api .*\n.*_enable_rl_module_api"),
+        ("PPO", {"enable_rl_module_and_learner": True, "enable_env_runner_and_connector_v2": True}, r"there is one here"),
+        ("APPO", {"_disable_execution_plan_api": False}, r"there is one here"),
+        ("APPO", {"minibatch_buffer_size": 4, "learner_queue_size": 16}, r"it sizes a queue inside RLlib"),
+        ("IMPALA", {"broadcast_interval": 5}, r"workers take the newest weights before every segment\."),
+        ("DQN", {"batch_mode": "complete_episodes"}, r"single steps are drawn from the replay buffer"),
+        ("PPO", {"batch_mode": "complete_episodes", "num_workers": 4}, r"num_workers \(4\) is ignored: .* one process samples"),
+        ("PPO", {"_fake_gpus": True, "num_gpus": 2}, r"num_gpus counts as 0"),
+        ("PPO", {"model": {"zero_mean": True}}, r"config\.model\.zero_mean \(True\) is ignored: pixels are scaled to 0 … 1\."),
+        ("PPO", {"framework": {"grid_search": ["tf", "torch"]}}, r"none of these values changes the training: it is one trial\."),
+        ("PPO", {"_enable_learner_api": {"grid_search": [True, False]}}, r"it is one trial"),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_is_accepted_with_a_notice(run: str, data: dict[str, Any], words: str) -> None:
+    assert said(run, data) == ""
+    assert re.search(words, noticed(run, data)), noticed(run, data)
+
+
+@pytest.mark.parametrize(
+    ("run", "old", "new"),
+    [
+        ("PPO", {"_fake_gpus": True, "num_gpus": 2}, {"num_gpus": 0}),
+        ("PPO", {"_fake_gpus": True, "num_gpus_per_learner": 1, "num_learners": 2}, {"num_gpus": 0, "num_learners": 2}),
+        ("APPO", {"num_gpus": 0, "num_gpus_per_learner_worker": 1}, {"num_gpus": 1}),
+        ("PPO", {"use_gae": False, "lambda": 0.9}, {"lambda": 1.0}),
+        ("IMPALA", {"replay_ratio": 0.0}, {}),
+        ("IMPALA", {"replay_ratio": 0.5}, {"replay_proportion": 2.0}),
+        ("PPO", {"model": {"dim": 42, "grayscale": True, "framestack": False}}, {"preprocess": {"resize": [42, 42], "grey": True, "stack": 1}}),
+        ("PPO", {"model": {"dim": 84, "framestack": True, "zero_mean": False}}, {}),
+        ("PPO", {"model": {"num_framestacks": 2}, "preprocess": {"grey": True}}, {"preprocess": {"stack": 2, "grey": True}}),
+        ("PPO", {"model": {"dim": 42, "post_fcnet_hiddens": [256]}}, {"preprocess": {"resize": [42, 42]}, "model": {"fcnet_hiddens": [256]}}),
+        ("PPO", {"model": {"fcnet_hiddens": [8], "post_fcnet_hiddens": [4]}}, {"model": {"fcnet_hiddens": [8, 4]}}),
+        ("DQN", {"prioritized_replay_beta": 0.5, "final_prioritized_replay_beta": 1.0, "prioritized_replay_beta_annealing_timesteps": 100},
+         {"replay_buffer_config": {"beta": [[0, 0.5], [100, 1.0]]}}),
+        ("DQN", {"final_prioritized_replay_beta": 0.4}, {"replay_buffer_config": {"beta": 0.4}}),
+        ("DQN", {"replay_buffer_config": {"min_size_for_sampling": 7}}, {"num_steps_sampled_before_learning_starts": 7}),
+        ("DQN", {"replay_buffer_config": {"min_size_for_sampling": 0}, "num_steps_sampled_before_learning_starts": 7},
+         {"num_steps_sampled_before_learning_starts": 7}),
+        ("DQN", {"timesteps_per_iteration": 500}, {"min_sample_timesteps_per_iteration": 500}),
+        ("DQN", {"batch_mode": "complete_episodes"}, {}),
+        ("PPO", {"batch_mode": "complete_episodes", "num_workers": 4}, {"batch_mode": "complete_episodes"}),
+        ("PPO", {"framework": {"grid_search": ["tf", "torch"]}}, {}),
+    ],
+)  # fmt: skip
+def test_a_value_of_rllib_is_read_as_the_one_here(run: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert config.dumped(read(run, old)) == config.dumped(read(run, new))
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "meant", "keys"),
+    [
+        ("SimpleQ", {"lr": 1e-3}, "DQN", {"lr": 1e-3, "double_q": False, "dueling": False, "replay_buffer_config": {"type": "ReplayBuffer"}}),
+        ("SimpleQ", {"dueling": True, "prioritized_replay": True}, "DQN", {"dueling": True, "double_q": False, "prioritized_replay": True}),
+        ("simpleq", {"replay_buffer_config": {"capacity": 5}}, "DQN",
+         {"double_q": False, "dueling": False, "replay_buffer_config": {"capacity": 5, "type": "ReplayBuffer"}}),
+        ("A2C", {"train_batch_size": 500}, "PPO",
+         {"train_batch_size": 500, "minibatch_size": 500, "num_epochs": 1, "kl_coeff": 0.0}),
+        ("A2C", {"rollout_fragment_length": 20, "num_workers": 5, "num_envs": 5}, "PPO",
+         {"rollout_fragment_length": 20, "num_workers": 5, "num_envs": 5, "train_batch_size": 500, "minibatch_size": 500,
+          "num_epochs": 1, "kl_coeff": 0.0}),
+        ("A2C", {"train_batch_size": 400, "microbatch_size": 100}, "PPO",
+         {"train_batch_size": 400, "minibatch_size": 400, "num_epochs": 1, "kl_coeff": 0.0, "gradient_accumulation": 4}),
+    ],
+)  # fmt: skip
+def test_an_algorithm_that_is_a_setting_of_another_is_read_as_that(
+    run: str, given: dict[str, Any], meant: str, keys: dict[str, Any]
+) -> None:
+    data = {"env": "CartPole-v1", "run": run, "config": given}
+    found = config.read_experiment(data)
+    assert (found.data["run"], found.data["config"]) == (meant, keys)
+    assert complaints.of_experiment(data) == []
+    assert complaints.notices_of(data)[0].startswith(f"run: {run} is trained as {meant} with ")
+
+
 def test_present_names_are_found_without_knowing_the_algorithm_and_nothing_is_lost() -> None:
-    old = {"num_env_runners": 2, "epsilon": [[0, 1.0]], "framework": "tf", "model": {"lstm_cell_size": 3, "use_attention": True}}
-    new = {"num_workers": 2, "epsilon": [[0, 1.0]], "framework": "tf", "model": {"cell_size": 3, "use_attention": True}}
+    old = {"num_env_runners": 2, "epsilon": [[0, 1.0]], "framework": "jax", "model": {"lstm_cell_size": 3, "use_attention": True}}
+    new = {"num_workers": 2, "epsilon": [[0, 1.0]], "framework": "jax", "model": {"cell_size": 3, "use_attention": True}}
     assert config.canonical(old) == new
     assert config.canonical(new) == new
     with pytest.raises(ConfigError, match="framework"):
@@ -359,7 +451,7 @@ def test_what_is_wrong_with_an_experiment_is_said(data: dict[str, Any], words: s
     assert re.search(words, str(caught.value)), str(caught.value)
 
 
-@pytest.mark.parametrize("run", ["SAC", "A3C", "apex", "contrib/MADDPG", "SimpleQ", "DDPPO"])
+@pytest.mark.parametrize("run", ["SAC", "A3C", "apex", "contrib/MADDPG", "DDPPO"])
 def test_an_algorithm_of_rllib_that_is_not_here_is_named_with_the_nearest(run: str) -> None:
     with pytest.raises(UsageError, match=rf"{run} is not here: .*Known: PPO"):
         complaints.algorithm_of(run)
@@ -405,11 +497,34 @@ def test_all_complaints_of_an_experiment_come_at_once() -> None:
             "env": "CartPol-v1",
             "checkpoint_frq": 1,
             "stop": {"iteration": 3},
-            "config": {"gama": 1, "framework": "tf", "num_epochs": 1.5},
+            "config": {"gama": 1, "framework": "jax", "num_epochs": 1.5},
         }
     )
     expected = ("stop.iteration", "checkpoint_frq", "CartPol-v1", "config.framework", "config.gama", "config.num_epochs")
     assert sorted(next(word for word in expected if word in line) for line in found) == sorted(expected)
+
+
+@pytest.mark.parametrize("run", ["PP0", "Nobody"])
+def test_an_unknown_algorithm_hides_no_complaint_about_its_config(run: str) -> None:
+    found = complaints.of_experiment({"env": "CartPole-v1", "run": run, "config": {"gama": 1, "gamma": 1.5, "model": {"x": 1}}})
+    assert [complaint.path for complaint in found] == ["run", "config.gama", "config.gamma", "config.model.x"] or {
+        complaint.path for complaint in found
+    } == {"run", "config.gama", "config.gamma", "config.model.x"}
+
+
+def test_keys_of_any_algorithm_are_no_complaint_when_the_algorithm_is_unknown() -> None:
+    found = complaints.of_experiment({"env": "CartPole-v1", "run": "Nobody", "config": {"clip_param": 0.1, "double_q": True}})
+    assert [complaint.path for complaint in found] == ["run"]
+
+
+def test_a_minibatch_larger_than_its_batch_is_a_complaint_beside_others() -> None:
+    data = {"env": "CartPole-v1", "config": {"sgd_minibatch_size": 4000, "train_batch_size": 1024, "gama": 1}}
+    found = complaints.of_experiment(data)
+    assert {complaint.path for complaint in found} == {"config.sgd_minibatch_size", "config.gama"}
+    assert "config.sgd_minibatch_size is 4000, and a batch has 1024 steps (train_batch_size). Set it to 1024 or less." in found
+    assert complaints.of_experiment({"env": "CartPole-v1", "config": {"train_batch_size": 512}}) == [], (
+        "the default is no complaint"
+    )
 
 
 # -- nonsense -----------------------------------------------------------------------------------------------------------
@@ -449,7 +564,7 @@ def test_nonsense_is_complained_about_and_never_a_crash(
     found = complaints.of_experiment(data, env_too=False)
     assert all(isinstance(line, str) and line for line in found)
     try:
-        text = convert({"x": data}, "x")
+        text = convert({"x": data}, "x").text
     except ConfigError:
         return
     for converted in config.parse_yaml(text, "x").values():

@@ -16,14 +16,18 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ludus import spellings
+from ludus import rllib_values, spellings
+from ludus.batch_shape import REPLAYED_STEPS as REPLAYED_STEPS
+from ludus.batch_shape import shape_of_batch
+from ludus.complaint import Complaint, ConfigErrors
 from ludus.documents import dump_yaml as dump_yaml
+from ludus.documents import key_lines
 from ludus.documents import parse_yaml as parse_yaml
 from ludus.errors import ConfigError
 from ludus.plugins import did_you_mean
 from ludus.sb3_cleanrl import TOTALS
 from ludus.spellings import SEARCHES as SEARCHES
-from ludus.spellings import Reading
+from ludus.spellings import Reading, Refusal
 from ludus.spellings import has_search as has_search
 from ludus.spellings import is_search as is_search
 
@@ -232,12 +236,10 @@ class MultiAgentConfig(_Strict):
         description="What `timesteps` (stop, schedules, reports) and `train_batch_size` count: steps of the environment, in which "
         "any number of agents act; or decisions of agents, each policy its own.",
     )
-    evaluation_opponents: str | None = Field(
-        None,
-        min_length=1,
+    evaluation_opponents: Literal["policies", "random"] = Field(
+        "policies",
         description="policies: evaluations are scored by the sum over all agents; random: one agent plays, the others choose at "
-        "random, and the score is what that one earns, with its win rate; a run or checkpoint: its policies play the others; "
-        "null = policies, and random where what one agent gains the others lose.",
+        "random, and the score is what that one earns.",
     )
 
     def names(self) -> list[str]:
@@ -320,6 +322,11 @@ class AlgorithmConfig(_Strict):
     """The kind of policy: probabilities of the actions, or their values."""
     replays: ClassVar[bool] = False
     """Learns from a store of earlier steps: `train_batch_size` is drawn from it, whatever was sampled last."""
+    report_s: ClassVar[float] = 0.0
+    """Report at most once in so many seconds, unless the config says otherwise."""
+    iteration_s: ClassVar[float] = 0.0
+    iteration_timesteps: ClassVar[int] = 0
+    """The least of a `training_iteration` in RLlib, unless the config says otherwise."""
 
     seed: int = Field(0, ge=0, lt=1 << 30, description="Of everything random: weights, exploration, environments.")
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
@@ -355,7 +362,9 @@ class AlgorithmConfig(_Strict):
         None, ge=1, description="Steps of a segment of one environment; null = what the size of the batch leaves."
     )
     train_batch_size: int = Field(
-        4096, ge=1, description="Environment steps per update = workers × environments × rollout_fragment_length."
+        4096,
+        ge=1,
+        description="Environment steps per update = workers × environments × rollout_fragment_length; rounded up to whole fragments.",
     )
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
     explore: bool = Field(True, description="Draw actions from the policy; false = always the most probable one.")
@@ -393,7 +402,15 @@ class AlgorithmConfig(_Strict):
     )
     evaluation_config: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How evaluations differ.")
     metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
-    min_time_s_per_iteration: float = Field(0.0, ge=0, description="Report at most once in so many seconds.")
+    min_time_s_per_iteration: float | None = Field(
+        None,
+        ge=0,
+        description="Report at most once in so many seconds; null = after every update (DQN: twice a second). Also the least "
+        "time of a `training_iteration`; null = as in RLlib: 10 (APPO, IMPALA), else 0.",
+    )
+    min_sample_timesteps_per_iteration: int | None = Field(
+        None, ge=0, description="Least steps of a `training_iteration`; null = as in RLlib: 1000 (DQN), else 0."
+    )
     learner_threads: int = Field(
         0, ge=0, description="Threads that share the gradient of a minibatch; 0 = 1 for vectors, all cores for images."
     )
@@ -415,6 +432,16 @@ class AlgorithmConfig(_Strict):
     @property
     def learners(self) -> int:
         return max(1, self.num_learners)
+
+    @property
+    def report_every_s(self) -> float:
+        return self.report_s if self.min_time_s_per_iteration is None else self.min_time_s_per_iteration
+
+    @property
+    def least_iteration(self) -> tuple[int, float]:
+        """(steps, seconds) that a `training_iteration` takes at least; (0, 0): it is one update."""
+        steps, seconds = self.min_sample_timesteps_per_iteration, self.min_time_s_per_iteration
+        return self.iteration_timesteps if steps is None else steps, self.iteration_s if seconds is None else seconds
 
 
 EXTERNAL = "external"
@@ -466,8 +493,12 @@ class StopConfig(_Strict):
 
     timesteps: int | None = Field(None, ge=1, description="Environment steps.")
     episode_return_mean: float | None = Field(None, description="Mean return of recent episodes.")
-    iterations: int | None = Field(
-        None, ge=1, description="Updates. Of PPO as in RLlib; an iteration of its DQN, APPO and IMPALA is many."
+    iterations: int | None = Field(None, ge=1, description="Updates.")
+    training_iteration: int | None = Field(
+        None,
+        ge=1,
+        description="Iterations as RLlib counts them: updates until min_sample_timesteps_per_iteration and min_time_s_per_iteration "
+        "are over. With PPO's defaults one update.",
     )
     episodes: int | None = Field(None, ge=1, description="Episodes that have ended.")
     time_s: float | None = Field(None, gt=0, description="Seconds of training.")
@@ -488,7 +519,7 @@ class TuneConfig(_Strict):
     scheduler: Literal["asha", "pbt"] | None = Field(
         None, description="asha stops bad trials early, pbt lets them go on as mutations of good ones; null = neither."
     )
-    time_attr: Literal["timesteps", "iterations", "time_s"] | None = Field(
+    time_attr: Literal["timesteps", "iterations", "training_iteration", "time_s"] | None = Field(
         None, description="How the scheduler measures time; null = as `stop:` does."
     )
     max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; null = as many as fit.")
@@ -633,15 +664,6 @@ class ExperimentConfig(_Strict):
     )
 
 
-ASYNC_STEPS = 32
-"""Steps of a segment when nothing is said and workers sample without waiting: short ones are fresh."""
-
-_FEWEST = 8
-"""Environments of a worker, and steps of a segment, below which they are not chosen for anybody."""
-
-REPLAYED_STEPS = 4
-"""Steps of a segment when nothing is said and the algorithm learns from a store of earlier steps."""
-
 COLLATED_STEPS = 64
 """Steps of a segment when nothing is said and batches are collated."""
 
@@ -674,7 +696,7 @@ def algorithm_config(
     checked = _validated(schema, read_config(data, schema), "config", run, owners)
     if collated:
         return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
-    envs, steps, batch = _shape_of_a_batch(checked)
+    envs, steps, batch = shape_of_batch(checked)
     return checked.model_copy(update={"num_envs_per_worker": envs, "rollout_fragment_length": steps, "train_batch_size": batch})
 
 
@@ -686,100 +708,6 @@ def dumped(config: AlgorithmConfig) -> dict[str, Any]:
     """As `config:` is saved with a run: every key by its present name."""
     plain = config.model_dump(mode="json")
     return {"lambda" if name == "lambda_" else name: value for name, value in plain.items()}
-
-
-def _shape_of_a_batch(config: AlgorithmConfig) -> tuple[int, int, int]:
-    """(environments of a worker, steps of a segment, steps of a batch), which fit together, or the config is wrong.
-
-    Where sampling and learning take turns, an update learns from one segment of every environment of every worker.
-    """
-    envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
-    if config.replays:  # a batch is drawn from what is stored: it has nothing to do with what a segment brings
-        return envs, steps or REPLAYED_STEPS, batch
-    workers = 1 if config.num_workers == "auto" else max(1, config.num_workers)
-    if config.batch_mode == "complete_episodes":  # a batch is what whole episodes add up to
-        return envs, steps or max(1, round(batch / (envs * workers))), batch
-    given = "train_batch_size" in config.model_fields_set
-    if config.sampling == "async" and config.num_workers:
-        if given and "num_envs_per_worker" not in config.model_fields_set and batch % (steps or 1) == 0:
-            envs = _most_that_divide(batch // (steps or 1), envs)
-        return envs, *_steps_without_turns(config, envs, given)
-    if not given:
-        steps = steps or max(1, round(batch / (envs * workers)))
-        return envs, steps, steps * envs * workers
-    fitting = _fitting(config, workers)
-    if fitting is not None:
-        return *fitting, batch
-    raise _batch_does_not_fit(config, workers)
-
-
-def _batch_does_not_fit(config: AlgorithmConfig, workers: int) -> ConfigError:
-    """What is wrong with the numbers that were written; those that were not could be others."""
-    envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
-    asked = "num_envs_per_worker" in config.model_fields_set
-    parts = [f"{workers} workers"] * (workers > 1) + [f"{envs} environments"] * asked
-    parts += [f"{steps} steps (rollout_fragment_length)"] if steps else []
-    unit = workers * (envs if asked else 1) * (steps or 1)
-    why = f"is not a multiple of {' × '.join(parts)}"
-    if batch % unit == 0:
-        why = f"no number of environments from {_FEWEST} to {envs} divides" + f" among {workers} workers" * (workers > 1)
-    if not asked and steps is None and batch > _FEWEST * workers:
-        unit *= _FEWEST
-    near = max(1, round(batch / unit)) * unit
-    return ConfigError(
-        f"config.train_batch_size is {batch}, which {why}.",
-        f"Set train_batch_size to {near}, or leave {'one of them' if parts else 'it'} out.",
-    )
-
-
-def _fitting(config: AlgorithmConfig, workers: int) -> tuple[int, int] | None:
-    """Environments and steps that make up the batch. Several fragments of one environment are one longer segment."""
-    envs, batch, steps = config.num_envs_per_worker, config.train_batch_size, config.rollout_fragment_length
-    each, left = divmod(batch, workers)
-    if left or (steps and each % steps):
-        return None
-    if each % (envs * (steps or 1)) == 0:
-        return envs, each // envs
-    if "num_envs_per_worker" in config.model_fields_set:
-        return None
-    rows = each // (steps or 1)
-    most = _most_that_divide(rows, envs)
-    return (most, each // most) if most >= min(_FEWEST, rows) or steps else None
-
-
-def _most_that_divide(number: int, limit: int) -> int:
-    return max(each for each in range(1, min(number, limit) + 1) if number % each == 0)
-
-
-def _steps_without_turns(config: AlgorithmConfig, envs: int, given: bool) -> tuple[int, int]:
-    """(steps of a segment, steps of a batch): a batch is any number of segments of a worker."""
-    batch, steps = config.train_batch_size, config.rollout_fragment_length
-    if steps is None:
-        steps = _segment_of(batch // envs) if given and batch % envs == 0 else ASYNC_STEPS
-    near = max(1, round(batch / (envs * steps))) * envs * steps
-    if not given or batch == near:
-        return steps, near
-    asked = "num_envs_per_worker" in config.model_fields_set
-    if asked:
-        why = f"is not a multiple of {envs} environments × {steps} steps"
-    elif config.rollout_fragment_length:
-        near = max(1, round(batch / steps)) * steps
-        why = f"is not a multiple of {steps} steps (rollout_fragment_length)"
-    else:
-        rows = config.num_envs_per_worker
-        unit = rows * (_FEWEST if batch >= rows * ASYNC_STEPS else 1)
-        near = max(1, round(batch / unit)) * unit
-        why = f"cannot be cut into segments of {_FEWEST} to {ASYNC_STEPS} steps"
-    raise ConfigError(
-        f"config.train_batch_size is {batch}, which {why}.",
-        f"Set train_batch_size to {near}, or rollout_fragment_length to something that fits.",
-    )
-
-
-def _segment_of(steps: int) -> int:
-    """The longest segment up to the usual one of which so many steps of an environment are made up."""
-    most = _most_that_divide(steps, ASYNC_STEPS)
-    return most if most >= _FEWEST else ASYNC_STEPS if steps >= ASYNC_STEPS else steps
 
 
 # -- spellings ----------------------------------------------------------------------------------------------------------
@@ -814,11 +742,27 @@ def read_experiment(data: Mapping[str, Any]) -> Reading:
         named = inner["env"]
         out.data["config"] = {key: value for key, value in inner.items() if key != "env"}
         if named is not None and out.data.setdefault("env", named) != named:
-            out.clashes.append(f"The experiment sets env twice: {out.data['env']!r}, and {named!r} in config. Keep one.")
+            twice = f"The experiment sets env twice: {out.data['env']!r}, and {named!r} in config. Keep one."
+            out.clashes.append(Complaint(twice, "config.env"))
     for name in ("stop", "tune", "track", "config"):
         if name in out.data and out.data[name] is None:  # a section that was left empty
             del out.data[name]
+    _read_setting(out)
     return out
+
+
+def _read_setting(out: Reading) -> None:
+    """An algorithm of RLlib that is another one with certain keys: both are what it stands for, but for keys that are given."""
+    written, inner = out.data.get("run"), out.data.get("config", {})
+    setting = rllib_values.setting_of(written)
+    if setting is None or not isinstance(inner, Mapping):
+        return
+    given = {spellings.present(spellings.CONFIG, key): value for key, value in inner.items()}
+    made = {key: value for key, value in setting.config(given).items() if key not in given or isinstance(value, Mapping)}
+    rest = {key: value for key, value in inner.items() if key != "microbatch_size"}
+    out.data |= {"run": setting.run, "config": {**rest, **made}}
+    out.written["run"] = str(written)
+    out.stands_for.append(Complaint(f"run: {written} is trained as {setting.notice}.", "run"))
 
 
 def read_config(data: Mapping[str, Any], schema: type[AlgorithmConfig] = AlgorithmConfig) -> Reading:
@@ -829,7 +773,22 @@ def read_config(data: Mapping[str, Any], schema: type[AlgorithmConfig] = Algorit
     for name in ("model", "evaluation_config", "env_config", "preprocess", "wrappers"):
         if name in out.data and out.data[name] is None:
             del out.data[name]
+    if out.data.get("batch_mode") == "complete_episodes" and schema is not AlgorithmConfig:
+        _read_complete_episodes(out, schema)
     return out
+
+
+def _read_complete_episodes(out: Reading, schema: type[AlgorithmConfig]) -> None:
+    """An algorithm that replays draws single steps; where sampling and learning take turns, this process samples episodes."""
+    if schema.replays:
+        del out.data["batch_mode"]
+        out.ignored.append(Refusal("config.batch_mode", "complete_episodes", "single steps are drawn from the replay buffer"))
+        return
+    workers, sampling = out.data.get("num_workers"), out.data.get("sampling", schema.model_fields["sampling"].default)
+    if isinstance(workers, int) and not isinstance(workers, bool) and workers > 0 and sampling == "sync":
+        out.data["num_workers"] = 0
+        path = f"config.{out.written.get('num_workers', 'num_workers')}"
+        out.ignored.append(Refusal(path, workers, "with batch_mode: complete_episodes one process samples and learns"))
 
 
 def canonical(data: Mapping[str, Any], schema: type[AlgorithmConfig] | None = None) -> dict[str, Any]:
@@ -840,7 +799,7 @@ def canonical(data: Mapping[str, Any], schema: type[AlgorithmConfig] | None = No
     reading = read_config(data, schema or AlgorithmConfig)
     wrong = reading.clashes if schema is None else reading.complaints()
     if wrong:
-        raise ConfigError("\n".join(wrong))
+        raise ConfigErrors(wrong)
     for refusal in reading.refusals:
         section, _, key = refusal.path.removeprefix("config.").rpartition(".")
         (reading.data.setdefault(section, {}) if section else reading.data)[key] = refusal.value
@@ -855,17 +814,18 @@ def _descend(out: Reading, prefix: str, below: Mapping[str, type[_Strict]]) -> N
             found = spellings.read(prefix + name, inner, names_of(schema))
             out.refusals += found.refusals
             out.implied += found.implied
+            out.ignored += found.ignored
             out.clashes += found.clashes
+            out.elsewhere |= {path: value for path, value in found.elsewhere.items() if "." in path}
             out.written |= {f"{name}.{key}": f"{name}.{written}" for key, written in found.written.items()}
             out.data[name] = found.data
     for path, value in out.elsewhere.items():
         name, _, key = path.partition(".")
         section = out.data[name] = dict(out.data.get(name) or {})
         if section.setdefault(key, value) != value:
-            out.clashes.append(
-                f"{prefix}{path} is {section[key]!r}, and {prefix}{out.written.get(path, path)}, which means the same, is "
-                f"{value!r}. Keep one."
-            )
+            written = f"{prefix}{out.written.get(path, path)}"
+            twice = f"{prefix}{path} is {section[key]!r}, and {written}, which means the same, is {value!r}. Keep one."
+            out.clashes.append(Complaint(twice, written))
 
 
 def names_of(schema: type[_Strict]) -> set[str]:
@@ -884,17 +844,17 @@ def _validated(schema: type[S], reading: Reading, where: str, run: str = "", own
         complaints += _complaints(schema, error, where, reading.written, run, owners)
     complaints += _truths(schema, reading.data, f"{where}." if where else "")
     if complaints:
-        raise ConfigError("\n".join(complaints))
+        raise ConfigErrors(complaints)
     return checked
 
 
-def _truths(schema: type[_Strict], data: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _truths(schema: type[_Strict], data: Mapping[str, Any], prefix: str) -> Iterator[Complaint]:
     """true and false where a number is meant, which pydantic takes for 1 and 0."""
     for name, field in schema.model_fields.items():
         key = field.alias if field.alias is not None and field.alias in data else name
         value, below = data.get(key), schema_of(field.annotation)
         if isinstance(value, bool) and _takes_number(field.annotation) and not _takes_bool(field.annotation):
-            yield f"{prefix}{key} is {value}: a number is meant."
+            yield Complaint(f"{prefix}{key} is {value}: a number is meant.", f"{prefix}{key}")
         elif isinstance(value, Mapping) and below is not None and get_origin(field.annotation) is not dict:
             yield from _truths(below, value, f"{prefix}{key}.")
 
@@ -918,7 +878,7 @@ def _complaints(
     written: Mapping[str, str],
     run: str,
     owners: Owners | None,
-) -> list[str]:
+) -> list[Complaint]:
     lines: dict[str, str] = {}
     for item in error.errors():
         path = [str(p) for p in item["loc"] if not _TYPE_NAME.match(str(p))]
@@ -933,7 +893,7 @@ def _complaints(
         else:
             meant = "it is a section, {key: value, …}" if item["type"] in ("model_type", "dict_type") else item["msg"]
             lines.setdefault(shown, f"{shown} is {item['input']!r}: {meant.removeprefix('Value error, ')}.")
-    return list(lines.values())
+    return [Complaint(line, shown) for shown, line in lines.items()]
 
 
 def _unknown(schema: type[_Strict], path: list[str], shown: str, run: str, owners: Owners | None) -> str:
@@ -1000,18 +960,7 @@ def load_experiments(path: Path) -> dict[str, dict[str, Any]]:
 
     What has a name that begins with a dot is none: a place for values that others refer to by alias.
     """
-    try:
-        with path.open("rb") as file:
-            read = file.read(_MAX_YAML_BYTES + 1)
-        text = read.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        if len(read) <= _MAX_YAML_BYTES:
-            raise ConfigError(f"{path} is not UTF-8 text.", "Save it as UTF-8.") from error
-    if len(read) > _MAX_YAML_BYTES:
-        raise ConfigError(f"{path} has more than {_MAX_YAML_BYTES} bytes; that is no experiment.")
-    data = parse_yaml(text, str(path))
+    data = parse_yaml(_text_of(path), str(path))
     if (
         isinstance(data, dict)
         and isinstance(data.get("env"), str)
@@ -1025,6 +974,26 @@ def load_experiments(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()) or not data:
         raise ConfigError(f"{path} does not hold an experiment.", "The layout is  <name>: {env: …, run: …, stop: …, config: …}")
     return data
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            read = file.read(_MAX_YAML_BYTES + 1)
+        text = read.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        if len(read) <= _MAX_YAML_BYTES:
+            raise ConfigError(f"{path} is not UTF-8 text.", "Save it as UTF-8.") from error
+    if len(read) > _MAX_YAML_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_YAML_BYTES} bytes; that is no experiment.")
+    return text
+
+
+def lines_of_experiments(path: Path) -> dict[tuple[str, ...], int]:
+    """(experiment, key, key …) → its line in a file that `load_experiments` has read."""
+    return key_lines(_text_of(path))
 
 
 def override(data: dict[str, Any], assignment: str) -> None:
@@ -1075,6 +1044,8 @@ _SCHEDULES = ("improve_steps", *TOTALS)
 def give_way(data: dict[str, Any], section: str, keys: Iterable[str]) -> None:
     """Remove all spellings of these keys from a section, in place."""
     names = {spellings.present(section, key) for key in keys}
+    if section == spellings.CONFIG and "num_gpus" in names:
+        names |= set(rllib_values.PER_LEARNER_GPUS)
     for other in [key for key in data if spellings.present(section, key) in names]:
         del data[other]
 

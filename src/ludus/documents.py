@@ -86,6 +86,31 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
 
 
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
+    """Path of every key of the document → the line in which it stands, counted from 1. Only for what `parse_yaml` has read."""
+    loader = _Loader(text)
+    try:
+        out: dict[tuple[str, ...], int] = {}
+        _add_lines(loader.get_single_node(), (), out)
+        return out
+    finally:
+        loader.dispose()
+
+
+def _add_lines(node: Any, path: tuple[str, ...], out: dict[tuple[str, ...], int]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    merged: list[Any] = []
+    for key, value in node.value:
+        if key.tag == _MERGE:
+            merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
+        else:
+            out.setdefault((*path, str(key.value)), key.start_mark.line + 1)
+            _add_lines(value, (*path, str(key.value)), out)
+    for each in merged:  # a key of the section itself comes first
+        _add_lines(each, path, out)
+
+
 def _check(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
     """Values that a node stands for, once written out. Raises ConfigError for whatever could be misread."""
     if id(node) in above:

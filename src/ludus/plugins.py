@@ -59,7 +59,8 @@ def import_module(module_name: str, path: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-            raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {error.name}") from error
+            package = "'ray[rllib]'" if module_name.startswith("ray.rllib") else error.name
+            raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {package}") from error
         raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
     except LudusError:
         raise

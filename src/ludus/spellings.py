@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus import sb3_cleanrl
+from ludus import rllib_values, sb3_cleanrl
+from ludus.complaint import Complaint
 
 SEARCHES = ("grid_search", "choice", "uniform", "quniform", "loguniform", "qloguniform", "randint", "qrandint", "randn")
 """Words that, as the only key of a mapping, make a value one that a sweep chooses."""
@@ -54,7 +55,6 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "env_runners/episode_return_mean": "episode_return_mean",
         "env_runners/episode_reward_mean": "episode_return_mean",
         "sampler_results/episode_reward_mean": "episode_return_mean",
-        "training_iteration": "iterations",
         "time_total_s": "time_s",
         "episodes_total": "episodes",
         "num_episodes_lifetime": "episodes",
@@ -77,6 +77,8 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "metrics_smoothing_episodes": "metrics_num_episodes_for_smoothing",
         "min_iter_time_s": "min_time_s_per_iteration",
         "min_time_s_per_reporting": "min_time_s_per_iteration",
+        "timesteps_per_iteration": "min_sample_timesteps_per_iteration",
+        "min_sample_timesteps_per_reporting": "min_sample_timesteps_per_iteration",
         "max_num_worker_restarts": "max_worker_restarts",
         "max_num_env_runner_restarts": "max_worker_restarts",
         "delay_between_worker_restarts_s": "worker_restart_backoff_s",
@@ -91,20 +93,26 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 """Section → another name → the name here. What it means is the same."""
 
-Translation = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
-"""(value, its whole section) → what it is here, by dotted paths below `config`. Raises ValueError with the reason."""
+Translation = Callable[[Any, Mapping[str, Any]], Mapping[str, Any] | str]
+"""(value, its whole section) → what it is here, by dotted paths below `config`; or, of a key that is ignored, the reason for the
+notice. Raises ValueError with the reason of a refusal."""
+
+Reader = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+"""One that never ignores the key."""
 
 
 # -- values that are written in another way -----------------------------------------------------------------------------
 
 
-def _framework(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+def _framework(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any] | str:
     if value in ("torch", "pytorch"):
         return {}
-    raise ValueError(
-        "names TensorFlow, and networks here are PyTorch's: the built-in ones have the same layers, a custom_model is an nn.Module. "
-        "Leave it out"
-    )
+    if value not in ("tf", "tf2", "tfe", "auto", None):
+        raise ValueError("is torch, tf or tf2")
+    model = section.get("model")
+    if isinstance(model, Mapping) and model.get("custom_model"):
+        raise ValueError("names TensorFlow beside a custom_model, and a custom_model here is a PyTorch nn.Module")
+    return "the same layers are built with PyTorch"
 
 
 def _need_bool(value: Any) -> None:
@@ -112,9 +120,9 @@ def _need_bool(value: Any) -> None:
         raise ValueError("is true or false")
 
 
-def _is_torch(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+def _is_torch(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any] | str:
     _need_bool(value)
-    return _framework("torch" if value else "tf", _)
+    return _framework("torch" if value else "tf", section)
 
 
 def _restarts(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,6 +166,8 @@ def _evaluation_duration(value: Any, section: Mapping[str, Any]) -> Mapping[str,
 
 def _per_learner(key: str) -> Translation:
     def translate(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+        if key == "num_gpus" and section.get("_fake_gpus") is True:
+            return {"num_gpus": 0}
         learners = section.get("num_learners", section.get("num_learner_workers", 1))
         if not isinstance(value, (int, float)) or not isinstance(learners, int):
             raise ValueError(f"is multiplied by num_learners, and one of them is no number; write {key}")
@@ -221,17 +231,29 @@ def buffer_kind(name: Any) -> str:
     return "" if found is None else "PrioritizedReplayBuffer" if found[2] else "ReplayBuffer"
 
 
-def _replay(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
+_LEARNING_STARTS = ("learning_starts", "min_size_for_sampling")
+_BETA_ANNEALING = ("prioritized_replay_beta_annealing_timesteps", "final_prioritized_replay_beta")
+
+
+def _replay(value: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """When learning begins is not a matter of the buffer."""
     if isinstance(value, Mapping):
         value = {key: given for key, given in value.items() if key not in _REPLACED or not _is_unset(given)}
         value |= {"type": kind} if (kind := buffer_kind(value.get("type"))) else {}
-    if not isinstance(value, Mapping) or "learning_starts" not in value:
+        if any(key in value for key in _BETA_ANNEALING):
+            beta = rllib_values.beta_schedule(value)
+            value = {key: given for key, given in value.items() if key not in _BETA_ANNEALING} | {"prioritized_replay_beta": beta}
+    if not isinstance(value, Mapping) or not any(key in value for key in _LEARNING_STARTS):
         return {"replay_buffer_config": value}
-    rest = {key: given for key, given in value.items() if key != "learning_starts"}
-    return {"num_steps_sampled_before_learning_starts": value["learning_starts"]} | (
-        {"replay_buffer_config": rest} if rest else {}
-    )
+    rest = {key: given for key, given in value.items() if key not in _LEARNING_STARTS}
+    starts = {value[key] for key in _LEARNING_STARTS if key in value}
+    if len(starts) > 1:
+        raise ValueError("holds learning_starts and min_size_for_sampling, which mean the same, with different values. Keep one")
+    out = {"replay_buffer_config": rest} if rest else {}
+    beside = [section[key] for key in ("num_steps_sampled_before_learning_starts", "learning_starts") if key in section]
+    if beside and not _is_unset(beside[0]):  # the buffer may be drawn from earlier than the algorithm learns
+        return out
+    return {"num_steps_sampled_before_learning_starts": starts.pop()} | out
 
 
 _REPLACED = (
@@ -343,12 +365,12 @@ def _too_deep(value: Any, _: Mapping[str, Any]) -> Mapping[str, Any]:
     raise ValueError("says when the training ends: it belongs beside config, or is written  stop: {timesteps: …}")
 
 
-def _inside(translate: Translation) -> Translation:
+def _inside(translate: Reader) -> Reader:
     """The same key one section above."""
     return lambda value, section: {f"config.{key}": given for key, given in translate(value, section).items()}
 
 
-SCHEDULE: Mapping[str, Translation] = {
+SCHEDULE: Mapping[str, Reader] = {
     "heatup_steps": _heatup,
     "steps_between_evaluation_periods": _between_evaluations,
     "evaluation_steps": _evaluation_steps,
@@ -400,7 +422,10 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
         "buffer_size": _moved("replay_buffer_config.capacity"),
         "prioritized_replay": _prioritized,
         "prioritized_replay_alpha": _moved("replay_buffer_config.alpha"),
-        "prioritized_replay_beta": _moved("replay_buffer_config.beta"),
+        **dict.fromkeys(
+            ("prioritized_replay_beta", *_BETA_ANNEALING),
+            lambda value, section: {"replay_buffer_config.beta": rllib_values.beta_schedule(section)},
+        ),
         "prioritized_replay_eps": _moved("replay_buffer_config.eps"),
         **dict.fromkeys(("v_min", "v_max"), _of_no_effect("num_atoms", 1, _DISTRIBUTIONAL)),
         "sigma0": _of_no_effect("noisy", False, _NOISY),
@@ -411,8 +436,10 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
         "policy_mapping_fn": _moved("multiagent.policy_mapping"),
         "policies_to_train": _moved("multiagent.policies_to_train"),
         **sb3_cleanrl.TRANSLATED,
+        "min_sample_timesteps_per_iteration": _dropped_if("min_sample_timesteps_per_iteration", None),
+        **rllib_values.CONFIG,
     },
-    MODEL: {"conv_filters": _conv_filters, "fcnet_activation": _activation},
+    MODEL: {"conv_filters": _conv_filters, "fcnet_activation": _activation, **rllib_values.MODEL},
     EVALUATION: {},
     MULTIAGENT: {},
 }
@@ -424,10 +451,14 @@ TRANSLATED: Mapping[str, Mapping[str, Translation]] = {
 
 @dataclass(frozen=True)
 class Foreign:
-    """Why a key is not here. With one of the values `same` it says what happens here anyway, and may stay."""
+    """Why a key is not here. With one of the values `same` it says what happens here anyway, and may stay.
+
+    `ignored`: any other value is accepted with a notice, since it does not change what is learned.
+    """
 
     why: str
     same: tuple[Any, ...] = ()
+    ignored: bool = False
 
     def says_the_same(self, value: Any) -> bool:
         return any(type(value) is type(one) and value == one for one in self.same) or (
@@ -439,14 +470,19 @@ def _all(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, Foreign]
     return dict.fromkeys(keys, Foreign(why, same))
 
 
-_NO_TENSORFLOW = "belongs to TensorFlow, and networks here are PyTorch's. Leave it out."
-_OWN_SWITCH = "chooses between implementations inside RLlib, and there is one here. Leave it out."
+def _ignored(why: str, *keys: str, same: tuple[Any, ...] = ()) -> dict[str, Foreign]:
+    return dict.fromkeys(keys, Foreign(why, same, ignored=True))
+
+
+_NO_TENSORFLOW = "it configures TensorFlow, and networks here are PyTorch's."
+_OWN_SWITCH = "it chooses between implementations inside RLlib, and there is one here."
+_OWN_CLASS = "replaces a class inside RLlib, which does not exist here. Leave it out."
 _OFFLINE = "is about learning from files; here experience comes from environments and games. Leave it out."
 _CALLBACK = "is a callback in Python: pass callbacks=[…] to ludus.train, or write a wrapper around the environment."
-_RESOURCES = "reserves resources in Ray; workers here are processes with a core each. Leave it out."
-_QUEUES = "sizes a queue inside RLlib; here blocks_ahead bounds what waits for the learner. Leave it out."
-_FAULTS = "is a detail of how RLlib finds lost workers; here worker_hang_s and max_worker_restarts decide. Leave it out."
-_REPORTS = "made an iteration longer; here it is one update. Stop by timesteps, checkpoint by checkpoint_time_s. Leave it out."
+_RESOURCES = "it reserves resources in Ray; workers here are processes with a core each."
+_QUEUES = "it sizes a queue inside RLlib; here blocks_ahead bounds what waits for the learner."
+_FAULTS = "it is a detail of how RLlib finds lost workers; here worker_hang_s and max_worker_restarts decide."
+_REPORTS = "makes an iteration longer by what is learned from; use min_sample_timesteps_per_iteration."
 _ATTENTION = "belongs to attention networks, which are not built in. Use use_lstm, or a custom_model."
 _WEIGHTS = "chooses how weights begin; here they are orthogonal. Write a custom_model for others."
 _PICTURES = "prepared pictures inside RLlib's model; here the section `preprocess` does: resize, grey, stack."
@@ -466,17 +502,17 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             "checkpoint_score_attr",
             same=("episode_reward_mean", "episode_return_mean", "env_runners/episode_return_mean"),
         ),
-        **_all(
-            "reserves resources in Ray; a trial of a sweep reserves what num_workers and num_gpus say. Leave it out.",
+        **_ignored(
+            "a trial of a sweep reserves what num_workers and num_gpus say.",
             *("resources_per_trial", "trial_resources", "placement_group_factory"),
         ),
         **_all("is written in the section `tune:`, as scheduler.", "scheduler", "scheduler_config"),
         **_all("is written in the section `tune:`.", "search_alg", "metric", "mode"),
         **_all("is written in the section `track:`.", "loggers", "logger_config", "callbacks"),
         **_all("is done afterwards: ludus export RUN.", "export_formats"),
-        **_all("ran a test of RLlib with several frameworks. Leave it out.", "frameworks"),
+        **_ignored("networks are always PyTorch's.", "frameworks"),
         **_all("is what a preset must reach: write  target: {return_mean: …, timesteps: …}.", "pass_criteria"),
-        **_all("named a trial; runs are named after experiment, algorithm and time.", "trial_name_creator", "trial_dirname_creator"),
+        **_ignored("runs are named after experiment, algorithm and time.", "trial_name_creator", "trial_dirname_creator"),
         **_all("retried a trial from other files of Ray. Use max_failures.", "raise_on_failed_trial", "reuse_actors", "fail_fast"),
         **_all("is the default: the run goes on from its newest checkpoint.", "checkpoint_upload_from_workers"),
     },
@@ -496,13 +532,13 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     },
     CONFIG: {
         # -- frameworks
-        **_all(
+        **_ignored(
             _NO_TENSORFLOW,
             *("tf_session_args", "local_tf_session_args", "eager", "eager_tracing", "eager_max_retraces"),
             *("enable_tf1_exec_eagerly", "_tf_policy_handles_more_than_one_loss", "no_eager_on_workers", "eager_trace"),
         ),
-        **_all(
-            "compiles networks; what acts here is compiled by itself. Leave it out.",
+        **_ignored(
+            "what acts here is compiled without being asked.",
             *("torch_compile_learner", "torch_compile_learner_dynamo_backend", "torch_compile_learner_dynamo_mode"),
             *("torch_compile_learner_what_to_compile", "torch_compile_worker", "torch_compile_worker_dynamo_backend"),
             "torch_compile_worker_dynamo_mode",
@@ -516,43 +552,49 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all("is Adam's: set lr and adam_epsilon.", "optimizer", same=({},)),
         **_all("is the norm of the whole gradient here. Leave it out.", "grad_clip_by", same=("global_norm",)),
         # -- switches of RLlib itself
-        **_all(
+        **_ignored(
             _OWN_SWITCH,
             *("_disable_preprocessor_api", "_disable_action_flattening", "_disable_execution_plan_api"),
             *("_disable_initialize_loss_from_dummy_batch", "_enable_rl_module_api", "_enable_learner_api"),
             *("_enable_new_api_stack", "enable_connectors", "enable_rl_module_and_learner", "_use_trajectory_view_api"),
             *("enable_env_runner_and_connector_v2", "_use_msgpack_checkpoints", "_validate_config", "_is_atari", "_is_online"),
-            *("_dont_auto_sync_env_runner_states", "use_exec_api", "simple_optimizer", "fake_sampler", "_fake_gpus"),
-            *("worker_cls", "env_runner_cls", "sample_collector", "learner_config_dict", "_learner_class", "_rl_module_spec"),
-            *("rl_module_spec", "_model_config", "_prior_exploration_config", "_per_module_overrides", "_env_runners_only"),
-            *("_skip_learners", "_env_to_module_connector", "_module_to_env_connector", "_learner_connector"),
+            *("_dont_auto_sync_env_runner_states", "use_exec_api", "simple_optimizer", "_prior_exploration_config"),
             *("add_default_connectors_to_env_to_module_pipeline", "add_default_connectors_to_module_to_env_pipeline"),
             *("add_default_connectors_to_learner_pipeline", "episodes_to_numpy", "episode_lookback_horizon"),
             *("merge_env_runner_states", "broadcast_env_runner_states", "use_env_runner_state_server"),
-            *("env_runner_state_server_max_concurrency", "optimizer_class", "execution_plan"),
+            *("env_runner_state_server_max_concurrency", "_env_runners_only", "_skip_learners"),
+        ),
+        **_ignored("GPUs that are only emulated are not used: num_gpus counts as 0.", "_fake_gpus", same=(False,)),
+        **_all("learns from made-up steps. Leave it out.", "fake_sampler", same=(False,)),
+        **_all(
+            _OWN_CLASS,
+            *("worker_cls", "env_runner_cls", "sample_collector", "learner_config_dict", "_learner_class", "_rl_module_spec"),
+            *("rl_module_spec", "_model_config", "_per_module_overrides", "_env_to_module_connector"),
+            *("_module_to_env_connector", "_learner_connector", "optimizer_class", "execution_plan"),
+            same=(None, {}),
         ),
         **_all("belongs to the section `multiagent`, as keys of a policy.", "algorithm_config_overrides_per_module", same=({},)),
         # -- resources
-        **_all(
+        **_ignored(
             _RESOURCES,
             *("num_cpus_per_worker", "num_cpus_per_env_runner", "num_cpus_for_driver", "num_cpus_for_local_worker"),
             *("num_cpus_for_main_process", "num_cpus_per_learner", "num_cpus_per_learner_worker"),
             same=(1, "auto"),
         ),
-        **_all(
+        **_ignored(
             _RESOURCES,
             *("custom_resources_per_worker", "custom_resources_per_env_runner", "custom_resources_per_learner"),
             "custom_resources_for_main_process",
             same=({},),
         ),
-        **_all(
+        **_ignored(
             _RESOURCES,
             *("memory", "memory_per_worker", "object_store_memory", "object_store_memory_per_worker", "local_gpu_idx"),
             same=(0,),
         ),
-        **_all("places Ray's bundles; workers here go to the machine with the most free cores. Leave it out.",
+        **_ignored("workers here go to the machine with the most free cores.",
                "placement_strategy", same=("PACK",)),
-        **_all("gave workers a GPU; where they decide is inference_device: cuda.",
+        **_ignored("workers decide on the CPU unless inference_device is cuda.",
                "num_gpus_per_worker", "num_gpus_per_env_runner", same=(0, 0.0)),
         **_all("set variables of processes; set them in the shell, where all of them inherit them.",
                "extra_python_environs_for_driver", "extra_python_environs_for_worker", same=({},)),
@@ -560,55 +602,53 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all("lets an episode go on behind its end, which is not here. Leave it out.", "soft_horizon", "no_done_at_end",
                same=(False,)),
         **_all("is found out from the environment. Leave it out.", "observation_space", "action_space", same=(None,)),
-        **_all("stepped environments in further processes; that is what num_workers does.", "remote_worker_envs", same=(False,)),
-        **_all("belongs to remote_worker_envs, which is not here. Leave it out.", "remote_env_batch_wait_ms", same=(0,)),
-        **_all("chose how environments are stepped; here a vector environment is used where there is one. Leave it out.",
+        **_ignored("environments are stepped by the workers, whose number is num_workers.", "remote_worker_envs", same=(False,)),
+        **_ignored("it belongs to remote_worker_envs, which is ignored.", "remote_env_batch_wait_ms", same=(0,)),
+        **_ignored("a vector environment is used where there is one.",
                "gym_env_vectorize_mode", same=("sync", "SYNC")),
         **_all("is a curriculum in Python: let the environment change itself, or begin a new run with --restore.",
                "env_task_fn", same=(None,)),
-        **_all("shows games while training; watch the trained agent instead: ludus rollout RUN --video.",
+        **_ignored("nothing is shown while training; use ludus rollout RUN --video afterwards.",
                "render_env", "record_env", "monitor", same=(False, None)),
         **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
                "normalize_actions", same=(True,)),
         **_all("is what happens: actions are scaled and clipped into the bounds of their space. Leave it out.",
                "clip_actions", same=(True, False)),
         **_all(_PICTURES, "preprocessor_pref", same=(None, "deepmind")),
-        **_all("checks are always made. Leave it out.", "disable_env_checking", same=(False,)),
-        **_all("old Gym environments are not read; Gymnasium's are. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
-        **_all("masks are found by the name action_mask. Leave it out.", "action_mask_key", same=("action_mask",)),
-        **_all("the learner's process has no environment of its own. Leave it out.",
+        **_ignored("environments are always checked.", "disable_env_checking", same=(False,)),
+        **_all("is not supported: old Gym environments are not read; Gymnasium's are. Leave it out.", "auto_wrap_old_gym_envs", same=(True, False)),
+        **_all("is not supported: masks are found by the name action_mask. Leave it out.", "action_mask_key", same=("action_mask",)),
+        **_ignored("the learner's process has no environment of its own.",
                "create_env_on_driver", "create_env_on_local_worker", "create_local_env_runner", same=(False,)),
         # -- sampling
         **_all("is `sampling: pipelined` (or async) here.", "sample_async", same=(False,)),
-        **_all("compressed observations; here they stay in shared memory. Leave it out.", "compress_observations", same=(False,)),
-        **_all("statistics are part of the policy, and one for all workers. Leave it out.",
+        **_ignored("observations stay in shared memory, uncompressed.", "compress_observations", same=(False,)),
+        **_all("is not supported: statistics are part of the policy, and one for all workers. Leave it out.",
                *("synchronize_filters", "update_worker_filter_stats", "use_worker_filter_stats"), same=(True,)),
-        **_all("statistics are part of the policy, and one for all workers. Leave it out.",
+        **_ignored("statistics are part of the policy, and the same for all workers.",
                "sync_filters_on_rollout_workers_timeout_s"),
-        **_all("is a detail of RLlib's samplers. Leave it out.", "sampler_perf_stats_ema_coef", "ignore_final_observation"),
-        **_all(_FAULTS,
+        **_ignored("it is a detail of RLlib's samplers.", "sampler_perf_stats_ema_coef", "ignore_final_observation"),
+        **_ignored(_FAULTS,
                *("num_consecutive_worker_failures_tolerance", "num_consecutive_env_runner_failures_tolerance"),
                *("worker_health_probe_timeout_s", "worker_restore_timeout_s", "env_runner_health_probe_timeout_s"),
                *("env_runner_restore_timeout_s", "sample_timeout_s", "validate_workers_after_construction"),
                "validate_env_runners_after_construction"),
         # -- evaluation
-        **_all("is so when evaluation_num_workers is above 0. Leave it out.", "evaluation_parallel_to_training",
+        **_ignored("evaluations run beside the training exactly when evaluation_num_workers is above 0.", "evaluation_parallel_to_training",
                "enable_async_evaluation", "always_attach_evaluation_results"),
         **_all("is a function in Python; evaluate a run yourself with ludus.load(…), or ludus rollout.",
                "custom_eval_function", "custom_evaluation_function", "custom_async_evaluation_function", same=(None,)),
-        **_all("is a detail of RLlib's evaluation workers. Leave it out.",
+        **_ignored("it is a detail of RLlib's evaluation workers.",
                *("evaluation_sample_timeout_s", "evaluation_unhealthy_workers_timeout_s", "in_evaluation"),
                *("evaluation_force_reset_envs_before_iteration", "evaluation_auto_duration_min_env_steps_per_sample"),
                *("evaluation_auto_duration_max_env_steps_per_sample", "evaluation_error_after_n_consecutive_skips")),
         # -- reports
-        **_all(_REPORTS,
-               *("timesteps_per_iteration", "min_sample_timesteps_per_iteration", "min_train_timesteps_per_iteration"),
-               *("min_sample_timesteps_per_reporting", "min_train_timesteps_per_reporting"), same=(0, None)),
-        **_all("waits for metrics of workers, which come with their steps here. Leave it out.",
+        **_all(_REPORTS, "min_train_timesteps_per_iteration", "min_train_timesteps_per_reporting", same=(0, None)),
+        **_ignored("metrics of workers come with their steps.",
                "metrics_episode_collection_timeout_s", "collect_metrics_timeout"),
-        **_all("is an option of the command: -v, -vv.", "log_level"),
-        **_all("is in metrics.jsonl and `ludus status`. Leave it out.", "log_sys_usage", same=(True,)),
-        **_all("chose further numbers to keep; see the section `track`. Leave it out.",
+        **_ignored("it is an option of the command: -v, -vv.", "log_level"),
+        **_ignored("it is always in metrics.jsonl and `ludus status`.", "log_sys_usage", same=(True,)),
+        **_ignored("the section `track` says where numbers go.",
                "keep_per_episode_custom_metrics", "log_gradients", "stats_cls_lookup", "logger_config", "logger_creator",
                same=(False, None)),
         **_all(_CALLBACK, "callbacks", "callbacks_class"),
@@ -618,8 +658,8 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                    *("episode_end", "episode_start", "episode_step", "evaluate_end", "evaluate_start", "sample_end"),
                    *("train_result", "evaluate_offline_end", "evaluate_offline_start", "offline_eval_runners_recreated"))),
                same=(None,)),
-        **_all("is `ludus export RUN` here.", "export_native_model_files", same=(False,)),
-        **_all("every model of a checkpoint is saved. Leave it out.", "checkpoint_trainable_policies_only", same=(False,)),
+        **_ignored("a run is exported with ludus export RUN.", "export_native_model_files", same=(False,)),
+        **_ignored("every model is saved in a checkpoint.", "checkpoint_trainable_policies_only", same=(False,)),
         # -- learning from files
         **_all("comes from environments and games here, not from files. Leave it out.", "input", same=("sampler",)),
         **_all("wrote experience to files; ludus rollout --out does that with a trained agent.", "output", same=(None,)),
@@ -644,26 +684,25 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("offline_eval_runner_restore_timeout_s", "restart_failed_offline_eval_runners"),
                "validate_offline_eval_runners_after_construction"),
         # -- PPO, APPO, IMPALA
-        **_all("is always so: advantages are GAE's (lambda: 1 is the plain return). Leave it out.", "use_gae", "use_critic",
-               same=(True,)),
+        **_all("is always so: advantages are measured against a value function. Leave it out.", "use_critic", same=(True,)),
         **_all("is always so: minibatches are shuffled. Leave it out.", "shuffle_sequences", "shuffle_batch_per_epoch",
                same=(True,)),
         **_all("is always so for PPO: kl_coeff: 0 turns the penalty off.", "use_kl_loss", same=(True,)),
         **_all("is always so: value targets are V-trace's. Leave it out.", "vtrace", same=(True,)),
-        **_all("a step that is cut off has a value behind it here. Leave it out.", "vtrace_drop_last_ts", same=(False,)),
-        **_all("Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
+        **_ignored("the last step of a segment is kept: the value of what follows is known here.", "vtrace_drop_last_ts", same=(False,)),
+        **_all("is not supported: Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
         **_all(_RMSPROP, "decay", "momentum", "rmsprop_epsilon"),
-        **_all("epsilon of RMSProp is Adam's adam_epsilon here; as a rate of exploration it is a key of DQN.", "epsilon"),
-        **_all("policy and value have one optimizer; balance them with vf_loss_coeff. Leave it out.",
+        **_all("is RMSProp's; Adam's is adam_epsilon. As a rate of exploration it is a key of DQN.", "epsilon"),
+        **_all("is not supported: policy and value have one optimizer; balance them with vf_loss_coeff. Leave it out.",
                "_separate_vf_optimizer", "_lr_vf", same=(False, None)),
-        **_all(_QUEUES,
+        **_ignored(_QUEUES,
                *("learner_queue_size", "learner_queue_timeout", "minibatch_buffer_size", "num_multi_gpu_tower_stacks"),
                *("num_data_loader_buffers", "num_gpu_loader_threads", "max_sample_requests_in_flight_per_worker"),
                *("max_requests_in_flight_per_env_runner", "max_requests_in_flight_per_sampler_worker"),
                *("max_requests_in_flight_per_learner", "max_requests_in_flight_per_aggregator_worker"),
                *("max_requests_in_flight_per_aggregator_actor", "num_aggregation_workers", "num_aggregator_actors_per_learner"),
                *("timeout_s_sampler_manager", "timeout_s_aggregator_manager", "simple_queue_size", "train_queue_size")),
-        **_all("workers take the newest weights before every segment. Leave it out.", "broadcast_interval", same=(1,)),
+        **_ignored("workers take the newest weights before every segment.", "broadcast_interval", same=(1,)),
         **_all("runs after every update inside RLlib, and is not here. Leave it out.", "after_train_step", "before_learn_on_batch",
                same=(None,)),
         **_all("keeps batches to learn from again; here replay_proportion and replay_buffer_num_slots do.",
@@ -678,8 +717,6 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all(_SEQUENCES, "burn_in_len", "replay_burn_in", "burn_in", same=(0,)),
         **_all(_SEQUENCES, "replay_sequence_length", same=(1,)),
         **_all(_SEQUENCES, "replay_zero_init_states", same=(True,)),
-        **_all("is not here: the weight of priorities is constant, or a schedule of prioritized_replay_beta.",
-               "prioritized_replay_beta_annealing_timesteps", "final_prioritized_replay_beta"),
         **_all("is written  epsilon: [[0, 1.0], [timesteps, 0.05]].",
                *("exploration_fraction", "exploration_final_eps", "exploration_initial_eps", "schedule_max_timesteps"),
                *("epsilon_timesteps", "initial_epsilon", "final_epsilon", "exploration_final_scale", "exploration_initial_scale")),
@@ -687,7 +724,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_all(_APEX, "num_replay_buffer_shards", "replay_buffer_shards_colocated_with_driver", "per_worker_exploration",
                "num_replay_buffers", "debug", "shared"),
         **_all("is train_batch_size here, for whatever is drawn. Leave it out.", "replay_batch_size"),
-        **_all("steps are drawn one by one, those of every policy apart. Leave it out.", "replay_mode", "batch_replay",
+        **_all("is not supported: steps are drawn one by one, those of every policy apart. Leave it out.", "replay_mode", "batch_replay",
                same=("independent", False)),
         # -- several agents
         **_all("belongs to the section `multiagent`.", "count_steps_by", same=("env_steps",)),
@@ -719,36 +756,36 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                *("head_fcnet_kernel_initializer_kwargs", "head_fcnet_bias_initializer", "head_fcnet_bias_initializer_kwargs"),
                *("fusionnet_kernel_initializer", "fusionnet_kernel_initializer_kwargs", "fusionnet_bias_initializer"),
                "fusionnet_bias_initializer_kwargs", same=(None, {})),
-        **_all("convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
-        **_all("layers behind convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
-               "post_fcnet_hiddens", "head_fcnet_hiddens", "fusionnet_hiddens", same=([],)),
+        **_all("is not supported: convolutions are followed by ReLU here. Leave it out.", "conv_activation", same=("relu",)),
+        **_all("is not supported: layers behind convolutions are fcnet_hiddens; those of vectors are one list, fcnet_hiddens + these.",
+               "head_fcnet_hiddens", "fusionnet_hiddens", same=([],)),
         **_all("is fcnet_activation here, for all dense layers. Leave it out.", "post_fcnet_activation", "head_fcnet_activation",
                "fusionnet_activation"),
-        **_all("layer normalisation is not built in. Write a custom_model.", "fcnet_use_layernorm", "head_fcnet_use_layernorm",
+        **_all("is not supported: layer normalisation is not built in. Write a custom_model.", "fcnet_use_layernorm", "head_fcnet_use_layernorm",
                same=(False,)),
-        **_all("outputs always have a linear layer. Write a custom_model.", "no_final_linear", same=(False,)),
-        **_all("log deviations are bounded by themselves. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
-        **_all("is a detail inside RLlib's models. Leave it out.",
+        **_all("is not supported: outputs always have a linear layer. Write a custom_model.", "no_final_linear", same=(False,)),
+        **_all("is not supported: log deviations are bounded by themselves. Leave it out.", "log_std_clip_param", same=(20, 20.0)),
+        **_ignored("it is a detail inside RLlib's models.",
                *("_time_major", "always_check_shapes", "_use_default_native_models", "_disable_preprocessor_api"),
                *("_disable_action_flattening", "encoder_latent_dim", "custom_options"), same=(False, None)),
-        **_all(_PICTURES, "framestack", "dim", "grayscale", "zero_mean", "num_framestacks", "channel_major"),
+        **_all(_PICTURES, "channel_major", same=(False,)),
         **_all("is a wrapper here: config.wrappers.", "custom_preprocessor", same=(None,)),
         **_all("is chosen by the action space. Write a wrapper that changes the space (config.wrappers).", "custom_action_dist",
                same=(None,)),
         **_all("is fcnet_hiddens here.", "hidden_layers", "hiddens", "conv_hiddens"),
         **_all("is custom_model_config here.", "custom_model_kwargs", same=({},)),
-        **_all("pixels are always scaled to [0, 1]. Leave it out.", "squash_to_range", same=(False,)),
+        **_all("is not supported: pixels are always scaled to [0, 1]. Leave it out.", "squash_to_range", same=(False,)),
     },
     EVALUATION: {
-        **_all("evaluates in processes of its own with evaluation_num_workers, beside evaluation_config.",
+        **_all("is evaluation_num_workers here, beside evaluation_config.",
                "num_workers", "num_env_runners", "evaluation_num_workers"),
-        **_all("the environments of an evaluation are chosen by themselves. Leave it out.",
+        **_ignored("the number of environments of an evaluation is chosen by the number of its episodes.",
                "num_envs_per_worker", "num_envs_per_env_runner"),
-        **_all("an evaluation has the environment of the training, with its own env_config.", "env", same=(None,)),
-        **_all("an evaluation writes no files; films are made by ludus rollout RUN --video.", "render_env", "record_env",
+        **_all("is not supported: an evaluation has the environment of the training, with its own env_config.", "env", same=(None,)),
+        **_all("is not supported: an evaluation writes no files; films are made by ludus rollout RUN --video.", "render_env", "record_env",
                "output", "monitor", same=(False, None)),
         **_all("is given once, beside evaluation_config.", "evaluation_interval", "evaluation_duration"),
-        **_all("an evaluation has the seed of the run, and disturbs nothing. Leave it out.", "seed", same=(None,)),
+        **_all("is not supported: an evaluation has the seed of the run, and disturbs nothing. Leave it out.", "seed", same=(None,)),
         **_all("is the same in evaluations. Leave it out.", *("gamma", "lr", "model", "observation_filter", "framework"),
                *("train_batch_size", "rollout_fragment_length", "batch_mode", "multiagent", "exploration_config"), same=({},)),
     },
@@ -757,19 +794,17 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
                "policy_map_capacity", "policy_map_cache", "policy_states_are_swappable"),
         **_all("is a function in Python; let the environment put more into its observations, or use centralized_value.",
                "observation_fn", same=(None,)),
-        **_all("agents are replayed one by one. Leave it out.", "replay_mode", same=("independent",)),
+        **_all("is not supported: agents are replayed one by one. Leave it out.", "replay_mode", same=("independent",)),
         **_all("is `policy_mapping` here: agent → policy.", "policy_mapping_func", "mapping_fn"),
     },
 }  # fmt: skip
 """Section → key → why it is not here."""
 
 _ELSEWHERE: Mapping[str, str] = {
-    "A2C": "PPO with num_epochs: 1 and one minibatch is nearly the same",
     "A3C": "IMPALA samples without waiting, and corrects for it",
     "PG": "PPO with num_epochs: 1 and lambda: 1 is nearly the same",
     "DDPPO": "PPO with num_learners above 1 shares its gradients",
     "APEX": "DQN with num_workers samples in parallel",
-    "SimpleQ": "DQN with double_q, dueling and prioritized_replay off is the same",
     "Rainbow": "DQN has all of its parts but noise and distributions",
     "R2D2": "PPO, APPO and IMPALA have recurrent models (use_lstm), DQN has none",
     "QMIX": "PPO with several agents and centralized_value is the nearest",
@@ -831,12 +866,23 @@ class Reading:
     refusals: list[Refusal] = field(default_factory=list)
     implied: list[Refusal] = field(default_factory=list)
     """Keys that say what happens anyway, and are read as nothing."""
-    clashes: list[str] = field(default_factory=list)
+    ignored: list[Refusal] = field(default_factory=list)
+    """Keys that are read as nothing, which a notice says."""
+    clashes: list[Complaint] = field(default_factory=list)
+    stands_for: list[Complaint] = field(default_factory=list)
+    """Notices about an algorithm that is read as another one."""
     elsewhere: dict[str, Any] = field(default_factory=dict)
     """What belongs to a section below or above: dotted path → value."""
 
-    def complaints(self) -> list[str]:
-        return [*self.clashes, *map(str, self.refusals)]
+    def complaints(self) -> list[Complaint]:
+        return [*self.clashes, *(Complaint(str(refusal), refusal.path) for refusal in self.refusals)]
+
+    def notices(self) -> list[Complaint]:
+        return [*self.stands_for, *(Complaint(_notice(each), each.path) for each in self.ignored)]
+
+
+def _notice(ignored: Refusal) -> str:
+    return f"{ignored.path} ({_short(ignored.value)}) is ignored: {ignored.why}".rstrip(".") + "."
 
 
 def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading:
@@ -850,17 +896,19 @@ def read(section: str, data: Mapping[str, Any], known: Iterable[str]) -> Reading
     for key, value in data.items():
         name = renamed.get(key) or (name_for(key, names) if section == CONFIG else key)
         if section == CONFIG and key in _REPLACED and _is_unset(value):
-            out.implied.append(Refusal(prefix + key, value, "was not set"))
+            out.implied.append(Refusal(prefix + key, value, "was not set in RLlib"))
         elif key.endswith("_schedule") and key in renamed and value is None:
             out.implied.append(Refusal(prefix + key, value, "is no schedule"))
         elif key == name and name in scheduled:  # as it did in RLlib
             out.implied.append(Refusal(prefix + key, value, "is overridden by the schedule beside it"))
+        elif is_search(value) and _changes_nothing(section, name, value, data, known=names):
+            out.ignored.append(Refusal(prefix + key, value, "none of these values changes the training: it is one trial"))
         elif name in translated and not is_search(value):
             _translate(out, section, key, name, data)
         elif name not in names and name in foreign:
-            same = foreign[name].says_the_same(value)
-            refusal = Refusal(prefix + key, value, "is so anyway" if same else foreign[name].why)
-            (out.implied if same else out.refusals).append(refusal)
+            same, why = foreign[name].says_the_same(value), foreign[name].why
+            target = out.implied if same else out.ignored if foreign[name].ignored else out.refusals
+            target.append(Refusal(prefix + key, value, _DEFAULT if same else why))
         else:
             _put(out, section, name, value, key)
     return out
@@ -871,6 +919,24 @@ def name_for(key: str, names: set[str]) -> str:
     return next((name for marker, name, _ in sb3_cleanrl.DEPENDING.get(key, ()) if marker in names), key)
 
 
+_DEFAULT = "is already the default"
+
+
+def _changes_nothing(section: str, name: str, value: Mapping[str, Any], data: Mapping[str, Any], *, known: set[str]) -> bool:
+    """Whether a sweep over a key would try the same training several times, since each of its values is read as nothing."""
+    ((kind, given),) = value.items()
+    translate, foreign = TRANSLATED[section].get(name), FOREIGN[section].get(name)
+    if kind not in ("grid_search", "choice") or not isinstance(given, list) or not given:
+        return False
+    if translate is None:
+        return name not in known and foreign is not None and all(foreign.ignored or foreign.says_the_same(one) for one in given)
+    try:
+        found = [translate(one, {**data, name: one}) for one in given]
+    except ValueError:
+        return False
+    return all(isinstance(each, str) or not each for each in found)
+
+
 def _translate(out: Reading, section: str, key: str, name: str, data: Mapping[str, Any]) -> None:
     path, value = f"{section}.{key}" if section else key, data[key]
     try:
@@ -878,8 +944,11 @@ def _translate(out: Reading, section: str, key: str, name: str, data: Mapping[st
     except ValueError as error:
         out.refusals.append(Refusal(path, value, str(error)))
         return
+    if isinstance(found, str):
+        out.ignored.append(Refusal(path, value, found))
+        return
     if not found:
-        out.implied.append(Refusal(path, value, "is so anyway"))
+        out.implied.append(Refusal(path, value, _DEFAULT))
     for target, given in found.items():
         _put(out, section, target, given, key)
 
@@ -891,10 +960,8 @@ def _put(out: Reading, section: str, path: str, value: Any, written: str) -> Non
     if name in target and (target[name] != value or type(target[name]) is not type(value)):
         before = out.written.get(name, name)
         where = f"{section} sets" if section else "The experiment sets"
-        out.clashes.append(
-            f"{where} {name!r} twice: {before!r} is {_short(target[name])}, and {written!r}, which means the same, is {_short(value)}."
-            " Keep one."
-        )
+        sentence = f"{before!r} is {_short(target[name])}, and {written!r}, which means the same, is {_short(value)}. Keep one."
+        out.clashes.append(Complaint(f"{where} {name!r} twice: {sentence}", f"{section}.{written}".lstrip(".")))
         return
     target[name] = value
     if written != name:

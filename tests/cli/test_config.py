@@ -56,9 +56,9 @@ def saved(local_dir: Path, name: str) -> dict[str, Any]:
         ("lstm_cell_size", ["config.model.cell_size"]),
         ("timesteps_total", ["stop.timesteps"]),
         ("env_runners/episode_return_mean", ["stop.episode_return_mean"]),
-        ("framework", ["config.framework, a key of RLlib, is read: torch may stay"]),
+        ("framework", ["config.framework, a key of RLlib, is read: torch, tf and tf2 are accepted"]),
         ("ignore_worker_failures", ["config.max_worker_restarts", "ignore_worker_failures: false is 0"]),
-        ("log_level", ["config.log_level, a key of RLlib, is an option of the command: -v"]),
+        ("log_level", ["config.log_level, a key of RLlib, is accepted and ignored: it is an option of the command: -v"]),
         ("model.use_attention", ["belongs to attention networks", "It may stay as false"]),
         ("timesteps", ["stop.timesteps", "target.timesteps"]),
         ("track.wandb.project", ["track.wandb.project"]),
@@ -115,24 +115,93 @@ def test_the_page_of_keys_is_what_the_schemas_say() -> None:
 def test_a_file_without_a_fault_is_praised(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path / "good.yaml", {"one": tiny(), "two": tiny(lr={"grid_search": [1e-3, 1e-4]})})
     said = call("config", "check", file)
-    assert (said.code, said.out) == (0, f"{file}: one, two: nothing is wrong.\n")
+    assert (said.code, said.out) == (0, f"{file}: one, two: no errors.\n")
 
 
 def test_all_complaints_of_all_experiments_come_at_once_and_nothing_is_made(call: Call, tmp_path: Path) -> None:
-    bad = {"one": tiny(gama=1, framework="tf"), "two": {"env": "NoSuch-v1", "stop": {"iteration": 1}}}
+    bad = {"one": tiny(gama=1, framework="jax"), "two": {"env": "NoSuch-v1", "stop": {"iteration": 1}}}
     file = write(tmp_path / "bad.yaml", bad)
     for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
         said = call(*command)
         assert said.code == 2
         found = "\n".join(lines(said))
         for words in (
-            "one: config.framework ('tf')",
-            "one: Unknown key 'config.gama'",
-            "two: Unknown key 'stop.iteration'",
-            "NoSuch-v1",
+            f"{file}:{line_of(file, 'framework')}: one: config.framework ('jax')",
+            f"{file}:{line_of(file, 'gama')}: one: Unknown key 'config.gama'",
+            f"{file}:{line_of(file, 'iteration:')}: two: Unknown key 'stop.iteration'",
+            f"{file}:{line_of(file, 'NoSuch')}: two: Unknown environment 'NoSuch-v1'",
         ):
             assert words in found
     assert not (tmp_path / "runs").exists()
+
+
+def line_of(file: Path, words: str) -> int:
+    return next(number for number, line in enumerate(file.read_text().splitlines(), 1) if words in line)
+
+
+def test_errors_name_file_and_line_whatever_the_line_breaks_are(call: Call, tmp_path: Path) -> None:
+    text = "x:\r\n  env: CartPole-v1\r\n  run: PP0\r\n  config:\r\n    lr: fast\r\n    model:\r\n      hidden: 3\r\n"
+    file = tmp_path / "dos.yaml"
+    file.write_bytes(text.encode())
+    for command in (["config", "check", file], ["train", "-f", file]):
+        said = call(*command)
+        assert said.code == 2
+        assert [line.split(" ")[0] for line in lines(said)[-3:]] == ["ludus:", f"{file}:5:", f"{file}:7:"]
+        assert f"ludus: {file}:3: Unknown algorithm 'PP0'" in said.err
+    file.write_bytes(text.replace("PP0", "PPO").replace("fast", "1e-3").replace("hidden: 3", "use_lstm: true").encode())
+    assert call("config", "check", file).code == 0
+
+
+def test_an_error_of_the_command_line_has_no_line_of_the_file(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path / "one.yaml", {"one": tiny(lr=1e-3)})
+    said = call("train", "-f", file, "--set", "lr=fast", "--local-dir", tmp_path / "runs")
+    assert said.code == 2
+    assert one_line(said).startswith("ludus: config.lr is 'fast'")
+
+
+def test_a_file_that_passes_the_check_starts_and_one_that_cannot_start_does_not_pass(call: Call, tmp_path: Path) -> None:
+    for settings, words in (
+        ({"sampling": "pipelined"}, "config.sampling is pipelined, and num_workers is 0."),
+        ({"minibatch_size": 4000, "train_batch_size": 64, "num_envs_per_worker": 4}, "config.minibatch_size is 4000"),
+        ({"learner_device": "cuda:99"}, "config.learner_device is 'cuda:99'"),
+    ):
+        file = write(tmp_path / "one.yaml", {"one": {"env": "CartPole-v1", "config": settings}})
+        for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
+            said = call(*command)
+            assert said.code == 2, said.out
+            assert f"{file}:{line_of(file, next(iter(settings)))}: {words}" in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_gpus_that_are_not_here_are_named_and_may_be_left_out(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = write(tmp_path / "one.yaml", {"one": tiny(num_gpus_per_learner=1, num_learners=1)})
+    for command in (["config", "check", file], ["train", "-f", file]):
+        said = call(*command)
+        assert said.code == 2
+        assert "config.num_gpus is 1, and PyTorch finds no GPU on this machine. Train on the CPU with --num-gpus 0" in said.err
+    assert call("config", "check", file, "--num-gpus", "0").code == 0
+    said = call("train", "-f", file, "--num-gpus", "0", "--local-dir", tmp_path / "runs", "--quiet")
+    assert said.code == 0, said.err
+
+
+def test_notices_are_printed_once_by_the_check_and_by_the_training(call: Call, tmp_path: Path) -> None:
+    ignored: dict[str, Any] = {
+        "framework": {"grid_search": ["tf", "torch"]},
+        "enable_connectors": True,
+        "_disable_execution_plan_api": False,
+    }
+    file = write(tmp_path / "one.yaml", {"one": tiny(**ignored)})
+    for command in (["config", "check", file], ["train", "-f", file, "--local-dir", tmp_path / "runs"]):
+        said = call(*command)
+        assert said.code == 0, said.err
+        for key in ignored:
+            assert said.out.count(f"config.{key} ") == 1, said.out
+        assert said.out.count("it is one trial") == 1
+    (run,) = (tmp_path / "runs" / "one").iterdir()
+    assert (run / "config.yaml").exists(), "one run, no sweep"
 
 
 # -- convert ------------------------------------------------------------------------------------------------------------
@@ -142,7 +211,7 @@ def test_all_complaints_of_all_experiments_come_at_once_and_nothing_is_made(call
 @pytest.mark.parametrize("file", OLD, ids=lambda path: path.stem)
 def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path, with_defaults: bool) -> None:
     old = config.load_experiments(file)
-    new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults))
+    new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults).text)
     assert list(new) == list(old)
     for name, data in new.items():
         assert complaints.of_experiment({"name": name, **data}, env_too=False) == []
@@ -150,13 +219,13 @@ def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path
         inner = config.read_config(data["config"], complaints.algorithm_of(data["run"]).Config)
         assert not read.written, "there is no old name any more"
         assert not inner.written
-        assert not [*read.refusals, *read.implied, *inner.refusals, *inner.implied]
+        assert not [*read.refusals, *read.implied, *read.ignored, *inner.refusals, *inner.implied, *inner.ignored]
         assert read.data["stop"] == config.read_experiment(old[name]).data["stop"] if "stop" in data else True
 
 
 @pytest.mark.parametrize("file", OLD, ids=lambda path: path.stem)
 def test_every_key_of_an_old_file_is_there_or_is_accounted_for(file: Path) -> None:
-    text = convert(config.load_experiments(file), file.name)
+    text = convert(config.load_experiments(file), file.name).text
     for data in config.load_experiments(file).values():
         for section in (data, data.get("stop", {}), data["config"], data["config"].get("model", {})):
             for key in section:
@@ -164,15 +233,40 @@ def test_every_key_of_an_old_file_is_there_or_is_accounted_for(file: Path) -> No
 
 
 def test_the_reason_for_what_is_left_out_stands_where_it_was() -> None:
-    text = convert(config.load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml")
-    assert "    # framework: tf is left out: it names TensorFlow" in text
-    assert "    # log_level: WARN is left out: it is an option of the command: -v, -vv." in text
+    text = convert(config.load_experiments(REPOSITORY / "tests/old/dodgeball-ppo-fcnet.yaml"), "old.yaml").text
+    assert "    # framework: tf was removed: the same layers are built with PyTorch." in text
+    assert "    # log_level: WARN was removed: it is an option of the command: -v, -vv." in text
     assert "    num_epochs: 10  # was num_sgd_iter" in text
-    assert "    # lr: 0.0003 is left out: it is overridden by the schedule beside it." in text
+    assert "    # lr: 0.0003 was removed: it is overridden by the schedule beside it." in text
+
+
+def test_an_environment_and_an_algorithm_of_today_are_written(call: Call, tmp_path: Path) -> None:
+    old = {
+        "env": "Pendulum-v0",
+        "run": "A2C",
+        "config": {"train_batch_size": 200, "disable_env_checking": True, "use_critic": True},
+    }
+    said = call("config", "convert", write(tmp_path / "old.yaml", {"x": old}))
+    assert said.code == 0, said.err
+    assert "  env: Pendulum-v1  # was Pendulum-v0" in said.out
+    assert "  run: PPO  # was A2C" in said.out
+    assert "    # disable_env_checking: true was removed: environments are always checked." in said.out
+    assert "    # use_critic: true was removed: it is already the default." in said.out
+
+
+def test_a_conversion_that_drops_what_changes_the_experiment_fails(call: Call, tmp_path: Path) -> None:
+    soft = {"env": "CartPole-v1", "run": "DQN", "config": {"exploration_config": {"type": "SoftQ"}, "log_level": "WARN"}}
+    new = tmp_path / "new.yaml"
+    said = call("config", "convert", write(tmp_path / "old.yaml", {"x": soft}), "-o", new)
+    assert said.code == 1
+    assert "is another experiment than" in said.err
+    assert "config.exploration_config" in said.err
+    assert "log_level" not in said.err
+    assert call("config", "check", new).code == 0, "what is left is written, and can be trained"
 
 
 def test_a_batch_is_rounded_up_to_whole_fragments_as_rllib_collected_it() -> None:
-    text = convert(config.load_experiments(REPOSITORY / "tests/old/dronedodgeball-ppo-convnet.yaml"), "old.yaml")
+    text = convert(config.load_experiments(REPOSITORY / "tests/old/dronedodgeball-ppo-convnet.yaml"), "old.yaml").text
     assert "train_batch_size: 4200  # was 4000" in text  # 3 rounds of 7 workers × 200 steps
 
 
@@ -188,27 +282,28 @@ def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        ("DQN", "(32 steps sampled); an iteration of RLlib's DQN is 1,000 steps or more."),
+        ("DQN", "(32 steps sampled for each); an iteration of RLlib's DQN is 1,000 steps or more."),
         ("IMPALA", "10 seconds or more"),
         ("PPO", ""),
     ],
 )
 def test_an_iteration_that_is_another_than_rllibs_is_said(run: str, words: str) -> None:
     counting = {"env": "CartPole-v1", "run": run, "stop": {"training_iteration": 5}, "config": {"evaluation_interval": 2}}
-    text = convert({"x": counting}, "f")
+    text = convert({"x": counting}, "f").text
     assert words in text
-    assert ("stop.iterations, evaluation_interval count iterations, and one is an update here" in text) is bool(words)
+    assert ("evaluation_interval counts updates" in text) is bool(words)
+    assert "training_iteration: 5\n" in text
     by_steps = {"env": "CartPole-v1", "run": run, "stop": {"timesteps_total": 5}, "config": {"evaluation_interval": None}}
-    assert "update here" not in convert({"x": by_steps}, "f")
+    assert "counts updates" not in convert({"x": by_steps}, "f").text
 
 
 def test_what_an_iteration_is_is_said_when_a_run_begins(call: Call, tmp_path: Path) -> None:
     words = ["train", "CartPole-v1", "--run", "DQN", "--local-dir", tmp_path, "--set", "evaluation_duration=0"]
     said = call(*words, "--stop", "iterations=2", "--checkpoint-freq", "2")
     assert said.code == 0, said.err
-    assert "stop.iterations, checkpoint_freq count iterations, and one is an update here (32 steps sampled)" in said.out
+    assert "checkpoint_freq counts updates (32 steps sampled for each)" in said.out
     assert said.out.count("64 steps in") == 1
-    assert "update here" not in call(*words, "--stop", "timesteps=64").out
+    assert "counts updates" not in call(*words, "--stop", "timesteps=64").out
 
 
 def test_a_file_is_written_once_and_never_over_another(call: Call, tmp_path: Path) -> None:
@@ -239,7 +334,7 @@ def test_what_is_not_understood_is_not_converted(call: Call, tmp_path: Path, dat
 
 
 def test_a_value_with_line_breaks_stays_on_the_line_of_its_comment() -> None:
-    text = convert({"x": {"env": "A", "config": {"log_level": "a\nb: {c", "env_config": {"text": "one\ntwo"}}}}, "f")
+    text = convert({"x": {"env": "A", "config": {"log_level": "a\nb: {c", "env_config": {"text": "one\ntwo"}}}}, "f").text
     assert yaml.safe_load(text)["x"]["config"] == {"env_config": {"text": "one\ntwo"}}
 
 

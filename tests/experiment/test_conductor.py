@@ -41,7 +41,7 @@ def progress(returns: Iterable[float] = (), window: int = 3, **counts: Any) -> P
         ("time_s", 1.5, {"time_s": 1.49}, {"time_s": 1.5}),
         ("episode_return_mean", 2.0, {"returns": [1, 2, 2.9]}, {"returns": [1, 2, 3]}),
         ("timesteps_total", 100, {"timesteps": 99}, {"timesteps": 100}),
-        ("training_iteration", 7, {"iterations": 6}, {"iterations": 7}),
+        ("training_iteration", 7, {"training_iteration": 6, "iterations": 99}, {"training_iteration": 7}),
         ("time_total_s", 1.5, {"time_s": 1.49}, {"time_s": 1.5}),
         ("episode_reward_mean", 2.0, {"returns": [1, 2, 2.9]}, {"returns": [1, 2, 3]}),
     ],
@@ -50,12 +50,41 @@ def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float,
     stop = configs.experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
     canonical = {
         "timesteps_total": "timesteps",
-        "training_iteration": "iterations",
         "time_total_s": "time_s",
         "episode_reward_mean": "episode_return_mean",
     }
     assert reached(stop, progress(**before)) is None
     assert reached(stop, progress(**at)) == canonical.get(key, key)
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [
+        ((0, 0.0), [1, 2, 3, 4, 5, 6]),  # PPO: one update
+        ((1000, 0.0), [0, 0, 1, 1, 1, 2]),  # DQN: 1,000 steps
+        ((0, 10.0), [0, 0, 0, 0, 1, 1]),  # IMPALA, APPO: 10 seconds
+        ((1000, 5.0), [0, 0, 1, 1, 1, 2]),  # both are over
+    ],
+)
+def test_a_training_iteration_takes_so_many_steps_and_seconds_as_in_rllib(least: tuple[int, float], expected: list[int]) -> None:
+    counted, counts = progress(), []
+    for update in range(1, 7):
+        if update == 4:  # a resumed run goes on counting where it was
+            before, counted = counted.to_json(), progress()
+            counted.load_json(before)
+        counted.timesteps, counted.time_s = 400 * update, 2.0 * update
+        counted.count_training_iteration(*least)
+        counts.append(counted.training_iteration)
+    assert counts == expected
+
+
+def test_a_checkpoint_without_training_iterations_is_loaded() -> None:
+    old = progress(timesteps=5000, iterations=9, time_s=60.0).to_json()
+    del old["training_iteration"], old["iteration_began"]
+    loaded = progress()
+    loaded.load_json(old)
+    loaded.count_training_iteration(1000, 0.0)
+    assert (loaded.training_iteration, loaded.iteration_began) == (0, (5000, 60.0))
 
 
 def test_a_lucky_first_episode_does_not_stop_a_run() -> None:

@@ -616,13 +616,42 @@ def test_a_batch_of_complete_episodes_holds_nothing_else(tmp_path: Path) -> None
     ("settings", "said"),
     [
         ({"model": {"use_lstm": True}}, "the model is recurrent"),
-        ({"num_workers": 2}, "workers take turns"),
+        ({"num_workers": 2, "sampling": "pipelined"}, "workers take turns"),
     ],
 )
 def test_complete_episodes_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         small.train(tmp_path / "whole", 1, batch_mode="complete_episodes", **settings)
     assert not (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "config", "stop"),
+    [
+        ("PPO", {}, {"iterations": 3}),
+        ("PPO", {"min_time_s_per_iteration": 30}, {"training_iteration": 3}),
+        ("DQN", {}, {"training_iteration": 3}),
+        ("DQN", {"timesteps_per_iteration": 0}, {"iterations": 3}),
+        ("IMPALA", {}, {"training_iteration": 3}),
+        ("APPO", {"min_iter_time_s": 0}, {"iterations": 3}),
+    ],
+)
+def test_a_training_iteration_is_an_update_only_where_rllibs_is(run: str, config: dict[str, Any], stop: dict[str, Any]) -> None:
+    data = {"name": "x", "env": "CartPole-v1", "run": run, "stop": {"training_iteration": 3}, "config": config}
+    resolved = experiment.resolve(data)
+    assert resolved.experiment.stop.model_dump(exclude_none=True) == stop
+    again = experiment.resolve({"name": "x", **resolved.saved()["x"]})
+    assert again.experiment == resolved.experiment
+    assert again.config.least_iteration == resolved.config.least_iteration
+
+
+def test_training_iterations_of_dqn_are_a_thousand_steps(tmp_path: Path) -> None:
+    config = {"evaluation_duration": 0, "model": {"fcnet_hiddens": [8]}}
+    data = {"env": "CartPole-v1", "run": "DQN", "config": config}
+    result = experiment.start({**data, "stop": {"training_iteration": 2}}, local_dir=tmp_path, supervised=False)
+    assert result.stopped_by == "training_iteration"
+    assert 2000 <= result.metrics["timesteps"] < 2200
+    assert result.metrics["training_iteration"] == 2
 
 
 def test_without_exploring_the_most_probable_action_is_taken(tmp_path: Path) -> None:

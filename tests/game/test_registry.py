@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 import ludus
 from ludus.errors import UnknownName, UsageError
 from ludus.game import registry
+from ludus.game.env_names import CurrentName, current_name
 from ludus.game.environment import VectorEnvironments, check_exists, make_environments, make_one
 from ludus.runtime.luggage import Luggage
 from tests import environments as tiny
@@ -81,15 +81,50 @@ def test_another_version_of_a_name_is_pointed_to() -> None:
         check_exists("LunarLander-v2")
 
 
-def test_an_environment_that_is_out_of_date_is_trained_on_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        check_exists("CartPole-v0")
-        check_exists("CartPole-v1")
-    (record,) = caplog.records
-    assert (
-        "CartPole-v0 is out of date; CartPole-v1 took its place (episodes of up to 500 steps instead of 200)"
-        in record.getMessage()
+def test_an_old_version_that_gymnasium_still_has_is_used_with_a_notice() -> None:
+    assert current_name("CartPole-v0") == CurrentName(
+        "CartPole-v0",
+        "env: CartPole-v0 is an old version, and is used as asked; the current one is CartPole-v1 "
+        "(episodes of up to 500 steps instead of 200).",
     )
+    assert current_name("CartPole-v1") == CurrentName("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Pendulum-v0", "Pendulum-v1"),
+        ("LunarLander-v2", "LunarLander-v3"),
+        ("Hopper-v1", "Hopper-v5"),
+        ("HalfCheetah-v2", "HalfCheetah-v5"),  # which Gymnasium lists, and cannot make
+    ],
+)
+def test_an_id_that_is_gone_is_its_successor(old: str, new: str) -> None:
+    assert current_name(old) == CurrentName(new, f"env: {old} does not exist any more; {new} is used.")
+
+
+def test_a_game_of_atari_with_a_fixed_frame_skip_is_the_one_that_is_skipped_here() -> None:
+    pytest.importorskip("ale_py")
+    assert current_name("PongDeterministic-v4").name == "PongNoFrameskip-v4"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("my_game.env.Duel", "my_game.env:Duel"),
+        ("ray.rllib.examples.env.random_env.RandomEnv", "ray.rllib.examples.envs.classes.random_env:RandomEnv"),
+        ("no.such:thing", "no.such:thing"),
+        ("NoSuch-v3", "NoSuch-v3"),
+        ("external", "external"),
+    ],
+)
+def test_a_class_named_with_dots_is_imported_and_other_names_stay(name: str, meant: str) -> None:
+    assert current_name(name) == CurrentName(meant)
+
+
+def test_a_registered_name_with_dots_stays() -> None:
+    ludus.register_env("my.own.env", lambda: None)
+    assert current_name("my.own.env").name == "my.own.env"
 
 
 def test_a_constant_is_no_environment() -> None:

@@ -21,7 +21,7 @@ def test_nothing_said_means_the_cpu() -> None:
 @WITHOUT
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_accelerators_that_are_not_there_are_refused_with_a_remedy(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"num_gpus is 1, and PyTorch finds no accelerator.*num_gpus: 0"):
+    with pytest.raises(ConfigError, match=r"num_gpus is 1, and PyTorch finds no GPU on this machine.*--num-gpus 0"):
         learner_device(name, 1)
 
 

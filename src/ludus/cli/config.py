@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ludus.errors import ConfigError, StoreError, UsageError
+from ludus.errors import ConfigError, LudusError, StoreError, UsageError
 
 app = typer.Typer(help="Explain keys, check files, convert old ones.", no_args_is_help=True)
 
@@ -34,18 +34,28 @@ def explain(
 
 
 @app.command()
-def check(file: File) -> None:
-    """Say all that is wrong with a file. Nothing is started."""
+def check(
+    file: File,
+    num_gpus: Annotated[
+        float | None, typer.Option(help="Check for training with this option of `ludus train`.", show_default=False)
+    ] = None,
+) -> None:
+    """Print all errors of a file, and the keys that are ignored. Nothing is started.
+
+    A file that passes starts with `ludus train -f FILE` on this machine.
+    """
     from ludus import config as configs
-    from ludus.experiment import complaints
+    from ludus.experiment.config_check import check_file
     from ludus.model.custom_class import look_in
 
     look_in(file.parent)
-    wrong = complaints.of_file(file)
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    found = check_file(file, {} if num_gpus is None else {"num_gpus": num_gpus})
+    for notice in found.notices:
+        print(notice)
+    if found.errors:
+        raise ConfigError("\n".join(found.errors))
     names = list(configs.load_experiments(file))
-    print(f"{file}: {', '.join(names)}: nothing is wrong.")
+    print(f"{file}: {', '.join(names)}: no errors.")
 
 
 @app.command()
@@ -56,13 +66,24 @@ def convert(
         bool, typer.Option("--with-defaults", help="Write RLlib's defaults where the file says nothing and ours differ.")
     ] = False,
 ) -> None:
-    """Write an old file in its present form, on the screen or to -o; comments say what became of its keys."""
+    """Write an old file in its present form, on the screen or to -o; comments say what became of its keys.
+
+    Exit code 1 when something was dropped that changes the experiment: the file is written, and the keys are listed.
+    """
     from ludus import config as configs
     from ludus.experiment.conversion import convert as modern
 
-    text = modern(configs.load_experiments(file), file.name, with_defaults=with_defaults)
+    converted = modern(configs.load_experiments(file), file.name, with_defaults=with_defaults)
+    _write(converted.text, out)
+    if converted.lost:
+        keys = "\n".join(converted.lost)
+        raise LudusError(f"The converted file is another experiment than {file}, since it lacks:\n{keys}")
+
+
+def _write(text: str, out: Path | None) -> None:
     if out is None:
         sys.stdout.write(text)
+        sys.stdout.flush()
         return
     try:
         with out.open("x", encoding="utf-8") as new:

@@ -335,16 +335,18 @@ class Starter:
             from ludus.model.custom_class import look_in
 
             look_in(source.parent)
+        from ludus.experiment.config_check import located_errors
+
         several = len(experiments) > 1
-        if several:
-            self._check(experiments, source)
+        self._check(experiments, source)
         results: dict[str, Result | None] = {}
         failed: dict[str, LudusError] = {}
         for number, (name, data) in enumerate(experiments.items(), 1):
             if several:
                 self.voice(f"\n{name} ({number} of {len(experiments)})")
             try:
-                results[name] = self._run(name, data, resources)
+                with located_errors(name, data, source.file if source is not None else None):
+                    results[name] = self._run(name, data, resources)
             except LudusError as error:
                 if not several:
                     raise
@@ -362,16 +364,11 @@ class Starter:
 
     def _check(self, experiments: Experiments, source: Source | None) -> None:
         """All of them before the first begins."""
-        from ludus.errors import ConfigError
-        from ludus.experiment import complaints
+        from ludus.experiment.config_check import require_no_complaints
 
-        if self.trial is not None:
+        if self.trial is not None and len(experiments) > 1:
             raise UsageError(f"--trial names one run, and {source} holds {len(experiments)} experiments.", "Add --experiment.")
-        wrong = [
-            f"{name}: {line}" for name, data in experiments.items() for line in complaints.of_experiment({"name": name, **data})
-        ]
-        if wrong:
-            raise ConfigError("\n".join(wrong))
+        require_no_complaints(experiments, source.file if source is not None else None)
 
     def _run(self, name: str, data: dict[str, Any], resources: Mapping[str, Any]) -> Result | None:
         if is_sweep(data):
@@ -553,11 +550,10 @@ class Starter:
 
 
 def is_sweep(data: Mapping[str, Any]) -> bool:
-    """Whether an experiment is many trials: several samples, or a value that is searched over."""
-    from ludus.config import read_experiment
+    """Whether an experiment is many trials."""
     from ludus.experiment import search
 
-    return search.is_sweep(read_experiment(data).data)
+    return search.is_sweep(data)
 
 
 def _plain(value: Any) -> str:

@@ -134,6 +134,9 @@ def tune(
         chosen = {name: value for name, value in section.items() if value is not None}
         if chosen:
             data["tune"] = {**(data.get("tune") or {}), **chosen}
+    from ludus.experiment.config_check import require_no_complaints
+
+    require_no_complaints(found, source.file if source is not None else None)
     shell.run(found)
 
 

@@ -22,6 +22,10 @@ CHANGEABLE = (
 _FOR_PEOPLE = ("name", "description", "target")
 
 
+_OF_REPORTS = ("config.min_time_s_per_iteration",)
+"""Not a number exactly while `stop.training_iteration` is given, which may be changed."""
+
+
 def changes(directory: Path, data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> dict[str, Any]:
     """The keys in which the run goes on differently, with their new values. Raises ConfigError if others differ."""
     saved = Run.open(directory).config()
@@ -32,6 +36,7 @@ def changes(directory: Path, data: Mapping[str, Any], cluster: ClusterOptions | 
         for key in now
         if key not in (*CHANGEABLE, *_FOR_PEOPLE)
         for path, theirs, ours in _differing(key, before.get(key), now[key])
+        if path not in _OF_REPORTS
     ]
     if wrong:
         hint = (

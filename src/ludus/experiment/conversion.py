@@ -10,9 +10,12 @@ from typing import Any
 import yaml
 
 from ludus import config as configs
+from ludus.complaint import ConfigErrors
 from ludus.documents import Dumper, parse_yaml
 from ludus.errors import ConfigError, UsageError
 from ludus.experiment import complaints, iterations
+from ludus.game.env_names import current_name
+from ludus.spellings import Refusal
 
 _COMMON = {
     "num_envs_per_worker": 1,
@@ -82,10 +85,20 @@ class Converted:
     """Path → comment behind the key."""
     dropped: dict[str, list[str]] = field(default_factory=dict)
     """Section → comments about keys that are not there any more."""
+    lost: list[str] = field(default_factory=list)
+    """What was dropped although it changes the experiment."""
 
 
-def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_defaults: bool = False) -> str:
-    """The text of the new file. Raises ConfigError for whatever is neither right nor understood."""
+@dataclass(frozen=True)
+class ConvertedFile:
+    """The text of a new file, and what the old one asked for and the new one does not."""
+
+    text: str
+    lost: list[str]
+
+
+def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_defaults: bool = False) -> ConvertedFile:
+    """The new file. Raises ConfigError for whatever is neither right nor understood."""
     out, wrong = [], []
     for name, data in experiments.items():
         try:
@@ -98,8 +111,9 @@ def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_d
     for name, data in parse_yaml(text, "the converted file").items():  # what we write is read by the same rules
         left = complaints.of_experiment({"name": name, **data}, env_too=False)
         if left:
-            raise ConfigError("\n".join(left))
-    return text
+            raise ConfigErrors(left)
+    several = len(out) > 1
+    return ConvertedFile(text, [f"{each.name}: " * several + line for each in out for line in each.lost])
 
 
 def _header(source: str, with_defaults: bool) -> Iterator[str]:
@@ -119,15 +133,19 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
         raise ConfigError(f"config is {inner!r}: it is a section.")
     below = configs.read_config(inner, schema)
     if top.clashes or below.clashes:
-        raise ConfigError("\n".join([*top.clashes, *below.clashes]))
+        raise ConfigErrors([*top.clashes, *below.clashes])
     new = {key: value for key, value in top.data.items() if key not in ("name", "config")} | {"config": below.data}
     out = Converted(name, new)
     out.notes = {path: f"was {old.rpartition('.')[2]}" for path, old in top.written.items()}
     out.notes |= {f"config.{path}": f"was {old.rpartition('.')[2]}" for path, old in below.written.items()}
-    for refusal in (*top.implied, *below.implied, *top.refusals, *below.refusals):
-        section, _, key = _split(refusal.path)
-        why = refusal.why.rstrip(".").removesuffix(" Leave it out").rstrip(".")
-        out.dropped.setdefault(section, []).append(f"{key}: {_inline(refusal.value)} is left out: it {why}.")
+    _name_environment(out)
+    for each in (*top.implied, *below.implied):
+        _drop(out, each, f"it {each.why}")
+    for each in (*top.ignored, *below.ignored):
+        _drop(out, each, each.why)
+    for each in (*top.refusals, *below.refusals):
+        _drop(out, each, f"it {each.why}")
+        out.lost.append(str(each))
     if "max_worker_restarts" in below.data and "max_worker_restarts" not in inner:
         out.notes["config.max_worker_restarts"] = "a worker that is lost ends the run"
     if with_defaults and run in RLLIB_DEFAULTS:
@@ -135,7 +153,7 @@ def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False
     _fit_the_batch(out, schema)
     left = complaints.of_experiment({"name": name, **out.data}, env_too=False)
     if left:
-        raise ConfigError("\n".join(left))
+        raise ConfigErrors(left)
     _tell_of_iterations(out, run, schema)
     return out
 
@@ -146,6 +164,20 @@ def _tell_of_iterations(out: Converted, run: str, schema: type[configs.Algorithm
     sentence = iterations.notice_of(run, schema, out.data, out.data["config"])
     if sentence is not None:
         out.dropped.setdefault("", []).append(sentence)
+
+
+def _drop(out: Converted, key: Refusal, why: str) -> None:
+    """A comment, as a whole sentence, in place of a key."""
+    section, _, name = _split(key.path)
+    reason = why.rstrip(".").removesuffix(" Leave it out").rstrip(".")
+    out.dropped.setdefault(section, []).append(f"{name}: {_inline(key.value)} was removed: {reason}.")
+
+
+def _name_environment(out: Converted) -> None:
+    env = out.data.get("env")
+    if isinstance(env, str) and current_name(env).name != env:
+        out.data["env"] = current_name(env).name
+        out.notes["env"] = f"was {env}"
 
 
 def _split(path: str) -> tuple[str, str, str]:
@@ -184,15 +216,13 @@ def _fit_the_batch(out: Converted, schema: type[configs.AlgorithmConfig]) -> Non
     ):
         return
     try:
-        configs.algorithm_config(schema, config)
-    except ConfigError as error:
-        if "train_batch_size" not in error.message or len(error.message.splitlines()) > 1:
-            return
-        waits = config.get("sampling", schema.model_fields["sampling"].default) != "async" or not workers
-        unit = (max(1, workers) if waits else 1) * envs * (steps or 1)
-        config["train_batch_size"] = -(-batch // unit) * unit
-        config.setdefault("num_envs_per_worker", 1)
-        out.notes["config.train_batch_size"] = f"was {batch}, up to whole fragments, as RLlib collected them"
+        made = configs.algorithm_config(schema, config)
+    except ConfigError:
+        return
+    if made.train_batch_size != batch:
+        config["train_batch_size"] = made.train_batch_size
+        config.setdefault("num_envs_per_worker", made.num_envs_per_worker)
+        out.notes["config.train_batch_size"] = f"was {batch}, rounded up to whole fragments, as RLlib does"
 
 
 # -- text ---------------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from ludus.experiment.status import StatusWriter, described
 from ludus.experiment.training_display import announce_stop
 from ludus.experiment.workspace import directory_of, fetch
 from ludus.experiment.workspace import shown as place_of
+from ludus.game.env_names import current_name
 from ludus.game.environment import Environments, check_exists, make_environments, reward_threshold
 from ludus.game.wrapping import names_of
 from ludus.memory.exchange import EMBEDDED, check_url
@@ -106,6 +107,7 @@ def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> R
 
 def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolved:
     experiment = configs.experiment(data)
+    experiment = experiment.model_copy(update={"env": current_name(experiment.env).name})
     called = experiment.env == configs.EXTERNAL
     algorithm = complaints.algorithm_of(experiment.run)
     several = not called and multiagent.is_meant(experiment.env, experiment.config)
@@ -127,7 +129,7 @@ def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolv
         raise ConfigError(
             f"config.multiagent is for environments with several agents; {experiment.env} has one.", "Leave it out."
         )
-    stop = experiment.stop
+    stop, config = iterations.resolved(experiment.stop, config)
     if not stop.model_dump(exclude_none=True):
         solved = None if called or several else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
@@ -267,9 +269,12 @@ def start(
     Places may be paths or URLs of a store. `place`: the run is exactly there, whatever `local_dir` and the others say. `supervised`: in a learner process that is started again when it dies; None: if the run has other processes anyway. `noted`: is told where the
     run will be, before it is there.
     """
+    notices = complaints.notices_of(data)
     data = _with_workers_chosen(data, announce, cluster)
     resolved = resolve(data, cluster)
     e = resolved.experiment
+    for sentence in notices:
+        log.warning("%s", sentence) if announce is None else announce(sentence)
     _check_tracking(resolved, announce)
     _announce_iterations(resolved, announce)
     _announce_idle_nodes(resolved, announce)

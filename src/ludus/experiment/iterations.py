@@ -1,4 +1,4 @@
-"""What an iteration is: one update, here. In RLlib that depends on the algorithm, and people bring their numbers along."""
+"""What an iteration is: `iterations` counts updates; `training_iteration`, RLlib's name, counts iterations as RLlib does."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludus import config as configs
-from ludus.config import AlgorithmConfig
+from ludus.config import AlgorithmConfig, StopConfig
 
 _IN_RLLIB: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
 """min_sample_timesteps_per_iteration and min_time_s_per_iteration of its defaults; PPO's iteration is one batch, as here."""
 
 
+def resolved(stop: StopConfig, config: AlgorithmConfig) -> tuple[StopConfig, AlgorithmConfig]:
+    """The same with `training_iteration` as `iterations` where both mean updates, and the time between reports as a number."""
+    if stop.training_iteration is not None and config.least_iteration == (0, 0.0):
+        fewer = min(stop.training_iteration, stop.iterations or stop.training_iteration)
+        stop = stop.model_copy(update={"iterations": fewer, "training_iteration": None})
+    if stop.training_iteration is None:
+        config = config.model_copy(update={"min_time_s_per_iteration": config.report_every_s})
+    return stop, config
+
+
 def counted(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The keys, by present names, that count iterations in this experiment."""
-    stop = experiment.get("stop")
+    """The keys, by present names, that count updates in this experiment, and iterations in RLlib."""
     return [
-        *(["stop.iterations"] if isinstance(stop, Mapping) and stop.get("iterations") else []),
         *(["checkpoint_freq"] if experiment.get("checkpoint_freq") else []),
         *(["evaluation_interval"] if _counts_iterations(config) else []),
     ]
@@ -33,7 +41,7 @@ def notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:
         return None
     count = "counts" if len(keys) == 1 else "count"
     return (
-        f"{', '.join(keys)} {count} iterations, and one is an update here ({steps_of_update(config):,} steps sampled); "
+        f"{' and '.join(keys)} {count} updates ({steps_of_update(config):,} steps sampled for each); "
         f"an iteration of RLlib's {run} is {_IN_RLLIB[run]}."
     )
 

@@ -221,8 +221,8 @@ def _about(key: Key) -> Iterator[str]:
 
 
 _READ = {
-    "framework": "torch may stay; networks here are PyTorch's.",
-    "use_pytorch": "true may stay; networks here are PyTorch's.",
+    "framework": "torch, tf and tf2 are accepted; networks here are PyTorch's. tf is refused beside a custom_model.",
+    "use_pytorch": "true and false are accepted; networks here are PyTorch's. false is refused beside a custom_model.",
     "ignore_worker_failures": "true: a worker that is lost is replaced, which is so anyway; false is max_worker_restarts: 0.",
     "exploration_config": "EpsilonGreedy becomes the schedule epsilon (DQN); StochasticSampling is so anyway.",
     "replay_buffer_config": "learning_starts in it becomes num_steps_sampled_before_learning_starts.",
@@ -238,8 +238,8 @@ def _foreign(asked: str) -> list[str]:
         reason = table.get(asked if section == spellings.STOP else name)
         if reason is not None and (not path or path in (section, section.removeprefix("config."))):
             where = f"{section}.{name}" if section else name
-            out.append(f"{where}, a key of {library_of(name)}, {reason.why}")
-            if reason.same:
+            out.append(f"{where}, a key of {library_of(name)}, {'is accepted and ignored: ' * reason.ignored}{reason.why}")
+            if reason.same and not reason.ignored:
                 out.append(f"  It may stay as {' or '.join(shown(value) for value in reason.same)}, which is what happens here.")
     for section, readings in spellings.TRANSLATED.items():
         if name in readings and not out and (not path or path in (section, section.removeprefix("config."))):

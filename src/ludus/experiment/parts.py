@@ -239,9 +239,10 @@ def make_conductor(
         e.checkpoint_freq,
         e.keep_checkpoints_num,
         0 if config.evaluation_interval == "checkpoint" else config.evaluation_interval,
-        config.min_time_s_per_iteration,
+        config.report_every_s,
         e.checkpoint_time_s,
         config.evaluation_interval_unit,
+        config.least_iteration,
     )
     incarnation = pool.incarnation(pool.names()[0])
     if incarnation > 1:

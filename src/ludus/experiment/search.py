@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ludus import config as configs
 from ludus.config import SEARCHES, is_search
 from ludus.errors import ConfigError
 
@@ -236,7 +237,10 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def is_sweep(data: Mapping[str, Any]) -> bool:
-    """Whether an experiment is several trials."""
+    """Whether an experiment is several trials: several samples, or a value that is searched over and changes the training."""
+    data = configs.read_experiment(data).data
+    if isinstance(data.get("config"), Mapping):
+        data["config"] = configs.read_config(data["config"]).data
     return bool(data.get("num_samples", 1) not in (None, 1)) or any(
         True for key in SEARCHABLE for _ in _walk((key,), data.get(key))
     )

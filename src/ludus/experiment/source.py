@@ -26,6 +26,8 @@ class Source:
     """Where models of the user's own are looked for."""
     preset: bool = False
     """It has a name in the gallery."""
+    file: Path | None = None
+    """The YAML file in which the lines of errors are counted."""
 
     def __str__(self) -> str:
         return self.shown
@@ -46,7 +48,7 @@ def source_of(file: Path | None, preset: str | None, level: str | None = None) -
     if preset is not None and (preset.endswith((".yaml", ".yml")) or Path(preset).is_file()):
         file = Path(preset)
     if file is not None:
-        return _levelled(Source(configs.load_experiments(file), str(file), file.parent), level)
+        return _levelled(Source(configs.load_experiments(file), str(file), file.parent, file=file), level)
     if preset is None:
         return None
     return Source(gallery.experiments(preset, level), f"the preset {preset}", Path(), preset=True)

@@ -213,8 +213,11 @@ def _crossed(own: Checkpoint | None, theirs: Checkpoint) -> Checkpoint:
     """
     if own is None:
         return theirs
-    counted = ("timesteps", "iterations", "episodes", "time_s")
-    progress = dict(theirs.state["progress"]) | {name: own.state["progress"][name] for name in counted}
+    counted, before = (
+        ("timesteps", "iterations", "training_iteration", "iteration_began", "episodes", "time_s"),
+        own.state["progress"],
+    )
+    progress = dict(theirs.state["progress"]) | {name: before[name] for name in counted if name in before}
     models = {
         name: {**described, "version": max(described["version"], own.state["models"].get(name, {}).get("version", 0))}
         for name, described in theirs.state["models"].items()

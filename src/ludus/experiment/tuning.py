@@ -27,7 +27,7 @@ import ludus
 from ludus import config as configs
 from ludus.config import TuneConfig
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
-from ludus.experiment import experiment, search, tracking
+from ludus.experiment import complaints, experiment, search, tracking
 from ludus.experiment.outcome import SweepResult, outcome, read_curve
 from ludus.experiment.parts import ClusterOptions
 from ludus.experiment.run import CONFIG, Run
@@ -270,7 +270,8 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
 def _timing(sweep: Sweep) -> tuple[str, float]:
     """(what time is measured in, the longest). Raises ConfigError when nothing bounds it."""
     stop = experiment.resolve(sweep.experiment_of(sweep.trials[0])).experiment.stop
-    limits = {name: getattr(stop, name) for name in ("timesteps", "iterations", "time_s") if getattr(stop, name) is not None}
+    times = ("timesteps", "iterations", "training_iteration", "time_s")
+    limits = {name: getattr(stop, name) for name in times if getattr(stop, name) is not None}
     name: str = sweep.tune.time_attr or next(iter(limits), "timesteps")
     if name not in limits:
         raise ConfigError(
@@ -335,6 +336,8 @@ def run_sweep(experiments: Mapping[str, Mapping[str, Any]], options: SweepOption
         raise UsageError("There is no experiment to sweep over.")
     for sweep in sweeps:
         _check_free(sweep.directory)
+    for sentence in dict.fromkeys(notice for data in experiments.values() for notice in complaints.notices_of(data)):
+        options.say(sentence)
     return _run(sweeps, options)
 
 

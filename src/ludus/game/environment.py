@@ -316,9 +316,7 @@ def reward_threshold(name: str) -> float | None:
 
 def check_exists(name: str) -> None:
     """Raise UnknownName or MissingExtra now, rather than after other parts have started."""
-    sentence = outdated(name)
-    if sentence:
-        log.warning("%s", sentence)
+    if outdated(name):  # which `env_names.current_name` says once
         warnings.filterwarnings("ignore", r".*is out of date", DeprecationWarning)  # Gymnasium says it again for every copy
 
 

@@ -206,7 +206,8 @@ def outdated(name: str) -> str:
     if (newest.version or 0) <= spec.version:
         return ""
     limits = f" (episodes of up to {newest.max_episode_steps} steps instead of {spec.max_episode_steps})"
-    return f"{name} is out of date; {newest.id} took its place{limits * (newest.max_episode_steps != spec.max_episode_steps)}."
+    differ = newest.max_episode_steps != spec.max_episode_steps
+    return f"env: {name} is an old version, and is used as asked; the current one is {newest.id}{limits * differ}."
 
 
 def takes(factory: Factory, keyword: str) -> bool:

@@ -16,8 +16,8 @@ def learner_device(name: str, num_gpus: float) -> torch.device:
     """`auto` is an accelerator if `num_gpus` asks for one. Raises ConfigError when there is none, or no such device."""
     if num_gpus and not torch.cuda.is_available():
         raise ConfigError(
-            f"config.num_gpus is {num_gpus:g}, and PyTorch finds no accelerator here.",
-            "Use num_gpus: 0, or install a PyTorch that supports the one you have.",
+            f"config.num_gpus is {num_gpus:g}, and PyTorch finds no GPU on this machine.",
+            "Train on the CPU with --num-gpus 0, or install a PyTorch that supports the GPU.",
         )
     if name == "auto":
         return torch.device("cuda", 0) if num_gpus else CPU

@@ -52,6 +52,10 @@ class Progress:
 
     timesteps: int = 0
     iterations: int = 0
+    training_iteration: int = 0
+    """Iterations as RLlib counts them, which take a number of steps and a time at least."""
+    iteration_began: tuple[int, float] = (0, 0.0)
+    """Timesteps and time at the beginning of the current one."""
     episodes: int = 0
     time_s: float = 0.0
     recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
@@ -73,10 +77,19 @@ class Progress:
         full = all(len(window) == window.maxlen for window in windows)
         return min(float(np.mean(window)) for window in windows) if full else float("nan")
 
+    def count_training_iteration(self, least_steps: int, least_s: float) -> None:
+        """After an update: the iteration ends if it has had at least so many steps and seconds."""
+        steps, began_s = self.iteration_began
+        if self.timesteps - steps >= least_steps and self.time_s - began_s >= least_s:
+            self.training_iteration += 1
+            self.iteration_began = (self.timesteps, self.time_s)
+
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {
             "timesteps": self.timesteps,
             "iterations": self.iterations,
+            "training_iteration": self.training_iteration,
+            "iteration_began": list(self.iteration_began),
             "episodes": self.episodes,
             "time_s": self.time_s,
         }
@@ -87,6 +100,9 @@ class Progress:
     def load_json(self, data: Mapping[str, Any]) -> None:
         self.timesteps, self.iterations = int(data["timesteps"]), int(data["iterations"])
         self.episodes, self.time_s = int(data["episodes"]), float(data["time_s"])
+        self.training_iteration = int(data.get("training_iteration", 0))
+        steps, began_s = data.get("iteration_began", (self.timesteps, self.time_s))
+        self.iteration_began = int(steps), float(began_s)
         self.recent_returns.extend(map(float, data["recent_returns"]))
         self.recent_lengths.extend(map(int, data["recent_lengths"]))
         for model, window in self.returns_of.items():

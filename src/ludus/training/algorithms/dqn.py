@@ -47,6 +47,8 @@ class DQNConfig(LearnerConfig):
 
     learns: ClassVar[str] = VALUES
     replays: ClassVar[bool] = True
+    report_s: ClassVar[float] = 0.5
+    iteration_timesteps: ClassVar[int] = 1000
 
     sampling: Literal["sync", "pipelined", "async"] = Field(
         "async", description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind."
@@ -90,7 +92,6 @@ class DQNConfig(LearnerConfig):
         default_factory=list, description="Dense layers after those of `model:`; two sets of them if dueling."
     )
     td_error_loss_fn: Literal["huber", "mse"] = Field("huber", description="Of the error: its square, or linear beyond 1.")
-    min_time_s_per_iteration: float = Field(0.5, ge=0, description="Report at most once in so many seconds.")
 
     @model_validator(mode="before")
     @classmethod
@@ -118,13 +119,6 @@ class DQNConfig(LearnerConfig):
         if model.core or model.use_lstm:
             raise ValueError("DQN learns from single steps, which tell a recurrent model nothing; use PPO, APPO or IMPALA")
         return model
-
-    @field_validator("batch_mode")
-    @classmethod
-    def _any_steps(cls, mode: str) -> str:
-        if mode != "truncate_episodes":
-            raise ValueError("DQN learns from single steps: whole episodes are nothing to it")
-        return mode
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ _MOST = 20.0  # of |log ratio|: beyond every threshold, and its exponential is s
 class IMPALAConfig(ActorCriticConfig):
     """Hyper-parameters of IMPALA; names as RLlib users know them."""
 
+    iteration_s: ClassVar[float] = 10.0
+
     sampling: Literal["sync", "pipelined", "async"] = Field(
         "async",
         description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind.",
