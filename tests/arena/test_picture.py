@@ -12,8 +12,11 @@ from PIL import Image
 from ludus.errors import UsageError
 from ludus.games.arena import layout
 from ludus.games.arena.arena import Arena
+from ludus.games.arena.bands import DirtyTiles
 from ludus.games.arena.layout import ALIVE, HP, SEEN, X, Y, creep_slot, structure_slot
 from ludus.games.arena.picture import SMALL, Painter, png, save_png
+from ludus.games.arena.scripts import SCRIPTS
+from ludus.games.arena.yuv import Yuv420
 from ludus.tree import Array
 from ludus.types import Ints32
 from tests.arena.recorded import play
@@ -63,6 +66,51 @@ def test_the_same_state_is_the_same_picture(state: State, small: Painter) -> Non
     small.rgb(other, state[1])  # what was painted in between leaves no trace
     assert np.array_equal(first, small.rgb(*state))
     assert np.array_equal(first, Painter(THREE, SMALL).rgb(*state))
+
+
+@pytest.mark.parametrize(("width", "camp"), [(1280, None), (SMALL, None), (960, 1)])
+def test_what_is_repainted_in_part_is_what_would_be_painted_anew(width: int, camp: int | None) -> None:
+    """Whatever moved, fell, was cast or died since the last picture."""
+    arena = Arena(THREE, 1)
+    arena.reset([5])
+    painter = Painter(THREE, width, camp=camp)
+    scripts = np.full((1, 2 * THREE), SCRIPTS.index("hard"), np.int8)
+    for number in range(132):
+        arena.step(arena.script(scripts))
+        boxes = painter.update(arena.units[0], arena.match[0]) if number % 12 == 0 else None
+        if number in (90, 131):
+            before = painter.frame.copy()
+            boxes = painter.update(arena.units[0], arena.match[0])
+            fresh = Painter(THREE, width, camp=camp).rgb(arena.units[0], arena.match[0])
+            assert np.array_equal(painter.frame, fresh)
+            for left, top, right, bottom in boxes:
+                before[top:bottom, left:right] = fresh[top:bottom, left:right]
+            assert np.array_equal(before, fresh), "all that changed is in the boxes"
+
+
+def test_a_picture_in_planes_is_what_is_seen(state: State, small: Painter) -> None:
+    picture = small.rgb(*state)
+    planes = Yuv420(small.height, small.width)
+    planes.update(picture, [(0, 0, small.width, small.height)])
+    expected = np.array(Image.fromarray(picture).convert("YCbCr")).astype(float)
+    y = (planes.planes[: small.height] - 16.0) * 255 / 219
+    assert np.abs(y - expected[..., 0]).max() < 2.5
+    half = planes.planes[small.height :].reshape(2, small.height // 2, small.width // 2)
+    for plane, channel in zip(half, (1, 2), strict=True):
+        colour = expected[..., channel].reshape(small.height // 2, 2, small.width // 2, 2).mean((1, 3))
+        assert np.abs((plane - 128.0) * 255 / 224 + 128 - colour).max() < 2.5
+    patched = Yuv420(small.height, small.width)
+    patched.update(picture, [(0, 0, 321, small.height), (321, 0, small.width, small.height)])
+    assert np.array_equal(patched.planes, planes.planes)
+
+
+def test_tiles_that_were_painted_on_are_covered_and_no_others() -> None:
+    tiles = DirtyTiles((300, 200))
+    assert list(tiles.boxes()) == []
+    tiles.mark(70, 10, 130, 140)
+    tiles.mark(290, -50, 900, 3)
+    tiles.mark(-90, 10, -5, 20)
+    assert sorted(tiles.boxes()) == [(64, 0, 192, 64), (64, 64, 192, 192), (256, 0, 300, 64)]
 
 
 def test_painting_changes_nothing_in_the_match(state: State, small: Painter) -> None:

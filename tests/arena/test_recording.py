@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,15 @@ def test_a_film_that_cannot_be_is_not_begun(options: dict[str, Any], said: str, 
 def test_a_film_is_called_mp4(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Call it film\.mp4"):
         film(read_recording(file), tmp_path / "film.gif")
+
+
+def test_a_film_of_a_later_part_shows_the_same_states(file: Path) -> None:
+    recording = read_recording(file)
+    whole = resampled(ticks(recording), 0.5, 7.1, 8.3)
+    part = resampled(ticks(recording, math.floor(7.1 * 15) - 1), 0.5, 7.1, 8.3)
+    for (units, match), (other_units, other_match) in zip(whole, part, strict=True):
+        assert np.array_equal(units, other_units)
+        assert np.array_equal(match, other_match)
 
 
 def test_a_replay_that_goes_another_way_makes_no_film(file: Path, tmp_path: Path) -> None:

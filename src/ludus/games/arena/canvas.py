@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -24,6 +24,7 @@ OVERSAMPLING: Final = 2
 _SPRITE_OVERSAMPLING: Final = 4
 _TEXTS: Final = 1024  # that are kept; a picture has about a hundred
 _SPRITES: Final = 512
+_REGIONS: Final = 1024  # of some 10 kB each
 
 Colour = tuple[int, ...]
 """Red, green, blue, and if it is translucent its opacity."""
@@ -40,32 +41,73 @@ def faded(colour: Colour, opacity: float) -> Colour:
     return (*colour[:3], round(255 * max(0.0, min(1.0, opacity))))
 
 
-class Canvas:
-    """`scale`: pixels of the finished picture for one of the design."""
+def lay(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int], mask: Image.Image | None = None) -> None:
+    """As `target.paste(source, at, mask)`, which takes three times as long for a small source: a picture has over a hundred of them. Both
+    images are in memory, of the same mode (or the source has opacity and is its own mask)."""
+    sized = mask if mask is not None else source
+    assert isinstance(sized, Image.Image)
+    box = at[0], at[1], at[0] + sized.width, at[1] + sized.height
+    core: Any = target.im
+    found = source.im if isinstance(source, Image.Image) else source
+    if mask is None:
+        core.paste(found, box)
+    else:
+        core.paste(found, box, mask.im)
 
-    def __init__(self, ground: Image.Image, scale: float, store: Store | None = None) -> None:
+
+class Marks(Protocol):
+    """Is told which pixels of the image are painted on, margins included."""
+
+    def mark(self, left: float, top: float, right: float, bottom: float) -> None: ...
+
+
+class Canvas:
+    """`scale`: pixels of the finished picture for one of the design. `origin`: where in the whole picture the image begins, in
+    oversampled pixels, both even; what is painted outside of it is clipped."""
+
+    def __init__(
+        self,
+        ground: Image.Image,
+        scale: float,
+        store: Store | None = None,
+        origin: tuple[int, int] = (0, 0),
+        marks: Marks | None = None,
+    ) -> None:
         self.image = ground
         self.k = scale * OVERSAMPLING
         self.store = store or Store()
+        self._left, self._top = origin
+        self._marks = marks
         self._draw = ImageDraw.Draw(ground, "RGBA")
+        self._opaque = ImageDraw.Draw(ground)
+        """Does not blend, which takes a tenth of the time."""
+
+    def pixel(self, at: Point) -> Point:
+        """Where a point of the design is in the image."""
+        return at[0] * self.k - self._left, at[1] * self.k - self._top
+
+    def mark(self, left: float, top: float, right: float, bottom: float) -> None:
+        if self._marks is not None:
+            self._marks.mark(left - 1, top - 1, right + 1, bottom + 1)
+
+    def _square(self, at: Point, radius: float) -> tuple[float, float, float, float]:
+        """Around a circle; marked."""
+        r = radius * self.k
+        x, y = at[0] * self.k - self._left, at[1] * self.k - self._top
+        self.mark(x - r, y - r, x + r, y + r)
+        return x - r, y - r, x + r, y + r
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
     def circle(self, at: Point, radius: float, fill: Colour | None = None, edge: Colour | None = None, width: float = 1) -> None:
-        r = radius * self.k
-        x, y = at[0] * self.k, at[1] * self.k
-        self._draw.ellipse((x - r, y - r, x + r, y + r), fill, edge, max(1, round(width * self.k)) if edge else 0)
+        self._draw.ellipse(self._square(at, radius), fill, edge, max(1, round(width * self.k)) if edge else 0)
 
     def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
         """Angles in degrees, clockwise from three o'clock."""
-        r = radius * self.k
-        x, y = at[0] * self.k, at[1] * self.k
-        self._draw.arc((x - r, y - r, x + r, y + r), start, end, colour, max(1, round(width * self.k)))
+        self._draw.arc(self._square(at, radius), start, end, colour, max(1, round(width * self.k)))
 
     def pie(self, at: Point, radius: float, start: float, end: float, colour: Colour) -> None:
-        r = radius * self.k
-        x, y = at[0] * self.k, at[1] * self.k
-        self._draw.pieslice((x - r, y - r, x + r, y + r), start, end, colour)
+        self._draw.pieslice(self._square(at, radius), start, end, colour)
 
     def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
         """A broken circle."""
@@ -75,13 +117,18 @@ class Canvas:
             self.arc(at, radius, start, start + step * 0.55, colour, width)
 
     def line(self, a: Point, b: Point, colour: Colour, width: float) -> None:
-        self._draw.line((a[0] * self.k, a[1] * self.k, b[0] * self.k, b[1] * self.k), colour, max(1, round(width * self.k)))
+        (ax, ay), (bx, by), thick = self.pixel(a), self.pixel(b), max(1, round(width * self.k))
+        self.mark(min(ax, bx) - thick, min(ay, by) - thick, max(ax, bx) + thick, max(ay, by) + thick)
+        self._draw.line((ax, ay, bx, by), colour, thick)
 
     def polygon(self, points: Sequence[Point], fill: Colour | None, edge: Colour | None = None, width: float = 1) -> None:
-        scaled = [(x * self.k, y * self.k) for x, y in points]
+        scaled = [(x * self.k - self._left, y * self.k - self._top) for x, y in points]
+        thick = max(1, round(width * self.k)) if edge is not None else 0
+        across, down = [x for x, _ in scaled], [y for _, y in scaled]
+        self.mark(min(across) - thick, min(down) - thick, max(across) + thick, max(down) + thick)
         self._draw.polygon(scaled, fill)
         if edge is not None:
-            self._draw.line([*scaled, scaled[0]], edge, max(1, round(width * self.k)), joint="curve")
+            self._draw.line([*scaled, scaled[0]], edge, thick, joint="curve")
 
     def box(
         self,
@@ -94,18 +141,31 @@ class Canvas:
         round_by: float = 0.0,
         edge_width: float = 1,
     ) -> None:
-        k = self.k
-        where = (round(left * k), round(top * k), round((left + width) * k) - 1, round((top + height) * k) - 1)
+        k, dx, dy = self.k, self._left, self._top
+        where = (
+            round(left * k) - dx,
+            round(top * k) - dy,
+            round((left + width) * k) - dx - 1,
+            round((top + height) * k) - dy - 1,
+        )
         if where[2] < where[0] or where[3] < where[1]:
             return
+        self.mark(*where)
         if fill is not None and len(fill) == 3 and edge is None and not round_by:
-            self.image.paste(fill, (where[0], where[1], where[2] + 1, where[3] + 1))  # ten times as fast as blending it
+            self._opaque.rectangle(where, fill)
             return
         thick = max(1, round(edge_width * k)) if edge else 0
         if round_by:
             self._draw.rounded_rectangle(where, round_by * k, fill, edge, thick)
         else:
             self._draw.rectangle(where, fill, edge, thick)
+
+    def tint(self, colour: Colour, upper_left: Point, lower_right: Point, opacity: Image.Image) -> None:
+        """Lay a colour over a rectangle; `opacity` ("L") is stretched to it."""
+        (left, top), (right, bottom) = self.pixel(upper_left), self.pixel(lower_right)
+        box = round(left), round(top), round(right), round(bottom)
+        self.mark(*box)
+        self.image.paste(colour, box, opacity.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.BILINEAR))
 
     # -- text and sprites ---------------------------------------------------------------------------------------------
 
@@ -114,24 +174,56 @@ class Canvas:
     ) -> None:
         """Centred vertically on `at`; `halo`: a dark rim, so that it can be read on anything."""
         mask, rise = self.store.text(text, max(1, round(size * self.k)), bold, 0)
-        x = at[0] * self.k - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor]
-        y = at[1] * self.k - rise
+        x, y = self.pixel(at)
+        x, y = x - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor], y - rise
+        self.mark(x, y, x + mask.width, y + mask.height)
         if halo:
             rim = max(1, round(halo * self.k))
             shade, _ = self.store.text(text, max(1, round(size * self.k)), bold, rim)
-            self.image.paste((8, 12, 16), (round(x) - rim, round(y) - rim), shade)
-        self.image.paste(colour[:3], (round(x), round(y)), mask)
+            self.mark(x - rim, y - rim, x - rim + shade.width, y - rim + shade.height)
+            lay(self.image, (8, 12, 16), (round(x) - rim, round(y) - rim), shade)
+        lay(self.image, colour[:3], (round(x), round(y)), mask)
 
     def text_width(self, text: str, size: float, bold: bool = True) -> float:
         return self.store.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
 
+    def cached(self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[], None]) -> None:
+        """Paint a rectangle of this canvas, or bring back what `paint` has painted there for the same key. What lies below must always be
+        the same."""
+        (x, y), (width, height) = self.pixel(upper_left), size
+        left, top = math.floor(x), math.floor(y)
+        right, bottom = math.ceil(x + width * self.k), math.ceil(y + height * self.k)
+        whole = (*key, left, top, self._left, self._top)
+        found = self.store.region(whole)
+        if found is None:
+            paint()
+            self.store.keep_region(whole, self.image.crop((left, top, right, bottom)))
+        else:
+            self.mark(left, top, right, bottom)
+            lay(self.image, found, (left, top))
+
     def sprite(self, key: tuple[object, ...], at: Point, half: float, paint: Callable[[SpriteCanvas], None]) -> None:
         """Paint once, show often: `paint` draws into a square from −half to half, and is told apart from others by its key."""
         image = self.store.sprite((*key, half), half * self.k, half, paint)
-        self.image.paste(image, (round(at[0] * self.k - image.width / 2), round(at[1] * self.k - image.height / 2)), image)
+        x, y = self.pixel(at)
+        left, top = round(x - image.width / 2), round(y - image.height / 2)
+        self.mark(left, top, left + image.width, top + image.height)
+        lay(self.image, image, (left, top), image)
 
-    def finished(self) -> Image.Image:
-        return self.image.reduce(OVERSAMPLING)
+    def label(
+        self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[Canvas, Point], None], margin: float = 0.0
+    ) -> None:
+        """Paint once, show often: `paint` draws onto a transparent canvas, where the upper left corner is told to it."""
+        image = self.store.region(key)
+        if image is None:
+            pixels = [math.ceil((side + 2 * margin) * self.k) for side in size]
+            image = Image.new("RGBA", (pixels[0], pixels[1]))
+            paint(Canvas(image, self.k / OVERSAMPLING, self.store), (margin, margin))
+            self.store.keep_region(key, image)
+        x, y = self.pixel((upper_left[0] - margin, upper_left[1] - margin))
+        left, top = round(x), round(y)
+        self.mark(left, top, left + image.width, top + image.height)
+        lay(self.image, image, (left, top), image)
 
 
 class Store:
@@ -140,6 +232,7 @@ class Store:
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str, int, bool, int], tuple[Image.Image, float]] = OrderedDict()
         self._sprites: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
+        self._regions: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
 
     def text(self, text: str, size: int, bold: bool, rim: int) -> tuple[Image.Image, float]:
         """Its opacity, and how far its middle is below its upper edge."""
@@ -158,6 +251,17 @@ class Store:
         else:
             self._texts.move_to_end(key)
         return found
+
+    def region(self, key: tuple[object, ...]) -> Image.Image | None:
+        found = self._regions.get(key)
+        if found is not None:
+            self._regions.move_to_end(key)
+        return found
+
+    def keep_region(self, key: tuple[object, ...], image: Image.Image) -> None:
+        self._regions[key] = image
+        if len(self._regions) > _REGIONS:
+            self._regions.popitem(last=False)
 
     def sprite(
         self, key: tuple[object, ...], half_pixels: float, half: float, paint: Callable[[SpriteCanvas], None]

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 
 log = logging.getLogger(__name__)
 
-_SOURCES = ("arena", "compiled", "geometry", "heroes", "layout", "observe", "rules", "scripts", "settings", "tactics")
+_SOURCES = ("arena", "compiled", "geometry", "heroes", "layout", "observe", "rules", "scripts", "settings", "tactics", "yuv")
 """Files with kernels, or with constants that kernels have compiled in."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ludus.games.arena import layout
-from ludus.games.arena.canvas import Canvas, Colour, faded, mixed
+from ludus.games.arena.canvas import Canvas, Colour, mixed
 from ludus.games.arena.heroes import H_PERIOD, HEROES, S_COOLDOWN, S_MANA, SKILL_COLUMNS, SKILLS_AT, TABLE
 from ludus.games.arena.rules import MAX_ITEMS, MAX_LEVEL, MEND_COOLDOWN, needed
 from ludus.games.arena.tokens import BRIGHT, CAMPS, INK, PALE, coin, star
@@ -53,40 +54,63 @@ def bar(canvas: Canvas, box: Box, share: float, colour: Colour, extra: float = 0
     canvas.box(box.left, box.top, filled, box.height, colour)
     if extra > 0:
         canvas.box(box.left + filled, box.top, min(box.width * extra, box.width - filled + 0.01), box.height, (236, 240, 244))
-    canvas.box(box.left, box.top, filled, max(1.0, box.height * 0.3), faded((255, 255, 255), 0.22))
+    canvas.box(box.left, box.top, filled, max(1.0, box.height * 0.3), mixed(colour, (255, 255, 255), 0.22))
 
 
 # -- the score ----------------------------------------------------------------------------------------------------------
 
 
-def score(
-    canvas: Canvas, box: Box, units: Ints32, match: Ints32, names: tuple[str, str], camp: int | None = None, small: bool = False
-) -> None:
-    """`camp`: the one that looks, which does not know the other's gold."""
-    looks = camp
+@dataclass(frozen=True)
+class Summary:
+    """What the score shows."""
+
+    ticks: int
+    limit: int
+    wave: int
+    kills: tuple[int, int]
+    gold: tuple[int, int]
+    standing: tuple[tuple[bool, ...], tuple[bool, ...]]
+    """Of each camp, which of its buildings."""
+    camp: int | None
+    """The camp that looks, which does not know the other's gold; None: a spectator."""
+
+
+def summarise(units: Ints32, match: Ints32, camp: int | None = None) -> Summary:
     size = int(match[layout.SIZE])
+    heroes = (slice(0, size), slice(size, 2 * size))
+    standing = units[layout.ALIVE]
+    second = int(match[layout.TICK]) // layout.TICKS_PER_SECOND * layout.TICKS_PER_SECOND
+    kills, gold = ([int(units[field, side].sum()) for side in heroes] for field in (layout.KILLS, layout.EARNED))
+    if camp is not None:
+        gold[1 - camp] = 0
+    buildings = [
+        tuple(bool(standing[layout.structure_slot(size, side, which)]) for which in range(layout.STRUCTURES)) for side in (0, 1)
+    ]
+    return Summary(
+        second,
+        int(match[layout.LIMIT]),
+        int(match[layout.WAVES]),
+        (kills[0], kills[1]),
+        (gold[0], gold[1]),
+        (buildings[0], buildings[1]),
+        camp,
+    )
+
+
+def score(canvas: Canvas, box: Box, summary: Summary, names: tuple[str, str], small: bool = False) -> None:
+    looks, gold = summary.camp, summary.gold
     middle = box.left + box.width / 2
     y = box.top + box.height * 0.5
     big = box.height * 0.42
     canvas.box(middle - big * 2.2, box.top, big * 4.4, box.height, PANEL)
-    canvas.text((middle, y if small else y - 5), clock(int(match[layout.TICK])), big * 0.98, BRIGHT, "middle")
+    canvas.text((middle, y if small else y - 5), clock(summary.ticks), big * 0.98, BRIGHT, "middle")
     if not small:
-        canvas.text(
-            (middle, y + 18),
-            f"of {clock(int(match[layout.LIMIT]))} · wave {int(match[layout.WAVES])}",
-            9.5,
-            QUIET,
-            "middle",
-            bold=False,
-        )
-    gold = [int(units[layout.EARNED, camp * size : (camp + 1) * size].sum()) for camp in (0, 1)]
+        canvas.text((middle, y + 18), f"of {clock(summary.limit)} · wave {summary.wave}", 9.5, QUIET, "middle", bold=False)
     for camp, way in ((0, -1), (1, 1)):
-        heroes = slice(camp * size, (camp + 1) * size)
-        kills = int(units[layout.KILLS, heroes].sum())
         at = middle + way * big * 3.1
-        canvas.text((at, y), str(kills), big * 1.1, CAMPS[camp], "middle")
+        canvas.text((at, y), str(summary.kills[camp]), big * 1.1, CAMPS[camp], "middle")
         at += way * big * 1.5
-        _towers(canvas, at, y, way, units, size, camp, box.height * 0.13)
+        _towers(canvas, at, y, way, summary.standing[camp], camp, box.height * 0.13)
         if looks in (None, camp):
             at += way * box.height * 1.1
             canvas.circle((at, y), box.height * 0.085, GOLD, (140, 100, 30), 1.2)
@@ -101,18 +125,16 @@ def score(
         canvas.box(box.left, box.bottom - 3, box.width, 3, CAMPS[looks])
 
 
-def _towers(canvas: Canvas, at: float, y: float, way: int, units: Ints32, size: int, camp: int, radius: float) -> None:
+def _towers(canvas: Canvas, at: float, y: float, way: int, standing: tuple[bool, ...], camp: int, radius: float) -> None:
     """Those that still stand: the outer one nearest to the middle."""
-    for which in range(layout.STRUCTURES):
-        slot = layout.structure_slot(size, camp, which)
+    for which, alive in enumerate(standing):
         x = at + way * which * radius * 2.5
         r = radius * (1.25 if which == layout.CORE else 1.0)
         gem = [(x, y - r), (x + r * 0.75, y), (x, y + r), (x - r * 0.75, y)]
-        alive = bool(units[layout.ALIVE, slot])
         canvas.polygon(gem, CAMPS[camp] if alive else (44, 52, 58), PALE[camp] if alive else (70, 80, 88), 1)
 
 
-def _lead(canvas: Canvas, box: Box, gold: list[int]) -> None:
+def _lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
     """Who has earned more: the bar is divided as the gold is."""
     share = (gold[0] + 500) / (sum(gold) + 1_000)
     canvas.box(box.left, box.top, box.width * share, box.height, mixed(CAMPS[0], INK, 0.15))
@@ -127,27 +149,35 @@ ALL, OUTSIDE, NOTHING = range(3)
 """What is known of a hero: everything; what can be seen from outside; only what everybody is told."""
 
 
-def panels(canvas: Canvas, box: Box, units: Ints32, match: Ints32, known: list[int]) -> None:
-    """`known`: how much of each hero."""
-    for slot, place in enumerate(_places(box, int(match[layout.SIZE]))):
-        _panel(canvas, place, units[:, slot], known[slot])
+_UNSEEN: Final = (layout.X, layout.Y, layout.READY)
+"""Fields of a hero that no panel shows, and that change from picture to picture."""
 
 
-def frames(canvas: Canvas, box: Box, size: int) -> None:
+def shown_of(unit: Ints32) -> list[int]:
+    """What a panel may show of a hero: where this is the same, so is the panel."""
+    shown: list[int] = unit.tolist()
+    for field in _UNSEEN:
+        shown[field] = 0
+    return shown
+
+
+def frames(canvas: Canvas, places: list[Box]) -> None:
     """What of the panels is always the same."""
-    for slot, place in enumerate(_places(box, size)):
+    for slot, place in enumerate(places):
         canvas.box(place.left, place.top, place.width, place.height, PANEL, PANEL_EDGE, 5)
-        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[slot // size])
+        canvas.box(place.left + 6, place.top, place.width - 12, 3, CAMPS[2 * slot // len(places)])
 
 
-def _places(box: Box, size: int) -> list[Box]:
+def places(box: Box, size: int) -> list[Box]:
+    """Of the panels of all heroes; `GAP` apart."""
     half = box.width / 2
     width = (half - GAP * 1.5) / size - GAP / size * (size - 1)
     lefts = [box.left + camp * (half - GAP * 0.5) + GAP + i * (width + GAP) for camp in (0, 1) for i in range(size)]
     return [Box(left, box.top + GAP, width, box.height - 2 * GAP) for left in lefts]
 
 
-def _panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
+def panel(canvas: Canvas, box: Box, unit: Ints32, known: int) -> None:
+    """`known`: how much of the hero."""
     dead = not unit[layout.ALIVE]
     if dead:
         canvas.box(box.left + 6, box.top, box.width - 12, 3, (84, 90, 96))
@@ -229,26 +259,49 @@ def _condition(canvas: Canvas, box: Box, unit: Ints32, dead: bool, known: int) -
         _items(canvas, inner, box.top + 96, inner + 80, unit)
 
 
+@dataclass(frozen=True)
+class _Skill:
+    """How the button of a skill looks; skill 3 is the healing that every hero has."""
+
+    number: int
+    camp: int
+    waits_s: int
+    cover: int
+    """How many oversampled pixels of it are covered by the waiting time."""
+    short: bool
+    """Of mana."""
+    dead: bool
+    casting: bool
+
+
 def _skills(canvas: Canvas, left: float, top: float, side: float, unit: Ints32, dead: bool) -> None:
     camp, row = int(unit[layout.CAMP]), int(unit[layout.HERO_ROW])
-    for k, sign in enumerate(("1", "2", "3", "+")):
-        x = left + k * (side + 5)
+    for k in range(4):
         waits = int(unit[layout.COOLDOWN_1 + k])
         whole = MEND_COOLDOWN if k == 3 else int(TABLE[row, SKILLS_AT + k * SKILL_COLUMNS + S_COOLDOWN])
         short = k < 3 and int(unit[layout.MANA]) < int(TABLE[row, SKILLS_AT + k * SKILL_COLUMNS + S_MANA])
-        ready = waits == 0 and not short and not dead
-        canvas.box(
-            x, top, side, side, (38, 74, 60) if k == 3 and ready else mixed(CAMPS[camp], INK, 0.68) if ready else DEEP, None, 4
-        )
-        if waits:
-            high = side * min(1.0, waits / max(1, whole))
-            canvas.box(x, top + side - high, side, high, (58, 70, 80), None, min(4.0, high / 2))
-            canvas.text((x + side / 2, top + side / 2), str(_seconds(waits)), side * 0.44, BRIGHT, "middle", halo=0.8)
-        else:
-            colour = MANA if short else (150, 230, 180) if k == 3 else PALE[camp]
-            canvas.text((x + side / 2, top + side / 2), sign, side * 0.5, colour if not dead else QUIET, "middle")
-        edge = ((120, 210, 160) if k == 3 else CAMPS[camp]) if ready else PANEL_EDGE
-        canvas.box(x, top, side, side, None, BRIGHT if k < 3 and unit[layout.CAST] == k + 1 else edge, 4, 1.4)
+        cover = round(side * min(1.0, waits / max(1, whole)) * canvas.k)
+        casting = k < 3 and int(unit[layout.CAST]) == k + 1
+        skill = _Skill(k, camp, _seconds(waits), cover, short, dead, casting)
+        x = left + k * (side + 5)
+        canvas.cached((skill,), (x, top), (side, side), partial(_skill, canvas, x, top, side, skill))
+
+
+def _skill(canvas: Canvas, x: float, top: float, side: float, skill: _Skill) -> None:
+    mends, camp = skill.number == 3, skill.camp
+    ready = not (skill.waits_s or skill.short or skill.dead)
+    face = (38, 74, 60) if mends and ready else mixed(CAMPS[camp], INK, 0.68) if ready else DEEP
+    canvas.box(x, top, side, side, face, None, 4)
+    middle = (x + side / 2, top + side / 2)
+    if skill.waits_s:
+        high = skill.cover / canvas.k
+        canvas.box(x, top + side - high, side, high, (58, 70, 80), None, min(4.0, high / 2))
+        canvas.text(middle, str(skill.waits_s), side * 0.44, BRIGHT, "middle", halo=0.8)
+    else:
+        colour = MANA if skill.short else (150, 230, 180) if mends else PALE[camp]
+        canvas.text(middle, "123+"[skill.number], side * 0.5, colour if not skill.dead else QUIET, "middle")
+    edge = ((120, 210, 160) if mends else CAMPS[camp]) if ready else PANEL_EDGE
+    canvas.box(x, top, side, side, None, BRIGHT if skill.casting else edge, 4, 1.4)
 
 
 def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:
@@ -259,10 +312,16 @@ def _gold(canvas: Canvas, left: float, y: float, unit: Ints32) -> None:
 
 def _items(canvas: Canvas, left: float, top: float, right: float, unit: Ints32) -> None:
     pip = min(9.0, (right - left) / MAX_ITEMS - 2)
-    for i in range(MAX_ITEMS):
-        has = i < int(unit[layout.ITEMS])
-        x = left + 2 + i * (pip + 2)
-        canvas.box(x, top, pip, pip, GOLD if has else DEEP, (140, 100, 30) if has else PANEL_EDGE, 1.5, 1)
+    items = min(MAX_ITEMS, int(unit[layout.ITEMS]))
+
+    def paint() -> None:
+        for i in range(MAX_ITEMS):
+            has = i < items
+            x = left + 2 + i * (pip + 2)
+            canvas.box(x, top, pip, pip, GOLD if has else DEEP, (140, 100, 30) if has else PANEL_EDGE, 1.5, 1)
+
+    if pip > 0:
+        canvas.cached(("items", items), (left, top), (2 + MAX_ITEMS * (pip + 2), pip), paint)
 
 
 def _levels(canvas: Canvas, box: Box, unit: Ints32) -> None:

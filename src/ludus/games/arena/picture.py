@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from ludus.errors import UsageError
 from ludus.games.arena import layout, panels, tokens
+from ludus.games.arena.bands import Band, PixelBox
 from ludus.games.arena.canvas import OVERSAMPLING, Canvas, Colour, Point, SpriteCanvas, Store, faded, mixed
 from ludus.games.arena.ground import MARGIN, ground
 from ludus.games.arena.heroes import (
@@ -31,8 +32,9 @@ from ludus.games.arena.heroes import (
     SKILLS_AT,
     TABLE,
 )
+from ludus.games.arena.labels import Label, paint_label, share_px
 from ludus.games.arena.layout import ALIVE, CAMP, KIND, RADIUS, X, Y
-from ludus.games.arena.panels import Box, badge, bar
+from ludus.games.arena.panels import Box, bar
 from ludus.games.arena.rules import CREEP_SIGHT, MEND_COOLDOWN, RECALL_TICKS, SIGHT, TOWER_SIGHT
 from ludus.games.arena.sealed import write_whole
 from ludus.games.arena.tokens import CAMPS, INK, PALE
@@ -45,6 +47,7 @@ NAMES: Final = ("Blue", "Orange")
 MIN_WIDTH, MAX_WIDTH = 160, 7_680
 
 _LABEL = 21.0
+_LABEL_MARGIN = 14.0  # long names and the badge reach beyond a label's box
 _PUSHES, _FARTHEST = 12, 16.0  # how often tokens that overlap are pushed apart, and how far from their true place at most
 _BLOW, _FLASH = 4, 6  # ticks for which a blow, or a skill, is still seen
 _WHITE = (255, 255, 255)
@@ -101,33 +104,42 @@ class Painter:
         self._scale = self.width / self.design.width
         self.height = round(self.design.height * self._scale) // 2 * 2
         self._store = Store()
-        self._ground = self._painted_ground()
+        self._make_bands()
 
     def paint(self, units: Ints32, match: Ints32) -> Image.Image:
         """`units[FIELDS, U]` and `match[MATCH_FIELDS]` of one match."""
+        self.update(units, match)
+        return Image.fromarray(self.frame)
+
+    def rgb(self, units: Ints32, match: Ints32) -> Array:
+        """uint8 [height, width, 3]."""
+        self.update(units, match)
+        return self.frame.copy()
+
+    def update(self, units: Ints32, match: Ints32) -> list[PixelBox]:
+        """Bring `frame` to this state; which parts of it were repainted."""
         self._check(units, match)
         units = _tame(units)
-        canvas = Canvas(self._ground.copy(), self._scale, self._store)
+        scene, changed = self._update_field(units, match)
+        summary = panels.summarise(units, match, self.camp)
+        if not self._score.is_showing(summary):
+            box = Box(0, 0, self.design.width, self.design.score)
+            panels.score(self._score.begin(), box, summary, self.names, small=not self.design.panels)
+            changed += self._score.end()
+        for slot, (band, place) in enumerate(zip(self._panels, self._places, strict=True)):
+            known = scene.known(slot)
+            if not band.is_showing((known, *panels.shown_of(units[:, slot]))):
+                panels.panel(band.begin(), place, units[:, slot], known)
+                changed += band.end()
+        return changed
+
+    def _update_field(self, units: Ints32, match: Ints32) -> tuple[_Scene, list[PixelBox]]:
+        canvas = self._field.begin()
         scene = _Scene(canvas, self.design, units, match, self.camp)
         scene.paint()
         if match[layout.OVER]:
             panels.banner(canvas, self.design.field, match, self.names)
-        panels.score(
-            canvas,
-            Box(0, 0, self.design.width, self.design.score),
-            units,
-            match,
-            self.names,
-            self.camp,
-            small=not self.design.panels,
-        )
-        if self.design.panels:
-            panels.panels(canvas, self._below, units, match, [scene.known(slot) for slot in range(2 * self.size)])
-        return canvas.finished()
-
-    def rgb(self, units: Ints32, match: Ints32) -> Array:
-        """uint8 [height, width, 3]."""
-        return np.array(self.paint(units, match))
+        return scene, self._field.end()
 
     def _check(self, units: Ints32, match: Ints32) -> None:
         expected = (layout.FIELDS, layout.units_of(self.size))
@@ -137,19 +149,27 @@ class Painter:
                 f"Give units {list(expected)} and match [{layout.MATCH_FIELDS}] of one match, as arena.units[m], arena.match[m].",
             )
 
-    def _painted_ground(self) -> Image.Image:
-        field = self.design.field
-        top, bottom = round(field.top * self._scale), round(field.bottom * self._scale)
+    def _make_bands(self) -> None:
+        """Paint what is always the same, and divide the picture into what changes apart from the rest."""
+        field, scale = self.design.field, self._scale
+        top, bottom = round(field.top * scale), round(field.bottom * scale)
         whole = Image.new("RGB", (self.width, self.height), panels.BACK)
         whole.paste(Image.fromarray(ground(self.width, bottom - top, CAMPS)), (0, top))
-        large = whole.resize((self.width * OVERSAMPLING, self.height * OVERSAMPLING), Image.Resampling.NEAREST)
-        if self.design.panels:
-            panels.frames(Canvas(large, self._scale), self._below, self.size)
-        return large
+        background = whole.resize((self.width * OVERSAMPLING, self.height * OVERSAMPLING), Image.Resampling.NEAREST)
+        below = Box(0, field.bottom, self.design.width, self.design.panels)
+        self._places = panels.places(below, self.size) if self.design.panels else []
+        panels.frames(Canvas(background, scale), self._places)
+        self.frame: Array = np.array(background.reduce(OVERSAMPLING))
+        """uint8 [height, width, 3], the last picture; belongs to the painter."""
 
-    @property
-    def _below(self) -> Box:
-        return Box(0, self.design.field.bottom, self.design.width, self.design.panels)
+        def band(left: int, upper: int, right: int, lower: int, tiled: bool = False) -> Band:
+            return Band(background, (left, upper, right, lower), self.frame, scale, self._store, tiled=tiled)
+
+        self._score = band(0, 0, self.width, top)
+        self._field = band(0, top, self.width, bottom, tiled=True)
+        gap = panels.GAP / 2
+        sides = [(round((place.left - gap) * scale), round((place.right + gap) * scale)) for place in self._places]
+        self._panels = [band(left, bottom, right, self.height) for left, right in sides]
 
 
 def png(image: Image.Image) -> bytes:
@@ -281,10 +301,8 @@ class _Scene:
             x, y, r = x / coarse, (y - field.top) / coarse, (sight + int(self.units[RADIUS, slot])) * self.mm / coarse
             draw.ellipse((x - r, y - r, x + r, y + r), fill=255)
         light = light.filter(ImageFilter.GaussianBlur(2))
-        left, top, right, bottom = (round(side * self.canvas.k) for side in (field.left, field.top, field.right, field.bottom))
         dark = light.point([round((255 - level) * 0.66) for level in range(256)])
-        mask = dark.resize((right - left, bottom - top), Image.Resampling.BILINEAR)
-        self.canvas.image.paste((6, 10, 14), (left, top, right, bottom), mask)
+        self.canvas.tint((6, 10, 14), (field.left, field.top), (field.right, field.bottom), dark)
 
     def _ranges(self) -> None:
         """How far a tower that shoots reaches, and at whom."""
@@ -541,20 +559,22 @@ class _Scene:
             self._label(slot, box)
 
     def _label(self, slot: int, box: Box) -> None:
-        camp, hero = int(self.units[CAMP, slot]), HEROES[int(self.units[layout.HERO_ROW, slot])]
-        most = max(1, int(self.units[layout.MAX_HP, slot]))
-        middle = box.left + box.width / 2
-        name, bars = (box.top + 5, box.top + 10) if camp == 0 else (box.top + 16, box.top)
-        self.canvas.text((middle + 3, name), hero.name, 9.5, PALE[camp], "middle", halo=1.1)
-        self.canvas.box(box.left + 5, bars, box.width - 5, 10.5, INK, None, 1.5)
-        hp = Box(box.left + 6, bars + 1, box.width - 7, 5.6)
-        shield = int(self.units[layout.SHIELD, slot]) / most
-        bar(self.canvas, hp, int(self.units[layout.HP, slot]) / most, CAMPS[camp], shield, (52, 56, 60))
-        for part in range(250, most, 250):
-            self.canvas.box(hp.left + hp.width * part / most - 0.3, hp.top, 0.6, hp.height * 0.6, (*INK, 190))
-        mana = int(self.units[layout.MANA, slot]) / max(1, int(self.units[layout.MAX_MANA, slot]))
-        bar(self.canvas, Box(hp.left, hp.bottom + 0.8, hp.width, 2.4), mana, panels.MANA, 0.0, (44, 44, 54))
-        badge(self.canvas, box.left + 2, bars + 5, 6.6, int(self.units[layout.LEVEL, slot]), camp)
+        units, most = self.units, max(1, int(self.units[layout.MAX_HP, slot]))
+        wide, k = box.width - 7, self.canvas.k
+        label = Label(
+            int(units[layout.HERO_ROW, slot]),
+            int(units[CAMP, slot]),
+            int(units[layout.LEVEL, slot]),
+            most,
+            share_px(int(units[layout.HP, slot]) / most, wide * k),
+            share_px(int(units[layout.SHIELD, slot]) / most, wide * k),
+            share_px(int(units[layout.MANA, slot]) / max(1, int(units[layout.MAX_MANA, slot])), wide * k),
+        )
+
+        def paint(canvas: Canvas, at: Point) -> None:
+            paint_label(canvas, Box(*at, box.width, box.height), label)
+
+        self.canvas.label(("label", label), (box.left, box.top), (box.width, box.height), paint, _LABEL_MARGIN)
 
 
 def _leaf(size: float, degrees: float) -> list[Point]:

@@ -1,0 +1,121 @@
+"""How many frames a second of a film the Arena renders and encodes, with this source tree and with another one.
+
+    git archive OLDER src | tar -x -C /tmp/older
+    python -m bench.arena_film --against /tmp/older/src            (about 3 minutes)
+
+A 3v3 match between two scripts is played and recorded once. Its first seconds are rendered in processes of their own, the two source trees
+in turn: 1280 pixels wide, 30 frames a second, as `ludus games arena play --video` does. CPU time is that of Python and ffmpeg together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.train import RESULTS, provenance
+
+_ROOT = Path(__file__).parents[1]
+_WARM_S = 2.0
+"""Of the match, rendered before the clock starts: sprites, letters and kernels are ready then."""
+
+
+def record(path: Path, seed: int) -> None:
+    words = ["games", "arena", "play", "--mode", "3v3", "--camps", "hard,medium", "--seed", str(seed), "--record", str(path)]
+    subprocess.run([sys.executable, "-m", "ludus.cli.main", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def render(recording: Path, first_s: float, last_s: float) -> dict[str, float]:
+    """In this process."""
+    from ludus.games.arena.film import film
+    from ludus.games.arena.recording import read_recording
+
+    found = read_recording(recording)
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "film.mp4"
+        film(found, out, first_s=first_s, last_s=first_s + _WARM_S)
+        cpu, began = _cpu_s(), time.perf_counter()
+        frames = film(found, out, first_s=first_s, last_s=last_s)
+        took, used = time.perf_counter() - began, _cpu_s() - cpu
+        return {"frames": frames, "fps": frames / took, "cpu_ms": used / frames * 1e3, "mb": out.stat().st_size / 1e6}
+
+
+def _cpu_s() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure(source: Path, recording: Path, first_s: float, last_s: float) -> dict[str, float]:
+    """In a process of its own, with the package from `source`."""
+    command = [sys.executable, str(Path(__file__)), "--render", str(recording), "--from", str(first_s), "--to", str(last_s)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(source), str(_ROOT)))}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(rounds: dict[str, list[dict[str, float]]]) -> str:
+    lines = ["| | frames/s by the clock | CPU time of a frame, ms | frames | file, MB |", "|---|---:|---:|---:|---:|"]
+    for name, measured in rounds.items():
+        fps, cpu = (_shown([one[key] for one in measured]) for key in ("fps", "cpu_ms"))
+        lines.append(f"| {name} | {fps} | {cpu} | {measured[0]['frames']:.0f} | {measured[0]['mb']:.1f} |")
+    return "\n".join(lines)
+
+
+def _shown(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} [{min(values):.1f}–{max(values):.1f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="the `src` directory of another version")
+    parser.add_argument("--from", dest="first_s", type=float, default=60.0, help="second of the match")
+    parser.add_argument("--to", dest="last_s", type=float, default=90.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--render", type=Path, help=argparse.SUPPRESS)
+    said = parser.parse_args()
+    if said.render is not None:
+        print(json.dumps(render(said.render, said.first_s, said.last_s)))
+        return
+    sources = ({"before": said.against} if said.against else {}) | {"now": _ROOT / "src"}
+    load = os.getloadavg()[0]
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
+    with tempfile.TemporaryDirectory() as directory:
+        recording = Path(directory) / "match.arena"
+        record(recording, said.seed)
+        for _ in range(said.repeats):
+            for name, source in sources.items():
+                rounds[name].append(measure(source, recording, said.first_s, said.last_s))
+                print(name, rounds[name][-1], flush=True)
+    write(rounds, said.last_s - said.first_s, load)
+
+
+def write(rounds: dict[str, list[dict[str, float]]], seconds: float, load: float) -> None:
+    where: Any = provenance()
+    text = [
+        "# arena-film",
+        "",
+        f"{where['date']}, commit {where['commit']}, {where['cpu']}, Python {where['python']}",
+        "",
+        f"{seconds:g} s of a recorded 3v3 match rendered and encoded as H.264, 1280 × 720, 30 frames a second, in a process of its own. CPU time of Python and",
+        f"ffmpeg together. Median [least–most] of {len(rounds['now'])} rounds, in turn. Load of the machine before it: {load:.1f}.",
+        "",
+        table(rounds),
+        "",
+    ]
+    (RESULTS / "arena-film.md").write_text("\n".join(text))
+    (RESULTS / "arena-film.json").write_text(json.dumps({**where, "load": load, "rounds": rounds}, indent=1) + "\n")
+    print("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
