@@ -236,10 +236,12 @@ class MultiAgentConfig(_Strict):
         description="What `timesteps` (stop, schedules, reports) and `train_batch_size` count: steps of the environment, in which "
         "any number of agents act; or decisions of agents, each policy its own.",
     )
-    evaluation_opponents: Literal["policies", "random"] = Field(
-        "policies",
+    evaluation_opponents: str | None = Field(
+        None,
+        min_length=1,
         description="policies: evaluations are scored by the sum over all agents; random: one agent plays, the others choose at "
-        "random, and the score is what that one earns.",
+        "random, and the score is what that one earns, with its win rate; a run or checkpoint: its policies play the others; "
+        "null = policies, and random where what one agent gains the others lose.",
     )
 
     def names(self) -> list[str]:

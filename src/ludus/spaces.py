@@ -29,15 +29,25 @@ class ArraySpec:
         return np.zeros((*leading, *self.shape), dtype=self.dtype)
 
 
+_STORED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.uint16): np.dtype(np.int32),
+    np.dtype(np.uint32): np.dtype(np.int64),
+    np.dtype(np.uint64): np.dtype(np.float32),
+}
+
+
 def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
-    """The tree of ArraySpecs in which values of `space` are stored: float64 becomes float32, discrete ones int64."""
+    """The tree of ArraySpecs in which values of `space` are stored: float64 becomes float32, discrete ones int64.
+
+    Unsigned types of more than a byte become wider signed ones (uint64 float32): torch cannot select rows of them.
+    """
     if isinstance(space, gym.spaces.Dict):
         return {key: array_spec(item, f"{where}.{key}") for key, item in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
         return tuple(array_spec(item, f"{where}.{i}") for i, item in enumerate(space.spaces))
     if isinstance(space, gym.spaces.Box):
         dtype = np.dtype(np.float32) if np.issubdtype(space.dtype, np.floating) else np.dtype(space.dtype)
-        return ArraySpec(space.shape, dtype)
+        return ArraySpec(space.shape, _STORED_AS.get(dtype, dtype))
     if isinstance(space, gym.spaces.Discrete):
         return ArraySpec((), np.dtype(np.int64))
     if isinstance(space, gym.spaces.MultiDiscrete):
@@ -48,6 +58,38 @@ def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
         f"{where} is a {type(space).__name__} space, which has no fixed array shape.",
         "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (wrap the environment).",
     )
+
+
+def check_usable(space: gym.Space[Any], what: str) -> None:
+    """Raises ConfigError for an observation or action space of which no agent can be made, saved and loaded again."""
+    _check_keys(space, what)
+    found = list(leaves(array_spec(space, what)))
+    if not any(math.prod(spec.shape) for _, spec in found):
+        raise ConfigError(f"The {what} space has no elements: {space}.", f"Give it at least one number as {what}.")
+    if what == "action" and _has_empty_part(space):
+        raise ConfigError(f"A part of the action space has no elements: {space}.", "Leave the empty part out.")
+    paths = [path for path, _ in found]
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ConfigError(f"The {what} space has two parts that are called {twice[0]!r}.", "Leave the dot out of its keys.")
+
+
+def _has_empty_part(space: gym.Space[Any]) -> bool:
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        parts = list(space.spaces.values()) if isinstance(space, gym.spaces.Dict) else list(space.spaces)
+        return not parts or any(map(_has_empty_part, parts))
+    return 0 in (space.shape or ())
+
+
+def _check_keys(space: gym.Space[Any], where: str) -> None:
+    if isinstance(space, gym.spaces.Dict):
+        for key, item in space.spaces.items():
+            if not isinstance(key, str) or not key:
+                raise ConfigError(f"{where} has the key {key!r}.", "Keys of a Dict space are strings that are not empty.")
+            _check_keys(item, f"{where}.{key}")
+    elif isinstance(space, gym.spaces.Tuple):
+        for i, item in enumerate(space.spaces):
+            _check_keys(item, f"{where}.{i}")
 
 
 def _binary_shape(space: gym.spaces.MultiBinary) -> tuple[int, ...]:
@@ -309,8 +351,9 @@ def _integers(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"dtype": np.dtype(data["dtype"]).type} if "dtype" in data else {}
 
 
-def _number(value: float) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _number(value: Any) -> Any:
+    plain = float(value) if isinstance(value, np.floating) else value  # tolist() leaves a long double as it is
+    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
 def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -318,9 +361,16 @@ def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.broadcast_to(np.asarray(flat, dtype=dtype).reshape(shape if len(flat) != 1 else ()), shape)
 
 
+def dtype_bounds(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The lowest and the highest value of a boolean, integer or floating type."""
+    if dtype.kind == "b":
+        return False, True
+    return (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+
+
 def _box(data: Mapping[str, Any]) -> gym.Space[Any]:
     shape, dtype = tuple(data["shape"]), np.dtype(data.get("dtype", "float32"))
-    widest = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    widest = dtype_bounds(dtype)
     low, high = (_array(data.get(key, bound), shape, dtype) for key, bound in zip(("low", "high"), widest, strict=True))
     return gym.spaces.Box(low, high, shape, dtype.type)
 

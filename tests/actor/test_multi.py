@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ludus.actor.multi import Copies, MatchBatches, MultiSampler, Step, play_episode, play_matches
+from ludus.actor.opponents import RANDOM
 from ludus.actor.recorder import session_spec
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import EnvironmentFault
@@ -380,7 +381,7 @@ def test_against_random_opponents_every_agent_has_its_turn_and_only_it_is_scored
     with torch.no_grad():
         network_of(policy).head.bias.copy_(torch.tensor([-100.0, 100.0]))
     copies = Copies(lambda: match_of(Simple(length=50), "simple"), 2)
-    score = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 6, 0, against_random=True)
+    score = play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 6, 0, opponent=RANDOM)
     assert len(score.returns) == 6
     assert all(50 < found < 100 for found in score.returns)  # 1 of its own each step, and half of them of the other
     assert len(set(score.returns)) > 1
@@ -411,7 +412,7 @@ def test_random_opponents_choose_evenly_whatever_the_policy_is(kind: str) -> Non
         policy.distribution.epsilon.zero_()
     env = Noted(gym.spaces.Discrete(4))
     copies = Copies(lambda: match_of(env, "noted"), 1)
-    play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, against_random=True)
+    play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, opponent=RANDOM)
     counts = np.bincount(env.done["b"], minlength=4)  # in the first match it is a that plays
     assert counts.sum() == 100
     assert (np.abs(counts - 25) <= 5 * np.sqrt(25 * 0.75)).all()
@@ -422,7 +423,7 @@ def test_random_opponents_choose_evenly_in_a_box() -> None:
     env = Noted(space)
     policy = made(0, Simple().observation_space("a"), space)
     copies = Copies(lambda: match_of(env, "noted"), 1)
-    play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, against_random=True)
+    play_matches(copies, {"a": "m", "b": "m"}, {"m": Versions(policy)}, 1, 0, opponent=RANDOM)
     found = np.array(env.done["b"])[:, 0]
     assert np.abs(found).max() < 2.0  # a normal number that is clipped would lie on the bounds for a third of the time
     assert (np.abs(np.histogram(found, 4, (-2, 2))[0] - 25) <= 5 * np.sqrt(25 * 0.75)).all()

@@ -53,7 +53,7 @@ def test_a_run_on_a_store_is_trained_resumed_listed_shown_and_played(
     assert resumed["checkpoint"] == where.replace("?", "/checkpoints/000004?")
     (listed,) = call("runs", "list", "box://shelf?endpoint=http://x:1", "--json").json
     assert (listed["run"], listed["status"]) == (where, "finished")
-    assert json.loads(call("runs", "show", where).out.splitlines()[-1])["checkpoints"][-1] == "000004"
+    assert call("runs", "show", where, "--json").json["checkpoints"][-1] == "000004"
     assert call("status", where, "--json").json["run"] == where
     played = call("rollout", resumed["checkpoint"], "--episodes", "1", "--run", "PPO", "--json").json
     assert played["steps_file"].startswith(where.partition("?")[0] + "/rollouts/000004-")

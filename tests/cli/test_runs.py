@@ -57,8 +57,9 @@ def test_trials_of_scripts_are_listed_and_shown(several: Path) -> None:
     assert len(rows) == 11
     (script,) = [row for row in rows if row["algorithm"] == "script"]
     assert (script["run"], script["timesteps"], script["return"]) == (str(several / "atari" / "ppo-v0"), 7, None)
-    said = call("runs", "show", several / "atari" / "ppo-v0")
+    said = call("runs", "show", several / "atari" / "ppo-v0", "--full")
     assert said.exit_code == 0, said.output
+    assert said.output.startswith("Trial of a script\n")
     assert '"wins": 3' in said.output
 
 

@@ -126,7 +126,7 @@ SEEN = {"state": "running", "pid": 7, "host": "here", "since": "then", "written"
         ({"status": "running"}, SEEN, None, "running", "on here"),
         ({"status": "running"}, SEEN | {"written": NOW - 7200}, None, "silent", "not written for 2 hours"),
         ({"status": "running", "started": "then"}, {}, None, "unknown", "started then"),
-        ({"status": "finished", "ended": "now"}, SEEN | {"state": "finished", "stopped_by": "timesteps"}, False, "finished", r"\(timesteps\) at now"),
+        ({"status": "finished", "ended": "now"}, SEEN | {"state": "finished", "stopped_by": "timesteps"}, False, "finished", r"\(step limit reached\) at now"),
         ({"status": "interrupted", "ended": "now"}, {}, None, "interrupted", "at now"),
         ({"status": "failed", "ended": "now", "error": "It broke."}, SEEN, False, "failed", "at now: It broke"),
         ({"status": "failed"}, SEEN | {"state": "restarting", "why": "the learner died"}, True, "restarting", "the learner died"),
@@ -198,7 +198,7 @@ def test_a_run_that_ended_says_how_and_when_for_people_and_for_programs(tmp_path
     small.train(tmp_path / "run", 2)
     code, out, err = shown(tmp_path / "run", "--watch")
     assert (code, err) == (0, "")
-    assert "finished (iterations) at 2" in out
+    assert "finished (iteration limit reached) at 2" in out
     assert "PPO on CartPole-v1" in out
     code, out, _ = shown(tmp_path / "run", "--json")
     data = json.loads(out)

@@ -53,6 +53,12 @@ def test_the_parts_of_a_new_project_fit(here: Path, monkeypatch: pytest.MonkeyPa
     assert "$" not in "".join(path.read_text() for path in Path().rglob("*.*") if path.is_file())
 
 
+def test_the_readme_names_every_package_that_the_tests_need_beside_ludus(here: Path) -> None:
+    scaffold(here / "game")
+    readme = (here / "game" / "README.md").read_text(encoding="utf-8")
+    assert "pip install pytest" in readme
+
+
 def test_its_own_environment_ends_with_caught_or_missed(here: Path) -> None:
     scaffold(Path("catcher"))
     environment = make_one("environment:Catch", {"width": 3, "height": 4})

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ludus.actor.evaluate import EPISODE_STEPS, Score
+from ludus.actor.opponents import Opponent, Outcome, ZeroSum, win_shares
 from ludus.actor.recorder import Recorder, RecorderStats
 from ludus.actor.trained import State as AgentState
 from ludus.actor.trained import TrainedAgent
@@ -28,7 +29,7 @@ from ludus.memory.local import LocalMemory
 from ludus.memory.memory import Room
 from ludus.model.acting import Acts, ActsSource, Decision, State
 from ludus.model.policy import Policy
-from ludus.model.pool import PolicySource
+from ludus.model.pool import FixedSource, PolicySource
 from ludus.tree import Array, Tree, map_tree, stack
 from ludus.types import Bools, Segments
 
@@ -353,7 +354,9 @@ class Tables:
         """By model: steps of the environments since its last batch, whoever acted in them."""
         self.recent = {model: _Recent(smoothing) for model in dict.fromkeys(cast.values())}
         self.random: list[frozenset[str]] = [frozenset()] * len(copies)
-        """Agents of each table that act at random in its present match."""
+        """Agents of each table that do not play for their model in its present match, but at random or for their rival."""
+        self.rivals: Mapping[str, str] = {}
+        """Agent → the model that plays it instead of chance."""
         self._chance = np.random.default_rng(seed)
         self.matches = 0
         self.env_steps = 0
@@ -418,8 +421,9 @@ class Tables:
         for number, table in here:
             actions[number] = {}
             for turn in table.moved.turns:
-                seat, model = table.seats[turn.agent], self.cast[turn.agent]
-                if turn.agent in self.random[number]:
+                replaced = turn.agent in self.random[number]
+                seat, model = table.seats[turn.agent], self.rivals.get(turn.agent) if replaced else self.cast[turn.agent]
+                if model is None:
                     actions[number][turn.agent] = plain_action(
                         at_random(table.match.agents[turn.agent].action, turn.mask, self._chance)
                     )
@@ -523,6 +527,7 @@ class MultiSampler:
         self._generator = torch.Generator().manual_seed(seed)
         self._minds = Minds(sources, self._generator, explore)
         self._copies = copies
+        self.zero_sum = ZeroSum()
         self._counted = 0  # steps of the environments that have been told with a batch
         self._tables = Tables(copies, cast, self._minds, batches.memories, seed, central=central, smoothing=smoothing)
 
@@ -536,6 +541,7 @@ class MultiSampler:
                 tables.tick()
                 for _, match in tables.finished:
                     self._batches.finished(match)
+                    self.zero_sum.add(match.returns)
                 tables.finished.clear()
                 for model in tables.known:
                     if self._has_its_batch(model):
@@ -563,6 +569,8 @@ class MultiSampler:
         tables = self._tables
         report: dict[str, float] = {"matches": float(tables.matches), "late_rewards": float(tables.late_rewards)}
         report |= {"env_steps": float(tables.env_steps), "agent_steps": float(tables.agent_steps)}
+        if self.zero_sum:
+            report["zero_sum"] = 1.0
         for model, recent in tables.recent.items():
             if recent.returns:
                 report[f"{model}/episode_return_mean"] = float(np.mean(recent.returns))
@@ -595,27 +603,32 @@ def play_matches(
     seed: int,
     *,
     deterministic: bool = True,
-    against_random: bool = False,
+    opponent: Opponent | None = None,
     max_steps: int = EPISODE_STEPS,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Score:
     """Whole matches, each copy playing its equal share; scored by the sum of what all agents earn.
 
-    `against_random`: one agent plays and all others choose at random, the agents taking turns; scored by what that one earns.
+    `opponent`: one agent plays for its model and the opponent plays all others, the agents taking turns; scored by what that one
+    earns, with the shares of matches that it won, drew and lost.
     A match that is not over after `max_steps` is cut there and counts as it is, and its copy plays no further one.
     """
     agents, n = list(copies[0].agents), len(copies)
     quota = [episodes // n + (number < episodes % n) for number in range(n)]
-    minds = Minds(sources, torch.Generator().manual_seed(seed), explore=not deterministic)
+    rivals = {} if opponent is None else {f"opponent {agent}": policy for agent, policy in opponent.policies.items()}
+    everybody = {**sources, **{name: FixedSource(policy) for name, policy in rivals.items()}}
+    minds = Minds(everybody, torch.Generator().manual_seed(seed), explore=not deterministic)
     tables = Tables(copies, cast, minds, {}, seed)
+    tables.rivals = {name.removeprefix("opponent "): name for name in rivals}
     played = list(range(n))  # the number of the match, over all tables
     chosen = [agents[number % len(agents)] for number in played]
     returns: list[float] = []
     lengths: list[int] = []
+    outcomes: list[Outcome] = []
     cut = 0
     with minds.acting():
         while any(quota) and not interrupted():
-            if against_random:
+            if opponent is not None:
                 tables.random = [frozenset(agents) - {agent} for agent in chosen]
             tables.tick(lambda number: quota[number] > 0)
             too_long = [number for number in range(n) if quota[number] and tables.steps_of(number) >= max_steps]
@@ -624,12 +637,14 @@ def play_matches(
             cut += len(left)
             for number, match in [*tables.finished, *left]:
                 quota[number] = quota[number] - 1 if number in over else 0
-                returns.append(match.returns[chosen[number]] if against_random else match.total)
+                returns.append(match.total if opponent is None else match.returns[chosen[number]])
+                outcomes.append((chosen[number], match.returns))
                 lengths.append(match.steps)
                 played[number] += n
                 chosen[number] = agents[played[number] % len(agents)]
             tables.finished.clear()
-    return Score(tuple(returns), tuple(lengths), complete=not any(quota), cut=cut)
+    shares = {} if opponent is None else win_shares(opponent.name, outcomes)
+    return Score(tuple(returns), tuple(lengths), complete=not any(quota), cut=cut, results=shares)
 
 
 @dataclass(frozen=True)

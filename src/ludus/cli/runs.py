@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.cli.run_argument import complete_run
+from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import LudusError, NotFound
 from ludus.formatting import format_duration, format_number
 
@@ -25,6 +25,15 @@ Directories = Annotated[
         metavar="[PLACE]...",
         help="Runs (also as last or the end of a name), experiments, or directories or URLs with runs. [default: runs]",
         show_default=False,
+        autocompletion=complete_run,
+    ),
+]
+_Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+        callback=run_place,
         autocompletion=complete_run,
     ),
 ]
@@ -76,7 +85,7 @@ def compare(
 
     runs = _found(directories)
     lowest = lower_is_better and metric == METRIC
-    rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs), strict=True)]
+    rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs, every=as_json), strict=True)]
     try:
         groups = comparing.grouped(curves(runs, metric, over), group_by)
     except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
@@ -105,21 +114,39 @@ def compare(
 
 
 @app.command()
-def show(run: Annotated[str, typer.Argument(metavar="RUN", help="A run: its directory or URL.")]) -> None:
-    """One run in full: configuration, provenance, last numbers, checkpoints."""
-    from ludus.experiment import checkpoint
-    from ludus.experiment.run import Run, is_script
+def show(
+    run: _Run,
+    full: Annotated[bool, typer.Option("--full", help="Also the whole configuration, metadata and last report.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Configuration, metadata, last report and checkpoints as JSON.")
+    ] = False,
+) -> None:
+    """One run on a page: what, when, how long, its curves, checkpoints and changed settings."""
+    import shutil
+    import time
+
+    from ludus.cli.run_page import collect, page_lines
     from ludus.experiment.workspace import directory_of, fetch
-    from ludus.metrics import read_jsonl
 
     directory = directory_of(run)
     fetch(directory)
-    found = Run(directory) if is_script(directory) else Run.open(directory)
-    rows = read_jsonl(found.metrics_path)
-    if not is_script(directory):
-        print((directory / "config.yaml").read_text(encoding="utf-8"))
-    print(json.dumps({"meta": found.meta(), "last": rows[-1] if rows else None}, indent=1))
-    print(json.dumps({"checkpoints": checkpoint.names(found.store), "best": checkpoint.best_name(found.store)}))
+    facts = collect(directory)
+    dump = {
+        "meta": facts.meta,
+        "last": facts.rows[-1] if facts.rows else None,
+        "checkpoints": facts.checkpoints,
+        "best": facts.best.checkpoint if facts.best is not None else None,
+    }
+    if as_json:
+        print(json.dumps({"run": facts.place, "config": facts.config, "changed": facts.changed, **dump}))
+        return
+    for line in page_lines(facts, time.time(), shutil.get_terminal_size((100, 24)).columns):
+        print(line)
+    if full:
+        print()
+        if facts.config:
+            print((directory / "config.yaml").read_text(encoding="utf-8"))
+        print(json.dumps(dump, indent=1))
 
 
 @app.command()
@@ -205,16 +232,19 @@ def _best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool =
     return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0.0)))
 
 
-def _differences(runs: list[Path]) -> list[dict[str, Any]]:
-    """The settings that define an experiment in which runs of the same environment and algorithm differ."""
+def _differences(runs: list[Path], every: bool) -> list[dict[str, Any]]:
+    """The settings in which runs differ: `every` one, or those that define an experiment and differ within a kind of run.
+
+    A kind is an environment and an algorithm: another algorithm has other keys altogether.
+    """
     from ludus.experiment.compare import EXECUTION, all_settings, differing
 
     settings = all_settings(runs)
     kinds: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for one in settings:
         kinds.setdefault((one["env"], one["run"]), []).append(one)
-    found = dict.fromkeys(key for alike in kinds.values() for key in differing(alike))
-    keys = [key for key in found if key.startswith("config.") and key not in EXECUTION]
+    within = dict.fromkeys(key for alike in kinds.values() for key in differing(alike) if key not in EXECUTION)
+    keys = [key for key in (differing(settings) if every else within) if key.startswith("config.")]
     return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.run_argument import complete_run, run_place
+from ludus.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -102,9 +103,10 @@ def _facts(seen: Look) -> Iterable[tuple[str, str]]:
     numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}
     if progress:
         mean = progress.get("episode_return_mean")
-        shown = "no episode has ended" if mean is None else f"mean return {mean:.1f}"
+        shown = "no episode has ended" if mean is None else f"mean return {format_number(mean)}"
         speed = f", {progress['fps']:,.0f} steps/s" if progress.get("fps") else ""
-        yield "progress", f"{progress.get('timesteps', 0):,.0f} steps in {progress.get('time_s', 0):,.0f} s{speed}, {shown}"
+        steps, took = f"{progress.get('timesteps', 0):,.0f} steps", format_duration(progress.get("time_s", 0.0))
+        yield "progress", f"{steps} in {took}{speed}, {shown}"
     if known.get("env"):
         yield "training", f"{known.get('algorithm', '')} on {known['env']}".strip()
     if known.get("checkpoint"):

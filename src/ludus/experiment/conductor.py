@@ -40,6 +40,9 @@ LAST_S = 120.0
 LAST_AGAIN_S = 1.0
 """The last checkpoint of a run is tried for so long; again after this time, then after twice as much, …"""
 
+_SHARE_OF_DISPLAY = 20.0
+"""Training lasts so many times as long as an evaluation that is only shown."""
+
 _LOOK_S = 0.2
 _LOOK_AFTER_S = 2.0  # whoever writes the status looks more often
 Evaluate = Callable[[int], Score]
@@ -146,6 +149,7 @@ class Conductor:
         self._surplus: set[str] = set()  # checkpoints that were made for their evaluation alone
         self._passed_over = 0
         self._evaluated: dict[str, float] = {}
+        self._scored_at, self._score_took_s = trainer.progress.time_s, 0.0
         self._config = config
         self._seen = trainer.progress.iterations
         self._counted: int = getattr(trainer.progress, schedule.evaluation_unit)
@@ -201,6 +205,8 @@ class Conductor:
         counted, self._counted = self._counted, getattr(progress, self._schedule.evaluation_unit)
         if due or self._schedule.evaluation_is_due(progress, counted):
             self._score(due, away or self._is_away)
+        elif self._display_is_due(progress):
+            self._score_inline(progress, judge=False)
         if self.stopped_by is not None:
             self._conclude()
             self._mark_at_last()
@@ -431,12 +437,24 @@ class Conductor:
             if name is not None:
                 self._have_played(_Played(name, progress.iterations, progress.timesteps))
         elif self._inline is not None:
-            try:
-                score = self._inline(progress.iterations)
-            except EnvironmentFault as fault:  # what is learned does not depend on it
-                log.warning("an evaluation failed: %s", fault)
-                return
-            self._tell(score, progress.iterations, progress.timesteps)
+            self._score_inline(progress)
+
+    def _score_inline(self, progress: Progress, *, judge: bool = True) -> None:
+        assert self._inline is not None
+        began = time.monotonic()
+        try:
+            score = self._inline(progress.iterations)
+        except EnvironmentFault as fault:  # what is learned does not depend on it
+            log.warning("an evaluation failed: %s", fault)
+            return
+        finally:
+            self._scored_at, self._score_took_s = progress.time_s, time.monotonic() - began
+        self._tell(score, progress.iterations, progress.timesteps, judge=judge)
+
+    def _display_is_due(self, progress: Progress) -> bool:
+        """Whether an evaluation wants to be shown between those of the schedule, and takes little time. It judges no checkpoint."""
+        every_s = getattr(self._inline, "every_s", None)
+        return every_s is not None and progress.time_s - self._scored_at >= max(every_s, _SHARE_OF_DISPLAY * self._score_took_s)
 
     def _have_played(self, played: _Played) -> None:
         assert self._elsewhere is not None
@@ -481,7 +499,7 @@ class Conductor:
                 break
             self._collect(_LOOK_S)
 
-    def _tell(self, score: Score, iterations: int, timesteps: int, name: str | None = None) -> None:
+    def _tell(self, score: Score, iterations: int, timesteps: int, name: str | None = None, *, judge: bool = True) -> None:
         """Report a score at the steps of the version it belongs to, and let it judge."""
         if not score.complete or not score.returns:
             log.warning("an evaluation was not finished: %d episodes ended", len(score.returns))
@@ -500,7 +518,8 @@ class Conductor:
         numbers = {key: value for key, value in numbers.items() if not math.isnan(value)}
         self._evaluated = numbers
         self._report({"timesteps": timesteps, "iterations": iterations, **numbers})
-        self._judge(score.mean, "evaluation", name)
+        if judge:
+            self._judge(score.mean, "evaluation", name)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -13,10 +13,11 @@ import gymnasium as gym
 from ludus import config as configs
 from ludus.actor.evaluate import Score, longest_episode, undisturbed
 from ludus.actor.multi import Copies, MatchBatches, MultiSampler, play_matches
+from ludus.actor.opponents import RANDOM, Opponent, ZeroSum
 from ludus.actor.recorder import session_spec
 from ludus.config import AlgorithmConfig, MultiAgentConfig
 from ludus.errors import ConfigError
-from ludus.experiment import byte_scales
+from ludus.experiment import byte_scales, checkpoint
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import warn_of_cuts
 from ludus.experiment.external import Algorithms, Shared, add_models
@@ -27,10 +28,10 @@ from ludus.game.agents import AgentSpaces, Match, Whole, central_space
 from ludus.memory.local import LocalMemory
 from ludus.metrics import Sink
 from ludus.model.byte_scales import Seen
-from ludus.model.central import actor_of
+from ludus.model.central import OWN, WHOLE, actor_of
 from ludus.model.device import acting_on, named_device
 from ludus.model.policy import PROBABILITIES, Policy
-from ludus.model.pool import LocalPool
+from ludus.model.pool import FixedSource, LocalPool
 from ludus.plugins import did_you_mean, import_object
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm
@@ -38,6 +39,7 @@ from ludus.training.trainer import Trainer
 from ludus.types import DEFAULT_MODEL
 
 _ROWS = 16  # matches that are evaluated side by side
+_SHOW_EVERY_S = 10.0
 _SEEDS = 7919  # between the seeds of two policies: equal networks must not begin with equal weights
 
 
@@ -260,6 +262,7 @@ def program_of(
     program = Program()
     copies = program.add("environments", _copies, e.env, config)
     cast = program.add("cast", _cast, copies, config)
+    opponent = program.add("opponent", _opponent, cast, config)
     policies = program.add("policies", _policies, cast, of_each, config, e.env, before, announce)
     algorithms = program.add("algorithms", Algorithms, kind, policies, of_each, before)
     run = program.add("run", _opened, open_run, policies, config)
@@ -270,7 +273,7 @@ def program_of(
     sampler = program.add_worker("sampler", _sampler, copies, cast, pool, batches, config, environment_seed)
     trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
-    evaluation = program.add("evaluation", _evaluation, resolved, cast, policies, interrupted)
+    evaluation = program.add("evaluation", _evaluation, resolved, cast, policies, opponent, sampler, interrupted)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 
@@ -352,40 +355,46 @@ def _trainer(algorithms: dict[str, Algorithm], batches: MatchBatches, pool: Loca
 # -- evaluation ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """A policy as a source of its weights as they are now."""
-
-    policy: Policy
-
-    def newest(self) -> tuple[Policy, int]:
-        return self.policy, 0
-
-
 class MatchEvaluation:
     """Own copies of the environment, own seeds: training does not notice it."""
 
     def __init__(
-        self, resolved: Resolved, cast: Cast, policies: Mapping[str, Policy], interrupted: Callable[[], bool]
-    ) -> None:  # fmt: skip
+        self,
+        resolved: Resolved,
+        cast: Cast,
+        policies: Mapping[str, Policy],
+        opponent: Opponent | None,
+        zero_sum: ZeroSum,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        """`opponent`: None plays the policies of the run, or chance once its matches are found to be zero-sum."""
         self._resolved, self._cast, self._interrupted = resolved, cast, interrupted
-        self._sources = {name: _Fixed(actor_of(policy)) for name, policy in policies.items()}
+        self._opponent, self._zero_sum = opponent, zero_sum
+        self._sources = {name: FixedSource(actor_of(policy)) for name, policy in policies.items()}
         self._copies: Copies | None = None
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds of training between two evaluations for the display; None: only when the config wants one.
+
+        The training return of a zero-sum game is always 0: only an evaluation shows whether anything is learned.
+        """
+        asked = self._resolved.config.evaluation_interval != "checkpoint"
+        return None if asked or not self._zero_sum else _SHOW_EVERY_S
 
     def __call__(self, iteration: int) -> Score:
         config, env = self._resolved.config, self._resolved.experiment.env
-        assert config.multiagent is not None
         if self._copies is None:
             asked = config.evaluation_config.env_config
             other = config if asked is None else config.model_copy(update={"env_config": {**config.env_config, **asked}})
             rows = min(config.evaluation_duration, _ROWS)
             self._copies = Copies(lambda: make_match(env, other), rows, forgiving=config.restart_failed_sub_environments)
         with undisturbed():
-            score = self._played(self._copies, config.multiagent, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
+            score = self._played(self._copies, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
         warn_of_cuts(score, env)
         return score
 
-    def _played(self, copies: Copies, section: MultiAgentConfig, seed: int) -> Score:
+    def _played(self, copies: Copies, seed: int) -> Score:
         config = self._resolved.config
         return play_matches(
             copies,
@@ -394,17 +403,63 @@ class MatchEvaluation:
             config.evaluation_duration,
             seed,
             deterministic=not config.evaluation_config.explore,
-            against_random=section.evaluation_opponents == "random",
+            opponent=self._opponent or (RANDOM if self._meets_chance else None),
             max_steps=longest_episode(self._resolved.experiment.env),
             interrupted=self._interrupted,
         )
+
+    @property
+    def _meets_chance(self) -> bool:
+        section = self._resolved.config.multiagent
+        return section is not None and section.evaluation_opponents is None and bool(self._zero_sum)
 
     def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
 
 
+def _opponent(cast: Cast, config: AlgorithmConfig) -> Opponent | None:
+    """Whom evaluations play, if the config names somebody. Raises UsageError when a run does not fit the agents."""
+    assert config.multiagent is not None
+    named = config.multiagent.evaluation_opponents
+    if named in (None, "policies") or not config.evaluation_duration:
+        return None
+    return RANDOM if named == "random" else opponent_of(str(named), cast)
+
+
+def opponent_of(where: str, cast: Cast) -> Opponent:
+    """The policies of a run or checkpoint, by the agents that they played in training. Raises UsageError, NotFound."""
+    run, found = checkpoint.open_checkpoint(where)
+    section = found.state["config"]["config"].get("multiagent") or {}
+    mapping = section.get("policy_mapping")
+    if not isinstance(mapping, Mapping) or not cast.agents.keys() <= mapping.keys():
+        raise ConfigError(
+            f"config.multiagent.evaluation_opponents is {where}, which was not trained with the agents {', '.join(cast.agents)}.",
+            "Name a run of the same environment, random or policies.",
+        )
+    models = {model: found.policy(model) for model in dict.fromkeys(mapping[agent] for agent in cast.agents)}
+    policies = {agent: models[mapping[agent]] for agent in cast.agents}
+    for agent, model in cast.agents.items():
+        seen, done = cast.spaces[model]
+        own = seen[OWN] if isinstance(seen, gym.spaces.Dict) and set(seen.spaces) == {OWN, WHOLE} else seen
+        theirs = policies[agent]
+        if (theirs.observation_space, theirs.action_space) != (own, done):
+            raise ConfigError(
+                f"config.multiagent.evaluation_opponents is {where}, whose policy for {agent!r} sees {theirs.observation_space} and does "
+                f"{theirs.action_space}; here it is {own} and {done}.",
+                "Name a run of the same environment, random or policies.",
+            )
+    return Opponent(run.name, policies)
+
+
 def _evaluation(
-    resolved: Resolved, cast: Cast, policies: Mapping[str, Policy], interrupted: Callable[[], bool]
+    resolved: Resolved,
+    cast: Cast,
+    policies: Mapping[str, Policy],
+    opponent: Opponent | None,
+    sampler: MultiSampler,
+    interrupted: Callable[[], bool],
 ) -> MatchEvaluation | None:
-    return MatchEvaluation(resolved, cast, policies, interrupted) if resolved.config.evaluation_duration else None
+    if not resolved.config.evaluation_duration:
+        return None
+    return MatchEvaluation(resolved, cast, policies, opponent, sampler.zero_sum, interrupted)

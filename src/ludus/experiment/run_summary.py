@@ -8,34 +8,24 @@ from collections.abc import Iterator
 
 from ludus.config import EXTERNAL
 from ludus.experiment.result import Result
-from ludus.experiment.training_display import format_with_interval
+from ludus.experiment.stop_reason import REASONS, in_words, is_interruption
+from ludus.experiment.training_display import format_with_interval, is_zero_sum, win_rate
 from ludus.experiment.workspace import shown
 from ludus.formatting import format_duration, format_number
-
-_REASONS = {
-    "timesteps": "step limit reached",
-    "iterations": "iteration limit reached",
-    "training_iteration": "iteration limit reached",
-    "episodes": "episode limit reached",
-    "time_s": "time limit reached",
-    "episode_return_mean": "target return reached",
-}
-_INTERRUPTED = "interrupted"
-_SIGNALS = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM"}
 
 
 def stop_reason(stopped_by: str) -> str:
     """`Stopped: time limit reached`, from the key of the stop condition or the signal."""
-    if stopped_by.startswith(_INTERRUPTED):
-        signal = stopped_by.removeprefix(_INTERRUPTED).strip(" ()")
-        return f"Interrupted by {_SIGNALS.get(signal, signal)}" if signal else "Interrupted"
-    return f"Stopped: {_REASONS.get(stopped_by, stopped_by)}"
+    words = in_words(stopped_by)
+    return words[0].upper() + words[1:] if is_interruption(stopped_by) else f"Stopped: {words}"
 
 
 def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
     """What is printed at the end. `command`: as it is typed on this machine."""
     mean = result.episode_return_mean
     trained = "No episode ended during training" if math.isnan(mean) else f"Mean return {format_number(mean)} in training"
+    if is_zero_sum(result.metrics):
+        trained = f"{win_rate(result.metrics).capitalize()} in the last evaluation"
     yield f"{stop_reason(result.stopped_by)}. {trained}."
     if evaluation := _evaluation(result):
         yield evaluation
@@ -64,7 +54,7 @@ def _how_long(result: Result) -> str:
 
 def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
     """(what for, the command without its first word)."""
-    interrupted = result.stopped_by.startswith(_INTERRUPTED)
+    interrupted = is_interruption(result.stopped_by)
     if interrupted:
         yield "continue", f"train --resume {place}"
     if result.checkpoint:
@@ -77,7 +67,7 @@ def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
 def longer_stop(result: Result) -> str:
     """The stop condition that ended the run, at about twice the value; empty for a target that was reached."""
     reached = result.metrics.get(result.stopped_by, 0.0)
-    if result.stopped_by == "episode_return_mean" or result.stopped_by not in _REASONS or reached <= 0:
+    if result.stopped_by == "episode_return_mean" or result.stopped_by not in REASONS or reached <= 0:
         return ""
     digits = 1 - math.floor(math.log10(2 * reached))
     twice = round(2 * reached, digits)

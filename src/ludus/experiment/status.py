@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from ludus.errors import Fenced, NotFound, StoreUnavailable
 from ludus.experiment import workspace
 from ludus.experiment.run import CONFIG, META, METRICS
+from ludus.experiment.stop_reason import in_words
 from ludus.metrics import Numbers, read_jsonl
 from ludus.runtime.scratch import alive, start_time
 from ludus.store.store import Guard
@@ -229,7 +230,11 @@ def judge(
     if status.get("state") in ("starting", "restarting") and living(status):
         return status["state"], str(status.get("why") or "the learner starts")
     if meta.get("status") in ENDED:
-        how = f" ({status['stopped_by']})" if status.get("stopped_by") and status.get("state") == meta["status"] else ""
+        how = (
+            f" ({in_words(str(status['stopped_by']))})"
+            if status.get("stopped_by") and status.get("state") == meta["status"]
+            else ""
+        )
         why = f": {meta['error']}" if meta.get("error") else ""
         return meta["status"], f"{meta['status']}{how} at {meta.get('ended', 'an unknown time')}{why}"
     if meta.get("kind") == "session":

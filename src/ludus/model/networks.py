@@ -490,7 +490,12 @@ class RunningNorm(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) * torch.rsqrt(self.variance + 1e-8)).clamp(-10, 10)
+        return ((x - self.mean) * self._inverse_deviation()).clamp(-10, 10)
+
+    def _inverse_deviation(self) -> Tensor:
+        if traced():  # torch.onnx removes the addition of a constant as small as 1e-8, and a constant feature becomes NaN
+            return torch.rsqrt(self.variance * 1e4 + 1e-4) * 1e2
+        return torch.rsqrt(self.variance + 1e-8)
 
     @torch.no_grad()
     def update(self, x_ND: Tensor) -> None:

@@ -428,8 +428,8 @@ def _made_strange(space: gym.Space[Any], observations: Tree, rows: Array, size: 
     if changed.dtype.kind == "f":  # games send what is outside of the bounds, too
         changed[rows] = size * signs
     else:
-        info = np.iinfo(changed.dtype)
-        changed[rows] = np.clip(np.clip(size * signs, space.low, space.high), info.min, info.max).astype(changed.dtype)
+        lowest, highest = spaces.dtype_bounds(changed.dtype)
+        changed[rows] = np.clip(np.clip(size * signs, space.low, space.high), lowest, highest).astype(changed.dtype)
     return changed
 
 

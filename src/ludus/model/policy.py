@@ -57,6 +57,8 @@ class Policy(nn.Module):
         kind: str = PROBABILITIES,
     ) -> None:
         super().__init__()
+        spaces.check_usable(observation_space, "observation")
+        spaces.check_usable(action_space, "action")
         self.kind = kind
         self.observation_space, self.action_space = observation_space, action_space
         self.config = config or NetworkConfig()

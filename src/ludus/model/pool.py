@@ -49,6 +49,16 @@ class PolicySource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FixedSource:
+    """A policy as a source of its weights as they are now."""
+
+    policy: Policy
+
+    def newest(self) -> tuple[Policy, int]:
+        return self.policy, 0
+
+
 class Versioned(Protocol):
     """Anything whose weights are numbered: it says how it is built, and what its weights are now."""
 
