@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
+from ludus import trust
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
 from tests.s3 import s3_url as s3_url
@@ -17,3 +20,11 @@ LONGEST_FIRST = ("system", "experiment", "remote", "runtime", "cluster", "cli", 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {f"tests/{folder}/": place for place, folder in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: next((place for start, place in order.items() if item.nodeid.startswith(start)), len(order)))
+
+
+@pytest.fixture(autouse=True)
+def _names_of_this_test_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test trusts is not trusted in the next."""
+    for variable in (trust.VARIABLE, trust.PROJECTS):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    monkeypatch.setattr(trust, "_runs", set())

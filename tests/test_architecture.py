@@ -45,6 +45,7 @@ LAYERS = [
         "repeats",
         "sockets",
         "schedule",
+        "trust",
     },
 ]
 """From top to bottom; a module may import from its own room and from below. `testing` is outside: it tests them all."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludus import trust as trusts
 from ludus.actor.trained import TrainedAgent
 from ludus.experiment import checkpoint
 from ludus.experiment import experiment as experiments
@@ -57,6 +58,7 @@ def train(
     Raises UsageError for anything wrong with the arguments, before anything starts.
     """
     data = training_data(env, run, stop, preset=preset, file=file, experiment=experiment, name=name, settings=settings)
+    trusts.allow(data, str(local_dir), str(project))
     with observe_training(callbacks, progress) as observers:
         result = experiments.start(
             data, local_dir=local_dir, project=project, trial=trial, restore=restore,
@@ -72,17 +74,27 @@ def resume(
     progress: bool | None = None,
     callbacks: Sequence[Callback | ReportFunction] = (),
     address: str | None = None,
+    trust: bool = False,
 ) -> Result:
-    """Continue a run that was stopped or killed, in its own directory or URL; `stop` replaces its stop conditions."""
-    with observe_training(callbacks, progress) as observers:
+    """Continue a run that was stopped or killed, in its own directory or URL; `stop` replaces its stop conditions.
+
+    `trust`: import whatever code the stored run names, wherever it is; without it only code of your project (docs/security.md).
+    """
+    with trusts.consent(trust, str(directory)), observe_training(callbacks, progress) as observers:
         observers.start(directory_of(directory))
         cluster = experiments.cluster_of(address)
         return observers.conclude(experiments.resume(directory, stop=stop, cluster=cluster, **observers.arguments))
 
 
-def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0) -> RunAgent:
-    """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`: a path or the URL of a store."""
+def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0, *, trust: bool = False) -> RunAgent:
+    """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`: a path or the URL of a store.
+
+    `trust`: import whatever code it names, wherever it is; without it only code of your project (docs/security.md).
+    """
+    trusts.allow(str(where))
     run, found = checkpoint.open_checkpoint(where)
+    if trust:
+        trusts.allow(found.state)
     version = int(found.state["models"][model]["version"])
     return RunAgent(found.policy(model), seed, version, run_dir=run, model=model)
 
@@ -126,6 +138,7 @@ def tune(
     data |= {"config": inner, "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num}
     data |= {} if max_failures is None else {"max_failures": max_failures}
     data["tune"] = {"scheduler": scheduler, "metric": metric, "mode": mode, **settings}
+    trusts.allow(data)
     return tuning.run_sweep({name: data}, options)[0]
 
 
@@ -141,6 +154,7 @@ def trainable(run: str = "PPO", *, env: EnvLike | None = None, stop: Mapping[str
     data: dict[str, Any] = {"run": run, "config": settings}
     data |= {"env": env_name(env)} if env is not None else {}
     data |= {"stop": dict(stop)} if stop else {}
+    trusts.allow(data)
     return tuning.plain_trainable(data)
 
 
@@ -153,18 +167,20 @@ def evaluate(
     seed: int = 0,
     deterministic: bool = True,
     num_workers: int = 0,
+    trust: bool = False,
 ) -> Score:
     """How well it plays: `.mean` and its bootstrapped 95 % interval `.low`, `.high`, with `.returns` and `.lengths`.
 
     `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent; `env`: another environment with the same spaces. Episode i starts from
-    `seed + i`, however many processes share them.
+    `seed + i`, however many processes share them. `trust`: import whatever code a stored run names (docs/security.md).
     """
     from ludus.experiment import rollout as rollouts
 
     name = None if env is None else env_name(env)
-    return rollouts.evaluate(
-        what, episodes, env=name, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
-    )
+    with trusts.consent(trust, str(what)):
+        return rollouts.evaluate(
+            what, episodes, env=name, env_config=env_config, seed=seed, deterministic=deterministic, workers=num_workers
+        )
 
 
 def rollout(
@@ -182,14 +198,20 @@ def rollout(
     deterministic: bool = True,
     save_info: bool = False,
     num_workers: int = 0,
+    trust: bool = False,
 ) -> Played:
-    """Play a run or checkpoint: returns and lengths, every step in the file `out` (`read_rollout` reads it), a video if asked for."""
+    """Play a run or checkpoint: returns and lengths, every step in the file `out` (`read_rollout` reads it), a video if asked for.
+
+    `trust`: import whatever code the stored run names (docs/security.md).
+    """
     from ludus.experiment import rollout as rollouts
 
     options = {"seed": seed, "deterministic": deterministic, "save_info": save_info, "depth": depth}
-    *_, stage = rollouts.stage_of(where, env=None if env is None else env_name(env), env_config=env_config, **options)
+    name = None if env is None else env_name(env)
     files = rollouts.Files(None if out is None else Path(out), None if video is None else Path(video), video_grid)
-    return rollouts.rollout(stage, episodes, max_steps=steps, files=files, workers=num_workers)
+    with trusts.consent(trust, str(where)):
+        *_, stage = rollouts.stage_of(where, env=name, env_config=env_config, **options)
+        return rollouts.rollout(stage, episodes, max_steps=steps, files=files, workers=num_workers)
 
 
 def battle(
@@ -208,12 +230,14 @@ def battle(
     video: int = 0,
     server: str | None = None,
     game: str | None = None,
+    trust: bool = False,
     **place: Any,
 ) -> BattleResult:
     """Two players fight it out: `.win_rate` of `a` with `.interval`, `.sides`, `.heroes`, `.games`, as `ludus battle` shows them.
 
     Each is a run, a checkpoint, `RUN@VERSION`, what `ludus.train` or `ludus.load` returned, `http://host:port`, or `rule:hard`. `place`:
     what else there is to say about where it is played: `env`, `camps`, `options`, `parallel`; of the server `token_file`, `advertise`, `limit_s`.
+    `trust`: import whatever code stored runs name (docs/security.md).
     """
     from ludus.experiment import battle as battles
     from ludus.experiment.battle_server import Place
@@ -222,7 +246,8 @@ def battle(
 
     terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
     keeping = Keeping(None if record is None else Path(record), films=video)
-    return battles.battle(contestant(a), contestant(b), terms, keeping, Place(server, game, **place))
+    with trusts.consent(trust):
+        return battles.battle(contestant(a), contestant(b), terms, keeping, Place(server, game, **place))
 
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:

@@ -4,7 +4,8 @@
     ├── UsageError                 the caller asked for something that cannot be (exit code 2)
     │   ├── ConfigError            a key, value or combination in a config is wrong
     │   ├── UnknownName            no environment, algorithm, backend … of that name
-    │   └── MissingExtra           the feature needs a package that is not installed
+    │   ├── MissingExtra           the feature needs a package that is not installed
+    │   └── Untrusted              stored data names code that the user did not name and that is not theirs
     ├── EnvironmentFault           the user's environment raised, or returned something unusable
     ├── TrainingDiverged           a loss or gradient became NaN or infinite
     ├── StoreError                 durable bytes could not be read or written
@@ -67,6 +68,10 @@ class UnknownName(UsageError):
 
 
 class MissingExtra(UsageError):
+    pass
+
+
+class Untrusted(UsageError):
     pass
 
 

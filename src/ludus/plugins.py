@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, place_of
+from ludus import trust
+from ludus.errors import LudusError, MissingExtra, UnknownName, Untrusted, UsageError, place_of
+
+Accepts = Callable[[Any, bool], bool]
+"""Whether an object is of the kind that is asked for; the flag says that it was found in the user's own project."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -31,30 +34,62 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Known: {shown}."
 
 
-def import_object(path: str) -> Any:
-    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing.
+def import_object(path: str, kind: str, accepts: Accepts) -> Any:
+    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing, Untrusted.
 
-    Names also come from configurations and checkpoints of others; what Python itself brings (`os:system`) is never meant.
+    The name may come from a stored run of somebody else: `trust.check` decides before anything is imported, and unless the user
+    gave the name, `accepts` decides on what was found. What Python itself brings (`os:system`) is never meant.
     """
+    module_name, attribute = _split(path)
+    verdict = trust.check(path, kind)
+    target, around = _lookup(path, module_name, attribute)
+    if not verdict.given and (not all(isinstance(each, type) for each in around) or not accepts(target, verdict.project)):
+        raise Untrusted(
+            f"{path!r}, which stored data names, is {_described(target)}, which nothing declares to be of the kind {kind!r}.",
+            f"Annotate what a function returns; if you trust it, add --trust or set {trust.VARIABLE}={path}.",
+        )
+    return target
+
+
+def load_object(path: str) -> Any:
+    """The object that a table of ours or a command line names. Raises UnknownName, MissingExtra."""
+    return _lookup(path, *_split(path))[0]
+
+
+def is_class(found: Any, _: bool = False) -> bool:
+    return isinstance(found, type)
+
+
+def _split(path: str) -> tuple[str, str]:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         raise UsageError(f"{path!r} is not of the form 'module:Name'.")
-    module = import_module(module_name, path)
-    target: Any = module
+    return module_name, attribute
+
+
+def _lookup(path: str, module_name: str, attribute: str) -> tuple[Any, list[Any]]:
+    """The object, and those between it and its module."""
+    found: list[Any] = [import_module(module_name, path)]
     for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise UnknownName(
-                f"{module_name!r} has no {part!r}.", did_you_mean(part, [n for n in dir(target) if not n.startswith("_")])
-            )
-        target = getattr(target, part)
+        if not hasattr(found[-1], part):
+            known = [n for n in dir(found[-1]) if not n.startswith("_")]
+            raise UnknownName(f"{module_name!r} has no {part!r}.", did_you_mean(part, known))
+        found.append(getattr(found[-1], part))
+    target = found[-1]
     if inspect.isroutine(target) or isinstance(target, type):
-        _refuse_pythons_own(path, str(getattr(target, "__module__", "") or ""))
-    return target
+        trust.refuse_python(path, str(getattr(target, "__module__", "") or ""))
+    return target, found[1:-1]
+
+
+def _described(target: Any) -> str:
+    if isinstance(target, type):
+        return f"the class {target.__name__}"
+    return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
 
 
 def import_module(module_name: str, path: str) -> ModuleType:
     """The module that `path` names before its colon. Raises UnknownName, MissingExtra, UsageError when its code fails."""
-    _refuse_pythons_own(path, module_name)
+    trust.refuse_python(path, module_name)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -70,18 +105,12 @@ def import_module(module_name: str, path: str) -> ModuleType:
         ) from error
 
 
-def _refuse_pythons_own(path: str, module_name: str) -> None:
-    top = module_name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
-        raise UnknownName(f"{path!r} is a part of Python itself, which is not what is meant here.", "Name one of your own.")
-
-
-def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """Look `name` up in `table` (name → "module:Class"), or import it when it is a path itself."""
+def resolve(kind: str, name: str, table: Mapping[str, str], accepts: Accepts = is_class) -> Any:
+    """Look `name` up in `table` (name → "module:Class"), or import it when it is a path itself. Raises UnknownName, Untrusted."""
     if name in table:
-        return import_object(table[name])
+        return load_object(table[name])
     if ":" in name and "://" not in name:
-        return import_object(name)
+        return import_object(name, kind, accepts)
     raise UnknownName(f"Unknown {kind} {name!r}.", did_you_mean(name, table))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
-from ludus import spaces
+from ludus import spaces, trust
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.errors import ConfigError, EnvironmentFault, MissingExtra, UnknownName, UsageError
 from ludus.game.environment import (
@@ -122,6 +122,7 @@ def test_wrong_settings_of_an_environment_are_said() -> None:
 
 
 def test_something_else_than_an_environment_is_refused() -> None:
+    trust.allow("tests.environments:make_nothing")
     with pytest.raises(EnvironmentFault, match=r"make_nothing made a str, not a gymnasium\.Env"):
         make_environments("tests.environments:make_nothing", 1)
 

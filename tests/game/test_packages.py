@@ -11,6 +11,7 @@ import gymnasium as gym
 import pytest
 
 import ludus
+from ludus import trust
 from ludus.errors import MissingExtra, UnknownName, UsageError
 from ludus.game import packages
 from ludus.game.environment import check_exists, make_environments, make_one, reward_threshold
@@ -40,6 +41,7 @@ def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package in which importing registers an environment, as third parties write them."""
     (tmp_path / "ludus_test_games.py").write_text(_GAMES)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(trust.PROJECTS, str(tmp_path))
     before = set(gym.registry)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("ludus_test_")]:

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from ludus import trust
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.game.environment import LoopEnvironments, SingleRow, VectorEnvironments, make_environments, make_one
 
@@ -98,6 +99,7 @@ def test_what_is_watched_and_filmed_is_wrapped_too() -> None:
     ],
 )
 def test_a_wrapper_that_cannot_be_is_named(wrapper: Any, error: type[Exception], said: str) -> None:
+    trust.allow(wrapper)
     with pytest.raises(error, match=said):
         make_environments("tests.environments:make_count", 1, wrappers=[wrapper])
 

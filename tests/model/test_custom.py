@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UnknownName
+from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, UnknownName, Untrusted
 from ludus.model import custom_class, saved
 from ludus.model.branching import Branch
 from ludus.model.custom import CustomNetwork
@@ -256,7 +256,7 @@ def test_a_module_is_read_before_it_is_run_and_not_run_without_the_class(
 )
 def test_what_a_foreign_checkpoint_might_name_is_not_imported(write: Write, name: str) -> None:
     before = set(sys.modules)
-    with pytest.raises((UnknownName, ConfigError)):
+    with pytest.raises((UnknownName, ConfigError, Untrusted)):
         find_class(name)
     assert not {"antigravity", "webbrowser"} & (set(sys.modules) - before)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli import options as o
 from ludus.cli.run_argument import complete_run, run_place
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ def battle(
     option: _Option = None,
     parallel: _Parallel = 0,
     limit: _Limit = None,
+    trust: o.Trust = False,
     json_: _Json = False,
 ) -> None:
     """Let two players fight it out: win rate with its 95 % interval, by side, lengths, what the heroes did."""

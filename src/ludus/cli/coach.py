@@ -112,7 +112,7 @@ _SAYING = {"quiet": "--quiet", "json_": "--json", "debug": "--debug", "verbose":
 _HANDLED = {
     "distributed", "distributed_config", "experiment_name", "num_workers", "num_cpus", "noted", "refused", "track", "temp_dir",
     "save_secs", "until_solved", "use_cpu", "evaluation_worker", "checkpoint_at_end", "queue_trials", "torch", "eager", "trace",
-    "no_ray_ui", "redis_password", "ray_num_gpus",
+    "no_ray_ui", "redis_password", "ray_num_gpus", "trust",
 }  # fmt: skip
 """What the fleet is told in another way, or need not be told."""
 _NOT_WITH_A_FLEET: Mapping[str, str] = {

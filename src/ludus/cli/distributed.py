@@ -16,6 +16,7 @@ from types import FrameType
 
 import typer
 
+from ludus import trust
 from ludus.cluster import redis_server
 from ludus.cluster.cluster import Job, JobStatus, Orchestrator, Role, checked, open_orchestrator, wait
 from ludus.cluster.fleet_file import FleetFile, load_fleet_file
@@ -119,6 +120,8 @@ def fleet_job(file: FleetFile, name: str, arguments: Sequence[str], workers: int
     if workers < 1:
         raise UsageError(f"-n {workers}: a fleet has at least one worker.")
     environment = {} if file.credentials is None else {CREDENTIALS: str(file.credentials)}
+    if trusted := os.environ.get(trust.VARIABLE):
+        environment[trust.VARIABLE] = trusted
     if models is not None:
         environment[MODELS] = os.pathsep.join([str(models.resolve()), *filter(None, [os.environ.get(MODELS)])])
     url = file.redis_url or f"redis://{redis_server.HOST}:{port}/0"

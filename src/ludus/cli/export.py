@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ludus.cli import options as o
 from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import NotFound, UsageError
 
@@ -35,6 +36,7 @@ def export(
         typer.Option(help="The steps.npz of a rollout, to compare on. [default: the run's newest]", show_default=False),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="The last line of output is the report as JSON.")] = False,
+    trust: o.Trust = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Export a trained agent: X.onnx, and X.report.json, which says how exactly it acts like the original."""

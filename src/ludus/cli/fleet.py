@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ludus import trust
 from ludus.cli import options as o
 from ludus.errors import NotFound, UsageError
 from ludus.memory.exchange import PASSWORD, split_password
@@ -74,6 +75,7 @@ def learner(
     checkpoint_freq: o.CheckpointFreq = None,
     keep_checkpoints_num: o.KeepCheckpoints = None,
     password_file: _PasswordFile = None,
+    trust_: o.Trust = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,
     verbose: o.Verbose = 0,
@@ -145,6 +147,7 @@ def worker(
     compression: _Compression = "none",
     when_full: _WhenFull = "wait",
     password_file: _PasswordFile = None,
+    trust_: o.Trust = False,
     quiet: o.Quiet = False,
     verbose: o.Verbose = 0,
     debug: o.Debug = False,
@@ -211,6 +214,7 @@ def _without_password(memory: str, file: Path | None, say: Callable[[str], None]
         except OSError as error:
             raise UsageError(f"--memory-password-file {file} cannot be read: {error.strerror}.") from error
     memory, password = split_password(memory)
+    trust.allow(memory)
     if password is not None:
         os.environ[PASSWORD] = password
         say(f"a password on the command line is seen by everyone on this machine; {PASSWORD} or --memory-password-file is not")

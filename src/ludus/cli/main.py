@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 import ludus
+from ludus import trust
 from ludus.cli import (
     actor,
     battle,
@@ -99,6 +101,14 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _stands_in_a_run() -> bool:
+    """Then what lies here may be anybody's, and is no place to import from."""
+    try:
+        return trust.is_in_run(Path.cwd())
+    except OSError:  # the working directory was removed
+        return False
+
+
 def main() -> None:
     """Exit codes: 0 finished, 1 failed, 2 wrong usage or config, 130 interrupted."""
     # Idle OpenMP threads would spin on a core that environments and gradient threads need; read when torch is loaded.
@@ -106,8 +116,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _interrupted)
     debug = "--debug" in sys.argv or bool(os.environ.get("LUDUS_DEBUG"))
-    if "" not in sys.path:
+    if "" not in sys.path and not _stands_in_a_run():
         sys.path.insert(0, "")  # `module:function` is looked for here too, as with `python -m`
+    trust.allow([word.rpartition("=")[2] for word in sys.argv[1:] if "://" in word])  # a store or memory of the user's own
     try:
         app()
     except LudusError as error:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ludus import trust
 from ludus.cli import coach
 from ludus.cli.run_argument import complete_run, run_place
 
@@ -135,6 +136,22 @@ Restore = Annotated[
         show_default=False,
         callback=run_place,
         autocompletion=complete_run,
+    ),
+]
+
+
+def _trust_names(given: bool) -> bool:
+    if given:
+        trust.allow_everything()
+    return given
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=_trust_names,
+        help="Import whatever code a stored run names (environment, wrappers, models). Only for runs from people you trust.",
     ),
 ]
 LocalMode = Annotated[bool, typer.Option("--local-mode", help="Everything in this process, for debugging.")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli import options as o
 from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import UsageError
 
@@ -48,6 +49,7 @@ def rollout(
     no_render: Annotated[bool, typer.Option("--no-render", help="Nothing is shown on a screen in any case.")] = False,
     use_shelve: Annotated[bool, typer.Option("--use-shelve", help="Steps go to disk as they come in any case.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")] = False,
+    trust: o.Trust = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Play a trained agent: returns, a file of all steps, a video."""

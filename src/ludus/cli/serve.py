@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from ludus.cli import options as o
 from ludus.cli.run_argument import complete_run, run_places
 from ludus.errors import NotFound, UsageError
 
@@ -149,6 +150,7 @@ def serve(
     max_connections: _MaxConnections = 10_000,
     max_connections_per_address: _MaxPerAddress = 0,
     local_dir: _LocalDir = "runs",
+    trust: o.Trust = False,
     json_: _Json = False,
 ) -> None:
     """Serve trained agents. Games send start, tick, tick, …, end to POST /step, as in training. Ctrl-C stops it."""

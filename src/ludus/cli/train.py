@@ -80,6 +80,7 @@ def train(
     keep_checkpoints_num: o.KeepCheckpoints = None,
     resume: o.Resume = None,
     restore: o.Restore = None,
+    trust: o.Trust = False,
     local_mode: o.LocalMode = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,

@@ -72,6 +72,7 @@ def tune(
         Path | None, typer.Option(metavar="DIR", help="Go on with the sweep in this directory.", show_default=False)
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: failed trials too.")] = False,
+    trust: o.Trust = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,
     debug: o.Debug = False,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from ludus import plugins
+from ludus import plugins, trust
 from ludus.errors import LudusError, UnknownName, UsageError
 
 ORCHESTRATORS: Mapping[str, str] = {
@@ -170,6 +170,7 @@ def open_orchestrator(name: str, **options: Any) -> Orchestrator:
             f"The orchestrator {name!r} is not available in this version.",
             f"Use one of: {', '.join(ORCHESTRATORS)}; or start `ludus fleet worker` on each machine yourself, with the same --memory and --store.",
         )
+    trust.allow(name)  # it is never in a run: the command line, the user's cluster.yaml or state directory name it
     opened: Orchestrator = plugins.resolve("orchestrator", name, ORCHESTRATORS)(**options)
     return opened
 

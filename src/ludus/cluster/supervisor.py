@@ -611,7 +611,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--reach", metavar="MODULE:CLASS")
     asked = parser.parse_args(words)
     directory, lifeline = JobDirectory(asked.directory), asked.lifeline
-    reach = None if asked.reach is None else plugins.resolve("reach", asked.reach, {})
+    reach = None if asked.reach is None else plugins.load_object(asked.reach)
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
     if asked.stay:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import gymnasium as gym
 
+from ludus import trust
 from ludus.errors import LudusError, MissingExtra, StoreError, UsageError
 from ludus.experiment.battle_result import BattleResult, Played, Recorded, most_lopsided, one_sided, why
 from ludus.experiment.battle_server import ARENA, Place, ServerStage
@@ -42,6 +43,7 @@ def battle(
 ) -> BattleResult:
     """`watch` is told of every match when it has ended. Raises UsageError, IncompatibleCheckpoint, Unreachable, Refused."""
     terms, keeping, place = terms or Terms(), keeping or Keeping(), place or Place()
+    trust.allow(place.env)
     began = time.monotonic()
     world, notes = _world((a, b), place)
     elsewhere = place.asked or any(isinstance(one, Served) for one in (a, b))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ludus
+from ludus import trust
 from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreUnavailable, UsageError
 from ludus.experiment.workspace import directory_of, is_remote, shown, store_of
 from ludus.model import central, saved
@@ -369,6 +370,7 @@ def locate(where: str | Path) -> tuple[Path, str]:
     path = directory_of(where)
     if path.name in ("", ".."):
         path = path.resolve()
+    trust.note_run(path)
     remote = is_remote(path)
     word = path.name if path.name in ("best", "latest") and (remote or not path.is_dir()) else None
     run = path.parent if word else path

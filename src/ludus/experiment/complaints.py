@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ludus import config as configs
-from ludus import spellings
+from ludus import spellings, trust
 from ludus.complaint import Complaint, ConfigErrors
 from ludus.config import AlgorithmConfig
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
@@ -224,3 +224,11 @@ def _with(data: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any]) -> dic
         else:
             out[key] = _with(value, below) if below else value
     return out
+
+
+def trust_names(experiments: Mapping[str, Mapping[str, Any]]) -> None:
+    """The user wrote these experiments: what they name may be imported, also under the name that an environment has today."""
+    trust.allow(experiments)
+    for data in experiments.values():
+        env = configs.read_experiment(data).data.get("env")
+        trust.allow(current_name(env).name if isinstance(env, str) else None)

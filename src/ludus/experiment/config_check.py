@@ -65,6 +65,7 @@ def check_file(file: Path, config: Mapping[str, Any] | None = None) -> Checked:
         name: {**data, "config": _overridden(data.get("config"), config)} if config else data
         for name, data in configs.load_experiments(file).items()
     }
+    complaints.trust_names(experiments)
     return check_experiments(experiments, file)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ludus import config as configs
+from ludus import trust
 from ludus.actor.trained import TrainedAgent
 from ludus.errors import IncompatibleCheckpoint, NotFound, UsageError
 from ludus.experiment import checkpoint, external
@@ -167,6 +168,7 @@ def _exported(path: Path) -> Trained:
 
 def _of_version(run: Path, number: int, model: str | None) -> Trained:
     """As `ludus serve --version`: of whichever checkpoint has it, or as the run has kept it. Raises NotFound."""
+    trust.note_run(run)
     store = store_of(run)
     there: set[int] = set()
     for name in reversed(checkpoint.names(store)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from ludus import config as configs
+from ludus import trust
 from ludus.actor.evaluate import Score, longest_episode, undisturbed
 from ludus.actor.multi import Copies, MatchBatches, MultiSampler, play_matches
 from ludus.actor.opponents import RANDOM, Opponent, ZeroSum
@@ -123,7 +125,7 @@ def assigned(agents: Sequence[str], section: MultiAgentConfig) -> dict[str, str]
     if given is None:
         mapping = _by_name(agents, listed)
     elif isinstance(given, str) and ":" in given:
-        function = import_object(given)
+        function = import_object(given, "policy mapping", _maps_agents)
         mapping = {agent: str(function(agent)) for agent in agents}
     elif isinstance(given, str):
         mapping = dict.fromkeys(agents, given)
@@ -138,6 +140,10 @@ def assigned(agents: Sequence[str], section: MultiAgentConfig) -> dict[str, str]
         played = ", ".join(f"{agent}: {policy}" for agent, policy in mapping.items())
         raise ConfigError(f"The policy {idle[0]!r} plays no agent ({played}).", "Give it one in policy_mapping, or leave it out.")
     return mapping
+
+
+def _maps_agents(found: Any, project: bool) -> bool:
+    return project and inspect.isfunction(found) and trust.is_in_project(found.__module__)
 
 
 def _by_name(agents: Sequence[str], listed: Sequence[str]) -> dict[str, str]:

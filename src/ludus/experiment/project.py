@@ -9,7 +9,7 @@ from string import Template
 
 import gymnasium as gym
 
-from ludus import spaces
+from ludus import spaces, trust
 from ludus.errors import AlreadyExists, StoreFull, UsageError
 from ludus.game.environment import make_one
 
@@ -58,6 +58,7 @@ def scaffold(directory: Path, env: str | None = None) -> list[Path]:
 
 def _check(env: str) -> None:
     """The model that is written takes arrays of numbers."""
+    trust.allow(env)
     made = make_one(env)
     try:
         seen, _ = spaces.split_mask(made.observation_space)

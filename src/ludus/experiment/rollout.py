@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ludus import spaces, statistics
+from ludus import spaces, statistics, trust
 from ludus.actor.evaluate import Score, longest_episode
 from ludus.actor.multi import Step, play_episode
 from ludus.actor.trained import TrainedAgent
@@ -47,7 +47,8 @@ from ludus.experiment.workspace import is_remote, kept_file
 from ludus.game.agents import make_match
 from ludus.game.environment import make_one, own_part, translated
 from ludus.game.preprocess import preprocess_of
-from ludus.game.wrapping import Named, names_of
+from ludus.game.registry import factory_of
+from ludus.game.wrapping import Named, names_of, wrappers_of
 from ludus.model import saved
 from ludus.model.central import actor_of
 from ludus.model.policy import Policy
@@ -178,6 +179,7 @@ def stage_of(
 
     `options` are those of the stage: seed, deterministic, save_info, depth. Raises NotFound, Damaged, UsageError.
     """
+    trust.allow(env)
     run, found = open_checkpoint(where)
     made_with = found.state["config"]
     name = env or made_with["env"]
@@ -191,6 +193,8 @@ def stage_of(
     }
     wrappers = settings.get("wrappers") or ()
     custom = [description["network"].get("custom_model") for description, _ in models.values()]
+    factory_of(name)  # before another process, which trusts what this one does, is asked to play it
+    wrappers_of(wrappers)
     stage = Stage(
         env=name,
         trained_on=made_with["env"],
@@ -217,12 +221,15 @@ def staged_agent(
     agent: TrainedAgent, env: str | None, env_config: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[Stage]:
     """What an agent plays whose weights are in this process; one that knows its run, as it was trained there. Raises UsageError."""
+    trust.allow(env)
     made_with = agent.experiment() if isinstance(agent, RunAgent) else {}
     settings, name = made_with.get("config", {}), env or made_with.get("env")
     if name is None:
         raise UsageError("An agent alone does not say what it is to play.", "Give env=…")
     _check_playable(name, settings, agent)
     wrappers = settings.get("wrappers") or ()
+    factory_of(name)  # before another process, which trusts what this one does, is asked to play it
+    wrappers_of(wrappers)
     with tempfile.TemporaryDirectory(prefix="ludus-") as aside:
         weights = Path(aside) / "weights.safetensors"
         weights.write_bytes(saved.encode_weights(agent.policy.weights()))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ludus
+from ludus import trust
 from ludus.config import dump_yaml
 from ludus.errors import AlreadyExists, ConfigError, LudusError, NotFound, UsageError
 from ludus.experiment import workspace
@@ -73,6 +74,7 @@ class Run:
     @classmethod
     def open(cls, directory: Path) -> Run:
         """Raises NotFound when there is no run, StoreError when its store does not answer."""
+        trust.note_run(directory)
         workspace.fetch(directory)
         if not (directory / CONFIG).exists():
             raise NotFound(

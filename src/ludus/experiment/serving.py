@@ -145,7 +145,10 @@ def _seats(found: checkpoint.Checkpoint) -> GameSeats:
     if several:
         played = {name: found.policy(name) for name in found.weights}
         spaces = {name: (policy.observation_space, policy.action_space) for name, policy in played.items()}
-        return GameSeats(spaces, several["policy_mapping"])
+        mapping = several.get("policy_mapping")
+        if not isinstance(mapping, Mapping):
+            raise Damaged(f"Checkpoint {found.name} does not say which model plays which agent.")
+        return GameSeats(spaces, mapping)
     if config["env"] == configs.EXTERNAL:
         return external.seats_of(configs.external_config(config["config"]["env_config"]))
     (name,) = found.weights

@@ -103,6 +103,9 @@ def experiments_from(
             data.pop("target", None)  # which says nothing of another environment
         if source is not None and source.preset and _batch_of(data) == before:
             _fit(data, source, say)
+    from ludus.experiment.complaints import trust_names
+
+    trust_names(found)
     return found
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 import ludus
 from ludus import config as configs
+from ludus import trust
 from ludus.config import TuneConfig
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
 from ludus.experiment import complaints, experiment, search, tracking
@@ -161,6 +162,7 @@ def opened(directory: Path) -> Sweep:
     """The sweep in a directory. Raises NotFound, Damaged."""
     _refuse_store(directory)
     directory = directory.expanduser()
+    trust.note_run(directory)
     if not (directory / STATE).exists():
         raise NotFound(f"{directory} is not the directory of a sweep (it has no {STATE}).", "Name the one that holds its trials.")
     try:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import itertools
 import re
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
 
+from ludus import trust
 from ludus.errors import MissingExtra, UnknownName, UsageError
 from ludus.game.packages import Package, package_of_id, package_of_module
-from ludus.plugins import did_you_mean, import_module, import_object
+from ludus.plugins import did_you_mean, import_module, import_object, load_object
 
 Factory = Callable[..., Any]
 EnvLike = str | Factory
@@ -27,6 +30,7 @@ _registered: dict[str, Factory] = {}
 _GYM_ID = re.compile(r"^(?:[\w:.-]+:)?(?:[\w:.-]+/)?[\w:.-]+-v\d+$")
 _EXTRAS = {"ALE": "atari", "mujoco": "mujoco", "vizdoom": "doom", "pettingzoo": "pettingzoo", "mpe2": "pettingzoo"}
 _PLUGIN_MODULES = {"ALE/": "ale_py", "Vizdoom": "vizdoom.gymnasium_wrapper"}
+_IMPORTS_ITS_ARGUMENT = "GymV"
 _NOT_SHOWN = ("phys2d", "tabular", "GymV")
 _OURS = {"ludus/Arena-1v1-v0": ("ludus.games.arena.gym:ArenaEnv", "ludus.games.arena.gym:ArenaVectorEnv")}
 """Gymnasium environments of our own: whoever makes one, and many at once; imported when they are made."""
@@ -90,10 +94,10 @@ def factory_of(name: str) -> Factory | None:
     """Whoever makes it, unless that is Gymnasium. Raises UnknownName, MissingExtra."""
     if name in _registered:
         return _registered[name]
-    name = _OURS_SEVERAL.get(name) or _OURS_ELSEWHERE.get(name, name)
-    if ":" not in name or _GYM_ID.match(name):
+    ours = _OURS_SEVERAL.get(name) or _OURS_ELSEWHERE.get(name)
+    if ours is None and (":" not in name or _GYM_ID.match(name)):
         return None
-    found = import_object(name)
+    found = load_object(ours) if ours is not None else import_object(name, "environment", makes_environment)
     if not callable(found):
         raise UnknownName(f"{name!r} is a {type(found).__name__}, not a function or class that makes an environment.")
     factory: Factory = found
@@ -105,6 +109,8 @@ def spec_of(name: str) -> gym.envs.registration.EnvSpec:
     module, _, gym_id = name.rpartition(":")
     if module:
         _import_package(module, name)
+    if gym_id.startswith(_IMPORTS_ITS_ARGUMENT) and not trust.is_allowed(gym_id):
+        raise trust.refusal(gym_id, "environment", "it imports what env_config names")
     for prefix, plugin in _PLUGIN_MODULES.items():
         if gym_id.startswith(prefix):
             with contextlib.suppress(ModuleNotFoundError):
@@ -119,6 +125,8 @@ def spec_of(name: str) -> gym.envs.registration.EnvSpec:
 
 
 def _import_package(module: str, name: str) -> None:
+    if package_of_module(module) is None:
+        trust.check(name, "environment")
     try:
         import_module(module, name)
     except UnknownName as error:
@@ -208,6 +216,30 @@ def outdated(name: str) -> str:
     limits = f" (episodes of up to {newest.max_episode_steps} steps instead of {spec.max_episode_steps})"
     differ = newest.max_episode_steps != spec.max_episode_steps
     return f"env: {name} is an old version, and is used as asked; the current one is {newest.id}{limits * differ}."
+
+
+def makes_environment(found: Any, project: bool) -> bool:
+    """Whether a class is an environment or a function declares that it returns one; in the user's project it need not declare."""
+    if isinstance(found, type):
+        return _is_environment(found)
+    if isinstance(found, functools.partial):
+        return makes_environment(found.func, project)
+    if not callable(found):
+        return project  # it cannot be called; whoever asks says what it is instead
+    try:
+        returned = typing.get_type_hints(found).get("return", Any)
+    except Exception:  # an annotation that cannot be read declares nothing
+        returned = Any
+    if returned in (Any, object):
+        own = getattr(found, "__module__", None) or type(found).__module__
+        return project and (own == "__main__" or trust.is_in_project(own))
+    return any(_is_environment(typing.get_origin(each) or each) for each in (returned, *typing.get_args(returned)))
+
+
+def _is_environment(kind: Any) -> bool:
+    if not isinstance(kind, type):
+        return False
+    return issubclass(kind, (gym.Env, gym.vector.VectorEnv)) or all(callable(getattr(kind, m, None)) for m in ("reset", "step"))
 
 
 def takes(factory: Factory, keyword: str) -> bool:

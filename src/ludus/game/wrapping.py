@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 
 from ludus.errors import ConfigError, EnvironmentFault, LudusError
+from ludus.game.registry import makes_environment
 from ludus.plugins import import_object
 
 Named = Sequence[str | Mapping[str, Any]]
@@ -66,7 +67,7 @@ def wrappers_of(named: Named) -> tuple[list[Wrapper], list[Wrapper]]:
 
 def _wrapper(item: str | Mapping[str, Any]) -> Wrapper:
     name, keywords = (item, {}) if isinstance(item, str) else _entry(item)
-    made: Any = import_object(name)
+    made: Any = import_object(name, "wrapper", makes_environment)
     if not callable(made):
         raise ConfigError(f"config.wrappers: {name} is a {type(made).__name__}, not a wrapper.")
     return Wrapper(name, made, keywords, _of_vectors(made))

@@ -126,6 +126,6 @@ def open_exchange(url: str, channel: str, room: int) -> Exchange:
     """
     check_url(url)
     scheme, separator, _ = url.partition("://")
-    make = plugins.resolve("memory", scheme, EXCHANGES) if separator else plugins.import_object(url)
+    make = plugins.resolve("memory", scheme, EXCHANGES) if separator else plugins.import_object(url, "memory", plugins.is_class)
     opened: Exchange = make(url, channel, room)
     return opened

@@ -1,7 +1,7 @@
 """The class of a network of the user's own, found by its name: `customnet` is model/customnet.py, or `module:Class`.
 
 A checkpoint holds that name and never code or a path. It may come from anybody, so a name is only ever looked up where the
-user keeps code, is read before it is run, and yields a torch module or nothing.
+user keeps code (`trust`), is read before it is run, and yields a torch module or nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from ludus import trust
 from ludus.errors import ConfigError, UnknownName
 from ludus.plugins import did_you_mean
 
@@ -72,6 +73,7 @@ def carry(files: Files) -> None:
 def look_in(directory: Path) -> None:
     """Have this process, and those that it starts, look for models there first: beside the file of an experiment, say."""
     there = str(directory.resolve())
+    trust.add_project(directory)
     os.environ[VARIABLE] = os.pathsep.join([there, *(entry for entry in _named_path() if entry != there)])
 
 
@@ -79,6 +81,7 @@ def find_class(name: str) -> type[nn.Module]:
     """The class that `custom_model` names. Raises UnknownName with where it was looked for, ConfigError when it is none."""
     if ":" in name:
         check_name(name)
+        trust.check(name, "model")
         found, shown = _of_module(name), name
     else:
         files = files_of(name)
@@ -113,9 +116,12 @@ def files_of(name: str) -> Files:
     check_name(name)
     if name in _carried:
         return _carried[name]
+    named = {str(place) for root in _named_path() for place in (Path(root), Path(root) / FOLDER)}  # by the user
     for directory in _directories():
         path = directory / f"{name}.py"
         if path.is_file():
+            if str(directory) not in named:
+                trust.check_file(path, trust.model_file(name), "model")
             return _read(name, path)
     known = {path.stem for place in _directories() for path in place.glob("*.py")}
     near = did_you_mean(name, [stem for stem in known if _FILE.fullmatch(stem)])

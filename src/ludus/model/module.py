@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ludus import plugins
+from ludus import plugins, trust
 from ludus.errors import IncompatibleCheckpoint, LudusError, UnknownName, UsageError
 from ludus.tree import Array, Tree
 
@@ -61,7 +61,9 @@ def describe(
     if hasattr(model, "description") and hasattr(cls, "from_description"):
         return _self_described(model, cls, inputs)
     plain_args, plain_kwargs = _plain("model_args", list(args)), _plain("model_kwargs", dict(kwargs or {}))
-    description = {"class": _class_path(cls, main_file), "args": plain_args, "kwargs": plain_kwargs, "inputs": dict(inputs or {})}
+    path = _class_path(cls, main_file)
+    trust.allow(path)  # the caller handed over an object of it
+    description = {"class": path, "args": plain_args, "kwargs": plain_kwargs, "inputs": dict(inputs or {})}
     twin = _called(cls, plain_args, plain_kwargs)
     if isinstance(model, type):
         return Described(twin, description)
@@ -71,6 +73,7 @@ def describe(
 
 def _self_described(model: Any, cls: type[nn.Module], inputs: Mapping[str, Any] | None) -> Described:
     description = dict(model.description()) | ({"inputs": dict(inputs)} if inputs else {})
+    trust.allow(str(description["class"]))
     if find_class(str(description["class"])) is not cls:
         raise UsageError(
             f"{cls.__qualname__} describes itself as {description['class']!r}, which is another class.",
@@ -83,8 +86,7 @@ def _self_described(model: Any, cls: type[nn.Module], inputs: Mapping[str, Any] 
 def build(description: Mapping[str, Any], cls: type[nn.Module] | None = None) -> nn.Module:
     """The module that a description names, with fresh weights; `cls` when the class is already at hand. Raises UsageError.
 
-    The class is imported by the name in the description. Descriptions come from the user's own run directory, where the user
-    put that name by handing us an instance: what is imported is the user's own code by definition.
+    The class is imported by the name in the description, which may come from a stored run. Raises Untrusted.
     """
     found = find_class(str(description["class"])) if cls is None else cls
     if not isinstance(found, type) or not issubclass(found, nn.Module):
@@ -108,7 +110,8 @@ def find_class(path: str) -> Any:
     """`"package.module:Class"`, or `"/where/script.py:Class"` for a class of a script. Raises UnknownName, UsageError."""
     where, _, name = path.rpartition(":")
     if not where.endswith(".py"):
-        return plugins.import_object(path)
+        return plugins.import_object(path, "model", _is_module_class)
+    trust.check_file(Path(where), path, "model")
     main = sys.modules.get("__main__")
     if main is not None and main_script() == where and _attribute(main, name) is not None:
         return _attribute(main, name)
@@ -116,6 +119,10 @@ def find_class(path: str) -> Any:
     if found is None:
         raise UnknownName(f"{where} has no class {name!r} (any more).", "Was it renamed since the model was made?")
     return found
+
+
+def _is_module_class(found: Any, _: bool) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module)
 
 
 def main_script() -> str | None:
@@ -186,7 +193,7 @@ def _class_path(cls: type, main_file: str | None) -> str:
         return f"{sys.modules[module].__file__}:{name}"
     path = f"{module}:{name}"
     try:
-        found = plugins.import_object(path)
+        found = plugins.load_object(path)
     except LudusError as error:
         raise UsageError(f"The class {name} cannot be imported as {path!r}: {error}", "Move it to a module.") from error
     if found is not cls:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import nn
 
-from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, UsageError
+from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, Untrusted, UsageError
 from ludus.model import module
 from ludus.model.policy import Policy, Weights
 from ludus.tree import Array
@@ -67,6 +67,8 @@ def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
         raise Damaged(f"This model.json does not describe a policy: {error}.") from error
     try:
         return Policy.from_description(data)
+    except Untrusted:
+        raise
     except UsageError as error:
         if custom is None:
             raise Damaged(f"This model.json does not describe a policy: {error}.") from error

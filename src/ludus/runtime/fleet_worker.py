@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from ludus import spaces
+from ludus import spaces, trust
 from ludus.actor.sampler import Sampler, segment_spec
 from ludus.actor.selfplay import with_past
 from ludus.config import PreprocessConfig, SelfPlayConfig
@@ -495,6 +495,7 @@ def run_workers(
 
     Raises UsageError, IncompatibleCheckpoint when workers are refused: the next ones would be, too.
     """
+    trust.allow(env, memory, place)
     options = functools.partial(WorkerOptions, cast(Any, compression), cast(Any, when_full), env=env)
     with stop_on_signals() as stop:
         if num == 1:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from ludus import trust
 from ludus.buffer.fifo import Fifo
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
@@ -526,6 +527,7 @@ class Hub:
 
     def _model_create(self, peer: Peer, header: Header, body: bytes) -> Header:
         self._landing.taken(header["file"])
+        trust.allow(header["description"])  # a process of the user's has an object of that class
         found = self._registry.create(
             header["name"],
             header["description"],

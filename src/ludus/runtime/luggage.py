@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from ludus import trust
 from ludus.errors import UsageError
 from ludus.game.registry import register_env, registered
 from ludus.model import custom_class
@@ -27,6 +28,8 @@ class Luggage:
     """As text, so that every process of a run has the same, on whatever machine and whoever edits the file meanwhile."""
     registered: Mapping[str, Any] = field(default_factory=dict)
     """By `register_env`."""
+    trusted: tuple[str, ...] = ()
+    """Names that may be imported there because they may be here."""
 
     @classmethod
     def of(cls, *names: str, models: Iterable[str | None] = ()) -> Luggage:
@@ -37,7 +40,8 @@ class Luggage:
         spec = next((gym.registry[name] for name in names if name in gym.registry), None)
         made = {name: registered()[name] for name in names if name in registered()}
         files = tuple(custom_class.files_of(name) for name in sorted(custom) if ":" not in name)
-        return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made)
+        trusted = trust.trusted_here(*names, *custom)
+        return cls({name: getattr(main, name) for name in own if hasattr(main, name)}, spec, files, made, trusted)
 
     def check_can_be_sent(self) -> None:
         """Raises UsageError with what of an environment or a class cannot be sent to another process."""
@@ -51,6 +55,7 @@ class Luggage:
                 )
 
     def unpack(self) -> None:
+        trust.adopt(self.trusted)
         main = sys.modules["__main__"]
         for name, value in self.named.items():
             setattr(main, name, value)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ludus import tree
+from ludus import tree, trust
 from ludus.config import AlgorithmConfig
 from ludus.errors import TrainingDiverged, WorkerFailed
 from ludus.memory.shared import Layout
@@ -74,6 +74,7 @@ class Recipe:
         return cls(named, algorithm.policy.description(), config.model_dump(mode="json", by_alias=True), config.seed)
 
     def build(self, device: torch.device, kind: type[Algorithm] | None = None) -> Algorithm:
+        trust.allow(self.algorithm, self.policy)  # rank 0 of the same run has imported them, and proved that it knows the token
         kind = kind or algorithm_class(self.algorithm)
         config = kind.Config.model_validate(self.config)
         torch.set_num_threads(max(1, config.torch_threads))

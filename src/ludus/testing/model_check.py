@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 from torch import nn
 
-from ludus import spaces
+from ludus import spaces, trust
 from ludus.game.environment import make_one
 from ludus.model.custom_check import check_custom
 from ludus.model.networks import NetworkConfig
@@ -45,6 +45,7 @@ def check_model(
 def _spaces_of(env: str | gym.Env[Any, Any] | Spaces) -> Spaces:
     if isinstance(env, tuple):
         return env
+    trust.allow(env)
     made = make_one(env) if isinstance(env, str) else env
     try:
         return spaces.split_mask(made.observation_space)[0], made.action_space

@@ -46,5 +46,9 @@ class Algorithm(Protocol):
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    found: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS)
+    found: type[Algorithm] = plugins.resolve("algorithm", name, ALGORITHMS, _is_algorithm)
     return found
+
+
+def _is_algorithm(found: Any, _: bool) -> bool:
+    return isinstance(found, type) and hasattr(found, "Config") and callable(getattr(found, "learn", None))
