@@ -84,6 +84,11 @@ class Checkpoint:
         found = self._description(model)["network"].get("byte_scales", ())
         return tuple((str(path), float(divisor)) for path, divisor in found)
 
+    def embed_above(self, model: str) -> int | None:
+        """Above how many values the network of a model embeds categories; earlier releases did not."""
+        found = self._description(model)["network"].get("embed_above")
+        return None if found is None else int(found)
+
     def _description(self, model: str) -> dict[str, Any]:
         if model not in self.weights:
             raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")

@@ -42,6 +42,7 @@ from ludus.experiment.parts import (
     ClusterOptions,
     Resolved,
     count_on,
+    embedding_bound,
     has_far_learners,
     make_algorithm,
     make_conductor,
@@ -733,7 +734,7 @@ def program_of(
     program = Program()
     environments = program.add("environments", _environments, e.env, config, environment_seed)
     scales = program.add("scales", _scales, environments, e.env, config, before, announce)
-    policy = program.add("policy", _policy, environments, config, scales)
+    policy = program.add("policy", _policy, environments, config, scales, before)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
@@ -770,8 +771,10 @@ def _scales(
     return byte_scales.choose(environments.observation_space, config, look, before, announce)
 
 
-def _policy(environments: Environments, config: AlgorithmConfig, scales: Scales) -> Policy:
-    policy = make_policy(environments.observation_space, environments.action_space, config, scales)
+def _policy(environments: Environments, config: AlgorithmConfig, scales: Scales, before: Checkpoint | None) -> Policy:
+    policy = make_policy(
+        environments.observation_space, environments.action_space, config, scales, embed_above=embedding_bound(before)
+    )
     return acting_on(policy, named_device(config.inference_device, "inference_device"))
 
 

@@ -21,7 +21,17 @@ from ludus.config import AlgorithmConfig, ExternalConfig
 from ludus.errors import ConfigError
 from ludus.experiment import byte_scales
 from ludus.experiment.checkpoint import Checkpoint
-from ludus.experiment.parts import Resolved, count_on, make_algorithm, make_conductor, make_policy, make_pool, opened, share
+from ludus.experiment.parts import (
+    Resolved,
+    count_on,
+    embedding_bound,
+    make_algorithm,
+    make_conductor,
+    make_policy,
+    make_pool,
+    opened,
+    share,
+)
 from ludus.experiment.run import Run
 from ludus.game.protocol import read_token
 from ludus.metrics import Sink
@@ -135,7 +145,7 @@ def _policies(
     made = {}
     for name, (seen, done) in seats.models.items():
         scales = byte_scales.choose(seen, config, None, before, announce, name)
-        made[name] = make_policy(seen, done, config, scales)
+        made[name] = make_policy(seen, done, config, scales, embed_above=embedding_bound(before, name))
     return made
 
 

@@ -23,7 +23,7 @@ from ludus.experiment import byte_scales, checkpoint
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import warn_of_cuts
 from ludus.experiment.external import Algorithms, Shared, add_models
-from ludus.experiment.parts import Resolved, count_on, make_conductor, make_policy, make_pool, opened
+from ludus.experiment.parts import Resolved, count_on, embedding_bound, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run
 from ludus.game import agents as games
 from ludus.game.agents import AgentSpaces, Match, Whole, central_space
@@ -312,7 +312,7 @@ def _policies(
     made = {}
     for name, (seen, done) in cast.spaces.items():
         scales = byte_scales.choose(seen, of_each[name], functools.partial(_seen_of, look, name), before, announce, name)
-        policy = make_policy(seen, done, of_each[name], scales, central=central)
+        policy = make_policy(seen, done, of_each[name], scales, central=central, embed_above=embedding_bound(before, name))
         made[name] = acting_on(policy, named_device(of_each[name].inference_device, "inference_device"))
     return made
 

@@ -24,6 +24,7 @@ from ludus.experiment.workspace import shown
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
 from ludus.model.branching import Branch
+from ludus.model.categories import EMBED_ABOVE
 from ludus.model.central import OWN, WHOLE
 from ludus.model.device import learner_device, learning_on
 from ludus.model.networks import NetworkConfig
@@ -78,6 +79,7 @@ def make_policy(
     scales: tuple[tuple[str, float], ...] = (),
     *,
     central: bool = False,
+    embed_above: int | None = EMBED_ABOVE,
 ) -> Policy:
     """A fresh policy for these spaces; the same seed gives the same weights. `scales`: as `experiment.byte_scales` chooses them."""
     section = config.model
@@ -102,6 +104,7 @@ def make_policy(
         custom_model=section.custom_model,
         custom_model_config=section.custom_model_config,
         byte_scales=scales,
+        embed_above=embed_above,
     )
     if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, WHOLE}:
         log.warning(
@@ -126,6 +129,11 @@ def make_policy(
 
         check_custom(policy)
     return policy
+
+
+def embedding_bound(before: Checkpoint | None, model: str = DEFAULT_MODEL) -> int | None:
+    """`embed_above` of a run: that of the checkpoint that it begins with, if there is one."""
+    return EMBED_ABOVE if before is None else before.embed_above(model)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from ludus.experiment.parts import (
     ClusterOptions,
     Resolved,
     count_on,
+    embedding_bound,
     make_algorithm,
     make_conductor,
     make_policy,
@@ -89,7 +90,7 @@ def program_of(
     cluster = program.add("cluster", _cluster, resolved.cluster, announce)
     shape = program.add("shape", look_at, e.env, config)
     scales = program.add("scales", _scales, shape, e.env, config, before, announce)
-    policy = program.add("policy", _policy, shape, config, scales)
+    policy = program.add("policy", _policy, shape, config, scales, before)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
@@ -143,8 +144,8 @@ def _scales(
     return byte_scales.choose(shape.observation_space, config, look, before, announce)
 
 
-def _policy(shape: Shape, config: AlgorithmConfig, scales: Scales) -> Policy:
-    return make_policy(shape.observation_space, shape.action_space, config, scales)
+def _policy(shape: Shape, config: AlgorithmConfig, scales: Scales, before: Checkpoint | None = None) -> Policy:
+    return make_policy(shape.observation_space, shape.action_space, config, scales, embed_above=embedding_bound(before))
 
 
 def _add_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> None:

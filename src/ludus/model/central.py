@@ -83,15 +83,14 @@ class CentralNetwork(PolicyNetwork):
 
     def normalise_observations(self) -> None:
         self.actor.normalise_observations()
-        if self.vector.size:
-            self.norm = RunningNorm(self.vector.size)
+        if self.vector.plain_size:
+            self.norm = RunningNorm(self.vector.plain_size)
 
     @torch.no_grad()
     def observe(self, observation: Tree) -> None:
         self.actor.observe(observation[OWN])
         if self.norm is not None:
-            vector = self.vector(observation)
-            self.norm.update(vector.reshape(-1, vector.shape[-1]))
+            self.norm.update(self.vector.plain(observation))
 
     def forward(
         self, observation: Tree, state: tuple[Tensor, ...], first: Tensor | None
@@ -112,9 +111,7 @@ class CentralNetwork(PolicyNetwork):
     def _value(self, observation: Tree, outputs: Tensor, features: Tensor | None = None) -> Tensor:
         if not self._values:
             return outputs.new_zeros(outputs.shape[:-1])
-        vector = self.vector(observation)
-        if self.norm is not None and vector is not None:
-            vector = self.norm(vector)
+        vector = self.vector.normalised(self.vector(observation), self.norm)
         value: Tensor = self.value_head(self.trunk(vector, observation, features)).squeeze(-1)
         return value.float()
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ludus.errors import ConfigError
 from ludus.model.branching import Branch
 from ludus.model.byte_scales import PICTURE
+from ludus.model.categories import EMBEDDING_SIZE, CategoryEmbedding, category_counts, check_countable
 from ludus.model.entities import Crowd, EntityEncoder, Pointer
 from ludus.model.layers import ACTIVATIONS, Dense, mlp, through, traced
 from ludus.plugins import did_you_mean
@@ -57,6 +58,8 @@ class NetworkConfig:
     """Of a model of values: what the state is worth, and how much better each action is, apart."""
     head_hiddens: tuple[int, ...] = ()
     """Of a model of values: layers between the trunk and what it says, one set for each of the two of a dueling one."""
+    embed_above: int | None = None
+    """Categories of more values than this are embedded instead of one-hot; None: never, as in checkpoints of earlier releases."""
     central: bool = False
     """The value sees `state` besides `observation`, the policy only the latter (`ludus.model.central`)."""
     central_shares: bool = False
@@ -223,7 +226,7 @@ def _resnet(channels: int) -> nn.Sequential:
 @dataclass(frozen=True)
 class _Leaf:
     path: tuple[Any, ...]
-    kind: str  # vector | onehot | image | entities
+    kind: str  # vector | onehot | embedded | image | entities
     space: Any
     size: int = 0
     mask: tuple[Any, ...] | None = None
@@ -257,10 +260,12 @@ def _plan(space: gym.Space[Any], config: NetworkConfig | None = None, path: tupl
         if len(space.shape) == 3 and min(space.shape[0], space.shape[-1]) <= 16 and min(_chw(space.shape)[1:]) >= 5:
             return [_Leaf(path, "image", space, divisor=divisor)]
         return [_Leaf(path, "vector", space, math.prod(space.shape), divisor=divisor)]
-    if isinstance(space, gym.spaces.Discrete):
-        return [_Leaf(path, "onehot", space, int(space.n))]
-    if isinstance(space, gym.spaces.MultiDiscrete):
-        return [_Leaf(path, "onehot", space, int(space.nvec.sum()))]
+    if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        counts = category_counts(space)
+        if config.embed_above is None or max(counts) <= config.embed_above:
+            return [_Leaf(path, "onehot", space, sum(counts))]
+        check_countable(".".join(map(str, ("observation", *path))), counts)
+        return [_Leaf(path, "embedded", space, EMBEDDING_SIZE * len(counts))]
     return [_Leaf(path, "vector", space, math.prod(np.atleast_1d(np.asarray(space.shape)).tolist()))]
 
 
@@ -301,16 +306,40 @@ def _replace(tree: Tree, path: tuple[Any, ...], leaf: Tensor) -> Tree:
 
 
 class VectorPart(nn.Module):
-    """All leaves that are numbers or categories, as one float vector [*, size]; categories one-hot, bytes divided by what their leaf says."""
+    """All leaves that are numbers or categories, as one float vector [*, size]; bytes divided by what their leaf says.
+
+    Categories are one-hot or, if they are very many, embedded; embedded ones come last, from `plain_size` on.
+    """
 
     def __init__(self, plan: list[_Leaf]) -> None:
         super().__init__()
         self.plan = [leaf for leaf in plan if leaf.kind in ("vector", "onehot")]
-        self.size = sum(leaf.size for leaf in self.plan)
+        self.embedded = [leaf for leaf in plan if leaf.kind == "embedded"]
+        self.embeddings = nn.ModuleList(CategoryEmbedding(leaf.space) for leaf in self.embedded)
+        self.plain_size = sum(leaf.size for leaf in self.plan)
+        self.size = self.plain_size + sum(leaf.size for leaf in self.embedded)
 
     def forward(self, observation: Tree) -> Tensor | None:
-        parts = [self._part(leaf, _pick(observation, leaf.path)) for leaf in self.plan]
+        parts = self._plain_parts(observation)
+        parts += [embed(_pick(observation, leaf.path)) for embed, leaf in zip(self.embeddings, self.embedded, strict=True)]
         return (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]) if parts else None
+
+    def plain(self, observation: Tree) -> Tensor:
+        """[N, plain_size]: what does not depend on weights."""
+        parts = self._plain_parts(observation)
+        joined = torch.cat(parts, dim=-1)
+        return joined.reshape(-1, joined.shape[-1])
+
+    def _plain_parts(self, observation: Tree) -> list[Tensor]:
+        return [self._part(leaf, _pick(observation, leaf.path)) for leaf in self.plan]
+
+    def normalised(self, vector: Tensor | None, norm: RunningNorm | None) -> Tensor | None:
+        """The vector whose numbers that do not depend on weights are normalised."""
+        if norm is None or vector is None:
+            return vector
+        if self.plain_size == self.size:
+            return norm(vector)  # type: ignore[no-any-return]
+        return torch.cat([norm(vector[..., : self.plain_size]), vector[..., self.plain_size :]], dim=-1)
 
     @staticmethod
     def _part(leaf: _Leaf, value: Tensor) -> Tensor:
@@ -601,14 +630,13 @@ class EncodedNetwork(PolicyNetwork):
 
     def normalise_observations(self) -> None:
         """Give the network running statistics for its vector part; before the first step."""
-        if self.vector.size:
-            self.norm = RunningNorm(self.vector.size)
+        if self.vector.plain_size:
+            self.norm = RunningNorm(self.vector.plain_size)
 
     @torch.no_grad()
     def observe(self, observation: Tree) -> None:
         if self.norm is not None:
-            vector = self.vector(observation)
-            self.norm.update(vector.reshape(-1, vector.shape[-1]))
+            self.norm.update(self.vector.plain(observation))
 
     def arranged(self, observation: Tree) -> Tree:
         for encoder, path in zip(self.trunk.image_encoders, self.trunk.image_paths, strict=True):
@@ -617,8 +645,7 @@ class EncodedNetwork(PolicyNetwork):
 
     def numbers(self, observation: Tree) -> Tensor | None:
         """The vector part as the layers see it."""
-        vector: Tensor | None = self.vector(observation)
-        return vector if self.norm is None or vector is None else self.norm(vector)
+        return self.vector.normalised(self.vector(observation), self.norm)
 
 
 class Network(EncodedNetwork):
