@@ -303,6 +303,7 @@ FOREIGN: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "wandb_project_name": ("is written  track: {wandb: {project: …}}  beside config.", ()),
     "wandb_entity": ("is written  track: {wandb: {entity: …}}  beside config.", (None,)),
     "num_iterations": ("follows from timesteps and the batch; to stop by updates: stop: {iterations: …}.", ()),
+    "beta": ("is entropy_coeff here (ML-Agents), or replay_buffer_config.beta (prioritised replay of DQN).", ()),
     "time_horizon": ("is rollout_fragment_length here; ML-Agents ends such a segment at the end of an episode, too.", ()),
     "summary_freq": ("is min_time_s_per_iteration here, in seconds: how often numbers are reported.", ()),
     "keep_checkpoints": ("is keep_checkpoints_num, beside config.", ()),

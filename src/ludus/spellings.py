@@ -692,7 +692,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         **_ignored("the last step of a segment is kept: the value of what follows is known here.", "vtrace_drop_last_ts", same=(False,)),
         **_all("is not supported: Adam is the optimizer here. Leave it out.", "opt_type", same=("adam",)),
         **_all(_RMSPROP, "decay", "momentum", "rmsprop_epsilon"),
-        **_all("is RMSProp's; Adam's is adam_epsilon. As a rate of exploration it is a key of DQN.", "epsilon"),
+        **_all("is clip_param of PPO (ML-Agents' name), adam_epsilon (RMSProp's), or a rate of exploration, which is a key of DQN.", "epsilon"),
         **_all("is not supported: policy and value have one optimizer; balance them with vf_loss_coeff. Leave it out.",
                "_separate_vf_optimizer", "_lr_vf", same=(False, None)),
         **_ignored(_QUEUES,
