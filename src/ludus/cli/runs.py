@@ -17,7 +17,7 @@ from ludus.formatting import format_duration, format_number
 if TYPE_CHECKING:
     from ludus.experiment.compare import Comparison, Standing
 
-app = typer.Typer(help="List, inspect, compare and plot runs.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, compare, plot, rename, tag and delete runs.", no_args_is_help=True)
 
 Directories = Annotated[
     list[str] | None,
@@ -56,9 +56,18 @@ _TITLES = {
 
 
 @app.command("list")
-def list_runs(directories: Directories = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+def list_runs(
+    directories: Directories = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only runs with this tag.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
     """A table of runs."""
-    _print_table([_summary(run) for run in _found(directories)], as_json)
+    rows = [_summary(run) for run in _found(directories)]
+    if tag is not None:
+        rows = [row for row in rows if tag in row["tags"]]
+        if not rows and not as_json:
+            raise NotFound(f"No run has the tag {tag!r}.", "`ludus runs tag RUN TAG` gives one.")
+    _print_table(rows, as_json)
 
 
 @app.command()
@@ -150,6 +159,59 @@ def show(
 
 
 @app.command()
+def rename(
+    run: _Run,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="New name of the run's directory, in the same experiment.")],
+) -> None:
+    """Rename the directory of a run that is not being trained."""
+    from ludus.experiment.run_edit import rename_run
+
+    print(f"renamed: {rename_run(Path(run), name)}")
+
+
+@app.command()
+def tag(
+    run: _Run,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.", show_default=False)] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Tags to remove.", show_default=False)
+    ] = None,
+) -> None:
+    """Add or remove tags of a run; `ludus runs list --tag TAG` selects by them. Without tags: print those it has."""
+    from ludus.experiment.run_edit import tag_run
+    from ludus.experiment.workspace import directory_of, shown
+
+    directory = directory_of(run)
+    print(f"{shown(directory)}: {', '.join(tag_run(directory, tags or (), remove or ())) or 'no tags'}")
+
+
+@app.command()
+def delete(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Directories of runs, last, or the ends of names.", autocompletion=complete_run),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs with everything in their directories. Asks first; refuses a run that is being trained."""
+    from ludus.experiment import run_edit
+    from ludus.experiment.run_names import resolve_one_run
+
+    found = list(dict.fromkeys(Path(resolve_one_run(word)) for word in runs))
+    for run in found:  # all of them before the first is deleted
+        run_edit.check_run_directory(run)
+        run_edit.check_not_trained(run)
+        sweep = run_edit.sweep_of(run)
+        trial = "" if sweep is None else f", a trial of the sweep {sweep.name}"
+        print(f"{run}  ({run_edit.size_bytes(run) / 1e6:,.1f} MB{trial})")
+    if not yes:
+        typer.confirm(f"Delete {'this run' if len(found) == 1 else f'these {len(found)} runs'}?", abort=True)
+    for run in found:
+        run_edit.delete_run(run)
+        print(f"deleted: {run}")
+
+
+@app.command()
 def plot(
     directories: Directories = None,
     out: Annotated[Path, typer.Option(help="The PNG.")] = Path("curves.png"),
@@ -198,6 +260,8 @@ def _readable(run: Path) -> bool:
 def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
     """`lowest`: less return is better."""
     from ludus.experiment.compare import settings_of
+    from ludus.experiment.run import Run
+    from ludus.experiment.run_edit import tags_of
     from ludus.experiment.status import look
     from ludus.experiment.workspace import shown
     from ludus.metrics import read_jsonl
@@ -217,6 +281,7 @@ def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
         "evaluation": next((float(row[EVALUATION]) for row in reversed(rows) if row.get(EVALUATION) is not None), None),
         "fps": last.get("fps"),
         "time_s": last.get("time_s"),
+        "tags": tags_of(Run(run)),
     }
 
 
@@ -293,7 +358,7 @@ def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = list(rows[0])
+    names = [name for name in rows[0] if name != "tags" or any(row[name] for row in rows)]
     if "run" in names:
         names = [*(name for name in names if name != "run"), "run"]  # the longest last, where it may break
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -314,6 +379,8 @@ def _title(name: str) -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
     if value is None:
         return "–"
     if isinstance(value, float):

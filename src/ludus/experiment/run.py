@@ -250,7 +250,11 @@ def _runs_below(directory: Path, depth: int) -> list[Path]:
         return [directory]
     if depth == 0 or not directory.is_dir():
         return []
-    return [run for child in sorted(directory.iterdir()) if child.is_dir() for run in _runs_below(child, depth - 1)]
+    return [run for child in sorted(directory.iterdir()) if _may_hold_runs(child) for run in _runs_below(child, depth - 1)]
+
+
+def _may_hold_runs(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".")  # what is being written or deleted
 
 
 def _marked(run: Path) -> Path:

@@ -38,6 +38,17 @@ def resolve_runs(word: str, below: Path = RUNS) -> str:
     return resolve_run(word, below)
 
 
+def resolve_one_run(word: str, below: Path = RUNS) -> str:
+    """As `resolve_run`, for what cannot be undone: the name of an experiment is refused, since it means another run tomorrow."""
+    place = resolve_run(word, below)
+    if place != word and word not in (LAST, Path(place).name) and Path(place).parent.name == word:
+        number = len(find_runs(Path(place).parent))
+        raise UsageError(
+            f"{word} is an experiment with {number} runs.", f"Name a run of it; the newest one is {Path(place).name}."
+        )
+    return place
+
+
 def run_named(name: str, runs: Sequence[Path]) -> Path | None:
     """`runs`: oldest first. None: no run is called so. Raises UsageError when several end so."""
     if name == LAST:
