@@ -38,6 +38,7 @@ from ludus.experiment.conductor import Conductor, Experience, reached
 from ludus.experiment.driver import Driver
 from ludus.experiment.evaluation import make_evaluation
 from ludus.experiment.evaluation_gap import gap_sinks
+from ludus.experiment.memory_estimate import check_memory
 from ludus.experiment.parts import (
     ClusterOptions,
     Resolved,
@@ -735,6 +736,7 @@ def program_of(
     environments = program.add("environments", _environments, e.env, config, environment_seed)
     scales = program.add("scales", _scales, environments, e.env, config, before, announce)
     policy = program.add("policy", _policy, environments, config, scales, before)
+    program.add("memory check", check_memory, resolved, policy)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)

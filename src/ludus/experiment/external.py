@@ -21,6 +21,7 @@ from ludus.config import AlgorithmConfig, ExternalConfig
 from ludus.errors import ConfigError
 from ludus.experiment import byte_scales
 from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.memory_estimate import check_memory
 from ludus.experiment.parts import (
     Resolved,
     count_on,
@@ -111,6 +112,7 @@ def program_of(
     program = Program()
     listening = program.add("listening", _listening, outside)
     policies = program.add("policies", _policies, seats, config, before, announce)
+    program.add("memory check", check_memory, resolved, policies)
     algorithms = program.add("algorithms", Algorithms, resolved.algorithm, policies, dict.fromkeys(seats.models, config), before)
     run = program.add("run", _opened, open_run, policies, config)
     learning = program.add("learning", Shared, algorithms, policies, dict.fromkeys(seats.models, config), run)

@@ -23,6 +23,7 @@ from ludus.experiment import byte_scales, checkpoint
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import warn_of_cuts
 from ludus.experiment.external import Algorithms, Shared, add_models
+from ludus.experiment.memory_estimate import check_memory
 from ludus.experiment.parts import Resolved, count_on, embedding_bound, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run
 from ludus.game import agents as games
@@ -270,6 +271,7 @@ def program_of(
     cast = program.add("cast", _cast, copies, config)
     opponent = program.add("opponent", _opponent, cast, config)
     policies = program.add("policies", _policies, cast, of_each, config, e.env, before, announce)
+    program.add("memory check", check_memory, resolved, policies)
     algorithms = program.add("algorithms", Algorithms, kind, policies, of_each, before)
     run = program.add("run", _opened, open_run, policies, config)
     learning = program.add("learning", Shared, algorithms, policies, of_each, run)

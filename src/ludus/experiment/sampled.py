@@ -19,6 +19,7 @@ from ludus.experiment import byte_scales
 from ludus.experiment.byte_scales import Scales
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import make_evaluation
+from ludus.experiment.memory_estimate import check_memory
 from ludus.experiment.parts import (
     ClusterOptions,
     Resolved,
@@ -91,6 +92,7 @@ def program_of(
     shape = program.add("shape", look_at, e.env, config)
     scales = program.add("scales", _scales, shape, e.env, config, before, announce)
     policy = program.add("policy", _policy, shape, config, scales, before)
+    program.add("memory check", check_memory, resolved, policy)
     algorithm = program.add("algorithm", make_algorithm, resolved.algorithm, policy, config, before)
     run = program.add("run", opened, open_run, policy, config)
     learning = program.add("learning", share, algorithm, policy, config, run)
