@@ -322,15 +322,19 @@ def test_a_film_twice_as_fast_takes_half_the_pictures(file: Path) -> None:
 
 
 def test_a_film_is_written_whole(file: Path, tmp_path: Path) -> None:
-    done: list[float] = []
+    told: list[tuple[int, int | None]] = []
+
+    def progress(done: int, total: int | None) -> None:
+        told.append((done, total))
+
     frames = film(
-        read_recording(file), tmp_path / "film.mp4", width=160, fps=10, speed=8, first_s=5, last_s=13, progress=done.append
+        read_recording(file), tmp_path / "film.mp4", width=160, fps=10, speed=8, first_s=5, last_s=13, progress=progress
     )
     with imageio.get_reader(tmp_path / "film.mp4") as reader:
         assert reader.count_frames() == frames == 36
         assert reader.get_data(3).shape[1] == 160
-    assert done == sorted(done)
-    assert done[-1] == 1.0
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == ((1, 36), (36, 36))
     assert [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 
-from ludus.cli.progress import ProgressBar, progress_line
+from ludus.cli import progress as progress_module
+from ludus.cli.progress import DeferredProgressBar, ProgressBar, progress_line
 
 
 class Clock:
@@ -68,3 +70,19 @@ def test_a_terminal_shows_what_of_how_many_is_done() -> None:
 )
 def test_the_line_says_what_is_left_where_that_is_known(done: int, total: int | None, text: str) -> None:
     assert progress_line("playing", str(done), done, total, 12.0) == text
+
+
+def test_a_deferred_bar_appears_with_its_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(progress_module, "LINE_EVERY_S", 0.0)
+    with DeferredProgressBar("rendering", "frames"):
+        pass
+    assert out.getvalue() == ""
+    with DeferredProgressBar("rendering", "frames") as bar:
+        bar.update(1, 4)
+        bar.update(4, 4)
+    assert out.getvalue().startswith("rendering: 1 of 4 frames (25 %)")
+    with DeferredProgressBar("rendering", "frames", quiet=True) as bar:
+        bar.update(1, 4)
+    assert out.getvalue().count("25 %") == 1

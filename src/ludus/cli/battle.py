@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ludus.cli import options as o
+from ludus.cli.progress import DeferredProgressBar, ProgressBar
 from ludus.cli.run_argument import complete_run, run_place
 
 if TYPE_CHECKING:
     from ludus.experiment.battle_result import BattleResult, Played, Share
 
 _SERVER, _FILES = "Games on a server", "Recordings and films"
-_SAY_EVERY_S = 5.0
 _COLUMNS = {
     "kills": "kills",
     "deaths": "deaths",
@@ -189,7 +188,8 @@ def battle(
     place = Place(server, game, token_file, advertise, read_options(option or ()), parallel, limit, env, camps)
     token = read_token(actor_token_file)
     one, other = contestant(a, model=model_a, token=token), contestant(b, model=model_b, token=token)
-    result = run(one, other, terms, keeping, place, _Watch(games))
+    with _Progress(games, quiet=json_) as progress:
+        result = run(one, other, terms, keeping, place, progress.count, progress.render)
     if json_:
         print(json.dumps(result.to_json()), flush=True)
     else:
@@ -198,20 +198,36 @@ def battle(
         raise typer.Exit(1)
 
 
-class _Watch:
-    """Says now and then how far it is, to people only."""
+class _Progress:
+    """A bar of the games, and after them one of the films; a terminal has room for one at a time."""
 
-    def __init__(self, games: int) -> None:
-        self._games, self._played, self._won, self._said = games, 0, 0, time.monotonic()
+    def __init__(self, games: int, *, quiet: bool) -> None:
+        self._games = ProgressBar("playing", games, "games", quiet=quiet)
+        self._films = DeferredProgressBar("rendering films", "frames", quiet=quiet)
+        self._playing = False
 
-    def __call__(self, played: Played) -> None:
-        self._played += 1
-        self._won += played.winner == "a"
+    def __enter__(self) -> _Progress:
+        self._games.__enter__()
+        self._playing = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end_games()
+        self._films.__exit__(*exc)
+
+    def count(self, played: Played) -> None:
+        self._games.advance()
         if played.failed:
             print(f"game {played.number} came to no result: {played.failed}", file=sys.stderr, flush=True)
-        if time.monotonic() - self._said >= _SAY_EVERY_S:
-            self._said = time.monotonic()
-            print(f"{self._played} of {self._games} games, {self._won} won by A", file=sys.stderr, flush=True)
+
+    def render(self, done: int, total: int | None) -> None:
+        self._end_games()
+        self._films.update(done, total)
+
+    def _end_games(self) -> None:
+        if self._playing:
+            self._playing = False
+            self._games.__exit__(None, None, None)
 
 
 def _show(result: BattleResult) -> None:

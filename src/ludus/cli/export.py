@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ludus.cli import options as o
+from ludus.cli.progress import ProgressBar
 from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import NotFound, UsageError
 
@@ -48,9 +49,10 @@ def export(
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize {quantize} is not known.", "Use int8, or leave it out for float32.")
     try:
-        told = export_checkpoint(
-            checkpoint, model=model, int8=quantize == "int8", opset=opset, out=out, observations=observations
-        )  # fmt: skip
+        with ProgressBar("exporting, and comparing the export with the original", quiet=json_):
+            told = export_checkpoint(
+                checkpoint, model=model, int8=quantize == "int8", opset=opset, out=out, observations=observations
+            )  # fmt: skip
     except NotFound as error:
         raise UsageError(error.message, error.hint) from error
     report = told.report

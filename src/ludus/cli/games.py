@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.progress import DeferredProgressBar, ProgressBar
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ def replay(
         painter = Painter(recording.size, width, camp=camp, names=shown_names(recording))
         lines.append(str(save_png(painter.paint(*state), picture)))
     if video is not None:
-        shown = _progress(f"{video}")
-        film(recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=shown)
+        with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
+            film(recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=bar.update)
         lines.append(str(video))
     _say(lines, summary, as_json)
 
@@ -118,7 +117,8 @@ def play(
         painter = Painter(match.size, width, camp=camp, names=shown_names(recording))
         lines.append(str(save_png(painter.paint(match.units[0], match.match[0]), picture)))
     if video is not None:
-        film(recording, video, speed=speed, camp=camp, width=width, progress=_progress(str(video)))
+        with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
+            film(recording, video, speed=speed, camp=camp, width=width, progress=bar.update)
         lines.append(str(video))
     if not as_json:
         _table(summary["heroes"])
@@ -168,7 +168,11 @@ def ladder(
     from ludus.games.arena.settings import size_of
 
     chosen = ladders.PAIRS if pairs is None else tuple(_pair(words) for words in pairs.split(","))
-    rows = [standing.row() for standing in ladders.ladder(games, size_of(mode), seed, chosen)]
+    with ProgressBar("playing", len(chosen), "pairs", quiet=as_json) as bar:
+        rows = []
+        for standing in ladders.ladder(games, size_of(mode), seed, chosen):
+            rows.append(standing.row())
+            bar.advance()
     if as_json:
         print(json.dumps(rows))
     else:
@@ -264,20 +268,6 @@ def _heroes(units: Ints32, size: int) -> list[dict[str, Any]]:
         | {name: int(units[field, slot]) for name, field in columns.items()}
         for slot in range(2 * size)
     ]
-
-
-def _progress(what: str) -> Callable[[float], None]:
-    """A line that counts up, for somebody who watches it."""
-    said = [-1]
-
-    def show(share: float) -> None:
-        percent = int(share * 100)
-        if sys.stderr.isatty() and percent != said[0]:
-            said[0] = percent
-            sys.stderr.write(f"\r{what}: {percent} %" + ("\n" if percent >= 100 else ""))
-            sys.stderr.flush()
-
-    return show
 
 
 def _say(lines: list[str], summary: dict[str, Any], as_json: bool) -> None:

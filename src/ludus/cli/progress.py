@@ -75,6 +75,26 @@ class ProgressBar:
         print(progress_line(self._action, self._counted(), self._done, self._total, took), file=self._stream, flush=True)
 
 
+class DeferredProgressBar:
+    """A ProgressBar that appears with its first update, for the last part of an operation that prints something else before."""
+
+    def __init__(self, action: str, unit: str = "", *, quiet: bool = False) -> None:
+        self._action, self._unit, self._quiet = action, unit, quiet
+        self._bar: ProgressBar | None = None
+
+    def __enter__(self) -> DeferredProgressBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*exc)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        if self._bar is None:
+            self._bar = ProgressBar(self._action, total, self._unit, quiet=self._quiet).__enter__()
+        self._bar.update(done, total)
+
+
 def progress_line(action: str, counted: str, done: int, total: int | None, took_s: float) -> str:
     """`rendering: 120 of 300 frames (40 %), 12 s, about 18 s left`."""
     parts = [f"{counted} ({100 * done / total:.0f} %)" if total else counted, format_duration(took_s)]

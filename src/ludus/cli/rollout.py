@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli import options as o
+from ludus.cli.progress import DeferredProgressBar
 from ludus.cli.run_argument import complete_run, run_place
 from ludus.errors import UsageError
 
@@ -78,10 +79,9 @@ def rollout(
         raise UsageError(f"--out {steps_file} does not end in .npz, the one format that is written.")
     filmed = (video_dir or directory / "videos") / f"{label}{'-grid' * video_grid}.mp4" if video or video_grid or depth else None
     watch = _Watch(episodes, track_progress, json_)
-    played = rollouts.rollout(
-        stage, episodes, max_steps=steps, workers=num_workers, watch=watch,
-        files=rollouts.Files(steps_file, filmed, video_grid),
-    )  # fmt: skip
+    with DeferredProgressBar("writing the video", "frames", quiet=json_) as bar:
+        files = rollouts.Files(steps_file, filmed, video_grid, bar.update)
+        played = rollouts.rollout(stage, episodes, max_steps=steps, workers=num_workers, watch=watch, files=files)
     result = played.to_json() | _stored(played)
     _show(played, result, steps, json_)
     if depth and played.video:

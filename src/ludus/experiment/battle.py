@@ -25,6 +25,7 @@ from ludus.experiment.battle_result import BattleResult, Played, Recorded, most_
 from ludus.experiment.battle_server import ARENA, Place, ServerStage
 from ludus.experiment.battle_terms import Keeping, Terms
 from ludus.experiment.contestants import Contestant, Served, Trained
+from ludus.game.video import FrameProgress
 
 if TYPE_CHECKING:
     from ludus.experiment.battle_match import World
@@ -40,14 +41,15 @@ def battle(
     keeping: Keeping | None = None,
     place: Place | None = None,
     watch: Watch = lambda played: None,
+    film_progress: FrameProgress | None = None,
 ) -> BattleResult:
-    """`watch` is told of every match when it has ended. Raises UsageError, IncompatibleCheckpoint, Unreachable, Refused."""
+    """`watch` is told of every match when it has ended, `film_progress` of every frame of a film. Raises UsageError, IncompatibleCheckpoint, Unreachable, Refused."""
     terms, keeping, place = terms or Terms(), keeping or Keeping(), place or Place()
     trust.allow(place.env)
     began = time.monotonic()
     world, notes = _world((a, b), place)
     elsewhere = place.asked or any(isinstance(one, Served) for one in (a, b))
-    with _Shelf(keeping) as shelf:
+    with _Shelf(keeping, film_progress) as shelf:
         if world is not None:
             games, about, more = _in_matches((a, b), terms, place, world, shelf, watch)
         else:
@@ -138,8 +140,8 @@ def _on_server(pair: Pair, terms: Terms, place: Place, shelf: _Shelf, watch: Wat
 class _Shelf:
     """Where recordings and films go. Of what is not written at once, only the most lopsided are held. A context manager."""
 
-    def __init__(self, keeping: Keeping) -> None:
-        self._keeping = keeping
+    def __init__(self, keeping: Keeping, film_progress: FrameProgress | None = None) -> None:
+        self._keeping, self._film_progress = keeping, film_progress
         self._held: list[tuple[tuple[float, ...], Played, Recorded]] = []  # the least lopsided first
         self._stack = contextlib.ExitStack()
         self.notes: list[str] = []
@@ -184,7 +186,7 @@ class _Shelf:
         for game in most_lopsided([game for game, _ in held.values()], self._keeping.films):
             known = changed.get(game.number, game)
             try:
-                filmed = held[game.number][1].film(self._path(game), self._keeping.speed)
+                filmed = held[game.number][1].film(self._path(game), self._keeping.speed, self._film_progress)
             except (LudusError, OSError) as error:  # what was played is not lost for it
                 self.notes.append(f"game {game.number} has no film: {why(error)}")
                 continue

@@ -21,6 +21,7 @@ from ludus.errors import IncompatibleCheckpoint, UsageError
 from ludus.experiment.battle_result import Hero, Played, lopsided, who_of
 from ludus.experiment.battle_terms import RANDOM, Heroes, Pairing, Terms, noise_seed, schedule
 from ludus.experiment.contestants import RULE, Contestant, Script, Trained
+from ludus.game.video import FrameProgress
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.heroes import HEROES
 from ludus.games.arena.ladder import draw_lineup
@@ -208,11 +209,11 @@ class ArenaRecording:
     def write(self, path: Path) -> Path:
         return write_recording(path.with_suffix(ENDING), self.recording)
 
-    def film(self, path: Path, speed: float | None) -> Path:
+    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
         from ludus.games.arena.film import film
 
         path = path.with_suffix(".mp4")
-        film(self.recording, path, speed=FILM_SPEED if speed is None else speed)
+        film(self.recording, path, speed=FILM_SPEED if speed is None else speed, progress=progress)
         return path
 
     def drop(self) -> None:

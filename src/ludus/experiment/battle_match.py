@@ -35,7 +35,7 @@ from ludus.experiment.contestants import Contestant, Trained, agents_of
 from ludus.experiment.steps import Ledger, Part, StepLog
 from ludus.experiment.video import check_rgb, frame_rate
 from ludus.game.agents import AgentSpaces, Match, Moved, make_match
-from ludus.game.video import VideoWriter
+from ludus.game.video import FrameProgress, VideoWriter
 from ludus.game.wrapping import Named
 from ludus.tree import Tree, leaves
 
@@ -173,7 +173,7 @@ class MatchRecording:
             steps.write()
         return path
 
-    def film(self, path: Path, speed: float | None) -> Path:
+    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
         """Raises UsageError when the environment has no pictures."""
         path = path.with_suffix(".mp4")
         aside = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
@@ -189,6 +189,8 @@ class MatchRecording:
                     course.follow(step_of(number, _seen(moved), actions, after))
                     moved = after
                     writer.add(check_rgb(match.render(), self.world.name))
+                    if progress is not None:
+                        progress(writer.frames, len(self.actions) + 1)
             if course.digest() != self.course:
                 self.notes.append(
                     f"{path.name} shows another course than the match: {self.world.name} does not go the same way twice with the same seed"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from ludus.errors import LudusError
+from ludus.game.video import FrameProgress
 from ludus.statistics import wilson
 
 Who = Literal["a", "b"]
@@ -40,7 +41,7 @@ class Recorded(Protocol):
         """`path` is without an ending; the file that was written. None: there is nothing to write."""
         ...
 
-    def film(self, path: Path, speed: float | None) -> Path:
+    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
         """The same, as a film. `speed`: None: what is usual for the game. Raises LudusError when there can be none."""
         ...
 

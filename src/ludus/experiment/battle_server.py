@@ -33,6 +33,7 @@ from ludus.experiment.battle_terms import Pairing, Terms, schedule
 from ludus.experiment.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.game.client import Client
 from ludus.game.gamecore import GamecoreClient, GameState
+from ludus.game.video import FrameProgress
 from ludus.model.acting import Acts, Deciding
 from ludus.plugins import did_you_mean
 from ludus.runtime.machine import usable_cores
@@ -98,7 +99,7 @@ class Left:
     def write(self, path: Path) -> Path | None:
         return None if self.recording is None else _copied(self.recording, path.with_suffix(self.recording.suffix))
 
-    def film(self, path: Path, speed: float | None) -> Path:
+    def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
         """As the game has made it, whatever `speed` says."""
         if self.video is None:
             raise UsageError(self.why)

@@ -48,6 +48,7 @@ from ludus.game.agents import make_match
 from ludus.game.environment import make_one, own_part, translated
 from ludus.game.preprocess import preprocess_of
 from ludus.game.registry import factory_of
+from ludus.game.video import FrameProgress
 from ludus.game.wrapping import Named, names_of, wrappers_of
 from ludus.model import saved
 from ludus.model.central import actor_of
@@ -436,6 +437,8 @@ class Files:
     video: Path | None = None
     grid: bool = False
     """Episodes side by side instead of one after the other."""
+    video_progress: FrameProgress | None = None
+    """Told of every frame of the video while it is written, after the last episode."""
 
 
 NOWHERE = Files()
@@ -499,7 +502,9 @@ def _video(files: Files, stage: Stage, frames: list[Path], fps: float, gained: l
     assert files.video is not None
     path = files.video.with_name(f"{files.video.stem}-depth{files.video.suffix}") if stage.depth else files.video
     shown = depth_colours(frames) if stage.depth else as_it_is
-    return write_grid(path, frames, fps, shown, gained) if files.grid else write_video(path, frames, fps, shown)
+    if files.grid:
+        return write_grid(path, frames, fps, shown, gained, files.video_progress)
+    return write_video(path, frames, fps, shown, files.video_progress)
 
 
 class _Crew:

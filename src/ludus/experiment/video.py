@@ -14,7 +14,7 @@ import numpy as np
 
 from ludus.errors import Damaged, UsageError
 from ludus.experiment.steps import written_to
-from ludus.game.video import VideoWriter
+from ludus.game.video import FrameProgress, VideoWriter
 from ludus.tree import Array
 
 FALLBACK_FPS = 30
@@ -136,7 +136,9 @@ def as_it_is(frame: Array) -> Array:
     return frame
 
 
-def write_video(path: Path, episodes: Sequence[Path], fps: float, shown: Shown = as_it_is) -> Path | None:
+def write_video(
+    path: Path, episodes: Sequence[Path], fps: float, shown: Shown = as_it_is, progress: FrameProgress | None = None
+) -> Path | None:
     """One episode after the other. None when there is no frame at all."""
     writer: VideoWriter | None = None
     try:
@@ -144,6 +146,8 @@ def write_video(path: Path, episodes: Sequence[Path], fps: float, shown: Shown =
             for frame, _ in read_frames(episode):
                 writer = writer or VideoWriter(path, fps)
                 writer.add(shown(frame))
+                if progress is not None:
+                    progress(writer.frames, None)
     finally:
         if writer is not None:
             writer.__exit__()
@@ -151,7 +155,12 @@ def write_video(path: Path, episodes: Sequence[Path], fps: float, shown: Shown =
 
 
 def write_grid(
-    path: Path, episodes: Sequence[Path], fps: float, shown: Shown = as_it_is, returns: Sequence[float] = ()
+    path: Path,
+    episodes: Sequence[Path],
+    fps: float,
+    shown: Shown = as_it_is,
+    returns: Sequence[float] = (),
+    progress: FrameProgress | None = None,
 ) -> Path | None:
     """Episodes side by side, each with its number and return so far; those that have ended stay on their last picture, dimmed,
     with all that they gained (`returns`)."""
@@ -179,6 +188,8 @@ def write_grid(
                 break
             writer = writer or VideoWriter(path, fps)
             writer.add(layout.picture(cells))
+            if progress is not None:
+                progress(writer.frames, None)
     finally:
         if writer is not None:
             writer.__exit__()

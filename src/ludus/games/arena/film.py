@@ -7,14 +7,14 @@ import math
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from ludus.errors import StoreError, UsageError
-from ludus.game.video import VideoWriter
+from ludus.game.video import FrameProgress, VideoWriter
 from ludus.games.arena.arena import Arena
 from ludus.games.arena.layout import ALIVE, BORN, KIND, TICKS_PER_SECOND, X, Y
 from ludus.games.arena.picture import NAMES, WIDTH, Painter
@@ -43,10 +43,9 @@ def film(
     fps: int = FPS,
     first_s: float = 0.0,
     last_s: float | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: FrameProgress | None = None,
 ) -> int:
-    """Write an mp4, complete or absent; how many frames it has. `first_s` and `last_s`: of the game. `progress` is told the share
-    that is done. Raises Damaged when the replay goes another way than the recording."""
+    """Write an mp4, complete or absent; how many frames it has. `first_s` and `last_s`: of the game. Raises Damaged when the replay goes another way than the recording."""
     if not 0 < speed <= MAX_SPEED:
         raise UsageError(f"A film at {speed:g} times the speed.", f"More than 0, and at most {MAX_SPEED:g}.")
     if not 1 <= fps <= 120:
@@ -54,7 +53,9 @@ def film(
     if out.suffix.lower() != ".mp4":
         raise UsageError(f"A film is an mp4, and {out.name} is not called so.", f"Call it {out.stem}.mp4.")
     painter = Painter(recording.size, width, camp=camp, names=shown_names(recording))
-    whole = max(1e-9, min(recording.seconds, last_s if last_s is not None else math.inf) - first_s) / speed * fps
+    seconds = max(0.0, min(recording.seconds, last_s if last_s is not None else math.inf) - first_s) / speed
+    hold = round(HOLD_S * fps)
+    total = round(seconds * fps) + 1 + hold
     aside = out.with_name(f".{secrets.token_hex(4)}.{out.name}")
     try:
         with VideoWriter(aside, fps, "yuv420p") as writer:
@@ -66,9 +67,11 @@ def film(
                 picture.update(painter.frame, painter.update(*state))
                 writer.add(picture.planes)
                 if progress is not None:
-                    progress(min(1.0, writer.frames / whole))
-            for _ in range(round(HOLD_S * fps) if writer.frames else 0):
+                    progress(writer.frames, max(total, writer.frames))
+            for _ in range(hold if writer.frames else 0):
                 writer.add(picture.planes)
+            if progress is not None:
+                progress(writer.frames, writer.frames)
         if not writer.frames:
             raise UsageError(f"There is nothing from {first_s:g} s on.", f"The match has {recording.seconds:g} s.")
         os.replace(aside, out)
