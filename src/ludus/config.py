@@ -355,6 +355,12 @@ class AlgorithmConfig(_Strict):
     max_worker_restarts: int | None = Field(1000, ge=0, description="Replacements of one worker, in all; null = no limit.")
     worker_restart_backoff_s: float = Field(0.05, ge=0, description="Wait before the first replacement; doubles up to 5 s.")
     worker_hang_s: float = Field(60.0, gt=0, description="A worker whose environment takes longer for a step is replaced.")
+    start_timeout_s: float | None = Field(
+        None,
+        ge=0,
+        description="A run whose workers have not sampled a step after so many seconds fails; 0 = waits for ever, "
+        "null = 300, and `stop.time_s` where games or the workers of a fleet come by themselves.",
+    )
     num_envs_per_worker: int = Field(
         64,
         ge=1,
@@ -503,7 +509,7 @@ class StopConfig(_Strict):
         "are over. With PPO's defaults one update.",
     )
     episodes: int | None = Field(None, ge=1, description="Episodes that have ended.")
-    time_s: float | None = Field(None, gt=0, description="Seconds of training.")
+    time_s: float | None = Field(None, gt=0, description="Seconds of training, from the first sampled step on.")
 
 
 class TargetConfig(_Strict):

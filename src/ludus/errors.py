@@ -18,10 +18,13 @@
     ├── MemoryClosed               the other side of a memory is gone
     ├── ExchangeUnavailable        the server between the machines of a fleet could not be reached
     ├── WorkerFailed               a process of ours died, or could not start
+    ├── StartTimeout               no step was sampled within the time allowed for start-up
     ├── Refused                    a game's request was not served; it carries the status that the game sees
     ├── Unreachable                a game's request was not answered at all
     │   └── DeadlineMissed         or not by its deadline
     └── IncompatibleCheckpoint     a checkpoint of another environment, model or version
+
+    Interrupted                    the run has to stop; outside the tree, and not an Exception
 
 A message names the offending thing, its value and the remedy. All of them survive pickling, so they may cross a process.
 """
@@ -37,6 +40,10 @@ _AWAY = {
     errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EPIPE, errno.EAGAIN, errno.ENXIO, errno.ENODEV,
 }  # fmt: skip
+
+
+class Interrupted(BaseException):
+    """Raised between two environment steps when a run has to stop. Not an Exception: an environment's `except` must not catch it."""
 
 
 class LudusError(Exception):
@@ -120,6 +127,10 @@ class ExchangeUnavailable(LudusError):
 
 
 class WorkerFailed(LudusError):
+    pass
+
+
+class StartTimeout(LudusError):
     pass
 
 

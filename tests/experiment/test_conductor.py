@@ -16,13 +16,14 @@ import pytest
 from ludus import config as configs
 from ludus.actor.evaluate import Score
 from ludus.config import StopConfig
-from ludus.errors import EnvironmentFault, Fenced, StoreFull, StoreUnavailable
+from ludus.errors import EnvironmentFault, Fenced, StartTimeout, StoreFull, StoreUnavailable
 from ludus.experiment import checkpoint, conductor
-from ludus.experiment.conductor import Conductor, Evaluate, EvaluateElsewhere, Schedule, reached
+from ludus.experiment.conductor import Conductor, Evaluate, EvaluateElsewhere, Experience, Schedule, reached
 from ludus.metrics import Numbers
 from ludus.model.pool import LocalPool, stored_versions
 from ludus.store.local import LocalStore
 from ludus.store.store import Bytes, Guard
+from ludus.training.run_clock import RunClock
 from ludus.training.trainer import Progress, Trainer
 from tests.experiment.small import make_ppo, make_segments, same
 
@@ -106,10 +107,15 @@ def test_whichever_comes_first_stops() -> None:
 class _Trainer:
     """Learns in no time; its returns are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float | None = None) -> None:
         self.algorithms = {"model": make_ppo()}
         self.progress = progress(window=1)
         self.metrics: dict[str, float] = {}
+        self.now = 0.0
+        self.clock = RunClock(limit_s, lambda: self.now)
+
+    def counts(self) -> dict[str, float]:
+        return {"timesteps": self.progress.timesteps, "time_s": self.progress.time_s}
 
     def advance(self, gained: float | None = None, seconds: float = 1.0) -> None:
         p = self.progress
@@ -125,6 +131,9 @@ class _Sampler:
         return {"sampler/workers": 2.0}
 
     def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def unlearned_steps(self) -> int:
+        return 7
 
     def state(self) -> dict[str, Any]:
         return {"generator": np.zeros(4, np.uint8)}
@@ -165,15 +174,17 @@ class _Stage:
         evaluate: Evaluate | EvaluateElsewhere | None = None,
         keep: int | None = None,
         began: str | None = None,
+        source: Experience | None = None,
         **schedule: Any,
     ) -> None:
-        self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(), _Sink()
+        limit_s = schedule["stop"].time_s if "stop" in schedule else None
+        self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(limit_s), _Sink()
         self.pool = LocalPool(self.store, {checkpoint.FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
         settings: dict[str, Any] = {"stop": StopConfig(), "checkpoint_freq": 0, "evaluation_interval": 0} | schedule
         self.conductor = Conductor(
             cast(Trainer, self.trainer),
-            _Sampler(),
+            source or _Sampler(),
             self.pool,
             self.store,
             Schedule(keep=keep, **settings),
@@ -200,6 +211,48 @@ def test_without_a_new_iteration_there_is_nothing_to_do(tmp_path: Path) -> None:
     assert not stage.conductor.step()
     assert stage.names == ["000001"]
     assert len(stage.sink.written) == 1
+
+
+class _Workers(_Sampler):
+    """Workers that start in their own time."""
+
+    def __init__(self) -> None:
+        self.sampled = False
+
+    def has_sampled(self) -> bool:
+        return self.sampled
+
+    def awaited(self) -> str:
+        return "the first step of 2 workers: worker 0 is starting"
+
+
+def test_a_run_whose_workers_never_sample_fails_and_says_what_it_waited_for(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, source=_Workers(), start_timeout_s=30.0, stop=StopConfig(time_s=10.0))
+    stage.trainer.now = 29.9
+    assert not stage.conductor.step()  # start-up is not training time
+    stage.trainer.now = 30.0
+    with pytest.raises(
+        StartTimeout, match=r"within 30 s of the start; waited for the first step of 2 workers: worker 0 is starting"
+    ):
+        stage.conductor.step()
+    assert stage.conductor.stopped_by is None
+    assert stage.names == []
+
+
+def test_the_time_limit_counts_from_the_first_sampled_step(tmp_path: Path) -> None:
+    workers = _Workers()
+    stage = _Stage(tmp_path, source=workers, start_timeout_s=30.0, stop=StopConfig(time_s=10.0))
+    stage.trainer.now = 25.0
+    workers.sampled = True
+    assert not stage.conductor.step()
+    stage.trainer.now = 34.9
+    assert not stage.conductor.step()
+    stage.trainer.now = 35.0
+    assert stage.conductor.step()
+    assert stage.conductor.stopped_by == "time_s"
+    numbers = stage.conductor.numbers()
+    assert (numbers["time_s"], numbers["timesteps"], numbers["unlearned_steps"]) == (10.0, 0, 7)
+    assert stage.names == ["000000"]
 
 
 def test_checkpoints_come_at_their_frequency(tmp_path: Path) -> None:
@@ -248,10 +301,10 @@ def test_reports_can_be_spaced_and_the_last_one_always_comes(tmp_path: Path) -> 
 
 def test_between_two_reports_the_numbers_of_the_sampler_are_still_known(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, report_every_s=100.0)
-    assert stage.conductor.numbers() == {}
+    assert stage.conductor.numbers() == {"timesteps": 0, "time_s": 0.0}
     stage.play(None, None)
     assert len(stage.sink.written) == 1
-    assert stage.conductor.numbers() == {"sampler/workers": 2.0, "iterations": 2, "timesteps": 64}
+    assert stage.conductor.numbers() == {"sampler/workers": 2.0, "iterations": 2, "timesteps": 64, "time_s": 2.0}
 
 
 def test_the_stop_is_decided_after_the_update_that_reaches_it(tmp_path: Path) -> None:

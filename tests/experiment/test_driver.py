@@ -371,15 +371,27 @@ def test_a_killed_learner_is_replaced_and_ctrl_c_ends_the_run_in_order(tmp_path:
     assert versions == sorted(set(versions))
 
 
-def test_nothing_survives_a_killed_driver_and_the_run_can_be_resumed(tmp_path: Path, training: Program) -> None:
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("LUDUS_SHM", str(shared))
+    return shared
+
+
+def test_nothing_survives_a_killed_driver_and_the_run_can_be_resumed(
+    tmp_path: Path, shared_memory: Path, training: Program
+) -> None:
     run = tmp_path / "run"
     seen = learner(run, training.process)
     ours = [seen["pid"], *(worker["pid"] for worker in seen["sampling"]["workers"])]
     assert all(alive(pid) for pid in ours)
     eventually(lambda: checkpoint.newest_name(LocalStore(run)))
+    assert os.listdir(shared_memory)
     training.process.kill()
     training.process.wait(30)
     eventually(lambda: not any(alive(pid) for pid in ours), 10.0)
+    eventually(lambda: os.listdir(shared_memory) == [], 10.0)
     left = status.look(run)
     assert (left.state, Run.open(run).meta()["status"]) == ("dead", "running")
     reached = checkpoint.newest(LocalStore(run)).state["progress"]["iterations"]

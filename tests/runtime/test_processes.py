@@ -696,10 +696,17 @@ print(json.dumps([one.pid, two.pid, program]), flush=True)
             stream.close()
 
 
-def test_nothing_survives_a_killed_parent() -> None:
-    with Parent() as parent:
+def test_nothing_survives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its processes nor its shared memory."""
+    monkeypatch.setenv("LUDUS_SHM", str(tmp_path))
+    scratch = "from pathlib import Path; from ludus.runtime.scratch import Scratch; "
+    with Parent(
+        f"{scratch}made = Scratch(Path({str(tmp_path)!r})); print(json.dumps(made.path.name), flush=True)\n{Parent.WAIT}"
+    ) as parent:
+        assert [path.name for path in tmp_path.iterdir()] == [parent.read()]
         os.kill(parent.pid, signal.SIGKILL)
         wait_gone(parent.server, *parent.workers)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_survives_when_parent_and_forkserver_are_killed_at_once() -> None:

@@ -164,6 +164,17 @@ def ours() -> set[Path]:
     return set(shared_memory().glob(f"ludus-*-{os.getpid()}-*"))
 
 
+def test_until_the_first_step_it_says_what_it_waits_for_and_then_how_much_is_not_learned_from() -> None:
+    with fleet(num_workers=1) as made:
+        assert not made.sampling.has_sampled()
+        assert made.sampling.awaited() == "the first step of 1 workers: worker 0 is starting"
+        until(made, made.batches.ready)
+        until(made, made.sampling.has_sampled)
+        assert made.sampling.unlearned_steps() == 4 * 8
+        made.batches.take()
+        assert made.sampling.unlearned_steps() in (0, 4 * 8)  # a single block is learned from where it is
+
+
 def test_nothing_is_left_behind() -> None:
     before = ours()
     with fleet(num_workers=2) as made:

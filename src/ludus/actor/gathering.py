@@ -107,6 +107,15 @@ class Gathering:
             "games/unrecorded_steps": float(sum(s.unrecorded for s in stats)),
         }
 
+    def has_sampled(self) -> bool:
+        return self._gateway.sessions.requests > 0
+
+    def awaited(self) -> str:
+        return f"a game to connect to http://{self.address[0]}:{self.address[1]}/step"
+
+    def unlearned_steps(self) -> int:
+        return self._memory.waiting_steps
+
     def state(self) -> dict[str, Array]:
         return {name: deciding.generator.get_state().numpy() for name, deciding in self._deciding.items()}
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from ludus.actor.recorder import Recorder, RecorderStats
 from ludus.actor.trained import State as AgentState
 from ludus.actor.trained import TrainedAgent
 from ludus.buffer.collate import joined
-from ludus.errors import EnvironmentFault
+from ludus.errors import EnvironmentFault, Interrupted
 from ludus.game.agents import Leaving, Match, Moved, Turn, Whole, at_random
 from ludus.memory.local import LocalMemory
 from ludus.memory.memory import Room
@@ -46,14 +47,20 @@ Told = TypeVar("Told", Turn, Leaving)
 
 
 class Copies(list[Match]):
-    """Copies of one environment, which are closed together. `forgiving`: one that fails is made anew."""
+    """Copies of one environment, which are closed together. `forgiving`: one that fails is made anew.
 
-    def __init__(self, make: Callable[[], Match], count: int, *, forgiving: bool = False) -> None:
+    `beat` is called before every call of an environment, from its constructor on. It may raise Interrupted.
+    """
+
+    def __init__(
+        self, make: Callable[[], Match], count: int, *, forgiving: bool = False, beat: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
-        self._make, self.forgiving = make, forgiving
+        self._make, self.forgiving, self.beat = make, forgiving, beat
         self.restarts = 0
         try:
             for _ in range(count):
+                beat()
                 self.append(make())
         except BaseException:
             self.close()
@@ -129,6 +136,7 @@ class _Table:
         if self.whole is not None:
             self.whole.reset()
         while True:
+            self._copies.beat()
             try:
                 self.moved = self.match.reset(int(self._seeds.integers(1 << 31)))
                 break
@@ -137,6 +145,7 @@ class _Table:
         self._show_whole()
 
     def advance(self, actions: Mapping[str, Any]) -> None:
+        self._copies.beat()
         self.moved = self.match.step(actions)
         self.steps, self._faults = self.steps + 1, 0
         self._show_whole()
@@ -492,6 +501,15 @@ class Tables:
                 recorder.cut(turn.reward, turn.observation, turn.mask, value)
         self.known[model] = self.passed[model] = 0
 
+    def forget(self) -> None:
+        """A tick was interrupted: what was recorded since the last batch is discarded, and every match begins anew."""
+        for table in self._tables:
+            for seat in table.seats.values():
+                if seat.recorder is not None:
+                    seat.recorder.break_off()
+                seat.forget()
+            table.moved = Moved(over=True)
+
     def steps_of(self, number: int) -> int:
         """How far the present match of a table has come."""
         return self._tables[number].steps
@@ -521,14 +539,24 @@ class MultiSampler:
         explore: bool = True,
         smoothing: int = 100,
         by_env_steps: bool = False,
+        beat: Callable[[], None] | None = None,
+        interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """`by_env_steps`: `batch_steps` are steps of the environments; else decisions of the agents of a model."""
+        """`by_env_steps`: `batch_steps` are steps of the environments; else decisions of the agents of a model.
+
+        `beat` is called before every call of an environment. It may raise Interrupted: then what was sampled since the last
+        batch is discarded. Inside `interruptible` it may be raised at any point.
+        """
+        self._interruptible = interruptible
         self._batches, self._batch_steps, self._by_env_steps = batches, batch_steps, by_env_steps
         self._generator = torch.Generator().manual_seed(seed)
         self._minds = Minds(sources, self._generator, explore)
         self._copies = copies
         self.zero_sum = ZeroSum()
+        if beat is not None:
+            copies.beat = beat
         self._counted = 0  # steps of the environments that have been told with a batch
+        self._batched = 0  # steps of the environments when the last batch was complete
         self._tables = Tables(copies, cast, self._minds, batches.memories, seed, central=central, smoothing=smoothing)
 
     def step(self) -> bool:
@@ -538,7 +566,12 @@ class MultiSampler:
         tables, until = self._tables, time.monotonic() + _TURN_S
         with self._minds.acting():
             while not self._batches.ready() and time.monotonic() < until:
-                tables.tick()
+                try:
+                    with self._interruptible():
+                        tables.tick()
+                except Interrupted:
+                    tables.forget()
+                    break
                 for _, match in tables.finished:
                     self._batches.finished(match)
                     self.zero_sum.add(match.returns)
@@ -546,6 +579,7 @@ class MultiSampler:
                 for model in tables.known:
                     if self._has_its_batch(model):
                         tables.cut(model)
+                        self._batched = tables.env_steps
                         self._batches.complete(model, self._since_last() if self._by_env_steps else None)
         return True
 
@@ -578,6 +612,9 @@ class MultiSampler:
         report |= {"discarded_steps": float(tables.stats.discarded), "unrecorded_steps": float(tables.stats.unrecorded)}
         return report | ({"env_restarts": float(self._copies.restarts)} if self._copies.forgiving else {})
 
+    def unlearned_steps(self) -> int:
+        return self._tables.env_steps - self._batched
+
     def state(self) -> dict[str, Array]:
         """What a resumed run needs of it; matches begin anew."""
         tables = self._tables
@@ -589,7 +626,7 @@ class MultiSampler:
         if "counted" in state:
             tables = self._tables
             tables.matches, tables.env_steps, tables.agent_steps = (int(count) for count in state["counted"])
-            self._counted = tables.env_steps
+            self._counted = self._batched = tables.env_steps
 
 
 # -- playing without recording ------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ludus import spaces
-from ludus.errors import EnvironmentFault
+from ludus.errors import EnvironmentFault, Interrupted
 from ludus.game.environment import Environments, Outcome, Seen
 from ludus.memory.memory import Room
 from ludus.model.policy import Policy
@@ -92,10 +94,12 @@ def _rows(block: Segments) -> _Rows:
 
 @dataclass
 class SamplerTimes:
-    """Where the time of a sampler goes, in seconds since it began."""
+    """What a sampler has done and where its time went, in seconds since it began. Updated at every step."""
 
     environment_s: float = 0.0
     policy_s: float = 0.0
+    steps: int = 0
+    """Of all rows."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,10 @@ class Clock:
 
 
 class Sampler:
-    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`. `beat` is called at every step."""
+    """Fills one block per `step()`. Reproducible: all randomness comes from `seed`.
+
+    `beat` is called before every step of the environments. It may raise Interrupted: then the block is discarded.
+    """
 
     def __init__(
         self,
@@ -125,10 +132,12 @@ class Sampler:
         beat: Callable[[], None] = lambda: None,
         explore: bool = True,
         timesteps: Callable[[int], int] | None = None,
+        interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Without `explore`: always the most probable action. `timesteps`: how far training had
-        come when a version was made, which the environments are told."""
-        self._explore, self._timesteps = explore, timesteps
+        come when a version was made, which the environments are told. `interruptible`: entered while environments are called;
+        inside, Interrupted may be raised at any point."""
+        self._explore, self._timesteps, self._interruptible = explore, timesteps, interruptible
         self._envs, self._source, self._memory, self._beat = environments, source, memory, beat
         self.times = SamplerTimes()
         self._generator = torch.Generator().manual_seed(seed)
@@ -142,18 +151,25 @@ class Sampler:
         self._choices = spaces.choices(environments.action_space)
         self._categories = spaces.categories(environments.observation_space)
         self._made = 0  # steps of earlier segments
+        self._discarded = 0  # steps of a block that was interrupted
 
     def step(self, timeout_s: float = 0.0) -> bool:
-        """Sample one block; False when the memory has no free one within that time."""
+        """Sample one block, or up to an interruption; False when the memory has no free one within that time."""
         block = self._memory.reserve(timeout_s)
         if block is None:
             return False
         policy, version = self._source.newest()
         if self._timesteps is not None:
             self._envs.progress(self._timesteps(version))
+        before = self.times.steps
         try:
-            with policy.acting():
+            with policy.acting(), self._interruptible():
                 self.fill(block, policy, version)
+        except Interrupted:
+            self._memory.abandon(block)
+            self._discarded += self.times.steps - before
+            self._forget()
+            return True
         except BaseException:
             self._memory.abandon(block)
             raise
@@ -175,7 +191,7 @@ class Sampler:
         lost: list[tuple[int, Bools]] = []
         block.finals = 0
         block.results.fill(0)
-        clock, environment_s, began = time.perf_counter, 0.0, time.perf_counter()
+        clock, times, rows_num, last = time.perf_counter, self.times, self._envs.num, time.perf_counter()
         for t in range(steps):
             self._beat()
             self._show(block, t, seen)
@@ -187,8 +203,11 @@ class Sampler:
             values.append(value)
             played = policy.distribution.to_environment(map_tree(Tensor.numpy, action))
             before = clock()
+            times.policy_s += before - last
             outcome = self._envs.step(played)
-            environment_s += clock() - before
+            last = clock()
+            times.environment_s += last - before
+            times.steps += rows_num
             self._record(block, t, outcome, policy)
             if outcome.lost is not None:
                 lost.append((t, outcome.lost.copy()))
@@ -206,12 +225,17 @@ class Sampler:
         self._check_rewards(block)
         self._made += steps
         block.episode_return, block.episode_length = self._tally.take(block, lost)
-        self.times.environment_s += environment_s
-        self.times.policy_s += clock() - began - environment_s
+        times.policy_s += clock() - last
 
     def _begin(self, policy: Policy) -> None:
         self._seen = self._envs.reset(self._seed)
         self._state = policy.initial_state(self._envs.num)
+
+    def _forget(self) -> None:
+        """Environments are somewhere in the middle of a step: they would have to be reset."""
+        self._seen = None
+        self._first, self._over = np.ones(self._envs.num, np.bool_), np.zeros(self._envs.num, np.bool_)
+        self._tally = EpisodeTally(self._envs.num)
 
     def _show(self, block: Segments, t: int, seen: Seen) -> None:
         try:
@@ -317,6 +341,9 @@ class Sampler:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def unlearned_steps(self) -> int:
+        return self._discarded
 
     def load_state(self, state: dict[str, Array]) -> None:
         self._generator.set_state(torch.from_numpy(state["generator"].copy()))

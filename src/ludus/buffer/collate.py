@@ -90,6 +90,11 @@ class Collated:
         self._next = 0
         self._batches: set[int] = set()
 
+    @property
+    def waiting_steps(self) -> int:
+        """Steps that are here and not yet enough for a batch."""
+        return sum(self._steps)
+
     def ready(self) -> bool:
         """Whether `take(0)` would find a batch."""
         return any(self._gather(i) for i in range(len(self._memories)))

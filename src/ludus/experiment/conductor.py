@@ -13,10 +13,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludus.actor.evaluate import Score
 from ludus.config import ExperimentConfig, StopConfig
-from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StoreError, StoreUnavailable
+from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StartTimeout, StoreError, StoreUnavailable
 from ludus.experiment import checkpoint
 from ludus.experiment.callbacks import notify_checkpoint
 from ludus.experiment.checkpoint import Best
+from ludus.experiment.stopping import FINAL_EVALUATION_S
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
 from ludus.store.store import Store
@@ -86,6 +87,23 @@ class Experience(Protocol):
 
     def metrics(self) -> Numbers: ...
 
+    def unlearned_steps(self) -> int:
+        """Steps that were sampled since the last batch: nothing learns from them when the run ends now."""
+        ...
+
+
+@runtime_checkable
+class SampledElsewhere(Protocol):
+    """Experience that other processes sample, after a start-up that may fail to end."""
+
+    def has_sampled(self) -> bool:
+        """Whether a step was sampled since this process began."""
+        ...
+
+    def awaited(self) -> str:
+        """What the first step is waiting for, as the object of "waited for"."""
+        ...
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -100,6 +118,8 @@ class Schedule:
     evaluation_unit: Literal["iterations", "timesteps", "episodes"] = "iterations"
     least_iteration: tuple[int, float] = (0, 0.0)
     """Steps and seconds that a `training_iteration` takes at least."""
+    start_timeout_s: float | None = None
+    """Seconds within which the first step has to be sampled."""
 
     def evaluation_is_due(self, progress: Progress, before: int) -> bool:
         """Whether the count has come to, or beyond, a multiple of the interval since it was `before`."""
@@ -153,6 +173,8 @@ class Conductor:
         self._config = config
         self._seen = trainer.progress.iterations
         self._counted: int = getattr(trainer.progress, schedule.evaluation_unit)
+        self._scored = -1  # the iteration that was evaluated last
+        self._at_end: dict[str, float] = {}
         self._reported_at = -math.inf
         self._checkpointed = -1
         self._checkpointed_at = trainer.progress.time_s
@@ -176,7 +198,7 @@ class Conductor:
 
     def numbers(self) -> dict[str, float]:
         """The newest of every number: those of the last update, and what else was in the last report. From any thread."""
-        return {**self._reported, **self._trainer.metrics, **self._evaluated}
+        return {**self._trainer.counts(), **self._reported, **self._trainer.metrics, **self._evaluated, **self._at_end}
 
     def step(self) -> bool:
         """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
@@ -184,6 +206,7 @@ class Conductor:
         with contextlib.suppress(StoreUnavailable):  # that is said when there is something to store
             self._pool.look(_LOOK_AFTER_S)
         heard = self._collect()
+        self._check_start()
         if progress.iterations == self._seen:
             return self._out_of_time() or heard
         self._seen = progress.iterations
@@ -212,17 +235,42 @@ class Conductor:
             self._mark_at_last()
         return True
 
+    def _check_start(self) -> None:
+        """Start the clock with the first sampled step. Raises StartTimeout when it does not come."""
+        clock, source, bound = self._trainer.clock, self._source, self._schedule.start_timeout_s
+        if clock.started or not isinstance(source, SampledElsewhere):
+            return
+        if source.has_sampled():
+            clock.start()
+        elif bound is not None and clock.startup_s >= bound:
+            raise StartTimeout(
+                f"No step was sampled within {bound:g} s of the start; waited for {source.awaited()}.",
+                "Nothing was learned; see the logs in the run's directory. config.start_timeout_s allows a longer start.",
+            )
+
     def _out_of_time(self) -> bool:
-        """Games may stay away; the clock does not."""
-        limit = self._schedule.stop.time_s
-        if self.stopped_by is not None or limit is None or self._trainer.elapsed_s < limit:
+        """The time may be up between two updates: while a batch is sampled, or while games stay away."""
+        if self.stopped_by is not None or not self._trainer.clock.is_up():
             return False
         self.stopped_by = "time_s"
+        self.settle()
         if self._config.checkpoint_at_end:
             self.checkpoint_at_last()
+            iterations = self._trainer.progress.iterations
+            if iterations and iterations != self._scored:
+                self._score(True, self._is_away)
         self._conclude()
         self._mark_at_last()
         return True
+
+    def settle(self) -> None:
+        """Count what has happened since the last update: the run ends without another one."""
+        progress = self._trainer.progress
+        progress.time_s = max(progress.time_s, self._trainer.clock.elapsed_s)
+        fps = progress.timesteps / progress.time_s if progress.time_s else 0.0
+        unlearned = self._source.unlearned_steps()
+        self._at_end |= {**self._source.metrics(), "time_s": progress.time_s, "fps": fps, "unlearned_steps": unlearned}
+        log.info("%d sampled steps are discarded: they are less than a batch", unlearned)
 
     def _checkpoint_is_due(self, progress: Progress) -> bool:
         if self.stopped_by is not None:
@@ -432,6 +480,7 @@ class Conductor:
     def _score(self, due: bool, away: bool) -> None:
         """`away`: a checkpoint of now could not be stored, and is not tried once more."""
         progress = self._trainer.progress
+        self._scored = progress.iterations
         if self._elsewhere is not None:
             name = None if away else self._try(functools.partial(self.checkpoint, due))
             if name is not None:
@@ -494,16 +543,27 @@ class Conductor:
         log.info("waiting for the last evaluations, at most %d s", CONCLUDE_S)
         deadline = time.monotonic() + CONCLUDE_S
         while self._playing is not None:
-            if self._elsewhere.interrupted() or time.monotonic() >= deadline:
-                log.warning("the evaluation of checkpoint %s was not finished", self._playing.checkpoint)
+            up = self._trainer.clock.is_up(FINAL_EVALUATION_S)
+            if up or self._elsewhere.interrupted() or time.monotonic() >= deadline:
+                self._leave_out(f"of checkpoint {self._playing.checkpoint} ")
                 break
             self._collect(_LOOK_S)
 
+    def _leave_out(self, which: str = "") -> None:
+        """An evaluation was broken off: nothing is known of it."""
+        self._at_end["evaluation/unfinished"] = 1.0
+        why = "the time limit was reached" if self._trainer.clock.is_up() else "the run was stopped"
+        log.info("the evaluation %swas not finished: %s", which, why)
+
     def _tell(self, score: Score, iterations: int, timesteps: int, name: str | None = None, *, judge: bool = True) -> None:
         """Report a score at the steps of the version it belongs to, and let it judge."""
-        if not score.complete or not score.returns:
-            log.warning("an evaluation was not finished: %d episodes ended", len(score.returns))
+        if not score.complete:
+            self._leave_out(f"({len(score.returns)} episodes ended) ")
             return
+        if not score.returns:
+            log.warning("an evaluation has no score: none of its episodes ended")
+            return
+        self._at_end.pop("evaluation/unfinished", None)
         numbers = {
             "evaluation/return_mean": score.mean,
             "evaluation/return_low": score.low,

@@ -16,10 +16,11 @@ import torch
 from ludus import spaces
 from ludus.actor.evaluate import Score, longest_episode, play, shares, undisturbed
 from ludus.config import AlgorithmConfig, PreprocessConfig
-from ludus.errors import ConfigError, LudusError
+from ludus.errors import ConfigError, Interrupted, LudusError
 from ludus.experiment.checkpoint import FOLDER
 from ludus.experiment.parts import Resolved
 from ludus.experiment.run import Run
+from ludus.experiment.stopping import StopCheck
 from ludus.experiment.workspace import store_of
 from ludus.game.environment import Environments, RowsSaid, make_environments, said_of_rows
 from ludus.game.preprocess import for_evaluation
@@ -72,10 +73,11 @@ class Course:
         """Of each row."""
         return shares(math.ceil(self.duration / self.group), self.groups).repeat(self.group)
 
-    def environments(self, rows: int) -> Environments:
+    def environments(self, rows: int, beat: Callable[[], None] = lambda: None) -> Environments:
         return make_environments(
-            self.env, rows, self.env_config, preprocess=self.preprocess, wrappers=self.wrappers, forgiving=self.forgiving
-        )
+            self.env, rows, self.env_config,
+            preprocess=self.preprocess, wrappers=self.wrappers, forgiving=self.forgiving, beat=beat,
+        )  # fmt: skip
 
     def policy(self) -> Policy:
         """A policy of its own, so that nothing it does while it plays is seen by whoever trains."""
@@ -97,19 +99,25 @@ class Course:
 class Evaluation:
     """Inline: training waits. Own environments, own policy, own random numbers: it does not notice more than that."""
 
-    def __init__(self, course: Course, trained: Policy, interrupted: Callable[[], bool]) -> None:
-        self._course, self._trained, self._interrupted = course, trained, interrupted
+    def __init__(self, course: Course, trained: Policy, stop: StopCheck) -> None:
+        self._course, self._trained, self._stop = course, trained, stop
         self._own: tuple[Policy, Environments] | None = None
 
     def __call__(self, iteration: int) -> Score:
-        with undisturbed():
-            if self._own is None:
-                self._own = self._course.policy(), self._course.environments(self._course.rows)
-            policy, environments = self._own
-            policy.load_weights(self._trained.weights())
-            score = self._course.play(policy, environments, self._course.seed_of(iteration), 0, self._interrupted)
+        try:
+            with undisturbed(), self._stop.interruptible():
+                score = self._play(iteration)
+        except Interrupted:
+            return Score((), (), complete=False)
         warn_of_cuts(score, self._course.env)
         return score
+
+    def _play(self, iteration: int) -> Score:
+        if self._own is None:
+            self._own = self._course.policy(), self._course.environments(self._course.rows, self._stop.before_evaluation_step)
+        policy, environments = self._own
+        policy.load_weights(self._trained.weights())
+        return self._course.play(policy, environments, self._course.seed_of(iteration), 0, self._stop.ends_evaluation)
 
     def close(self) -> None:
         if self._own is not None:
@@ -234,9 +242,7 @@ def warn_of_cuts(score: Score, env: str) -> None:
         )  # fmt: skip
 
 
-def make_evaluation(
-    resolved: Resolved, policy: Policy, run: Run, interrupted: Callable[[], bool]
-) -> Evaluation | EvaluationWorkers | None:
+def make_evaluation(resolved: Resolved, policy: Policy, run: Run, stop: StopCheck) -> Evaluation | EvaluationWorkers | None:
     """Raises ConfigError, EnvironmentFault when `evaluation_config` asks for an environment that cannot be."""
     config = resolved.config
     if not config.evaluation_duration:
@@ -256,9 +262,10 @@ def make_evaluation(
             "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
         )
     if not config.evaluation_num_workers:
-        return Evaluation(course, policy, interrupted)
+        return Evaluation(course, policy, stop)
     restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
-    return EvaluationWorkers(course, run.directory, config.evaluation_num_workers, config.worker_hang_s, restart, interrupted)
+    workers = config.evaluation_num_workers
+    return EvaluationWorkers(course, run.directory, workers, config.worker_hang_s, restart, stop.ends_evaluation)
 
 
 def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowsSaid) -> Course:

@@ -23,6 +23,7 @@ from ludus.errors import (
     Damaged,
     EnvironmentFault,
     IncompatibleCheckpoint,
+    Interrupted,
     LudusError,
     NotFound,
     StoreUnavailable,
@@ -59,6 +60,7 @@ from ludus.experiment.result import Result as Result
 from ludus.experiment.run import Run, holds_run, run_directory
 from ludus.experiment.run_agent import RunAgent
 from ludus.experiment.status import StatusWriter, described
+from ludus.experiment.stopping import StopCheck
 from ludus.experiment.training_display import announce_stop
 from ludus.experiment.workspace import directory_of, fetch
 from ludus.experiment.workspace import shown as place_of
@@ -79,6 +81,7 @@ from ludus.runtime.machine import keep_freed_memory, stop_on_signals, usable_cor
 from ludus.runtime.program import Handle, Program
 from ludus.runtime.surroundings import Surroundings
 from ludus.training.algorithm import Algorithm
+from ludus.training.run_clock import RunClock
 from ludus.training.trainer import Progress, Trainer
 from ludus.types import DEFAULT_MODEL
 
@@ -559,11 +562,15 @@ class Prepared:
 
 
 def _train(prepared: Prepared, sinks: Sequence[Sink], announce: Announce | None = None) -> Result:
-    with stop_on_signals() as stop, training(prepared, sinks, stop, announce, alone=False) as ours:
-        waiting = _Waiting(ours.parts, announce) if ours.address is not None and announce is not None else None
-        ours.advance(lambda: stop() or find_stop_request(sinks) is not None or (waiting is not None and waiting()))
-        reason, in_order = (None if stop() else find_stop_request(sinks)) or (f"interrupted ({stop.name})", False)
-        return ours.conclude(reason, finished=in_order)
+    """Raises KeyboardInterrupt when it was interrupted before there was anything to keep."""
+    try:
+        with stop_on_signals() as stop, training(prepared, sinks, stop, announce, alone=False) as ours:
+            waiting = _Waiting(ours.parts, announce) if ours.address is not None and announce is not None else None
+            ours.advance(lambda: stop() or find_stop_request(sinks) is not None or (waiting is not None and waiting()))
+            reason, in_order = (None if stop() else find_stop_request(sinks)) or (f"interrupted ({stop.name})", False)
+            return ours.conclude(reason, finished=in_order)
+    except Interrupted:
+        raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager
@@ -630,6 +637,7 @@ class Training:
         parts, resolved = self.parts, self._resolved
         stopped_by = parts.conductor.stopped_by or otherwise
         if not parts.conductor.stopped_by:
+            parts.conductor.settle()
             parts.conductor.checkpoint_at_last()
         parts.run.status = "finished" if parts.conductor.stopped_by or finished else "interrupted"
         self._shown.final = {"state": parts.run.status, "stopped_by": stopped_by}
@@ -733,7 +741,9 @@ def program_of(
     """
     e, config = resolved.experiment, resolved.config
     program = Program()
-    environments = program.add("environments", _environments, e.env, config, environment_seed)
+    clock = program.add("clock", RunClock, e.stop.time_s)
+    stop = program.add("stop", StopCheck, interrupted, clock)
+    environments = program.add("environments", _environments, e.env, config, environment_seed, stop)
     scales = program.add("scales", _scales, environments, e.env, config, before, announce)
     policy = program.add("policy", _policy, environments, config, scales, before)
     program.add("memory check", check_memory, resolved, policy)
@@ -744,25 +754,29 @@ def program_of(
     memory = program.add("memory", _memory, policy, environments, config.steps)
     source = program.add("source", _source, pool, policy, before)
     begun = timesteps_of(before if counting_on else None)
-    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config, begun, run)
+    sampler = program.add_worker("sampler", _sampler, environments, source, memory, environment_seed, config, begun, run, stop)
     batches = program.add("batches", whole_episodes, memory, config)
-    trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
+    smoothing = config.metrics_num_episodes_for_smoothing
+    trainer = program.add_worker("trainer", _trainer, learning, batches, pool, smoothing, clock)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
-    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, interrupted)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, stop)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 
 
-def _environments(env: str, config: AlgorithmConfig, seed: int) -> Environments:
-    environments = make_environments(
-        env, config.num_envs_per_worker, config.env_config,
-        preprocess=config.preprocess, wrappers=config.wrappers, forgiving=config.restart_failed_sub_environments,
-    )  # fmt: skip
-    try:
-        environments.reset(seed)  # an environment shows whether it masks actions only when it is reset
-    except BaseException:
-        environments.close()
-        raise
+def _environments(env: str, config: AlgorithmConfig, seed: int, stop: StopCheck) -> Environments:
+    """Raises Interrupted."""
+    with stop.interruptible():
+        environments = make_environments(
+            env, config.num_envs_per_worker, config.env_config,
+            preprocess=config.preprocess, wrappers=config.wrappers, forgiving=config.restart_failed_sub_environments,
+            beat=stop.raise_if_due,
+        )  # fmt: skip
+        try:
+            environments.reset(seed)  # an environment shows whether it masks actions only when it is reset
+        except BaseException:
+            environments.close()
+            raise
     return environments
 
 
@@ -791,12 +805,22 @@ def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> Polic
 
 
 def _sampler(
-    environments: Environments, source: PolicySource, memory: Memory, seed: int, config: AlgorithmConfig, begun: int, run: Run
+    environments: Environments,
+    source: PolicySource,
+    memory: Memory,
+    seed: int,
+    config: AlgorithmConfig,
+    begun: int,
+    run: Run,
+    stop: StopCheck,
 ) -> Sampler:
     facing = with_past(environments, source, config.self_play, seed, run.directory)
     clock = Clock(source.newest()[1], begun, environments.num * config.steps)
-    return Sampler(environments, facing, memory, seed, explore=config.explore, timesteps=clock.timesteps)
+    return Sampler(
+        environments, facing, memory, seed,
+        beat=stop.before_step, explore=config.explore, timesteps=clock.timesteps, interruptible=stop.interruptible,
+    )  # fmt: skip
 
 
-def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int) -> Trainer:
-    return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing)
+def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int, clock: RunClock) -> Trainer:
+    return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing, clock=clock)

@@ -43,6 +43,7 @@ from ludus.runtime.gateways import bind, check_exposure
 from ludus.runtime.gathering import Boards, FleetGathering, PublishingPool
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm
+from ludus.training.run_clock import RunClock
 from ludus.training.trainer import Publisher, Trainer
 
 _BATCHES_AHEAD = 4  # what is waiting to be learned from, at most; also bounds how many sessions record at a time
@@ -110,6 +111,7 @@ def program_of(
     outside = configs.external_config(config.env_config)
     seats = seats_of(outside)
     program = Program()
+    clock = program.add("clock", RunClock, resolved.experiment.stop.time_s)
     listening = program.add("listening", _listening, outside)
     policies = program.add("policies", _policies, seats, config, before, announce)
     program.add("memory check", check_memory, resolved, policies)
@@ -130,7 +132,7 @@ def program_of(
         games = program.add_worker("games", _games, listening, outside, seats, deciding, memories, memory)
         publisher = pool
     smoothing = config.metrics_num_episodes_for_smoothing
-    trainer = program.add_worker("trainer", _trainer, learning, memory, publisher, smoothing)
+    trainer = program.add_worker("trainer", _trainer, learning, memory, publisher, smoothing, clock)
     program.add("counters", count_on, before if counting_on else None, trainer, games)
     conductor = program.add_worker("conductor", make_conductor, trainer, games, pool, run, resolved, None, sinks)
     return program, (run, games, trainer, conductor, pool)
@@ -253,5 +255,5 @@ def _games(
     return Gathering(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
 
 
-def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: Publisher, smoothing: int) -> Trainer:
-    return Trainer(algorithms, memory, pool, smoothing=smoothing)
+def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: Publisher, smoothing: int, clock: RunClock) -> Trainer:
+    return Trainer(algorithms, memory, pool, smoothing=smoothing, clock=clock)

@@ -18,7 +18,7 @@ from ludus.actor.multi import Copies, MatchBatches, MultiSampler, play_matches
 from ludus.actor.opponents import RANDOM, Opponent, ZeroSum
 from ludus.actor.recorder import session_spec
 from ludus.config import AlgorithmConfig, MultiAgentConfig
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, Interrupted
 from ludus.experiment import byte_scales, checkpoint
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.evaluation import warn_of_cuts
@@ -26,6 +26,7 @@ from ludus.experiment.external import Algorithms, Shared, add_models
 from ludus.experiment.memory_estimate import check_memory
 from ludus.experiment.parts import Resolved, count_on, embedding_bound, make_conductor, make_policy, make_pool, opened
 from ludus.experiment.run import Run
+from ludus.experiment.stopping import StopCheck
 from ludus.game import agents as games
 from ludus.game.agents import AgentSpaces, Match, Whole, central_space
 from ludus.memory.local import LocalMemory
@@ -38,6 +39,7 @@ from ludus.model.pool import FixedSource, LocalPool
 from ludus.plugins import did_you_mean, import_object
 from ludus.runtime.program import Handle, Program
 from ludus.training.algorithm import Algorithm
+from ludus.training.run_clock import RunClock
 from ludus.training.trainer import Trainer
 from ludus.types import DEFAULT_MODEL
 
@@ -267,7 +269,9 @@ def program_of(
     names = config.multiagent.names()
     of_each = {name: policy_config(kind.Config, config, name) for name in names}
     program = Program()
-    copies = program.add("environments", _copies, e.env, config)
+    clock = program.add("clock", RunClock, e.stop.time_s)
+    stop = program.add("stop", StopCheck, interrupted, clock)
+    copies = program.add("environments", _copies, e.env, config, stop)
     cast = program.add("cast", _cast, copies, config)
     opponent = program.add("opponent", _opponent, cast, config)
     policies = program.add("policies", _policies, cast, of_each, config, e.env, before, announce)
@@ -278,17 +282,20 @@ def program_of(
     pool = program.add("pool", make_pool, run, before if counting_on else None)
     program.add("versions", add_models, pool, policies, before)
     batches = program.add("batches", _batches, policies, copies, config)
-    sampler = program.add_worker("sampler", _sampler, copies, cast, pool, batches, config, environment_seed)
-    trainer = program.add_worker("trainer", _trainer, learning, batches, pool, config.metrics_num_episodes_for_smoothing)
+    sampler = program.add_worker("sampler", _sampler, copies, cast, pool, batches, config, environment_seed, stop)
+    smoothing = config.metrics_num_episodes_for_smoothing
+    trainer = program.add_worker("trainer", _trainer, learning, batches, pool, smoothing, clock)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
-    evaluation = program.add("evaluation", _evaluation, resolved, cast, policies, opponent, sampler, interrupted)
+    evaluation = program.add("evaluation", _evaluation, resolved, cast, policies, opponent, sampler, stop)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 
 
-def _copies(env: str, config: AlgorithmConfig) -> Copies:
+def _copies(env: str, config: AlgorithmConfig, stop: StopCheck) -> Copies:
+    """Raises Interrupted."""
     forgiving = config.restart_failed_sub_environments
-    return Copies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving)
+    with stop.interruptible():
+        return Copies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving, beat=stop.raise_if_due)
 
 
 def _cast(copies: Copies, config: AlgorithmConfig) -> Cast:
@@ -339,7 +346,7 @@ def _batches(policies: Mapping[str, Policy], copies: Copies, config: AlgorithmCo
 
 
 def _sampler(
-    copies: Copies, cast: Cast, pool: LocalPool, batches: MatchBatches, config: AlgorithmConfig, seed: int
+    copies: Copies, cast: Cast, pool: LocalPool, batches: MatchBatches, config: AlgorithmConfig, seed: int, stop: StopCheck
 ) -> MultiSampler:
     assert config.multiagent is not None
     return MultiSampler(
@@ -353,11 +360,15 @@ def _sampler(
         explore=config.explore,
         smoothing=config.metrics_num_episodes_for_smoothing,
         by_env_steps=config.multiagent.count_steps_by == "env_steps",
+        beat=stop.before_step,
+        interruptible=stop.interruptible,
     )
 
 
-def _trainer(algorithms: dict[str, Algorithm], batches: MatchBatches, pool: LocalPool, smoothing: int) -> Trainer:
-    return Trainer(algorithms, batches, pool, smoothing=smoothing, by_model=False)
+def _trainer(
+    algorithms: dict[str, Algorithm], batches: MatchBatches, pool: LocalPool, smoothing: int, clock: RunClock
+) -> Trainer:
+    return Trainer(algorithms, batches, pool, smoothing=smoothing, by_model=False, clock=clock)
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------------
@@ -373,10 +384,10 @@ class MatchEvaluation:
         policies: Mapping[str, Policy],
         opponent: Opponent | None,
         zero_sum: ZeroSum,
-        interrupted: Callable[[], bool],
+        stop: StopCheck,
     ) -> None:
         """`opponent`: None plays the policies of the run, or chance once its matches are found to be zero-sum."""
-        self._resolved, self._cast, self._interrupted = resolved, cast, interrupted
+        self._resolved, self._cast, self._stop = resolved, cast, stop
         self._opponent, self._zero_sum = opponent, zero_sum
         self._sources = {name: FixedSource(actor_of(policy)) for name, policy in policies.items()}
         self._copies: Copies | None = None
@@ -391,12 +402,22 @@ class MatchEvaluation:
         return None if asked or not self._zero_sum else _SHOW_EVERY_S
 
     def __call__(self, iteration: int) -> Score:
+        try:
+            with self._stop.interruptible():
+                return self._score(iteration)
+        except Interrupted:
+            return Score((), (), complete=False)
+
+    def _score(self, iteration: int) -> Score:
         config, env = self._resolved.config, self._resolved.experiment.env
         if self._copies is None:
             asked = config.evaluation_config.env_config
             other = config if asked is None else config.model_copy(update={"env_config": {**config.env_config, **asked}})
             rows = min(config.evaluation_duration, _ROWS)
-            self._copies = Copies(lambda: make_match(env, other), rows, forgiving=config.restart_failed_sub_environments)
+            forgiving = config.restart_failed_sub_environments
+            self._copies = Copies(
+                lambda: make_match(env, other), rows, forgiving=forgiving, beat=self._stop.before_evaluation_step
+            )
         with undisturbed():
             score = self._played(self._copies, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
         warn_of_cuts(score, env)
@@ -413,7 +434,7 @@ class MatchEvaluation:
             deterministic=not config.evaluation_config.explore,
             opponent=self._opponent or (RANDOM if self._meets_chance else None),
             max_steps=longest_episode(self._resolved.experiment.env),
-            interrupted=self._interrupted,
+            interrupted=self._stop.ends_evaluation,
         )
 
     @property
@@ -466,8 +487,8 @@ def _evaluation(
     policies: Mapping[str, Policy],
     opponent: Opponent | None,
     sampler: MultiSampler,
-    interrupted: Callable[[], bool],
+    stop: StopCheck,
 ) -> MatchEvaluation | None:
     if not resolved.config.evaluation_duration:
         return None
-    return MatchEvaluation(resolved, cast, policies, opponent, sampler.zero_sum, interrupted)
+    return MatchEvaluation(resolved, cast, policies, opponent, sampler.zero_sum, stop)

@@ -14,13 +14,14 @@ import gymnasium as gym
 import torch
 
 from ludus.buffer.episodes import WholeEpisodes
-from ludus.config import AlgorithmConfig, ExperimentConfig
+from ludus.config import EXTERNAL, AlgorithmConfig, ExperimentConfig
 from ludus.errors import ConfigError, UsageError
 from ludus.experiment import checkpoint, tracking
 from ludus.experiment.checkpoint import Checkpoint
 from ludus.experiment.conductor import Conductor, Evaluate, Experience, Schedule
 from ludus.experiment.run import Run
 from ludus.experiment.workspace import shown
+from ludus.memory.exchange import EMBEDDED
 from ludus.memory.memory import Batches
 from ludus.metrics import Sink
 from ludus.model.branching import Branch
@@ -42,6 +43,9 @@ from ludus.types import DEFAULT_MODEL
 log = logging.getLogger(__name__)
 
 _MANY_PIXELS = 32 * 32
+
+START_TIMEOUT_S = 300.0
+"""Default of `start_timeout_s` where this run starts its workers itself."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,7 @@ def make_conductor(
         e.checkpoint_time_s,
         config.evaluation_interval_unit,
         config.least_iteration,
+        start_timeout(resolved),
     )
     incarnation = pool.incarnation(pool.names()[0])
     if incarnation > 1:
@@ -263,6 +268,17 @@ def make_conductor(
     return Conductor(trainer, source, pool, run.store, schedule, written, e, evaluate, always)
 
 
+def start_timeout(resolved: Resolved) -> float | None:
+    """Seconds within which the first step has to be sampled; None: no limit.
+
+    Games and workers of a fleet come by themselves, possibly much later: without a setting of its own their limit is `time_s`.
+    """
+    config, e = resolved.config, resolved.experiment
+    if config.start_timeout_s is not None:
+        return config.start_timeout_s or None
+    return e.stop.time_s if e.env == EXTERNAL or e.memory != EMBEDDED else START_TIMEOUT_S
+
+
 def timesteps_of(before: Checkpoint | None) -> int:
     """That a run has behind it when it goes on from there."""
     return 0 if before is None else int(before.state["progress"]["timesteps"])
@@ -271,5 +287,5 @@ def timesteps_of(before: Checkpoint | None) -> int:
 def count_on(before: Checkpoint | None, trainer: Trainer, source: Experience) -> None:
     """A resumed run goes on counting, and drawing, where it was."""
     if before is not None:
-        trainer.progress.load_json(before.state["progress"])
+        trainer.load_progress(before.state["progress"])
         source.load_state(before.sampler)

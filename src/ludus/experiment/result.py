@@ -39,6 +39,18 @@ class Result:
         """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl every time."""
         return read_history(Run(self.run_dir).metrics_path)
 
+    def remarks(self) -> list[str]:
+        """What a reader of the summary should know beside the figures: sentences, possibly none."""
+        said = []
+        unlearned = int(self.metrics.get("unlearned_steps", 0))
+        if not self.metrics.get("iterations"):
+            said.append(f"No update was made: {unlearned:,} steps were sampled, less than a batch (train_batch_size).")
+        elif unlearned:
+            said.append(f"{unlearned:,} steps of an unfinished batch were discarded.")
+        if self.metrics.get("evaluation/unfinished"):
+            said.append("The last evaluation was not finished when the run stopped; its episodes are not counted.")
+        return said
+
     def to_json(self) -> dict[str, Any]:
         mean = self.episode_return_mean
         return {

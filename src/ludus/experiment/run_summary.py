@@ -30,6 +30,7 @@ def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
     if evaluation := _evaluation(result):
         yield evaluation
     yield _how_long(result)
+    yield from result.remarks()
     place = shlex.quote(result.place)
     yield f"run         {result.place}"
     if result.checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from ludus.experiment.parts import (
     whole_episodes,
 )
 from ludus.experiment.run import Run
+from ludus.experiment.stopping import StopCheck
 from ludus.game.environment import make_environments
 from ludus.game.wrapping import names_of
 from ludus.memory.exchange import EMBEDDED, MAX_MESSAGE
@@ -50,6 +52,7 @@ from ludus.runtime.program import Handle, Program
 from ludus.runtime.ray_node import RayNodes
 from ludus.runtime.sampling import LocalNode, Nodes, Plan, Sampling, ThisNode
 from ludus.training.algorithm import Algorithm
+from ludus.training.run_clock import RunClock
 from ludus.training.trainer import Trainer
 from ludus.tree import Array
 from ludus.types import DEFAULT_MODEL
@@ -88,8 +91,10 @@ def program_of(
     """Which components such a run has and how they are joined. The cluster comes first: it may not be there."""
     e, config = resolved.experiment, resolved.config
     program = Program()
+    clock = program.add("clock", RunClock, e.stop.time_s)
+    stop = program.add("stop", StopCheck, interrupted, clock)
     cluster = program.add("cluster", _cluster, resolved.cluster, announce)
-    shape = program.add("shape", look_at, e.env, config)
+    shape = program.add("shape", look_at, e.env, config, stop)
     scales = program.add("scales", _scales, shape, e.env, config, before, announce)
     policy = program.add("policy", _policy, shape, config, scales, before)
     program.add("memory check", check_memory, resolved, policy)
@@ -109,22 +114,24 @@ def program_of(
         batches = program.add("batches", _fleet_batches, sampling)
     publisher = program.add("publisher", PublishingPool, pool, sampling)
     whole = program.add("whole", whole_episodes, batches, config)
-    trainer = program.add_worker("trainer", _trainer, learning, whole, publisher, config.metrics_num_episodes_for_smoothing)
+    smoothing = config.metrics_num_episodes_for_smoothing
+    trainer = program.add_worker("trainer", _trainer, learning, whole, publisher, smoothing, clock)
     program.add("counters", count_on, before if counting_on else None, trainer, sampling)
-    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, interrupted)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, stop)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampling, pool, run, resolved, evaluation, sinks)
     return program, (run, sampling, trainer, conductor, pool)
 
 
-def look_at(env: str, config: AlgorithmConfig) -> Shape:
-    """Make one environment and reset it: only then does it show whether it masks actions."""
-    one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
-    try:
-        one.reset(config.seed)
-        spaces = one.observation_space, one.action_space
-        return Shape(config.num_envs_per_worker, *spaces, one.masked, one.resets_at_once, one.results)
-    finally:
-        one.close()
+def look_at(env: str, config: AlgorithmConfig, stop: StopCheck | None = None) -> Shape:
+    """Make one environment and reset it: only then does it show whether it masks actions. Raises Interrupted."""
+    with contextlib.nullcontext() if stop is None else stop.interruptible():
+        one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+        try:
+            one.reset(config.seed)
+            spaces = one.observation_space, one.action_space
+            return Shape(config.num_envs_per_worker, *spaces, one.masked, one.resets_at_once, one.results)
+        finally:
+            one.close()
 
 
 def blocks_of(config: AlgorithmConfig) -> int:
@@ -308,5 +315,5 @@ class PublishingPool:
         return version
 
 
-def _trainer(algorithm: Algorithm, batches: Batches, pool: PublishingPool, smoothing: int) -> Trainer:
-    return Trainer({DEFAULT_MODEL: algorithm}, batches, pool, smoothing=smoothing)
+def _trainer(algorithm: Algorithm, batches: Batches, pool: PublishingPool, smoothing: int, clock: RunClock) -> Trainer:
+    return Trainer({DEFAULT_MODEL: algorithm}, batches, pool, smoothing=smoothing, clock=clock)

@@ -110,11 +110,13 @@ def make_environments(
     preprocess: PreprocessConfig = _NOTHING,
     wrappers: Named = (),
     forgiving: bool = False,
+    beat: Callable[[], None] = lambda: None,
 ) -> Environments:
     """`name` is a Gymnasium id, a name given to `register_env`, or `module:function`, called with `env_config`.
 
     A function that takes `num_envs` makes a whole vector environment; any other makes one environment. `forgiving`: one that
     raises is made anew, and its row is lost at that step; only one that fails again and again is an EnvironmentFault.
+    `beat` is called before every call of an environment, from its constructor on.
     Raises UnknownName, MissingExtra, ConfigError.
     """
     recipe = _Recipe(name, dict(env_config or {}), preprocess, *wrappers_of(wrappers))
@@ -125,9 +127,26 @@ def make_environments(
 
         made = vector()
         environments = VectorEnvironments(name, made, vector if forgiving else None)
+        environments.beat = beat
         opponents = _opponents(made)
         return environments if opponents is None else Opposed(environments, opponents)
-    return LoopEnvironments(name, [recipe.single() for _ in range(num)], recipe.single if forgiving else None)
+    copies = LoopEnvironments(name, _copies(recipe, num, beat), recipe.single if forgiving else None)
+    copies.beat = beat
+    return copies
+
+
+def _copies(recipe: _Recipe, num: int, beat: Callable[[], None]) -> list[gym.Env[Any, Any]]:
+    """What was made is closed again when a later copy cannot be made, or the start is interrupted."""
+    made: list[gym.Env[Any, Any]] = []
+    try:
+        for _ in range(num):
+            beat()
+            made.append(recipe.single())
+    except BaseException:
+        for env in made:
+            _closed(env)
+        raise
+    return made
 
 
 def _opponents(made: gym.vector.VectorEnv[Any, Any, Any]) -> Bools | None:

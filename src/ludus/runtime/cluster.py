@@ -585,12 +585,7 @@ def _base() -> Path:
 def sweep_leftovers() -> None:
     """Remove what Rays and workers of this user have left that were killed: directories, rings, weights, logs."""
     sweep(_base())
-    for base in _scratch_bases():
-        scratch.sweep(base)
-
-
-def _scratch_bases() -> list[Path]:
-    return [Path(os.environ.get("LUDUS_SHM", "/dev/shm")), Path(tempfile.gettempdir())]  # noqa: S108
+    scratch.sweep_all()
 
 
 def sweep(base: Path) -> int:
@@ -615,7 +610,7 @@ def reaped(home: Path) -> Iterator[None]:
     if not Path("/proc/self/environ").exists():  # no Linux: what Ray does by itself has to be enough
         yield
         return
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, _scratch_bases())]
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(home), *map(str, scratch.bases())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True, cwd="/") as process:  # noqa: S603 - ours
         assert process.stdin is not None
         try:

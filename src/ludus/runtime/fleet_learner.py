@@ -22,7 +22,16 @@ import numpy as np
 
 from ludus.buffer.blocks import batch_for
 from ludus.buffer.collate import put_rows
-from ludus.errors import AlreadyExists, Damaged, ExchangeUnavailable, Fenced, LudusError, NotFound, StoreUnavailable
+from ludus.errors import (
+    AlreadyExists,
+    Damaged,
+    ExchangeUnavailable,
+    Fenced,
+    LudusError,
+    NotFound,
+    StartTimeout,
+    StoreUnavailable,
+)
 from ludus.memory.exchange import Exchange, open_exchange
 from ludus.memory.exchanged import ExchangeReader, Received
 from ludus.memory.shared import Layout
@@ -50,6 +59,9 @@ _LAST_WORD_S = 10.0
 _SAY_EVERY_S, _SAY_FIRST_S = 30.0, 10.0
 _ORDERS_S = 10.0
 _HOME_S = 3.0
+UNREACHED_S = 300.0
+"""A learner that has never reached its memory gives up after this time."""
+
 _REMEMBERED = 4096  # workers that left, whose counts come back with them
 
 SILENT = "has fallen silent"
@@ -193,6 +205,7 @@ class Fleet:
         self._past: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         self._window = Window()
         self._waited_s = 0.0
+        self._created_at, self._unreached = clock(), "it was not tried yet"
         self._looked_at = -_LOOK_S
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self._times: deque[float] = deque(maxlen=16)
@@ -278,10 +291,17 @@ class Fleet:
             notices = self._exchange.posted(PRESENCE)
             newest = self._exchange.read(BULLETIN)
         except ExchangeUnavailable as error:
+            if self._unreached:
+                self._unreached = error.message
+                if self._looked_at - self._created_at >= UNREACHED_S:
+                    raise StartTimeout(
+                        f"The memory was never reached within {UNREACHED_S:g} s: {error.message}", error.hint
+                    ) from error
             self._say_now_and_then(f"the memory is away: {error.message}")
             for worker in self._workers.values():  # nobody can be heard now
                 worker.heard_at = self._looked_at
             return
+        self._unreached = ""
         self._check_owner(newest)
         if newest is None:  # a server that has lost everything, too
             self._press.amend(self._bulletin())
@@ -407,6 +427,20 @@ class Fleet:
             "fleet/unavailable_s": float(reader.unavailable_total_s),
             "memory/waiting": float(self.batches.waiting),
         }
+
+    def has_sampled(self) -> bool:
+        return self._totals()["steps"] > 0 or self.batches.waiting > 0
+
+    def awaited(self) -> str:
+        if self._unreached:
+            return f"the memory, which was never reached: {self._unreached.rstrip('.')}"
+        if not self._workers:
+            return "a worker: none has joined (ludus fleet worker --memory … --store … starts one)"
+        states = ", ".join(f"{name} is {worker.presence.state}" for name, worker in sorted(self._workers.items()))
+        return f"the first step of its workers: {states}"
+
+    def unlearned_steps(self) -> int:
+        return 0  # what is not acknowledged stays in the memory, for the next learner of this run
 
     def status(self) -> dict[str, Any]:
         """Who samples where and how, as plain values. May be called by any thread: it is what was last seen."""

@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ludus.runtime import scratch
+
 log = logging.getLogger(__name__)
 
 MESSAGE = struct.Struct("<iiiq")
@@ -447,6 +449,9 @@ class ForkServer:
             while time.monotonic() < deadline:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.002)
+        # A process that was killed could not remove its shared memory, and its parent may be dead as well.
+        with contextlib.suppress(OSError):
+            scratch.sweep_all()
         os._exit(0)
 
 

@@ -126,6 +126,15 @@ class FleetGathering:
         report["games/dropped_segments"] = float(memory.stats().dropped)
         return report
 
+    def has_sampled(self) -> bool:
+        return self._boards.memory.total("requests") > 0
+
+    def awaited(self) -> str:
+        return f"a game to connect to http://{self.address[0]}:{self.address[1]}/step"
+
+    def unlearned_steps(self) -> int:
+        return self._memory.waiting_steps
+
     def state(self) -> dict[str, Array]:
         return {}  # workers draw their own random numbers; what they play is not repeatable anyway
 

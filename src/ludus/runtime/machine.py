@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from ludus.errors import Interrupted
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
@@ -39,6 +41,12 @@ def usable_cores() -> int:
 
 _ECHO_S = 10.0
 
+INTERRUPT_AFTER_S = 1.0
+"""A call of an environment that takes longer than this after the signal is interrupted."""
+
+_WAKE = getattr(signal, "SIGURG", None)
+"""Wakes the main thread up. The default action of this signal is to ignore it: harmless when the handler is gone."""
+
 
 class StopSignal:
     """Set by Ctrl-C or SIGTERM. The second one raises KeyboardInterrupt at once; not a SIGTERM that comes right after the first,
@@ -47,6 +55,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.name: str | None = None
         self._at = 0.0
+        self._regions = 0
 
     def __call__(self) -> bool:
         return self.name is not None
@@ -57,6 +66,31 @@ class StopSignal:
                 return
             raise KeyboardInterrupt
         self.name, self._at = signal.Signals(number).name, time.monotonic()
+        self.interrupt_later(INTERRUPT_AFTER_S)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A region of the main thread in which Interrupted may be raised at any point, in the middle of an environment's call."""
+        self._regions += 1
+        try:
+            yield
+        finally:
+            self._regions -= 1
+
+    def interrupt_later(self, seconds: float) -> None:
+        """Raise Interrupted in the main thread after this time, if it is in an interruptible region then. From any thread."""
+        timer = threading.Timer(seconds, self._wake)
+        timer.daemon = True
+        timer.start()
+
+    @staticmethod
+    def _wake() -> None:
+        if _WAKE is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+
+    def woken(self) -> None:
+        if self._regions:
+            raise Interrupted
 
 
 @contextlib.contextmanager
@@ -67,6 +101,8 @@ def stop_on_signals() -> Iterator[StopSignal]:
         yield stop
         return
     before = {number: signal.signal(number, lambda n, _: stop.set(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    if _WAKE is not None:
+        before[_WAKE] = signal.signal(_WAKE, lambda n, _: stop.woken())
     try:
         yield stop
     finally:

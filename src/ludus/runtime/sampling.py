@@ -390,6 +390,7 @@ class Sampling:
         self._waited_s = 0.0
         self._window = Window()
         self._taken_there = [0] * workers
+        self._taken_steps = self._block_steps = 0
         self.lost_nodes = self.lost_blocks = 0
         self._status: dict[str, Any] = {"nodes": [], "workers": []}
         self.batches: BlockBatches | None = None
@@ -426,6 +427,8 @@ class Sampling:
             self._issued[id(block)] = node
             self._expected[worker] += 1
             self._taken_there[worker] += 1
+            self._block_steps = block.rows * block.spec.steps
+            self._taken_steps += self._block_steps
         return block
 
     def release_block(self, worker: int, block: Segments) -> None:
@@ -498,11 +501,11 @@ class Sampling:
                 raise self._failed(worker, report)
 
     def _failed(self, worker: int, report: WorkerReport) -> WorkerFailed | EnvironmentFault:
-        last = report.error.strip().splitlines()[-1:] or ["it died"]
-        kind, _, what = last[0].partition(": ")
+        last = _last_line(report.error) or "it died"
+        kind, _, what = last.partition(": ")
         if kind.endswith("EnvironmentFault"):
             return EnvironmentFault(what)
-        return WorkerFailed(f"Worker {worker} fails again and again: {last[0]}", "Its log is in the run's logs/sampler.")
+        return WorkerFailed(f"Worker {worker} fails again and again: {last}", "Its log is in the run's logs/sampler.")
 
     # -- what there is to say
 
@@ -542,6 +545,20 @@ class Sampling:
             numbers |= {"memory/waiting": float(self.batches.waiting), "learner/dropped_lag": dropped}
         return numbers
 
+    def has_sampled(self) -> bool:
+        return self._totals()["steps"] > 0
+
+    def awaited(self) -> str:
+        states = ", ".join(
+            f"worker {worker} is {report.state}" + (f" ({_last_line(report.error)})" if report.error.strip() else "")
+            for worker, report in sorted(self._reports.items())
+        )
+        return f"the first step of {self._workers} workers: {states or 'none was started'}"
+
+    def unlearned_steps(self) -> int:
+        waiting = 0 if self.batches is None else self.batches.waiting
+        return max(0, int(self._totals()["steps"]) - self._taken_steps + waiting * self._block_steps)
+
     def status(self) -> dict[str, Any]:
         """Who runs where and how, as plain values. May be called by any thread: it is what was last seen."""
         return self._status
@@ -554,7 +571,7 @@ class Sampling:
                 "state": report.state,
                 "pid": report.pid,
                 "restarts": report.restarts + self._past_restarts[worker],
-                "error": report.error.strip().splitlines()[-1] if report.error.strip() else "",
+                "error": _last_line(report.error),
                 **dict(zip(NOTES, report.notes, strict=True)),
             }
             for worker, report in sorted(self._reports.items())
@@ -574,6 +591,10 @@ class Sampling:
         for part in (nodes, bell, self._scratch):
             if part is not None:
                 part.close()
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 class Window:

@@ -10,8 +10,10 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from pathlib import Path
 
+_PF_EXITING = 0x4
 _NAME = re.compile(r"ludus-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
@@ -27,6 +29,17 @@ class Scratch:
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def bases() -> list[Path]:
+    """Where such directories may be: shared memory, and temporary directories."""
+    found = (os.environ.get("LUDUS_SHM", "/dev/shm"), tempfile.gettempdir(), "/tmp")  # noqa: S108
+    return [Path(base) for base in dict.fromkeys(found)]
+
+
+def sweep_all() -> int:
+    """Remove what killed processes of this user left, wherever it may be."""
+    return sum(sweep(base) for base in bases())
 
 
 def sweep(base: Path) -> int:
@@ -67,7 +80,8 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()  # the name before it may contain anything
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    # One that is exiting has closed its sockets before it is a zombie: whoever reads their end comes here in between.
+    return None if fields[0] in (b"Z", b"X") or int(fields[6]) & _PF_EXITING else int(fields[19])
 
 
 def _user() -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from ludus.memory.memory import Batches
 from ludus.model.policy import Policy
 from ludus.statistics import results
 from ludus.training.algorithm import Algorithm
+from ludus.training.run_clock import RunClock
 from ludus.types import Segments
 
 
@@ -127,25 +127,23 @@ class Trainer:
         *,
         smoothing: int = 100,
         by_model: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: RunClock | None = None,
     ) -> None:
         """`by_model`: episodes belong to the model of their segment; else to all models together, as matches do."""
         self.algorithms = dict(algorithms)
-        self._memory, self._pool, self._clock = memory, pool, clock
+        self._memory, self._pool = memory, pool
+        self.clock = clock or RunClock()
         self.progress = Progress.with_window(smoothing, list(self.algorithms) if by_model else ())
         self.metrics: dict[str, float] = {}
-        self._began = clock()
-        self._time_before: float | None = None  # of earlier parts of a resumed run, known once they are loaded
         self._learn_s = 0.0
 
     def step(self) -> bool:
         """Learn from the oldest waiting block; False when there is none."""
-        if self._time_before is None:
-            self._time_before = self.progress.time_s
         segments = self._memory.take(0)
         if segments is None:
             return False
-        started = self._clock()
+        self.clock.start()
+        started = self.clock.part_s
         algorithm = self.algorithms[segments.model]
         _, newest = self._pool.newest(segments.model)
         algorithm.version = newest
@@ -154,17 +152,16 @@ class Trainer:
         lag = _lag(newest, segments)
         self._memory.release(segments)
         version = self._pool.publish(segments.model)
-        now = self._clock()
-        self._learn_s += now - started
-        self.progress.time_s = self._time_before + now - self._began
-        self.metrics = self._report(segments.model, numbers | lag | {"version": float(version)}, now)
+        elapsed = self.clock.part_s
+        self._learn_s += elapsed - started
+        self.progress.time_s = self.clock.before_s + elapsed
+        self.metrics = self._report(segments.model, numbers | lag | {"version": float(version)}, elapsed)
         return True
 
-    @property
-    def elapsed_s(self) -> float:
-        """Time of training until now, whether or not anything was learned; earlier parts of a resumed run included."""
-        before = self.progress.time_s if self._time_before is None else self._time_before
-        return before + self._clock() - self._began
+    def load_progress(self, data: Mapping[str, Any]) -> None:
+        """Go on counting where a checkpoint was written."""
+        self.progress.load_json(data)
+        self.clock.before_s = self.progress.time_s
 
     def _count(self, segments: Segments) -> None:
         p = self.progress
@@ -179,14 +176,14 @@ class Trainer:
             if count:
                 p.tell(name, total, count)
 
-    def _report(self, model: str, numbers: dict[str, float], now: float) -> dict[str, float]:
+    def counts(self) -> dict[str, float]:
+        """How far the run has come, also before the first update."""
         p = self.progress
-        report: dict[str, float] = {
-            "timesteps": p.timesteps,
-            "iterations": p.iterations,
-            "episodes": p.episodes,
-            "time_s": p.time_s,
-        }
+        return {"timesteps": p.timesteps, "iterations": p.iterations, "episodes": p.episodes, "time_s": p.time_s}
+
+    def _report(self, model: str, numbers: dict[str, float], elapsed: float) -> dict[str, float]:
+        p = self.progress
+        report = self.counts()
         if p.recent_returns:
             recent = np.fromiter(p.recent_returns, float)
             report |= {"episode_return_mean": float(recent.mean()), "episode_return_min": float(recent.min())}
@@ -196,7 +193,6 @@ class Trainer:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
         report |= {f"match/{name}": value for name, value in results({n: recent.told for n, recent in p.results.items()}).items()}
-        elapsed = now - self._began
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
             "learner_share": self._learn_s / elapsed if elapsed else 0.0,
