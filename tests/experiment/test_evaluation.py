@@ -23,6 +23,7 @@ from ludus.config import PreprocessConfig
 from ludus.errors import ConfigError
 from ludus.experiment import checkpoint
 from ludus.experiment.evaluation import Course, Evaluation, EvaluationWorkers
+from ludus.experiment.stopping import StopCheck
 from ludus.metrics import Csv, JsonLines, Numbers, read_jsonl
 from ludus.model import saved
 from ludus.model.networks import NetworkConfig
@@ -30,10 +31,12 @@ from ludus.model.policy import Policy
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.processes import Restart
 from ludus.store.local import LocalStore
+from ludus.training.run_clock import RunClock
 from tests.experiment import small
 from tests.experiment.evaluated import Walk
 
 WALK, SHAKEN, ENDLESS = (f"tests.experiment.evaluated:{name}" for name in ("Walk", "Shaken", "Endless"))
+NO_STOP = StopCheck(lambda: False, RunClock())
 TROUBLED = "tests.experiment.evaluated:Troubled"
 
 
@@ -197,7 +200,7 @@ def test_workers_that_die_and_hang_are_replaced_and_the_score_is_that_of_an_eval
     stored: tuple[Path, Policy],
 ) -> None:
     directory, policy = stored
-    expected = Evaluation(a_course(WALK, {}, 20), policy, lambda: False)(4)
+    expected = Evaluation(a_course(WALK, {}, 20), policy, NO_STOP)(4)
     assert len(expected.returns) == 20
     course = a_course(TROUBLED, {"notes": str(directory)}, 20)
     players = EvaluationWorkers(course, directory, 2, 1.0, Restart(limit=10, backoff_s=0.01), lambda: False)
@@ -225,7 +228,7 @@ def test_whole_sides_play_the_same_matches_whoever_plays_them(tmp_path: Path) ->
         policy = Policy(arena.observation_space, arena.action_space, NetworkConfig(fcnet_hiddens=(16,)))
     course = replace(course, description=policy.description())
     LocalStore(tmp_path).put_bundle("checkpoints/000004", {"model.safetensors": saved.encode_weights(policy.weights())})
-    expected = Evaluation(course, policy, lambda: False)(4)
+    expected = Evaluation(course, policy, NO_STOP)(4)
     assert len(expected.sides) == 4
     assert len(set(expected.sides)) == 4, "four matches, not the same four times"
     players = EvaluationWorkers(course, tmp_path, 2, 60.0, Restart(limit=3, backoff_s=0.01), lambda: False)
