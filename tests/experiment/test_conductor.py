@@ -255,6 +255,27 @@ def test_the_time_limit_counts_from_the_first_sampled_step(tmp_path: Path) -> No
     assert stage.names == ["000000"]
 
 
+def test_at_the_time_limit_the_last_version_is_evaluated_once(tmp_path: Path) -> None:
+    evaluation = _Evaluation({1: 5.0})
+    stage = _Stage(tmp_path, evaluate=evaluation, stop=StopConfig(time_s=10.0))
+    stage.play(None)
+    stage.trainer.clock.start()
+    stage.trainer.now = 10.0
+    assert stage.conductor.step()
+    assert (stage.conductor.stopped_by, evaluation.asked) == ("time_s", [1])
+    numbers = stage.conductor.numbers()
+    assert numbers["evaluation/return_mean"] == 5.0
+    assert "evaluation/unfinished" not in numbers
+
+
+def test_an_evaluation_that_was_broken_off_has_no_score(tmp_path: Path) -> None:
+    stage = _Stage(tmp_path, evaluate=lambda iteration: Score((1.0,), (3,), complete=False), evaluation_interval=1)
+    stage.play(None)
+    numbers = stage.conductor.numbers()
+    assert numbers["evaluation/unfinished"] == 1.0
+    assert "evaluation/return_mean" not in numbers
+
+
 def test_checkpoints_come_at_their_frequency(tmp_path: Path) -> None:
     stage = _Stage(tmp_path, checkpoint_freq=3)
     stage.play(*[None] * 7)

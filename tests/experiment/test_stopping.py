@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from ludus.errors import Interrupted
 from ludus.experiment import experiment, stopping
 from ludus.experiment.checkpoint import open_checkpoint
 from ludus.experiment.experiment import Result
+from ludus.experiment.stopping import StopCheck
 from ludus.runtime import machine
-from ludus.runtime.machine import stop_on_signals
+from ludus.runtime.machine import StopSignal, stop_on_signals
 from ludus.training.run_clock import RunClock
 from tests.experiment import stoppable
 from tests.experiment.small import data
@@ -97,11 +97,14 @@ def test_with_several_agents_no_environment_is_stepped_again(tmp_path: Path, cal
 
 
 def test_outside_of_an_interruptible_region_nothing_is_raised() -> None:
+    earlier = StopSignal()
     with stop_on_signals() as stop:
-        signal.raise_signal(signal.SIGURG)
+        stop.interrupt_now()
+        with stop.interruptible():
+            earlier.interrupt_now()  # of a training that has ended
         with pytest.raises(Interrupted), stop.interruptible():
-            signal.raise_signal(signal.SIGURG)
-        signal.raise_signal(signal.SIGURG)
+            stop.interrupt_now()
+        stop.interrupt_now()
 
 
 # -- the time limit -----------------------------------------------------------------------------------------------------
@@ -120,21 +123,18 @@ def test_the_time_limit_ends_a_run_in_the_middle_of_a_batch(tmp_path: Path, call
         experiment.resume(result.run_dir)
 
 
-def test_the_final_evaluation_is_broken_off_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "FINAL_EVALUATION_S", 0.0)
-    monkeypatch.setattr("ludus.experiment.conductor.FINAL_EVALUATION_S", 0.0)
-    slow = {"env_config": {"step_s": 0.01, "length": 100_000}}
-    result = run(tmp_path / "run", {"time_s": 1.0}, evaluation_config=slow)
-    assert result.stopped_by == "time_s"
-    assert result.metrics["iterations"] > 0
-    assert result.metrics["evaluation/unfinished"]
-
-
-def test_a_short_final_evaluation_is_finished_all_the_same(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", {"time_s": 0.5})
-    assert result.stopped_by == "time_s"
-    assert result.metrics["evaluation/return_mean"] == 10
-    assert "evaluation/unfinished" not in result.metrics
+def test_an_evaluation_may_exceed_the_limit_by_a_moment_and_training_may_not(tmp_path: Path, calls: Calls) -> None:
+    now = 0.0
+    check = StopCheck(lambda: False, RunClock(5.0, lambda: now))
+    check.before_step()
+    now = 5.0
+    with pytest.raises(Interrupted):
+        check.before_step()
+    check.before_evaluation_step()
+    now = 5.0 + stopping.FINAL_EVALUATION_S
+    assert check.ends_evaluation()
+    with pytest.raises(Interrupted):
+        check.before_evaluation_step()
 
 
 def test_time_counts_from_the_first_step_and_goes_on_in_a_resumed_run() -> None:

@@ -56,6 +56,8 @@ class StopSignal:
         self.name: str | None = None
         self._at = 0.0
         self._regions = 0
+        self._due = False
+        self._timers: list[threading.Timer] = []
 
     def __call__(self) -> bool:
         return self.name is not None
@@ -79,18 +81,25 @@ class StopSignal:
 
     def interrupt_later(self, seconds: float) -> None:
         """Raise Interrupted in the main thread after this time, if it is in an interruptible region then. From any thread."""
-        timer = threading.Timer(seconds, self._wake)
+        timer = threading.Timer(seconds, self.interrupt_now)
         timer.daemon = True
         timer.start()
+        self._timers.append(timer)
 
-    @staticmethod
-    def _wake() -> None:
+    def interrupt_now(self) -> None:
+        """The same at once. From any thread."""
         if _WAKE is not None:
+            self._due = True  # a wake-up of another StopSignal of this process is not for us
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def woken(self) -> None:
-        if self._regions:
+        due, self._due = self._due, False
+        if due and self._regions:
             raise Interrupted
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
 
 
 @contextlib.contextmanager
@@ -106,5 +115,6 @@ def stop_on_signals() -> Iterator[StopSignal]:
     try:
         yield stop
     finally:
+        stop.close()
         for number, handler in before.items():
             signal.signal(number, handler)
