@@ -70,7 +70,7 @@ def make_stoppable(**options: Any) -> Stoppable:
     return Stoppable(**options)
 
 
-class StoppableMatch(ParallelEnv[str, Any, Any]):
+class StoppableMatch(ParallelEnv):  # type: ignore[misc] # PettingZoo has no types
     """Two agents that act at once."""
 
     metadata: ClassVar[dict[str, Any]] = {"name": "stoppable"}

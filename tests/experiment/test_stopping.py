@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ludus.errors import Interrupted
+from ludus.errors import Interrupted, UsageError
 from ludus.experiment import experiment, stopping
 from ludus.experiment.checkpoint import open_checkpoint
 from ludus.experiment.experiment import Result
@@ -119,7 +119,7 @@ def test_the_time_limit_ends_a_run_in_the_middle_of_a_batch(tmp_path: Path, call
     assert result.metrics["timesteps"] == 0
     assert result.metrics["unlearned_steps"] > 0
     assert meta_of(result)["status"] == "finished"
-    with pytest.raises(experiment.UsageError, match="already reached its stop"):
+    with pytest.raises(UsageError, match="already reached its stop"):
         experiment.resume(result.run_dir)
 
 
