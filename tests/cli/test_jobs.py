@@ -13,7 +13,7 @@ import pytest
 from ludus.cli import jobs
 from ludus.cluster.cluster import Job, JobStatus, Role
 from ludus.cluster.local import LocalOrchestrator
-from ludus.errors import WorkerFailed
+from ludus.errors import UsageError, WorkerFailed
 from ludus.testing.orchestrator_contract import ended, until
 from tests.cli.calling import Call, lines, one_line
 from tests.cli.programs import program
@@ -103,6 +103,26 @@ def test_a_job_is_found_by_its_id_and_by_a_beginning_that_no_other_has(
     assert "2 jobs begin with 'atari'" in one_line(said)
     assert one in said.err
     assert other in said.err
+
+
+def test_a_job_is_found_by_short_names(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    first = submit('echo \'{"pong": "/runs/x"}\' > $LUDUS_JOB_DIR/run.json', name="atari")
+    second = submit("exit 0", name="cart")
+    ended(local, first)
+    for word, meant in {"last": second, "atari": first, "pong": first, first[-4:]: first, "cart": second}.items():
+        assert call("jobs", "status", word, "--json").json["id"] == meant
+
+
+def test_what_is_over_is_cleaned_and_nothing_else(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
+    over, running = submit("exit 0", name="over"), submit("sleep 600", name="running")
+    ended(local, over)
+    said = call("jobs", "clean", "--yes")
+    assert said.code == 0
+    assert f"removed: {over}" in said.out
+    assert [status.id for status in local.list()] == [running]
+    with pytest.raises(UsageError, match="is not over"):
+        local.remove(running)
+    assert "nothing to clean" in call("jobs", "clean", "--yes").err
 
 
 def test_an_unknown_one_is_answered_with_the_nearest(call: Call, local: LocalOrchestrator, submit: Submit) -> None:

@@ -28,6 +28,8 @@ app = typer.Typer(help="Jobs of `ludus submit`: list them, read their logs, wait
 TIMED_OUT = 124
 """Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1): no training ends with it."""
 
+LAST = "last"
+_SHORTEST_SUFFIX = 3
 _MAINS = ("main", "learner")
 _RECENT, _LAST_LINES = 10, 15
 _FIRST_LOOK_S, _LOOK_S, _LOOK_FAR_S = 0.1, 0.5, 3.0
@@ -40,7 +42,12 @@ _READ_S = 2.0
 
 _COLOURS = {"pending": "yellow", "running": "green", "succeeded": "green", "cancelled": "yellow", "failed": "red"}
 
-_Id = Annotated[str, typer.Argument(metavar="ID", help="As `ludus submit` said it, or its beginning; or Slurm's number.")]
+_Id = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID", help="Job id, its beginning or its end; last; the name of a job or experiment; or the Slurm job number."
+    ),
+]
 _On = Annotated[
     str | None,
     typer.Option("--on", metavar="NAME|module:Class", help="Look only there. Default: everywhere.", show_default=False),
@@ -124,6 +131,25 @@ def cancel(
 
 
 @app.command()
+def clean(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    on: _On = None,
+) -> None:
+    """Remove the records and logs of jobs that are over. Their runs stay; asks first."""
+    found = [job for job in all_jobs(on) if job.status.over and hasattr(job.orchestrator, "remove")]
+    if not found:
+        say("no job is over: nothing to clean")
+        return
+    for job in found:
+        print(f"{job.id}  {_ended(job.status)}")
+    if not yes:
+        typer.confirm(f"Remove the records and logs of {len(found)} jobs?", abort=True)
+    for job in found:
+        job.orchestrator.remove(job.id)  # type: ignore[attr-defined]
+        print(f"removed: {job.id}")
+
+
+@app.command()
 def mend(job_id: _Id, on: _On = None) -> None:
     """Start again what a job has lost with a machine that is back; for jobs by SSH. (A queue does it by itself.)"""
     found = find(job_id, on)
@@ -198,7 +224,9 @@ def find(word: str, on: str | None = None) -> Found:
             continue
         except LudusError as error:  # it knows the job, and cannot say how it fares; or does not know whether it knows it
             troubles.append(error)
-    known = [job for job in _listed(backends, troubles) if word]
+    known = sorted((job for job in _listed(backends, troubles) if word), key=lambda job: (job.status.submitted_at, job.id))
+    if (meant := _by_short_name(word, known)) is not None:
+        return meant
     begun = [job for job in known if job.id.startswith(word)]
     if len(begun) == 1:
         return begun[0]
@@ -209,6 +237,15 @@ def find(word: str, on: str | None = None) -> Found:
     if troubles:
         raise troubles[0]
     raise UnknownName(f"There is no job {word!r}.", _nearest(word, [job.id for job in known]))
+
+
+def _by_short_name(word: str, known: Sequence[Found]) -> Found | None:
+    """`last`; the newest job of this name or experiment; or the only one whose id ends so. `known`: oldest first."""
+    named = known if word == LAST else [job for job in known if word == job.status.name or word in job.runs]
+    if named:
+        return named[-1]
+    ending = [job for job in known if len(word) >= _SHORTEST_SUFFIX and job.id.endswith(word)]
+    return ending[0] if len(ending) == 1 else None
 
 
 def all_jobs(on: str | None = None) -> list[Found]:

@@ -50,6 +50,13 @@ class Shelf(ABC):
             shown = [member for member in shown if member.role == role]
         return self._lines(place, [member.name for member in shown], follow)
 
+    def remove(self, job_id: str) -> None:
+        """Remove the record and the logs of a job that is over. Raises UnknownName; UsageError while it is not over."""
+        place = self._find(job_id)
+        if not self._status(place).over or self._may_run(place.path):
+            raise UsageError(f"The job {job_id} is not over.", f"End it first: ludus jobs cancel {job_id}")
+        shutil.rmtree(place.path, ignore_errors=True)
+
     @abstractmethod
     def _status(self, place: JobDirectory) -> JobStatus: ...
 
