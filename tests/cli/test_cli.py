@@ -297,7 +297,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(call: Call, tmp_path:
     said = call("train", "CartPol-v1", "--debug", "--local-dir", tmp_path)
     assert said.code == 2
     assert "Traceback (most recent call last)" in said.err
-    assert "UnknownName" in said.err
+    assert "ConfigError" in said.err
     assert said.err.splitlines()[-1].startswith("ludus: Unknown environment")
 
 
