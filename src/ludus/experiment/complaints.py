@@ -11,9 +11,10 @@ from ludus import spellings, trust
 from ludus.complaint import Complaint, ConfigErrors
 from ludus.config import AlgorithmConfig
 from ludus.errors import ConfigError, EnvironmentFault, UnknownName, UsageError
-from ludus.experiment import multiagent, search
+from ludus.experiment import key_modes, multiagent, search
 from ludus.game.env_names import current_name
 from ludus.game.environment import check_exists
+from ludus.memory.exchange import EMBEDDED
 from ludus.training.algorithm import ALGORITHMS, Algorithm, algorithm_class
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ def notices_of(data: Mapping[str, Any]) -> list[Complaint]:
             found += configs.read_config(inner, schema or AlgorithmConfig).notices()
         if isinstance(inner, Mapping) and schema is not None and isinstance(env, str):
             found += _rounded_batch(schema, inner, collated=_is_collated(env, inner))
+            found += _switched_off(schema, inner, collated=_is_collated(env, inner))
         out |= dict.fromkeys(found)
     swept = configs.read_config(_config_of(data)).notices()  # a search over a key that is ignored: said once, as it is written
     searched = {notice.path for notice in swept}
@@ -88,6 +90,15 @@ def _rounded_batch(schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, c
     name = f"config.{reading.written.get('train_batch_size', 'train_batch_size')}"
     whole = f"fragments of {checked.num_envs_per_worker} environments"
     return [Complaint(f"{name} ({batch}) is rounded up to {checked.train_batch_size}: whole {whole}, as in RLlib.", name)]
+
+
+def _switched_off(schema: type[AlgorithmConfig], inner: Mapping[str, Any], *, collated: bool) -> list[Complaint]:
+    try:
+        checked = configs.algorithm_config(schema, inner, collated=collated)
+    except UsageError:
+        return []
+    reading = configs.read_config(inner, schema)
+    return list(key_modes.notices_of(checked, reading.data, reading.written))
 
 
 def _is_collated(env: str, inner: Mapping[str, Any]) -> bool:
@@ -143,11 +154,45 @@ def _of_one(data: Mapping[str, Any], env_too: bool) -> list[Complaint]:
     if isinstance(inner, Mapping):
         if algorithm is not None:
             found.complaints += of_config(algorithm.Config, inner, collated=called or several, run=run)
+            if isinstance(env, str) and not found.complaints:
+                found.complaints += _keys_without_effect(algorithm.Config, top, env, several=several, env_too=env_too)
         else:
             found.complaints += _whatever_runs(inner, run, collated=called or several)
         if called and isinstance(inner.get("env_config"), Mapping):
             found.attempt(lambda: configs.external_config(inner["env_config"]))
     return list(dict.fromkeys(found.complaints))
+
+
+def without_effect(data: Mapping[str, Any]) -> list[Complaint]:
+    """Keys of one experiment that do nothing in its mode; none if something else is wrong with it."""
+    found = _Found()
+    top = configs.read_experiment(data).data
+    env, inner, schema = top.get("env"), top.get("config", {}), _schema_of(top.get("run", "PPO"))
+    if not isinstance(env, str) or not isinstance(inner, Mapping) or schema is None:
+        return []
+    env = current_name(env).name
+    several = env != configs.EXTERNAL and found.attempt(lambda: multiagent.is_meant(env, inner))
+    return [] if several is None else _keys_without_effect(schema, top, env, several=bool(several), env_too=True)
+
+
+def _keys_without_effect(
+    schema: type[AlgorithmConfig], top: Mapping[str, Any], env: str, *, several: bool, env_too: bool
+) -> list[Complaint]:
+    """Keys that are right, and do nothing where they stand."""
+    reading = configs.read_config(top.get("config", {}), schema)
+    memory = top.get("memory", EMBEDDED)
+    found = _Found()
+    config = found.attempt(
+        lambda: configs.algorithm_config(schema, top.get("config", {}), collated=several or env == configs.EXTERNAL)
+    )
+    if config is None:
+        return []  # said already
+    given = {key: reading.written.get(key, key) for key in reading.data}
+    idle = key_modes.complaints_of(env, memory, config, given, several=several)
+    if not idle and not several and env_too:
+        reason = found.attempt(lambda: key_modes.refuse_idle_self_play(env, config))
+        idle += [Complaint(reason, "config.self_play")] if reason else []
+    return idle
 
 
 def of_config(

@@ -17,6 +17,7 @@ import torch
 from ludus import config as configs
 from ludus.actor.sampler import Clock, Sampler, segment_spec
 from ludus.actor.selfplay import with_past
+from ludus.complaint import ConfigErrors
 from ludus.config import AlgorithmConfig, StopConfig
 from ludus.errors import (
     ConfigError,
@@ -275,6 +276,9 @@ def start(
     run will be, before it is there.
     """
     notices = complaints.notices_of(data)
+    idle = complaints.without_effect(data)
+    if idle:
+        raise ConfigErrors(idle)
     data = _with_workers_chosen(data, announce, cluster)
     resolved = resolve(data, cluster)
     e = resolved.experiment

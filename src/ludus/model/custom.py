@@ -213,7 +213,7 @@ def model_config_of(config: NetworkConfig, pictures: bool) -> dict[str, Any]:
     if section["vf_share_layers"] is None:
         section["vf_share_layers"] = pictures
     section["lstm_cell_size"], section["use_lstm"] = section.pop("cell_size"), False
-    del section["central"]
+    del section["central"], section["byte_scales"]
     return section
 
 
