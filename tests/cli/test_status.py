@@ -246,3 +246,21 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
     assert "4 blocks wait for the learner" in text
     assert "here (2 cores), far (1 core)" in text
     assert "limit" in text
+
+
+def test_shares_of_a_worker_add_up_to_at_most_all_of_its_time_however_long_its_segments_are() -> None:
+    rates = Rates()
+
+    def look(at: float, steps: float, environment_s: float, policy_s: float, blocked_s: float) -> dict[str, Any]:
+        worker = {"worker": 0, "steps": steps, "environment_s": environment_s, "policy_s": policy_s, "blocked_s": blocked_s}
+        rates.add_to([worker], at)
+        return worker
+
+    look(0.0, 0, 0.0, 0.0, 0.0)
+    seen = look(1.0, 2000, 6.0, 3.0, 1.0)  # a segment of 10 s has just ended
+    assert seen["env_share"] + seen["policy_share"] + seen["blocked_share"] == pytest.approx(1.0)
+    assert (seen["env_share"], seen["fps"]) == (pytest.approx(0.6), pytest.approx(200))
+    later = look(2.0, 2000, 6.0, 3.0, 1.0)  # the next one is under way
+    assert (later["env_share"], later["fps"]) == (seen["env_share"], seen["fps"])
+    ended = look(11.0, 4000, 12.0, 6.0, 2.0)
+    assert ended["fps"] == pytest.approx(200)

@@ -157,19 +157,25 @@ class Rates:
 
     def __init__(self) -> None:
         self._before: dict[Any, tuple[float, dict[str, Any]]] = {}
+        self._rates: dict[Any, dict[str, float]] = {}
 
     def add_to(self, workers: Sequence[dict[str, Any]], now: float) -> None:
         for worker in workers:
             key = worker.get("worker")
             then, before = self._before.get(key, (now, worker))
-            self._before[key] = now, dict(worker)
             seconds, steps = now - then, worker.get("steps", 0.0) - before.get("steps", 0.0)
+            spent = {name: worker[name] - before[name] for name in self.SHARES if name in worker and name in before}
+            if seconds > 0 and steps >= 0 and not steps and not any(spent.values()) and key in self._rates:
+                worker.update({name: value for name, value in self._rates[key].items() if name not in worker})
+                continue  # a segment takes longer than the time between two looks: the window grows until it is there
+            self._before[key] = now, dict(worker)
             if seconds <= 0 or steps < 0:  # its first moment; or it was moved, and counts from 0
                 continue
-            worker.setdefault("fps", steps / seconds)
-            for total, share in self.SHARES.items():
-                if total in worker and total in before:
-                    worker.setdefault(share, min(1.0, (worker[total] - before[total]) / seconds))
+            whole = max(seconds, sum(spent.values()))  # counters come with whole segments, which may have begun before the window
+            rates = {"fps": steps / whole} | {self.SHARES[name]: value / whole for name, value in spent.items()}
+            self._rates[key] = rates
+            for name, value in rates.items():
+                worker.setdefault(name, value)
 
 
 def described(numbers: Numbers, sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -401,7 +401,10 @@ class Fleet:
     def metrics(self) -> dict[str, float]:
         totals = self._totals()
         seconds, new = self._window.since(self._clock(), totals | {"waited_s": self._waited_s})
-        everyone = max(seconds, 1e-9) * max(1, len(self._workers))
+        spent = sum(new[name] for name in ("environment_s", "policy_s", "blocked_s", "weights_wait_s"))
+        everyone = max(
+            max(seconds, 1e-9) * max(1, len(self._workers)), spent
+        )  # counters come with whole segments: shares add up to 1 at most
         reader = self._reader
         assert self._press is not None
         return {

@@ -524,7 +524,8 @@ class Sampling:
     def metrics(self) -> dict[str, float]:
         """Rates and shares are those of the last second, or of what has passed since the last call if that is more."""
         seconds, new = self._window.since(self._clock(), self._totals() | {"waited_s": self._waited_s})
-        everyone = max(seconds, 1e-9) * self._workers
+        spent = sum(new[name] for name in ("environment_s", "policy_s", "blocked_s", "weights_wait_s"))
+        everyone = max(max(seconds, 1e-9) * self._workers, spent)  # counters come with whole segments: shares add up to 1 at most
         ready = sum(report.state == "ready" for report in self._reports.values())
         numbers = {
             "sampler/workers": float(ready),
