@@ -113,6 +113,15 @@ def test_tiles_that_were_painted_on_are_covered_and_no_others() -> None:
     assert sorted(tiles.boxes()) == [(64, 0, 192, 64), (64, 64, 192, 192), (256, 0, 300, 64)]
 
 
+def test_long_names_leave_the_score_alone(state: State) -> None:
+    long = "Blue · Arena_1v1_PPO-20261118-003131-a1b2c3d4-with-a-very-long-name-of-its-directory"
+    for width, height in ((1280, 62), (SMALL, 29)):
+        plain, named = (Painter(THREE, width, names=names).rgb(*state)[:height] for names in (("a", "b"), (long, long)))
+        columns = changed(plain, named)[:, 1] / width
+        assert columns.size
+        assert ((columns < 0.35) | (columns > 0.65)).all()
+
+
 def test_painting_changes_nothing_in_the_match(state: State, small: Painter) -> None:
     before = state[0].copy(), state[1].copy()
     small.rgb(*state)

@@ -24,7 +24,7 @@ def test_a_recording_says_what_it_is_and_is_checked(call: Call, file: Path) -> N
     said = call("games", "arena", "replay", file, "--check", "--json")
     assert said.code == 0
     assert said.json["mode"] == "1v1"
-    assert said.json["camps"] == ["Blue · left", "Orange · right"]
+    assert said.json["camps"] == ["Blue · left", "Red · right"]
     assert said.json["outcome"] == "not over after 0:12"
     assert said.json["hash"] == verify(read_recording(file))
     assert "bit for bit: 60 decisions" in call("games", "arena", "replay", file, "--check").out

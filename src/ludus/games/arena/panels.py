@@ -118,7 +118,9 @@ def score(canvas: Canvas, box: Box, summary: Summary, names: tuple[str, str], sm
                 (at + way * box.height * 0.16, y), f"{gold[camp]:,}", box.height * 0.22, GOLD, "left" if way > 0 else "right"
             )
         edge = box.left + 16 if camp == 0 else box.right - 16
-        canvas.text((edge, y), names[camp], box.height * 0.27, PALE[camp], "left" if camp == 0 else "right")
+        taken = big * 4.6 + box.height * 1.26 + canvas.text_width(f"{gold[camp]:,}", box.height * 0.22) + 14
+        name = shortened(canvas, names[camp], box.height * 0.27, box.width / 2 - 16 - taken)
+        canvas.text((edge, y), name, box.height * 0.27, PALE[camp], "left" if camp == 0 else "right")
     if looks is None:
         _lead(canvas, Box(box.left, box.bottom - 3, box.width, 3), gold)
     else:
@@ -140,6 +142,23 @@ def _lead(canvas: Canvas, box: Box, gold: tuple[int, int]) -> None:
     canvas.box(box.left, box.top, box.width * share, box.height, mixed(CAMPS[0], INK, 0.15))
     canvas.box(box.left + box.width * share, box.top, box.width * (1 - share), box.height, mixed(CAMPS[1], INK, 0.15))
     canvas.box(box.left + box.width * share - 1, box.top, 2, box.height, BRIGHT)
+
+
+def shortened(canvas: Canvas, text: str, size: float, room: float) -> str:
+    """The text, or as much of its beginning and its end as there is room for."""
+    if canvas.text_width(text, size) <= room:
+        return text
+    low, high = 0, len(text)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if canvas.text_width(_cut(text, middle), size) <= room else (low, middle)
+    return _cut(text, low)
+
+
+def _cut(text: str, length: int) -> str:
+    """`length` characters of it: two thirds from the beginning, which names the camp, one third from the end."""
+    end = length // 3
+    return f"{text[: length - end]}…{text[len(text) - end :]}"
 
 
 # -- heroes -------------------------------------------------------------------------------------------------------------
@@ -391,7 +410,8 @@ def banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> N
     """How it ended, across the field."""
     winner = int(match[layout.WINNER])
     colour = BRIGHT if winner < 0 else CAMPS[winner]
-    text = "Time is up: nobody has won" if winner < 0 else f"{names[winner]} has won"
+    room = box.width * 0.6
+    text = "Time is up: nobody has won" if winner < 0 else f"{shortened(canvas, names[winner], box.height * 0.07, room)} has won"
     y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, where the base has fallen
     canvas.box(box.left, y - high / 2, box.width, high, (10, 15, 19, 205))
     for edge in (y - high / 2, y + high / 2 - 2):

@@ -43,7 +43,7 @@ from ludus.types import Ints32
 
 WIDTH: Final = 1280
 SMALL: Final = 640
-NAMES: Final = ("Blue", "Orange")
+NAMES: Final = ("Blue", "Red")
 MIN_WIDTH, MAX_WIDTH = 160, 7_680
 
 _LABEL = 21.0

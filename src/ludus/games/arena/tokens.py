@@ -1,6 +1,6 @@
 """What stands for a unit: heroes as coins with the glyph of their archetype, creeps by kind, towers and bases with a crystal.
 
-The camps differ in colour (blue and orange, which people of every kind of sight tell apart) and in shape: round and angular.
+The camps differ in colour (blue and red, as camps are called everywhere) and in shape: round and angular.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ludus.games.arena import layout
 from ludus.games.arena.canvas import Canvas, Colour, Point, SpriteCanvas, faded, mixed
 from ludus.games.arena.heroes import ARCHETYPES
 
-CAMPS: Final[tuple[Colour, Colour]] = ((77, 163, 255), (255, 148, 46))
-PALE: Final[tuple[Colour, Colour]] = ((186, 220, 255), (255, 218, 170))
-DARK: Final[tuple[Colour, Colour]] = ((22, 58, 104), (108, 54, 12))
+CAMPS: Final[tuple[Colour, Colour]] = ((77, 163, 255), (255, 98, 72))
+PALE: Final[tuple[Colour, Colour]] = ((186, 220, 255), (255, 206, 190))
+DARK: Final[tuple[Colour, Colour]] = ((22, 58, 104), (110, 34, 18))
 INK: Final = (12, 17, 22)
 BRIGHT: Final = (244, 247, 250)
 
