@@ -12,7 +12,7 @@ import pytest
 
 import ludus
 from ludus import trust
-from ludus.errors import MissingExtra, UnknownName, UsageError
+from ludus.errors import EnvironmentFault, MissingExtra, UnknownName, UsageError
 from ludus.game import packages
 from ludus.game.environment import check_exists, make_environments, make_one, reward_threshold
 
@@ -126,3 +126,13 @@ def test_a_known_package_that_is_installed_is_imported_for_a_bare_id(games: Path
     check_exists("LudusTestWalk-v0")
     with pytest.raises(UnknownName, match="is installed but registers no environment 'LudusTestRun-v0'"):
         check_exists("LudusTestRun-v0")
+
+
+def test_a_constructor_that_fails_is_reported_with_its_line(games: Path) -> None:
+    lines = ["import gymnasium as gym", "class Game(gym.Env):", "    def __init__(self):", "        self.port = int('x')"]
+    lines += ["def many(num_envs: int) -> gym.vector.VectorEnv:", "    return []", ""]
+    (games / "ludus_test_fails.py").write_text("\n".join(lines))
+    with pytest.raises(EnvironmentFault, match=r"raised ValueError while it was made: .*ludus_test_fails\.py:4, in __init__\)"):
+        make_environments("ludus_test_fails:Game", 1)
+    with pytest.raises(EnvironmentFault, match=r"takes num_envs and made a list, not a gymnasium\.vector\.VectorEnv"):
+        make_environments("ludus_test_fails:many", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -113,6 +115,9 @@ def main() -> None:
     """Exit codes: 0 finished, 1 failed, 2 wrong usage or config, 130 interrupted."""
     # Idle OpenMP threads would spin on a core that environments and gradient threads need; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):  # without a real stderr
+        # A game whose library crashes in this process takes it along: then stderr has at least the line of Python.
+        faulthandler.enable()
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _interrupted)
     debug = "--debug" in sys.argv or bool(os.environ.get("LUDUS_DEBUG"))

@@ -23,7 +23,7 @@ import gymnasium as gym
 import numpy as np
 
 from ludus import spaces
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, place_of
 from ludus.game import registry
 from ludus.game.environment import translated
 from ludus.game.wrapping import Named, wrappers_of
@@ -190,9 +190,9 @@ def _called(name: str, factory: Callable[..., Any], config: Mapping[str, Any], w
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
     except TypeError as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}.", "Check config.env_config.") from error
+        raise EnvironmentFault(f"{name} could not be made: {error}{place_of(error)}.", "Check config.env_config.") from error
     except Exception as error:
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{place_of(error)}.") from error
     return env
 
 

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from ludus import spaces
 from ludus.config import PreprocessConfig
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, place_of
 from ludus.game import display
 from ludus.game.atari import is_atari, make_single, make_vector
 from ludus.game.doom import is_doom, make_doom
@@ -284,6 +284,11 @@ class _Recipe:
 
     def vector(self, num: int, render_mode: str | None = None) -> Any:
         env = _made(self.name, lambda: self._vector(num, render_mode))
+        if not isinstance(env, gym.vector.VectorEnv):
+            raise EnvironmentFault(
+                f"{self.name} takes num_envs and made a {type(env).__name__}, not a gymnasium.vector.VectorEnv.",
+                "Return a VectorEnv, or rename the parameter: then it makes one environment per call.",
+            )
         for wrapper in self.vector_wrappers:
             env = wrapper.around(env)
         return env
@@ -348,11 +353,11 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
         family = "mujoco" if "mujoco" in str(error).lower() else "box2d" if "box2d" in str(error).lower() else "all"
         raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
     except TypeError as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}.", "Check config.env_config.") from error
+        raise EnvironmentFault(f"{name} could not be made: {error}{place_of(error)}.", "Check config.env_config.") from error
     except gym.error.Error as error:
         raise EnvironmentFault(f"{name} could not be made: {error}.") from error
     except Exception as error:
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{place_of(error)}.") from error
 
 
 _GYMNASIUM_STEP = (
@@ -527,7 +532,9 @@ def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
         yield
     except Exception as error:
         who = name if row is None else f"environment {row} of {name}"
-        raise EnvironmentFault(f"{who} raised {type(error).__name__} in {call} (step {step}): {error}.") from error
+        raise EnvironmentFault(
+            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{place_of(error)}."
+        ) from error
 
 
 def own_part(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
