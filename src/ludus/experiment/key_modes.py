@@ -108,7 +108,7 @@ EVERYWHERE = frozenset(
     {
         "seed", "num_learners", "gradient_accumulation", "mixed_precision", "learner_device", "num_gpus", "rollout_fragment_length",
         "train_batch_size", "gamma", "explore", "observation_filter", "env_config", "model", "metrics_num_episodes_for_smoothing",
-        "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads",
+        "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s",
     }
 )  # fmt: skip
 """Keys that every mode uses."""
