@@ -6,6 +6,7 @@ Everything that must know the shape of an observation or an action asks here, so
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,11 @@ from ludus.errors import ConfigError
 from ludus.tree import Array, Tree, leaves
 
 ACTION_MASK = "action_mask"
+
+
+_MOST_ELEMENTS = 1 << 27
+"""Numbers in one part of an observation or action: 400 pictures of 640 × 480 in colour."""
+_MOST_PARTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -330,12 +336,33 @@ def to_json(space: gym.Space[Any]) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
-    """The space that `to_json` described. Raises ConfigError on anything else."""
+    """The space that `to_json` described. Raises ConfigError on anything else, and on one of an absurd size."""
     try:
+        _check_size(data)
         space: gym.Space[Any] = _BUILDERS[data["type"]](data)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
-        raise ConfigError(f"This is not the description of a space: {data!r} ({error}).") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        shown = "" if isinstance(error, RecursionError) else reprlib.repr(data)
+        raise ConfigError(f"This is not the description of a space: {shown} ({error}).") from error
     return space
+
+
+def _check_size(data: Mapping[str, Any]) -> None:
+    """Before anything is allocated for it. Raises ValueError."""
+    shape = data.get("shape", ())
+    if data["type"] in ("Box", "MultiBinary") and math.prod(int(n) for n in shape) > _MOST_ELEMENTS:
+        raise ValueError(f"more than {_MOST_ELEMENTS:,} numbers")
+    inner = data.get("spaces", ())
+    if len(inner) > _MOST_PARTS:
+        raise ValueError(f"{len(inner):,} parts; at most {_MOST_PARTS:,} are read")
 
 
 def _bound(values: Array) -> Any:

@@ -26,6 +26,7 @@ from ludus.model import central, saved
 from ludus.model.networks import NetworkConfig
 from ludus.model.policy import PROBABILITIES, Policy, Weights
 from ludus.model.pool import Claim, claims_after
+from ludus.store.reading import parse_json
 from ludus.store.store import Guard, Store
 from ludus.training.algorithm import Algorithm
 from ludus.tree import Array
@@ -150,7 +151,7 @@ def read(store: Store, name: str) -> Checkpoint:
     """Read and check everything. Raises NotFound, Damaged, IncompatibleCheckpoint."""
     files = store.get_bundle(f"{FOLDER}/{name}")
     try:
-        state = json.loads(files["state.json"])
+        state = parse_json(files["state.json"], f"state.json of checkpoint {name}")
         if state["format"] != FORMAT:
             raise IncompatibleCheckpoint(
                 f"Checkpoint {name} has format {state['format']}; this is ludus {ludus.__version__}, format {FORMAT}."
@@ -159,9 +160,20 @@ def read(store: Store, name: str) -> Checkpoint:
         weights = {m: saved.decode_weights(files[f"{m}.safetensors"], f"{name}/{m}")[0] for m in models}
         arrays = {m: saved.decode_weights(files[f"{m}.optimizer.safetensors"], f"{name}/{m}.optimizer")[0] for m in models}
         sampler = saved.decode_weights(files["sampler.safetensors"], f"{name}/sampler")[0]
-    except (KeyError, ValueError, TypeError) as error:
+        _check_state(state)
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise Damaged(f"Checkpoint {name} is damaged: {error!r}.", "Use an older checkpoint.") from error
     return Checkpoint(name, state, weights, arrays, sampler)
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Whether it says what commands rely on, in values of the right kind. Raises Damaged, KeyError, TypeError, ValueError."""
+    config = state.get("config", {})
+    if not isinstance(config.get("env", ""), str) or not isinstance(config.get("config", {}), Mapping):
+        raise ValueError("its config is not one of a run")
+    for entry in state["models"].values():
+        int(entry["version"])
+        saved.check_description(entry["description"])
 
 
 def names(store: Store) -> list[str]:
@@ -286,7 +298,7 @@ def _say_unreadable(url: str, name: str, instead: str) -> None:
 def _state(store: Store, name: str) -> dict[str, Any]:
     """Nothing if it cannot be read: that is said by whoever reads the whole."""
     try:
-        state = json.loads(store.get_file(f"{FOLDER}/{name}", "state.json"))
+        state = parse_json(store.get_file(f"{FOLDER}/{name}", "state.json"), "state.json")
         return state if isinstance(state, dict) and isinstance(state.get("models"), dict) else {}
     except (NotFound, Damaged, ValueError):
         return {}
@@ -310,7 +322,7 @@ class Best:
 
 def best(store: Store) -> Best | None:
     try:
-        said = json.loads(store.get(f"{FOLDER}/{BEST}"))
+        said = parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)
         return Best(str(said["checkpoint"]), float(said["score"]), str(said.get("by", "")))
     except NotFound:
         return None
@@ -320,7 +332,7 @@ def best(store: Store) -> Best | None:
 
 def best_name(store: Store) -> str | None:
     try:
-        return str(json.loads(store.get(f"{FOLDER}/{BEST}"))["checkpoint"])
+        return str(parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)["checkpoint"])
     except NotFound:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -335,8 +347,8 @@ def mark_best(store: Store, name: str, score: float, by: str, incarnation: int |
 
 def best_score(store: Store) -> float:
     try:
-        return float(json.loads(store.get(f"{FOLDER}/{BEST}"))["score"])
-    except (NotFound, ValueError, KeyError, TypeError):
+        return float(parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)["score"])
+    except (NotFound, Damaged, ValueError, KeyError, TypeError):
         return float("-inf")
 
 
@@ -364,7 +376,7 @@ def drop(store: Store, name: str) -> dict[str, int]:
 
 def versions_of(store: Store, name: str) -> dict[str, int]:
     try:
-        models = json.loads(store.get_file(f"{FOLDER}/{name}", "state.json"))["models"]
+        models = parse_json(store.get_file(f"{FOLDER}/{name}", "state.json"), "state.json")["models"]
         return {model: int(entry["version"]) for model, entry in models.items()}
     except (NotFound, Damaged, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -22,10 +22,11 @@ from typing import Any
 import ludus
 from ludus import trust
 from ludus.config import dump_yaml
-from ludus.errors import AlreadyExists, ConfigError, LudusError, NotFound, UsageError
+from ludus.errors import AlreadyExists, ConfigError, Damaged, LudusError, NotFound, UsageError
 from ludus.experiment import workspace
 from ludus.experiment.workspace import directory_of, shown, store_of
 from ludus.store.local import LocalStore
+from ludus.store.reading import MOST_JSON_BYTES, parse_json, read_regular_file
 from ludus.store.redaction import without_secrets
 from ludus.store.store import Guard
 
@@ -97,14 +98,15 @@ class Run:
     def config(self) -> dict[str, Any]:
         from ludus.config import load_experiments
 
+        read_regular_file(self.directory / CONFIG, limit=MOST_JSON_BYTES)  # no pipe, whose reader waits for ever
         loaded = load_experiments(self.directory / CONFIG)
         ((name, data),) = loaded.items()
         return {"name": name, **data}
 
     def meta(self) -> dict[str, Any]:
         try:
-            data = json.loads(self.store.get(META))
-        except (NotFound, ValueError):
+            data = parse_json(self.store.get(META), META)
+        except (NotFound, Damaged):
             return {}
         return data if isinstance(data, dict) else {}
 
@@ -240,8 +242,10 @@ def _on_store(directory: Path, depth: int) -> list[Path]:
 
 def began(run: Path) -> float:
     """When, as its metadata say: of a run on a store, files here are as old as the last look at it."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return datetime.fromisoformat(json.loads((run / META).read_bytes())["started"]).timestamp()
+    with contextlib.suppress(OSError, Damaged, ValueError, KeyError, TypeError):
+        return datetime.fromisoformat(
+            parse_json(read_regular_file(run / META, limit=MOST_JSON_BYTES), META)["started"]
+        ).timestamp()
     return 0.0
 
 

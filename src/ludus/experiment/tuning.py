@@ -41,6 +41,7 @@ from ludus.runtime.luggage import Luggage
 from ludus.runtime.machine import usable_cores
 from ludus.runtime.trials import FINISHED, OVER, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
 from ludus.store.local import LocalStore
+from ludus.store.reading import parse_json
 from ludus.training.algorithm import algorithm_class
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def opened(directory: Path) -> Sweep:
     if not (directory / STATE).exists():
         raise NotFound(f"{directory} is not the directory of a sweep (it has no {STATE}).", "Name the one that holds its trials.")
     try:
-        plain = json.loads(LocalStore(directory).get(STATE))
+        plain = parse_json(LocalStore(directory).get(STATE), str(directory / STATE))
         data = dict(plain["experiment"])
         trials = [Trial(str(entry["name"]), _decoded(entry["values"])) for entry in plain["trials"]]
         ended = {str(name): str(state) for name, state in plain["ended"].items()}

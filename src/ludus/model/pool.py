@@ -22,6 +22,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, StoreError, StoreUnavailable, UsageError
 from ludus.model import saved
 from ludus.model.policy import Policy, Weights
+from ludus.store.reading import parse_json
 from ludus.store.store import Store
 from ludus.tree import Array
 
@@ -115,8 +116,8 @@ def newest_claim(store: Store, name: str) -> Claim | None:
 
 def _said(data: bytes) -> Mapping[str, Any]:
     try:
-        said = json.loads(data)
-    except ValueError:  # such as the empty ones of earlier versions
+        said = parse_json(data, "A claim")
+    except Damaged:  # such as the empty ones of earlier versions
         return {}
     return said if isinstance(said, dict) else {}
 
@@ -322,7 +323,7 @@ class Pool(Generic[Model]):
         """The highest version that may ever have been published."""
         key = _counter_key(name)
         try:
-            return int(json.loads(self._store.get(key))["reserved"])
+            return int(parse_json(self._store.get(key), key)["reserved"])
         except NotFound:
             return 0
         except (ValueError, KeyError, TypeError) as error:

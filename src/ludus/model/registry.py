@@ -5,7 +5,6 @@ No sockets and no clock in here: the hub calls it, and passes the time.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from ludus.model import module
 from ludus.model.board import Board, mapped, stage
 from ludus.model.pool import Pool, stored_versions, stored_weights
 from ludus.plugins import did_you_mean
+from ludus.store.reading import parse_json
 from ludus.store.store import Store
 from ludus.tree import Array
 
@@ -222,7 +222,7 @@ class Registry:
         if not versions:
             return False
         try:
-            plain = json.loads(self._store.get(f"models/{name}/model.json"))
+            plain = parse_json(self._store.get(f"models/{name}/model.json"), f"models/{name}/model.json")
         except NotFound:
             return False
         except ValueError as error:

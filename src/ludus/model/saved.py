@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, Untrusted, UsageError
 from ludus.model import module
 from ludus.model.policy import Policy, Weights
+from ludus.model.size import check_network_size
+from ludus.store.reading import parse_json
 from ludus.tree import Array
 
 POLICY = "ludus.model.policy:Policy"
@@ -28,8 +29,8 @@ def decode_weights(data: bytes, where: str) -> tuple[Weights, dict[str, Any]]:
     """Arrays and metadata. Raises Damaged."""
     try:
         arrays = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (SafetensorError, ValueError) as error:
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], f"The header of {where}")
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise Damaged(f"{where} is not a readable safetensors file: {error}.") from error
     return arrays, dict(header.get("__metadata__", {}))
 
@@ -40,14 +41,32 @@ def model_from(description: bytes | Mapping[str, Any], cls: type[nn.Module] | No
     Raises Damaged when it is not a description; UsageError when the class cannot be found or built.
     """
     try:
-        data = json.loads(description) if isinstance(description, bytes) else description
+        data = parse_json(description, "This model.json") if isinstance(description, bytes) else description
         str(data["class"])
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"This model.json does not describe a model: {error}.") from error
     try:
         return module.build(data, cls)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise Damaged(f"This model.json does not describe a {data['class']}: {error}.") from error
+
+
+def check_description(data: Mapping[str, Any]) -> str | None:
+    """Whether this can describe a policy that fits into this machine; returns the name of its custom model. Raises Damaged.
+
+    Nothing is imported, and no memory is taken for weights.
+    """
+    try:
+        if data["class"] != POLICY:
+            raise Damaged(f"the class {data['class']!r} is not {POLICY}")
+        custom = data["network"].get("custom_model")
+        if custom is not None and not isinstance(custom, str):
+            raise Damaged(f"custom_model is {custom!r}")
+        if custom is None:
+            check_network_size(data)
+    except Exception as error:  # whatever our own constructors raise for values that none of them expects
+        raise Damaged(f"This model.json does not describe a policy: {str(error)[:500]}.") from error
+    return custom
 
 
 def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
@@ -56,15 +75,8 @@ def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
     Only our own class is built: a checkpoint may come from anywhere, and importing what it names would run anybody's code. A
     custom model that it names is looked for where the user keeps models (`custom_class`), and nowhere else.
     """
-    try:
-        data = json.loads(description) if isinstance(description, bytes) else description
-        if data["class"] != POLICY:
-            raise Damaged(f"the class {data['class']!r} is not {POLICY}")
-        custom = data["network"].get("custom_model")
-        if custom is not None and not isinstance(custom, str):
-            raise Damaged(f"custom_model is {custom!r}")
-    except (ValueError, KeyError, TypeError, AttributeError, LudusError) as error:
-        raise Damaged(f"This model.json does not describe a policy: {error}.") from error
+    data = parse_json(description, "This model.json") if isinstance(description, bytes) else description
+    custom = check_description(data)
     try:
         return Policy.from_description(data)
     except Untrusted:
@@ -73,5 +85,7 @@ def policy_from(description: bytes | Mapping[str, Any]) -> Policy:
         if custom is None:
             raise Damaged(f"This model.json does not describe a policy: {error}.") from error
         raise IncompatibleCheckpoint(f"It was made with the custom model {custom!r}. {error.message}", error.hint) from error
-    except (ValueError, KeyError, TypeError, LudusError) as error:
-        raise Damaged(f"This model.json does not describe a policy: {error}.") from error
+    except Exception as error:
+        if custom is not None and not isinstance(error, (ValueError, KeyError, TypeError, LudusError)):
+            raise  # the user's own code
+        raise Damaged(f"This model.json does not describe a policy: {str(error)[:500]}.") from error

@@ -15,6 +15,7 @@ from typing import Any
 
 import ludus
 from ludus.errors import Damaged, IncompatibleCheckpoint
+from ludus.store.reading import parse_json
 
 PROTOCOL = 1
 """Of orders, bulletins and messages; others are refused."""
@@ -66,7 +67,7 @@ class Orders:
     def decode(cls, data: bytes) -> Orders:
         """Raises IncompatibleCheckpoint when they are of another version of the code, Damaged when they are no orders."""
         try:
-            plain = json.loads(data)
+            plain = parse_json(data, ORDERS)
             made_by, protocol = str(plain["ludus"]), plain["protocol"]
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{ORDERS} is damaged: {error!r}.") from error

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_away
+from ludus.store.reading import MOST_JSON_BYTES, read_regular_file
 from ludus.store.store import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 
 _ASIDE = ".aside-"  # unfinished files and bundles; never listed, never read
@@ -275,7 +276,7 @@ def _manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
     if not path.is_dir():
         raise NotFound(f"There is no {path}.")
     try:
-        return read_manifest(key, _read(path / MANIFEST))
+        return read_manifest(key, _read(path / MANIFEST, limit=MOST_JSON_BYTES))
     except FileNotFoundError:
         if not path.is_dir():  # deleted since we looked
             raise
@@ -284,7 +285,7 @@ def _manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
 
 def _part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
     try:
-        data = _read(path / name)
+        data = _read(path / name, size=expected[0])
     except FileNotFoundError as error:
         if not path.is_dir():
             raise
@@ -307,11 +308,11 @@ def _hides(directory: Path) -> bool:
         return False
 
 
-def _read(path: Path) -> bytes:
-    """Raises FileNotFoundError also for a file that another machine has removed while we held on to it."""
+def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> bytes:
+    """Raises FileNotFoundError also for a file that another machine has removed while we held on to it; Damaged."""
     for _ in range(_LOOKS):
         try:
-            return path.read_bytes()
+            return read_regular_file(path, size=size, limit=limit)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ludus import plugins
 from ludus.errors import Damaged, UsageError
+from ludus.store.reading import parse_json
 
 STORES: Mapping[str, str] = {
     "local": "ludus.store.local:LocalStore",
@@ -104,7 +105,7 @@ def make_manifest(files: Mapping[str, Bytes]) -> bytes:
 
 def read_manifest(key: str, data: bytes) -> dict[str, tuple[int, int]]:
     try:
-        entries = json.loads(data)["files"]
+        entries = parse_json(data, f"The manifest of {key}")["files"]
         if not entries:
             raise ValueError("it names no files")
         return {check_key(name): (int(e["bytes"]), int(e["crc32"])) for name, e in entries.items()}
