@@ -76,13 +76,15 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 class BranchConfig(_Strict):
     """One entry of `model.autoregressive`: a part of an action that is chosen after its first part, and only where it matters."""
 
-    part: int = Field(ge=1, description="Which part of a MultiDiscrete action; the first, part 0, is chosen before.")
+    part: int = Field(ge=1, description="Index of a part of a MultiDiscrete action; part 0 is chosen first.")
     after: list[Annotated[int, Field(ge=0)]] = Field(
-        min_length=1, description="Options of the first part that this part belongs to; it is chosen for each in its own way."
+        min_length=1, description="Options of the first part for which this part is chosen; each option has its own output."
     )
-    points_at: str | None = Field(None, description="A set of entities in the observation, one of which the part chooses.")
+    points_at: str | None = Field(
+        None, description="Entity list of the observation from which the part chooses one entry (a pointer)."
+    )
     mask: str | None = Field(
-        None, description="With points_at: a key of the observation, one row for each option of `after`: who may be chosen."
+        None, description="With points_at: key of the observation with the mask of valid entries, one row per option of `after`."
     )
 
     @model_validator(mode="after")
@@ -101,38 +103,38 @@ class ModelConfig(_Strict):
     )
     conv: Literal["nature", "resnet"] = Field("nature", description="Convolutions for images: Nature CNN or a small ResNet.")
     conv_filters: list[tuple[_Size, _Size, _Size]] | None = Field(
-        None, description="Own convolutions: [[channels, kernel, stride], …]."
+        None, description="Custom convolutions: [[channels, kernel, stride], …]."
     )
     entity_dim: int = Field(64, ge=1, description="Width of the encoder for lists of entities.")
     entity_present: dict[str, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="Lists of entities without a <name>_mask beside them: {name: feature that is above 0 for who is there}.",
+        description="For entity lists without a <name>_mask: {name: index of the feature that is above 0 for present entities}.",
     )
     autoregressive: list[BranchConfig] = Field(
         default_factory=list,
-        description="Parts of a MultiDiscrete action that are chosen after its first part, and only count where they belong to "
-        "it: [{part, after, points_at, mask}, …].",
+        description="Autoregressive parts of a MultiDiscrete action: chosen after the first part and used only for some of its options: [{part, after, points_at, mask}, …].",
     )
     centralized_value: bool = Field(
-        False, description="The observation is {observation, state}: the policy sees the first part only, the value both (MAPPO)."
+        False,
+        description="The observation is {observation, state}; the policy sees only the first part, the value function both (MAPPO).",
     )
     vf_share_layers: bool | None = Field(
         None,
-        description="One trunk for policy and value; null = for images and recurrence only, and never with a centralised value.",
+        description="Share layers between policy and value; null = only for images and recurrent models, never with a centralised value.",
     )
-    core: Literal["lstm", "gru"] | None = Field(None, description="A recurrent layer.")
+    core: Literal["lstm", "gru"] | None = Field(None, description="Recurrent layer: lstm, gru or null.")
     use_lstm: bool = Field(False, description="The same as core: lstm.")
     cell_size: int = Field(128, ge=1, description="Units of the recurrent layer.")
-    max_seq_len: int = Field(16, ge=1, description="Steps through which a recurrent layer is differentiated.")
-    free_log_std: bool = Field(True, description="One learned deviation per continuous action, the same in every state.")
+    max_seq_len: int = Field(16, ge=1, description="Sequence length for backpropagation through time.")
+    free_log_std: bool = Field(True, description="Learn one standard deviation per continuous action, independent of the state.")
     log_std_init: float = Field(
-        0.0, ge=-10, le=2, description="Logarithm of that deviation in the beginning: −1 explores less than half as widely as 0."
+        0.0, ge=-10, le=2, description="Initial log of that standard deviation; −1 explores less than half as widely as 0."
     )
     custom_model: Annotated[str | None, BeforeValidator(_name_of_class)] = Field(
-        None, description="A network of your own: the name of its file in model/ (class CustomModel), or module:Class."
+        None, description="Custom network: the name of its file in model/ (class CustomModel), or module:Class."
     )
     custom_model_config: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
-        default_factory=dict, description="Further keywords of its constructor."
+        default_factory=dict, description="Keyword arguments of its constructor."
     )
 
     @model_validator(mode="after")
@@ -158,11 +160,9 @@ _ELSEWHERE = {
 class SelfPlayConfig(_Strict):
     """The `self_play:` section: which of its earlier versions a policy meets, where the environment has opponents from the `past`."""
 
-    every: int = Field(20, ge=1, description="Versions from one that is kept as an opponent to the next.")
-    keep: int = Field(50, ge=1, description="So many are kept, the newest; each is as likely as the others.")
-    period: int = Field(
-        2_000, ge=1, description="Steps of the environments after which another one is drawn; till then a worker has the same."
-    )
+    every: int = Field(20, ge=1, description="Snapshot the policy as an opponent every N versions.")
+    keep: int = Field(50, ge=1, description="Number of newest snapshots to keep; all are equally likely opponents.")
+    period: int = Field(2_000, ge=1, description="Environment steps after which a worker draws another snapshot.")
 
 
 class PreprocessConfig(_Strict):
@@ -171,27 +171,28 @@ class PreprocessConfig(_Strict):
 
     standard: bool | None = Field(
         None,
-        description="What is usual for the family, which the other keys change. Atari: 84×84, grey, 4 stacked, every 4th frame, up "
-        "to 30 no-ops, rewards clipped; ViZDoom: 72×128, every 4th frame. null = where there is such; false = as it comes.",
+        description="Use the standard preprocessing of the environment family, which other keys override. Atari: 84×84, grey, 4 stacked, every 4th frame, up to 30 no-ops, clipped rewards; ViZDoom: 72×128, every 4th frame. null = if there is one; false = none.",
     )
-    frame_skip: int | None = Field(None, ge=1, description="Repeat every action so often; their rewards are summed.")
-    grey: bool | None = Field(None, alias="grayscale", description="Pictures without colour.")
-    resize: tuple[_Size, _Size] | None = Field(None, description="Height and width of pictures.")
-    stack: _Size | None = Field(None, alias="framestack", description="Show so many of the last observations together.")
+    frame_skip: int | None = Field(None, ge=1, description="Number of times to repeat each action; rewards are summed.")
+    grey: bool | None = Field(None, alias="grayscale", description="Convert images to greyscale.")
+    resize: tuple[_Size, _Size] | None = Field(None, description="Image size: [height, width].")
+    stack: _Size | None = Field(None, alias="framestack", description="Number of last observations to stack.")
     clip_reward: Literal["sign"] | bool | tuple[float, float] | None = Field(
-        None, alias="clip_rewards", description="sign (or true): −1, 0 or 1; or [lowest, highest]; false = not."
+        None, alias="clip_rewards", description="Clip rewards: sign (or true) = −1, 0 or 1; [lowest, highest]; false = no."
     )
     episodic_life: bool | None = Field(
-        None, alias="terminal_on_life_loss", description="A lost life ends an episode; the game goes on with the next one."
+        None,
+        alias="terminal_on_life_loss",
+        description="End an episode when a life is lost; the game continues with the next life.",
     )
-    noop_max: int | None = Field(None, ge=0, description="Begin with up to so many actions that do nothing.")
-    max_episode_steps: int | None = Field(None, ge=1, alias="horizon", description="Truncate episodes after so many steps.")
+    noop_max: int | None = Field(None, ge=0, description="Maximum number of no-op actions at the start of an episode.")
+    max_episode_steps: int | None = Field(None, ge=1, alias="horizon", description="Truncate episodes after N steps.")
     scale: Annotated[float, Field(gt=0)] | bool | None = Field(
         None,
         description="What uint8 is divided by: null = 255 for pictures, the largest value for grids of small integers (printed at "
         "the start); a number = that; false = not at all; true = as null, and other numbers with bounds are brought into 0 … 1.",
     )
-    flatten: bool | None = Field(None, description="All parts of an observation in one vector.")
+    flatten: bool | None = Field(None, description="Flatten the observation into one vector.")
 
     @model_validator(mode="before")
     @classmethod
@@ -220,21 +221,19 @@ class MultiAgentConfig(_Strict):
         list[Annotated[str, AfterValidator(lambda name: _model_name(name))]]
         | dict[Annotated[str, AfterValidator(lambda name: _model_name(name))], dict[str, Any] | None]
         | None
-    ) = Field(None, description="Names of the models, or name → keys of `config:` in which it differs; null = one for all.")
+    ) = Field(None, description="Policy names, or name → keys of `config:` that differ for it; null = one policy for all agents.")
     policy_mapping: dict[str, str] | str | None = Field(
         None,
-        description="agent (or pattern like red_*) → model; one name for all; or module:function(agent) → model. "
-        "Asked once for every agent, before the run begins; an exact name goes before a pattern.",
+        description="Agent (or pattern such as red_*) → policy; one name for all; or module:function(agent) → policy. Evaluated once per agent before the run starts; exact names take precedence over patterns.",
     )
-    policies_to_train: list[str] | None = Field(None, description="The others play and do not learn; null = all learn.")
+    policies_to_train: list[str] | None = Field(None, description="Policies that learn; the others only play. null = all.")
     centralized_value: bool = Field(
         False,
-        description="The value sees the whole (state() of the environment, or what all agents see); the policy does not (MAPPO).",
+        description="Centralised value function: it sees the global state (state() of the environment, or all observations); the policy does not (MAPPO).",
     )
     count_steps_by: Literal["env_steps", "agent_steps"] = Field(
         "env_steps",
-        description="What `timesteps` (stop, schedules, reports) and `train_batch_size` count: steps of the environment, in which "
-        "any number of agents act; or decisions of agents, each policy its own.",
+        description="What `timesteps` and `train_batch_size` count: environment steps (all agents together), or agent steps per policy.",
     )
     evaluation_opponents: str | None = Field(
         None,
@@ -256,9 +255,9 @@ class MultiAgentConfig(_Strict):
 class EvaluationConfig(_Strict):
     """The `evaluation_config:` section: how evaluations differ from training."""
 
-    explore: bool = Field(False, description="Draw actions as in training; false = the most probable one.")
+    explore: bool = Field(False, description="Sample actions as in training; false = take the most probable one.")
     env_config: dict[str, Any] | None = Field(
-        None, description="Keywords of the environment that are others than in training; null = none."
+        None, description="Environment keyword arguments that differ from training; null = none."
     )
 
 
@@ -277,13 +276,13 @@ class ReplayBufferConfig(_Strict):
     """The `replay_buffer_config:` section: what an algorithm that replays keeps, and how it is drawn."""
 
     type: Literal["ReplayBuffer", "PrioritizedReplayBuffer"] = Field(
-        "PrioritizedReplayBuffer", description="ReplayBuffer: all alike; PrioritizedReplayBuffer: what surprised most."
+        "PrioritizedReplayBuffer", description="ReplayBuffer: uniform sampling; PrioritizedReplayBuffer: by TD error."
     )
-    capacity: int = Field(50_000, ge=1, description="Steps that are kept; the oldest make room.")
-    max_bytes: int = Field(4 << 30, ge=1, description="A buffer that would need more memory is an error before it starts.")
-    alpha: float = Field(0.6, ge=0, description="How much priorities count; 0 = not at all.")
-    beta: Schedule = Field(0.4, description="How far weights undo the priorities; 1 = wholly. A number or a schedule.")
-    eps: float = Field(1e-6, gt=0, description="Added to the error, so that every step can be drawn.")
+    capacity: int = Field(50_000, ge=1, description="Number of steps to keep; the oldest are replaced.")
+    max_bytes: int = Field(4 << 30, ge=1, description="Memory limit of the buffer, checked before training starts.")
+    alpha: float = Field(0.6, ge=0, description="Priority exponent α; 0 = uniform.")
+    beta: Schedule = Field(0.4, description="Importance-sampling exponent β; 1 = full correction. A number or a schedule.")
+    eps: float = Field(1e-6, gt=0, description="Constant added to the TD error so that every step can be sampled.")
 
     @property
     def prioritized(self) -> bool:
@@ -330,31 +329,35 @@ class AlgorithmConfig(_Strict):
     iteration_timesteps: ClassVar[int] = 0
     """The least of a `training_iteration` in RLlib, unless the config says otherwise."""
 
-    seed: int = Field(0, ge=0, lt=1 << 30, description="Of everything random: weights, exploration, environments.")
+    seed: int = Field(0, ge=0, lt=1 << 30, description="Random seed of weights, exploration and environments.")
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        0, description="Processes that sample; 0 = this one; auto = measure the environment for a moment and choose."
+        0,
+        description="Number of sampling processes; 0 = sample in this process; auto = measure the environment briefly and choose.",
     )
     sampling: Literal["sync", "pipelined", "async"] = Field(
         "sync",
-        description="sync: sample, learn, sample …; pipelined: sample the next batch while learning, one version behind; "
-        "async: samplers never wait.",
+        description="sync: sample and learn in turn; pipelined: sample the next batch while learning, one version behind; async: workers never wait.",
     )
-    blocks_ahead: int = Field(2, ge=1, description="Segments that a worker may have waiting for the learner.")
+    blocks_ahead: int = Field(2, ge=1, description="Maximum number of segments of one worker waiting for the learner.")
     max_lag: int | None = Field(
-        None, ge=1, description="Experience that is more updates old than this is dropped, and counted; null = as it comes."
+        None, ge=1, description="Drop (and count) experience older than this many updates; null = keep all."
     )
-    num_learners: int = Field(1, ge=0, description="Processes that share the gradient of every minibatch; 0 is 1.")
-    gradient_accumulation: int = Field(1, ge=1, description="Compute the gradient of a minibatch in so many pieces.")
-    mixed_precision: Literal["bf16", "fp16"] | None = Field(None, description="Learn in half precision where it is safe.")
-    learner_device: str = Field("auto", description="auto (an accelerator if num_gpus says so), cpu, cuda or cuda:1.")
-    inference_device: str = Field("cpu", description="Where workers compute their decisions: cpu, cuda or cuda:1.")
-    num_gpus: float = Field(0, ge=0, description="Accelerators for the learner.")
+    num_learners: int = Field(1, ge=0, description="Number of learner processes that average their gradients; 0 is 1.")
+    gradient_accumulation: int = Field(1, ge=1, description="Split each minibatch into N parts and accumulate the gradient.")
+    mixed_precision: Literal["bf16", "fp16"] | None = Field(None, description="Train with automatic mixed precision.")
+    learner_device: str = Field("auto", description="Device of the learner: auto (a GPU if num_gpus > 0), cpu, cuda or cuda:1.")
+    inference_device: str = Field("cpu", description="Device for inference in workers: cpu, cuda or cuda:1.")
+    num_gpus: float = Field(0, ge=0, description="Number of GPUs for the learner.")
     restart_failed_sub_environments: bool = Field(
-        False, description="An environment that raises is made anew; its episode is cut there and not scored."
+        False, description="Recreate an environment that raises an exception; its episode is truncated and not counted."
     )
-    max_worker_restarts: int | None = Field(1000, ge=0, description="Replacements of one worker, in all; null = no limit.")
-    worker_restart_backoff_s: float = Field(0.05, ge=0, description="Wait before the first replacement; doubles up to 5 s.")
-    worker_hang_s: float = Field(60.0, gt=0, description="A worker whose environment takes longer for a step is replaced.")
+    max_worker_restarts: int | None = Field(1000, ge=0, description="Maximum number of restarts of one worker; null = no limit.")
+    worker_restart_backoff_s: float = Field(
+        0.05, ge=0, description="Delay before the first restart of a worker; doubles up to 5 s."
+    )
+    worker_hang_s: float = Field(
+        60.0, gt=0, description="Restart a worker whose environment takes longer than this for one step."
+    )
     start_timeout_s: float | None = Field(
         None,
         ge=0,
@@ -364,10 +367,10 @@ class AlgorithmConfig(_Strict):
     num_envs_per_worker: int = Field(
         64,
         ge=1,
-        description="Environments stepped together by a worker. Not given beside train_batch_size: as many as fit it, up to 64.",
+        description="Environments stepped together by each worker. If only train_batch_size is given: as many as fit it, up to 64.",
     )
     rollout_fragment_length: int | None = Field(
-        None, ge=1, description="Steps of a segment of one environment; null = what the size of the batch leaves."
+        None, ge=1, description="Steps per segment of one environment; null: derived from train_batch_size."
     )
     train_batch_size: int = Field(
         4096,
@@ -375,41 +378,47 @@ class AlgorithmConfig(_Strict):
         description="Environment steps per update = workers × environments × rollout_fragment_length; rounded up to whole fragments.",
     )
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per step.")
-    explore: bool = Field(True, description="Draw actions from the policy; false = always the most probable one.")
+    explore: bool = Field(True, description="Sample actions from the policy; false = always take the most probable one.")
     batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
-        "truncate_episodes", description="Learn from pieces of episodes, or only from whole ones."
+        "truncate_episodes", description="Train on truncated segments, or only on complete episodes."
     )
     preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="Frame skip, greyscale, stacking …")
     wrappers: list[str | dict[str, Any]] = Field(
-        default_factory=list, description="module:Wrapper, or {module:Wrapper: {keywords}}, from the inside to the outside."
+        default_factory=list, description="Gymnasium wrappers: module:Wrapper or {module:Wrapper: {keywords}}, innermost first."
     )
     self_play: SelfPlayConfig = Field(
         default_factory=SelfPlayConfig,
-        description="Earlier versions as opponents, where the environment has any from the `past`.",
+        description="Earlier versions as opponents, for environments with `past` opponents.",
     )
-    multiagent: MultiAgentConfig | None = Field(None, description="Several agents in one environment.")
+    multiagent: MultiAgentConfig | None = Field(None, description="Multi-agent settings.")
     observation_filter: Literal["NoFilter", "MeanStdFilter"] = Field(
-        "NoFilter", description="MeanStdFilter keeps running mean and deviation."
+        "NoFilter", description="Observation normalisation: MeanStdFilter keeps a running mean and standard deviation."
     )
-    env_config: dict[str, Any] = Field(default_factory=dict, description="Keywords for the environment's constructor.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The network.")
+    env_config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's constructor.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Network settings.")
     evaluation_interval: Annotated[int, Field(ge=1)] | Literal["checkpoint"] = Field(
-        "checkpoint", description="Evaluate every so many iterations; checkpoint = with each checkpoint; 0 or null = never."
+        "checkpoint", description="Evaluate every N iterations; checkpoint = with each checkpoint; 0 or null = never."
     )
     evaluation_interval_unit: Literal["iterations", "timesteps", "episodes"] = Field(
         "iterations",
-        description="What evaluation_interval counts; an evaluation comes with the first update that has got so far.",
+        description="Unit of evaluation_interval; the evaluation runs at the first update that reaches it.",
     )
-    evaluation_duration: int = Field(10, ge=0, description="Episodes, or steps, of an evaluation; 0 = never evaluate.")
+    evaluation_duration: int = Field(10, ge=0, description="Episodes or steps per evaluation; 0 = never evaluate.")
     evaluation_duration_unit: Literal["episodes", "timesteps"] = Field(
         "episodes",
-        description="What evaluation_duration counts; with timesteps, whole episodes until there are at least so many.",
+        description="Unit of evaluation_duration; with timesteps, complete episodes until at least that many steps.",
     )
     evaluation_num_workers: int = Field(
-        0, ge=0, description="Processes that evaluate checkpoints while training goes on; 0 = inline, and training waits."
+        0,
+        ge=0,
+        description="Number of processes that evaluate checkpoints during training; 0 = evaluate inline while training waits.",
     )
-    evaluation_config: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How evaluations differ.")
-    metrics_num_episodes_for_smoothing: int = Field(100, ge=1, description="Episodes behind episode_return_mean.")
+    evaluation_config: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="Settings that differ in evaluations."
+    )
+    metrics_num_episodes_for_smoothing: int = Field(
+        100, ge=1, description="Number of recent episodes averaged in episode_return_mean."
+    )
     min_time_s_per_iteration: float | None = Field(
         None,
         ge=0,
@@ -461,26 +470,26 @@ GAMECORE = "gamecore"
 class SeatConfig(_Strict):
     """One seat of a game that calls us. Spaces are written as `GET /spec` shows them."""
 
-    observation_space: dict[str, Any] = Field(description="What this seat sees: {type: Box, shape: [4]} …")
-    action_space: dict[str, Any] = Field(description="What it may do: {type: Discrete, n: 2} …")
+    observation_space: dict[str, Any] = Field(description="Observation space of the seat: {type: Box, shape: [4]} …")
+    action_space: dict[str, Any] = Field(description="Action space of the seat: {type: Discrete, n: 2} …")
     model: Annotated[str, AfterValidator(lambda name: _model_name(name))] = Field(
-        "model", description="Which model plays it; seats of one model have the same spaces."
+        "model", description="Model that plays the seat; seats of one model have the same spaces."
     )
 
 
 class ExternalConfig(_Strict):
     """The `env_config:` of `env: external`: where games find us, and what they send."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; beyond this machine only with a token.")
-    port: int = Field(8000, ge=0, le=65535, description="0 = any free one.")
-    token_file: str | None = Field(None, description="A file with the token that games must send.")
+    host: str = Field("127.0.0.1", description="Address to listen on; one beyond this machine requires a token.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 = any free port.")
+    token_file: str | None = Field(None, description="File with the token that games must send.")
     observation_space: dict[str, Any] | None = Field(None, description="Of a game with one seat.")
     action_space: dict[str, Any] | None = Field(None, description="Of a game with one seat.")
-    seats: dict[str, SeatConfig] | None = Field(None, description="Of a game with several: name → spaces and model.")
-    max_sessions: int = Field(20_000, ge=1, description="Open at the same time, in one worker.")
-    max_body_bytes: int = Field(8 << 20, ge=1, description="Of one request.")
-    tick_timeout_s: float = Field(30.0, gt=0, description="Longest time that an answer may take.")
-    silent_s: float = Field(60.0, gt=0, description="A session without a request for so long is truncated.")
+    seats: dict[str, SeatConfig] | None = Field(None, description="For a game with several seats: name → spaces and model.")
+    max_sessions: int = Field(20_000, ge=1, description="Maximum number of open sessions of one worker.")
+    max_body_bytes: int = Field(8 << 20, ge=1, description="Maximum body size of a request.")
+    tick_timeout_s: float = Field(30.0, gt=0, description="Time limit of a reply, in seconds.")
+    silent_s: float = Field(60.0, gt=0, description="Seconds without a request after which a session is truncated.")
 
     @model_validator(mode="after")
     def _one_or_several(self) -> ExternalConfig:
@@ -497,7 +506,7 @@ class ExternalConfig(_Strict):
 
 
 class StopConfig(_Strict):
-    """Whichever comes first ends the run."""
+    """Stop conditions; the first one that is reached ends the run."""
 
     timesteps: int | None = Field(None, ge=1, description="Environment steps.")
     episode_return_mean: float | None = Field(None, description="Mean return of recent episodes.")
@@ -508,48 +517,46 @@ class StopConfig(_Strict):
         description="Iterations as RLlib counts them: updates until min_sample_timesteps_per_iteration and min_time_s_per_iteration "
         "are over. With PPO's defaults one update.",
     )
-    episodes: int | None = Field(None, ge=1, description="Episodes that have ended.")
+    episodes: int | None = Field(None, ge=1, description="Episodes.")
     time_s: float | None = Field(None, gt=0, description="Seconds of training, from the first sampled step on.")
 
 
 class TargetConfig(_Strict):
     """The `target:` section: what an experiment is known to reach, and within what."""
 
-    return_mean: float = Field(description="Mean return of its episodes.")
-    timesteps: int = Field(ge=1, description="Environment steps within which it is reached.")
+    return_mean: float = Field(description="Mean episode return.")
+    timesteps: int = Field(ge=1, description="Environment steps to reach it.")
 
 
 class TuneConfig(_Strict):
     """The `tune:` section: how a sweep is run."""
 
-    metric: str = Field("episode_return_mean", min_length=1, description="What is compared: any name in metrics.jsonl.")
-    mode: Literal["max", "min"] = Field("max", description="Whether more of it is better, or less.")
+    metric: str = Field("episode_return_mean", min_length=1, description="Metric to optimise: any name of metrics.jsonl.")
+    mode: Literal["max", "min"] = Field("max", description="Whether to maximise or minimise it.")
     scheduler: Literal["asha", "pbt"] | None = Field(
-        None, description="asha stops bad trials early, pbt lets them go on as mutations of good ones; null = neither."
+        None, description="asha stops bad trials early, pbt replaces them by mutations of good ones; null = neither."
     )
     time_attr: Literal["timesteps", "iterations", "training_iteration", "time_s"] | None = Field(
-        None, description="How the scheduler measures time; null = as `stop:` does."
+        None, description="Time unit of the scheduler; null = as in `stop:`."
     )
-    max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; null = as many as fit.")
-    cpus_per_trial: int | None = Field(
-        None, ge=1, description="Cores that a trial reserves, those of its workers included; null = 1, and 1 for every worker."
-    )
-    report_s: float = Field(1.0, gt=0, description="A trial reports to the scheduler once in so many seconds.")
+    max_concurrent: int | None = Field(None, ge=1, description="Trials to run at once; null = as many as fit.")
+    cpus_per_trial: int | None = Field(None, ge=1, description="CPUs per trial, workers included; null = 1 plus 1 per worker.")
+    report_s: float = Field(1.0, gt=0, description="Seconds between reports of a trial to the scheduler.")
     grace_period: float | None = Field(
-        None, gt=0, description="asha: no trial is stopped before this time; null = a hundredth of the longest."
+        None, gt=0, description="asha: grace period before a trial can be stopped; null = a hundredth of the maximum."
     )
-    reduction_factor: float = Field(4.0, gt=1, description="asha: of so many trials one goes on at each rung.")
+    reduction_factor: float = Field(4.0, gt=1, description="asha: reduction factor; one of N trials continues at each rung.")
     perturbation_interval: float | None = Field(
-        None, gt=0, description="pbt: time between two comparisons; null = a tenth of the longest."
+        None, gt=0, description="pbt: time between perturbations; null = a tenth of the maximum."
     )
     quantile_fraction: float = Field(
-        0.25, gt=0, le=0.5, description="pbt: this share of the trials is replaced by copies of as many best ones."
+        0.25, gt=0, le=0.5, description="pbt: fraction of trials that is replaced by copies of the best ones."
     )
     resample_probability: float = Field(
-        0.25, ge=0, le=1, description="pbt: how often a mutation is a new draw instead of a step up or down."
+        0.25, ge=0, le=1, description="pbt: probability of resampling a value instead of perturbing it."
     )
     hyperparam_mutations: dict[str, Any] = Field(
-        default_factory=dict, description="pbt: key of `config:` → its search values; empty = everything that is searched."
+        default_factory=dict, description="pbt: key of `config:` → search values; empty = all searched keys."
     )
 
 
@@ -583,12 +590,12 @@ class WandbConfig(_Strict):
     """The `track.wandb:` section. The key is never written here: `wandb login`, or WANDB_API_KEY in the environment."""
 
     project: str = Field("ludus", min_length=1, description="Project in Weights & Biases.")
-    entity: str | None = Field(None, description="User or team; null = that of the key.")
+    entity: str | None = Field(None, description="User or team; null = default of the API key.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="offline writes files for `wandb sync`; null = WANDB_MODE, else online with a key and offline without."
     )
-    group: str | None = Field(None, description="Runs that belong together; null = the name of the experiment.")
-    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
+    group: str | None = Field(None, description="Group of the run; null = the experiment's name.")
+    tags: list[str] = Field(default_factory=list, description="Tags of the run.")
 
     @model_validator(mode="before")
     @classmethod
@@ -606,10 +613,10 @@ class MlflowConfig(_Strict):
     """The `track.mlflow:` section."""
 
     tracking_uri: Annotated[str | None, AfterValidator(_without_password)] = Field(
-        None, description="Where the server is; null = MLFLOW_TRACKING_URI, else mlflow.db beside the runs of the experiment."
+        None, description="Tracking server; null = MLFLOW_TRACKING_URI, else mlflow.db beside the runs of the experiment."
     )
     experiment: str | None = Field(None, description="Experiment in MLflow; null = the name of the experiment.")
-    tags: dict[str, str] = Field(default_factory=dict, description="Further tags of the run.")
+    tags: dict[str, str] = Field(default_factory=dict, description="Additional tags of the run.")
 
 
 class TrackConfig(_Strict):
@@ -646,29 +653,34 @@ def check_model_name(name: str, where: str) -> None:
 class ExperimentConfig(_Strict):
     """One experiment. `config` is checked against the schema of the algorithm named by `run`."""
 
-    name: Annotated[str, AfterValidator(_plain_name)] = Field("default", description="Names the directory of its runs.")
-    env: str = Field(description="A Gymnasium id, module:function that makes an environment, or external: games call us.")
-    run: str = Field("PPO", description="The algorithm, or module:Class.")
-    description: str = Field("", description="What it is, in a sentence, for people.")
-    stop: StopConfig = Field(default_factory=StopConfig, description="Whichever comes first ends the run.")
-    target: TargetConfig | None = Field(None, description="What it is known to reach; the presets are held to theirs.")
-    checkpoint_freq: int = Field(0, ge=0, description="Checkpoint every so many iterations; 0 = only at the end.")
-    checkpoint_time_s: float = Field(300.0, ge=0, description="Also checkpoint every so many seconds; 0 = not by time.")
-    checkpoint_at_end: bool = Field(True, description="Checkpoint when the run ends.")
-    max_failures: int = Field(
-        5, ge=0, description="A learner that dies goes on from its newest checkpoint, so often without progress in between."
+    name: Annotated[str, AfterValidator(_plain_name)] = Field(
+        "default", description="Experiment name, the directory of its runs."
     )
-    keep_checkpoints_num: int | None = Field(None, ge=1, description="Keep so many newest ones besides the best; null = all.")
+    env: str = Field(
+        description="Gymnasium id, module:function that creates an environment, or external (a game that connects over HTTP)."
+    )
+    run: str = Field("PPO", description="Algorithm, or module:Class.")
+    description: str = Field("", description="Description in one sentence.")
+    stop: StopConfig = Field(
+        default_factory=StopConfig, description="Stop conditions; the first one that is reached ends the run."
+    )
+    target: TargetConfig | None = Field(None, description="Known result of the experiment; presets are tested against it.")
+    checkpoint_freq: int = Field(0, ge=0, description="Save a checkpoint every N iterations; 0 = only at the end.")
+    checkpoint_time_s: float = Field(300.0, ge=0, description="Save a checkpoint every N seconds as well; 0 = never.")
+    checkpoint_at_end: bool = Field(True, description="Save a checkpoint when the run ends.")
+    max_failures: int = Field(5, ge=0, description="Maximum number of consecutive learner restarts without progress.")
+    keep_checkpoints_num: int | None = Field(
+        None, ge=1, description="Number of newest checkpoints to keep besides the best; null = all."
+    )
     memory: Annotated[str, AfterValidator(_memory_without_password)] = Field(
         "embedded",
-        description="How experience reaches the learner: embedded (its own processes), or redis://HOST:PORT/DB, to which "
-        "`ludus fleet worker` brings it from anywhere. Its password is in LUDUS_MEMORY_PASSWORD or a file, never here.",
+        description="Transport of experience to the learner: embedded (its own worker processes), or redis://HOST:PORT/DB for `ludus fleet worker` on any machine. The password comes from LUDUS_MEMORY_PASSWORD or a file, never from here.",
     )
-    num_samples: int = Field(1, ge=1, description="Trials of the experiment, each with a seed of its own.")
-    tune: TuneConfig = Field(default_factory=TuneConfig, description="How a sweep is run.")
-    track: TrackConfig = Field(default_factory=TrackConfig, description="Where numbers go.")
+    num_samples: int = Field(1, ge=1, description="Number of trials with different seeds.")
+    tune: TuneConfig = Field(default_factory=TuneConfig, description="Sweep settings.")
+    track: TrackConfig = Field(default_factory=TrackConfig, description="Trackers for metrics.")
     config: Annotated[dict[str, Any], BeforeValidator(lambda v: {} if v is None else v)] = Field(
-        default_factory=dict, description="Keys of the algorithm."
+        default_factory=dict, description="Settings of the algorithm."
     )
 
 

@@ -94,7 +94,7 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
     [
         (["--play"], "--play is not here"),
         (["-p", "CartPole_DQN", "--evaluate", "100"], "ludus rollout RUN --episodes 20"),
-        (["-r", "-p", "CartPole_DQN"], "-r is not here: a training is not drawn"),
+        (["-r", "-p", "CartPole_DQN"], "-r is not here: training is not rendered"),
         (["-p", "CartPole_DQN", "-crf", "x"], "a checkpoint is a directory here"),
         (["-f", "tensorflow", "-p", "CartPole_DQN"], "networks are always PyTorch's"),
         (["-p", "CartPole_A3C"], "CartPole_A3C is not here"),
@@ -103,7 +103,7 @@ def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Pa
         (["-p", "nofile.py"], "There is no file nofile.py"),
         (["CartPole-v1", "-cp", "env_params.level=my.game:make"], "in quotes: 'my.game:make'"),
         (["CartPole-v1", "-lvl", "Acrobot-v1"], "named twice: CartPole-v1 and Acrobot-v1"),
-        (["tests.environments:make_count", "-asc"], "nobody has said which return is enough"),
+        (["tests.environments:make_count", "-asc"], "no target return is known"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(call: Call, words: list[str], message: str) -> None:
@@ -235,16 +235,16 @@ def test_a_fleet_is_told_the_same_experiment(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume"], "--resume newest cannot stand beside -dc: the same command again continues"),
+        (["--resume"], "--resume newest cannot stand beside -dc: rerun the same command"),
         (["-crd", "x"], "--restore x cannot stand beside -dc"),
-        (["--local-dir", "x"], "--local-dir x cannot stand beside -dc: the file that -dcp names"),
+        (["--local-dir", "x"], "--local-dir x cannot stand beside -dc: the location of the run is set in the -dcp file"),
         (["--address", "local"], "its workers need no Ray"),
         (["--num-samples", "2"], "it trains one run"),
         (["--set", "memory=redis://:hush@host"], "--set memory cannot stand beside -dc"),
         (["-cp", "lr=1; memory='redis://:hush@host'"], "-cp memory cannot stand beside -dc"),
         (["--set", "track.mlflow.tracking_uri=http://me:hush@host"], "a password in a URL"),
-        (["-cp", "num_workers=2"], "-cp num_workers cannot stand beside -dc: -n says"),
-        (["--set", "config.num_rollout_workers=2"], "cannot stand beside -dc: -n says"),
+        (["-cp", "num_workers=2"], "-cp num_workers cannot stand beside -dc: the number of workers is set by -n"),
+        (["--set", "config.num_rollout_workers=2"], "cannot stand beside -dc: the number of workers is set by -n"),
     ],
 )
 def test_what_a_fleet_cannot_have_is_refused(call: Call, words: list[str], message: str) -> None:

@@ -210,7 +210,7 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> No
         process.kill()
         process.wait(20)
         until(lambda: jobs(tmp_path).list()[0].over)
-        assert jobs(tmp_path).list()[0].reason == "whoever started it is gone"
+        assert jobs(tmp_path).list()[0].reason == "the process that started it is gone"
         assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
 
 

@@ -120,7 +120,7 @@ def test_a_life_that_was_killed_before_its_run_was_there_is_followed_by_one_that
     (tmp_path / "job" / "note").write_text(json.dumps({"default": str(place)}))
     said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert said.code == 0, said.err
-    assert f"{place}, which {tmp_path / 'job' / 'note'} names, holds no run: it begins anew" in said.err
+    assert f"{place}, which {tmp_path / 'job' / 'note'} names, holds no run: starting a new one" in said.err
     assert said.json["run_dir"] == str(place)
     assert note() == {"default": str(place)}
 

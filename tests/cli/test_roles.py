@@ -261,7 +261,7 @@ def test_a_second_start_ends_the_first_of_the_same_run_and_no_other(
     assert orchestrator.status(first.id).state == "cancelled"
     assert [orchestrator.status(job).state for job in (*others, second.id)] == ["running"] * 4
     assert [status.id for status in roles.mine(orchestrator, "actor")] == [others[0], second.id]
-    with pytest.raises(UsageError, match=r"There are 2 actors here: .*Say which one: --iplist FILE or --port PORT; or --all"):
+    with pytest.raises(UsageError, match=r"There are 2 actors here: .*Choose one: --iplist FILE or --port PORT; or --all"):
         roles.stop("actor", roles.RunSelector(), False, False)
     roles.stop("actor", roles.RunSelector(port=7000), False, False)
     assert [status.id for status in roles.mine(orchestrator, "actor")] == [second.id]

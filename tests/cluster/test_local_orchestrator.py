@@ -108,7 +108,7 @@ sys.stdin.read()
             submitter.kill()
         if attached:
             status = ended(orchestrator, job_id)
-            assert (status.state, status.reason) == ("cancelled", "whoever started it is gone")
+            assert (status.state, status.reason) == ("cancelled", "the process that started it is gone")
             assert is_still(beat)
         else:
             until(lambda: not is_still(beat))

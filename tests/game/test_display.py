@@ -62,8 +62,8 @@ def test_an_authority_file_is_read_as_it_was_written_and_up_to_where_it_is_whole
     [
         ({}, "DISPLAY is not set"),
         ({"DISPLAY": "nonsense"}, "is not the name of a display"),
-        (NOWHERE, "nobody answers at DISPLAY=:4321: No such file"),
-        ({"DISPLAY": "127.0.0.1:4321"}, "nobody answers at DISPLAY=127.0.0.1:4321: Connection refused"),
+        (NOWHERE, "no X server answers at DISPLAY=:4321: No such file"),
+        ({"DISPLAY": "127.0.0.1:4321"}, "no X server answers at DISPLAY=127.0.0.1:4321: Connection refused"),
     ],
 )
 def test_a_display_that_leads_nowhere_is_no_screen(environ: dict[str, str], why: str) -> None:

@@ -321,7 +321,7 @@ def test_a_game_ends_with_its_guard_and_others_do_not(games: Games, tmp_path: Pa
     os.kill(game.guard, signal.SIGKILL)
     ended = game.wait(20)
     assert ended is not None
-    assert (ended.code, str(ended)) == (None, "ended with whoever looked after it")
+    assert (ended.code, str(ended)) == (None, "ended because its supervisor ended")
     eventually(lambda: living(began) == [], GONE_S)
     assert len(living(others)) == STUBBORN_PROCESSES
 

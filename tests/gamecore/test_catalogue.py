@@ -77,7 +77,7 @@ def test_wrappers_are_names_words_and_lists_of_them(wrapper: str, words: tuple[s
         ("command: [x], options: {s: {type: number, default: 0}}", "a number needs a minimum and a maximum"),
         ("command: [x], options: {s: {type: string, default: -x}}", "it must match"),
         ("command: [x], options: {s: {type: string, pattern: '('}}", "no regular expression"),
-        ("command: [x], options: {s: {type: integer, minimum: 0, maximum: 5, default: 1.5}}", "an integer is meant"),
+        ("command: [x], options: {s: {type: integer, minimum: 0, maximum: 5, default: 1.5}}", "an integer is expected"),
         ("command: [x], options: {S/x: {type: boolean}}", "games.a.options.S/x"),
     ],
 )

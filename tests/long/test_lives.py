@@ -163,6 +163,6 @@ def test_a_sweep_that_is_terminated_goes_on_in_the_next_life_of_its_job(tmp_path
     last = job.live()
     said = last.communicate(timeout=240)[0]
     assert last.returncode == 0, said
-    assert f"this job has begun before: it goes on with {job.runs / 'default'}" in said
+    assert f"this job ran before: resuming {job.runs / 'default'}" in said
     state = json.loads((job.runs / "default" / "sweep.json").read_text())
     assert sorted(state["ended"].values()) == ["finished", "finished"]

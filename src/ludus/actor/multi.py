@@ -175,7 +175,7 @@ class _Table:
             if self._faults >= _FAULTS_IN_A_ROW or not self._copies.forgiving:
                 raise fault
             self._faults += 1
-            log.warning("%s It is made anew.", fault)
+            log.warning("%s It is recreated.", fault)
             try:
                 self._copies.renew(self._number)
             except EnvironmentFault as another:

@@ -12,7 +12,7 @@ import typer
 from ludus.cli import roles as r
 from ludus.errors import UsageError
 
-app = typer.Typer(help="A machine that samples for the learner of a run, started there.", no_args_is_help=True)
+app = typer.Typer(help="Start and stop the sampling workers of a run on this machine.", no_args_is_help=True)
 
 GAMECORE = "GAMECORE_SERVER_ADDR"
 ADVERTISE = "LUDUS_ADVERTISE"
@@ -22,24 +22,24 @@ _MOST = 4096
 
 _Num = Annotated[
     int | None,
-    typer.Option("--num", min=1, max=_MOST, help="Workers on this machine, one per core is usual. [ACTOR_NUM, CPU_NUM]"),
+    typer.Option("--num", min=1, max=_MOST, help="Number of workers on this machine, usually one per core. [ACTOR_NUM, CPU_NUM]"),
 ]
 _Gamecore = Annotated[
     str | None,
-    typer.Option("--gamecore", metavar="HOST:PORT", help=f"The server that starts games for them. [{GAMECORE}]"),
+    typer.Option("--gamecore", metavar="HOST:PORT", help=f"Address of the gamecore server that starts their games. [{GAMECORE}]"),
 ]
 _Advertise = Annotated[
     str | None,
     typer.Option(
         "--advertise",
         metavar="HOST",
-        help=f"By which name or address games reach these workers; default: the one towards their server. [{ADVERTISE}]",
+        help=f"Name or address at which games reach these workers. Default: this machine's address towards the gamecore server. [{ADVERTISE}]",
     ),
 ]
 _NoPool = Annotated[
     bool,
     typer.Option(
-        "--no-model-pool", help="The learner is on this machine: its weights are used where they are. [NO_MODEL_POOL=1]"
+        "--no-model-pool", help="The learner runs on this machine: read its weights from shared memory. [NO_MODEL_POOL=1]"
     ),
 ]
 
@@ -56,7 +56,7 @@ def start(
     token_file: r.TokenFile = None,
     log_dir: r.LogDir = None,
 ) -> None:
-    """Offer this machine to the learner of the list. It goes on by itself, waits for a learner, and joins the next one."""
+    """Start the sampling workers of this machine in the background. They wait for the learner of the list and join the next one when it ends."""
     from ludus.cluster import roles
     from ludus.cluster.iplist import load_iplist
     from ludus.cluster.local import LocalOrchestrator
@@ -104,13 +104,13 @@ def stop(
     everything: r.All = False,
     at_once: r.AtOnce = False,
 ) -> None:
-    """End the actors of this machine; the learner goes on with those of others."""
+    """Stop the workers of this machine. The learner continues with those of other machines."""
     r.stop("actor", r.select_runs(iplist, node, port), everything, at_once)
 
 
 @app.command()
 def status(iplist: r.RunList = None, node: r.Node = None, port: r.OnlyPort = None, as_json: r.AsJson = False) -> None:
-    """How the actors of this machine fare. Exit code 1: there are none."""
+    """Show the state of the workers of this machine. Exit code 1 if there are none."""
     r.show_status("actor", r.select_runs(iplist, node, port), as_json)
 
 

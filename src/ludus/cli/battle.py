@@ -34,27 +34,30 @@ _A = Annotated[str, typer.Argument(metavar="A", help=_Who, show_default=False, c
 _B = Annotated[
     str, typer.Argument(metavar="B", help="The same.", show_default=False, callback=run_place, autocompletion=complete_run)
 ]
-_Games = Annotated[int, typer.Option(min=1, help="Matches.")]
-_Swap = Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="A plays blue and red in turn, or always blue.")]
-_Mode = Annotated[str | None, typer.Option(metavar="NvN", help="1v1, 3v3 … [default: as they were trained]", show_default=False)]
+_Games = Annotated[int, typer.Option(min=1, help="Number of matches.")]
+_Swap = Annotated[bool, typer.Option("--swap-sides/--no-swap-sides", help="Let A play blue and red in turn, or always blue.")]
+_Mode = Annotated[str | None, typer.Option(metavar="NvN", help="1v1, 3v3 … [default: as in training]", show_default=False)]
 _Lineup = Annotated[
     str | None,
     typer.Option(
         metavar="A,…/B,…|random",
-        help="Heroes of blue and red, by id, name or archetype; several with ; between them. [default: the usual ones]",
+        help="Heroes of blue and red, by id, name or archetype; separate several line-ups by ';'. [default: the standard line-up]",
         show_default=False,
     ),
 ]
 _Every = Annotated[
-    int | None, typer.Option(min=1, help="Ticks from decision to decision. [default: as A was trained]", show_default=False)
+    int | None, typer.Option(min=1, help="Ticks between two decisions. [default: as in A's training]", show_default=False)
 ]
-_Seconds = Annotated[int | None, typer.Option(min=1, help="Of the game; then nobody has won. [default: 480]", show_default=False)]
-_Seed = Annotated[int, typer.Option(min=0, help="Same seed, same matches.")]
-_Explore = Annotated[bool, typer.Option("--deterministic/--explore", help="The most probable actions, or drawn ones.")]
-_ModelA = Annotated[str | None, typer.Option(help="Which model of A, if it has several.", show_default=False)]
-_ModelB = Annotated[str | None, typer.Option(help="Which model of B.", show_default=False)]
+_Seconds = Annotated[
+    int | None, typer.Option(min=1, help="Game time limit; a match that reaches it is a draw. [default: 480]", show_default=False)
+]
+_Seed = Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.")]
+_Explore = Annotated[bool, typer.Option("--deterministic/--explore", help="Play the most probable actions, or sample them.")]
+_ModelA = Annotated[str | None, typer.Option(help="Model of A to use, if it has several.", show_default=False)]
+_ModelB = Annotated[str | None, typer.Option(help="Model of B to use, if it has several.", show_default=False)]
 _Record = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Recordings of the matches.", show_default=False, rich_help_panel=_FILES)
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory for recordings of the matches.", show_default=False, rich_help_panel=_FILES),
 ]
 _Most = Annotated[
     int | None,
@@ -62,25 +65,28 @@ _Most = Annotated[
         "--record-most",
         min=0,
         metavar="N",
-        help="Only of the most lopsided ones. [default: all]",
+        help="Record only the N most one-sided matches. [default: all]",
         show_default=False,
         rich_help_panel=_FILES,
     ),
 ]
 _Video = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Films of the N most lopsided matches, into DIR.", rich_help_panel=_FILES)
+    int, typer.Option(min=0, metavar="N", help="Render videos of the N most one-sided matches into DIR.", rich_help_panel=_FILES)
 ]
 _Speed = Annotated[
     float | None,
     typer.Option(
-        "--video-speed", help="Of the films. [default: 4 in the Arena, 1 elsewhere]", show_default=False, rich_help_panel=_FILES
+        "--video-speed",
+        help="Playback speed of the videos. [default: 4 in the Arena, 1 elsewhere]",
+        show_default=False,
+        rich_help_panel=_FILES,
     ),
 ]
 _Env = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="An environment with several agents. [default: the one that A or B was trained in]",
+        help="Multi-agent environment to play in. [default: the one that A or B was trained in]",
         show_default=False,
     ),
 ]
@@ -88,7 +94,7 @@ _Camps = Annotated[
     str | None,
     typer.Option(
         metavar="A,…/B,…",
-        help="Its agents of blue and of red, by name or pattern. [default: two agents, or two kinds of them]",
+        help="Agents of the blue and the red camp, by name or pattern. [default: the two agents, or the two groups of them]",
         show_default=False,
     ),
 ]
@@ -96,24 +102,29 @@ _Server = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="A gamecore server. [default: this process; a private server for served players]",
+        help="Gamecore server that runs the matches. [default: this process; a private server if a player is served over HTTP]",
         show_default=False,
         rich_help_panel=_SERVER,
     ),
 ]
-_Game = Annotated[str | None, typer.Option(metavar="NAME", help="Of its catalogue.", show_default=False, rich_help_panel=_SERVER)]
+_Game = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Game of the server's catalogue.", show_default=False, rich_help_panel=_SERVER)
+]
 _TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The token of the server.", show_default=False, rich_help_panel=_SERVER)
+    Path | None,
+    typer.Option(metavar="FILE", help="File with the token of the gamecore server.", show_default=False, rich_help_panel=_SERVER),
 ]
 _ActorToken = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The token that served players ask for.", show_default=False, rich_help_panel=_SERVER),
+    typer.Option(
+        metavar="FILE", help="File with the token for players served over HTTP.", show_default=False, rich_help_panel=_SERVER
+    ),
 ]
 _Advertise = Annotated[
     str | None,
     typer.Option(
         metavar="HOST",
-        help="How its games reach this machine, if not by the address that it has towards the server.",
+        help="Address at which games reach this machine. [default: its address towards the server]",
         show_default=False,
         rich_help_panel=_SERVER,
     ),
@@ -124,7 +135,7 @@ _Option = Annotated[
         "--option",
         "-o",
         metavar="KEY=VALUE",
-        help="Of the game, or of the environment; repeatable.",
+        help="Option of the game or the environment; repeatable.",
         show_default=False,
         rich_help_panel=_SERVER,
     ),
@@ -133,16 +144,18 @@ _Parallel = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Matches at once. [default: one for each core; in this process 64 of the Arena, 16 of an environment]",
+        help="Matches played at once. [default: one per core; in this process 64 Arena matches or 16 environments]",
         show_default=False,
         rich_help_panel=_SERVER,
     ),
 ]
 _Limit = Annotated[
     float | None,
-    typer.Option(min=1, metavar="S", help="A match that takes longer is ended.", show_default=False, rich_help_panel=_SERVER),
+    typer.Option(
+        min=1, metavar="S", help="Time limit of a match in seconds of real time.", show_default=False, rich_help_panel=_SERVER
+    ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
 def battle(
@@ -253,7 +266,7 @@ def _show(result: BattleResult) -> None:
         middle = f"{lengths['p50']:.0f} {unit} [{lengths['p25']:.0f}–{lengths['p75']:.0f}]"
         console.print(f"length  {middle}, {lengths['shortest']:.0f} to {lengths['longest']:.0f} {unit}")
     if result.failed:
-        console.print(f"no result  {len(result.failed)} games, which count for nobody: {result.failed[0].failed}", markup=False)
+        console.print(f"failed  {len(result.failed)} games, not counted: {result.failed[0].failed}", markup=False)
     for note in result.notes:
         console.print(f"note  {note}", markup=False)
     for played in result.games:

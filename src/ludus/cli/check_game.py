@@ -23,27 +23,32 @@ _LOOK_S = 0.05
 
 
 def check_game(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
     form: Annotated[
         Literal["raw", "json", "msgpack"] | None,
         typer.Option(
             "--format",
-            help="What bodies hold; json and msgpack need --spec. [default: raw, with --spec json]",
+            help="Format of request bodies; json and msgpack need --spec. [default: json with --spec, else raw]",
             show_default=False,
         ),
     ] = None,
     spec: Annotated[
-        Path | None, typer.Option(help="The spaces: a reply of GET /spec, or the experiment's YAML.", show_default=False)
+        Path | None,
+        typer.Option(help="File with the spaces: a reply of GET /spec, or the experiment's YAML.", show_default=False),
     ] = None,
-    matches: Annotated[int | None, typer.Option(min=1, help="Stop after so many matches.", show_default=False)] = None,
+    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches.", show_default=False)] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Stop after so long. [default: at Ctrl-C]", show_default=False)
+        float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]", show_default=False)
     ] = None,
-    silent: Annotated[float, typer.Option(min=0.1, help="A session without a request for so many seconds was abandoned.")] = 60.0,
-    think_ms: Annotated[float, typer.Option(min=0.0, help="How long an answer takes, as a model would.")] = 5.0,
-    token_file: Annotated[Path | None, typer.Option(help="A file with the token to be sent.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON; findings go to stderr.")] = False,
+    silent: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a request after which a session counts as abandoned.")
+    ] = 60.0,
+    think_ms: Annotated[float, typer.Option(min=0.0, help="Delay of every reply, to imitate a model.")] = 5.0,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that the game must send.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; findings go to stderr.")] = False,
 ) -> None:
     """Check a game's client: mistakes are told in plain words as they happen. Exit code 1 when there are any."""
     from ludus.cli.check_server import CheckServer

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ludus.cluster.ssh import SshOrchestrator
     from ludus.runtime.census import Resident
 
-app = typer.Typer(help="A Ray cluster over SSH, for many trainings: up, status, down.", no_args_is_help=True)
+app = typer.Typer(help="Manage a standing Ray cluster over SSH: up, status, down.", no_args_is_help=True)
 
 NAME = "cluster"
 FOLDER, JOB, TOKEN = "clusters", "job", "token"
@@ -36,33 +36,46 @@ _DOWN_S = 180.0
 _ASK_S = 60.0
 _PAUSE_S = 1.0
 
-_Name = Annotated[str, typer.Option("--name", help="Of the cluster; several can stand.")]
-_Which = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which one, where there are several.", show_default=False)]
-_Identity = Annotated[Path | None, typer.Option("--identity", metavar="FILE", help="The key for SSH.", show_default=False)]
+_Name = Annotated[str, typer.Option("--name", help="Name of the cluster; several can exist.")]
+_Which = Annotated[
+    str | None, typer.Argument(metavar="[NAME]", help="Name of the cluster, if there are several.", show_default=False)
+]
+_Identity = Annotated[Path | None, typer.Option("--identity", metavar="FILE", help="Private SSH key.", show_default=False)]
 _KnownHosts = Annotated[
-    Path | None, typer.Option("--known-hosts", metavar="FILE", help="Host keys, in place of your own file.", show_default=False)
+    Path | None,
+    typer.Option("--known-hosts", metavar="FILE", help="Known-hosts file to use instead of your own.", show_default=False),
 ]
 _Python = Annotated[
     str,
-    typer.Option("--python", metavar="PATH", help="The interpreter that has Ludus there. Default: as here.", show_default=False),
+    typer.Option(
+        "--python",
+        metavar="PATH",
+        help="Python interpreter with Ludus on the machines. Default: the path of this one.",
+        show_default=False,
+    ),
 ]
 _Setup = Annotated[
     list[str] | None,
-    typer.Option("--setup", metavar="LINE", help="Shell before it: `module load …`; repeatable.", show_default=False),
+    typer.Option(
+        "--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable.", show_default=False
+    ),
 ]
 _Workdir = Annotated[
-    str, typer.Option("--workdir", metavar="DIR", help="Where processes start there. Default: home.", show_default=False)
+    str,
+    typer.Option(
+        "--workdir", metavar="DIR", help="Working directory on the machines. Default: the home directory.", show_default=False
+    ),
 ]
 _Cpus = Annotated[
     int | None,
-    typer.Option("--cpus", min=0, help="Cores of each machine that workers may fill. Default: all.", show_default=False),
+    typer.Option("--cpus", min=0, help="Cores of each machine for workers. Default: all.", show_default=False),
 ]
 _Port = Annotated[
     int | None,
-    typer.Option("--port", min=1024, max=65533, help="Of its head. Default: one that is free there.", show_default=False),
+    typer.Option("--port", min=1024, max=65533, help="Port of the head. Default: a free one.", show_default=False),
 ]
-_Forget = Annotated[bool, typer.Option("--forget", help="Do not mind a first machine that does not answer: it is gone for good.")]
-_Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait until all machines are in it.")]
+_Forget = Annotated[bool, typer.Option("--forget", help="Succeed even if the head does not answer because it is gone for good.")]
+_Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="Seconds to wait until all machines have joined.")]
 
 
 @app.command()
@@ -78,7 +91,7 @@ def up(
     port: _Port = None,
     wait: _Wait = _WAIT_S,
 ) -> None:
-    """Start Ray on all machines of the list, the first as its head. Once more: start it again where it is missing."""
+    """Start Ray on all machines of the list, with the first as head. Run it again to restart Ray where it is missing."""
     from ludus.cluster.iplist import load_iplist
     from ludus.cluster.roles import cluster_job
     from ludus.cluster.ssh import SshOrchestrator, SshSettings
@@ -102,7 +115,7 @@ def up(
 
 @app.command()
 def status(name: _Which = None, as_json: AsJson = False) -> None:
-    """Each machine: whether it is in the cluster, since when, with how many cores; and which ones were lost. Exit code 1: some are."""
+    """Show each machine: whether it is in the cluster, since when, and its cores. Exit code 1 if machines were lost."""
     from ludus.cluster.ssh import SshOrchestrator
 
     standing = chosen(name)
@@ -118,7 +131,7 @@ def status(name: _Which = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def down(name: _Which = None, forget: _Forget = False) -> None:
-    """End it, on all machines: what was started by `up`, and nothing else. Exit code 1: its first machine could not be told."""
+    """Stop what `up` started on all machines, and nothing else. Exit code 1 if the head could not be reached."""
     from ludus.cluster.cluster import wait
     from ludus.cluster.ssh import SshOrchestrator
 
@@ -248,7 +261,7 @@ def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList)
             f"When it is back, or if it never will be: ludus cluster down {standing.name} (--forget); or give the new one another --name.",
         )
     if over:
-        say(f"the cluster {standing.name} was up before and has ended: it is started anew")
+        say(f"the cluster {standing.name} ran before and has ended: starting it again")
         standing.remove()
         return False
     there = _settings(orchestrator, standing).nodes

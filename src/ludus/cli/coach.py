@@ -16,7 +16,7 @@ WORDS = "ludus.words"
 
 NOTED: Mapping[tuple[str, ...], str] = {
     ("-tb", "--tensorboard"): "numbers always go to TensorBoard, too: tensorboard --logdir runs",
-    ("-ns", "--no_summary"): "nobody is asked anything at the end",
+    ("-ns", "--no_summary"): "there is no prompt at the end",
     ("-d", "--open_dashboard"): "there is none to open; look with  ludus status  or  tensorboard --logdir runs",
     ("--dump_worker_logs",): "the logs of all processes are always kept",
     ("--print_networks_summary",): "the network is described in models/ of the run",
@@ -26,15 +26,15 @@ NOTED: Mapping[tuple[str, ...], str] = {
 """Options that change nothing → why."""
 
 REFUSED: Mapping[tuple[str, ...], str] = {
-    ("-r", "--render"): "a training is not drawn; ludus rollout RUN --video films what it has learned",
-    ("-dg", "--dump_gifs"): "a training is not filmed; ludus rollout RUN --video films what it has learned",
-    ("-dm", "--dump_mp4"): "a training is not filmed; ludus rollout RUN --video films what it has learned",
-    ("--play",): "nobody plays by hand here; a game of your own can: docs/games.md",
+    ("-r", "--render"): "training is not rendered; use ludus rollout RUN --video",
+    ("-dg", "--dump_gifs"): "training is not recorded; use ludus rollout RUN --video",
+    ("-dm", "--dump_mp4"): "training is not recorded; use ludus rollout RUN --video",
+    ("--play",): "playing by hand is not supported; connect your own game: docs/games.md",
     ("--evaluate",): "a run is evaluated by  ludus rollout RUN --episodes 20",
     ("-et", "--environment_type"): "an environment is named itself: -lvl ENV, or ludus train ENV",
     ("-crf", "--checkpoint_restore_file"): "a checkpoint is a directory here: -crd RUN/checkpoints/000120",
     ("-tfv", "--tf_verbosity"): "it is of TensorFlow, and networks are PyTorch's; leave it out",
-    ("--verbosity",): "-v says more, -vv everything",
+    ("--verbosity",): "use -v for more log output, -vv for everything",
 }
 """Options that cannot be → what to do."""
 
@@ -88,7 +88,7 @@ def solved_at(data: Mapping[str, Any]) -> float:
 
     known = reward_threshold(env) if isinstance(env, str) else None
     if known is None:
-        raise UsageError(f"-asc: nobody has said which return is enough for {env}.", "--stop episode_return_mean=… says it.")
+        raise UsageError(f"-asc: no target return is known for {env}.", "Set one: --stop episode_return_mean=…")
     return float(known)
 
 
@@ -116,10 +116,10 @@ _HANDLED = {
 }  # fmt: skip
 """What the fleet is told in another way, or need not be told."""
 _NOT_WITH_A_FLEET: Mapping[str, str] = {
-    "resume": "the same command again continues the run that is there",
-    "restore": "a fleet begins anew, or continues the run that is there",
-    "local_dir": "the file that -dcp names says where the run is (data_store)",
-    "project": "the file that -dcp names says where the run is (data_store)",
+    "resume": "rerun the same command to resume",
+    "restore": "a fleet starts a new run or resumes the existing one",
+    "local_dir": "the location of the run is set in the -dcp file (data_store)",
+    "project": "the location of the run is set in the -dcp file (data_store)",
     "trial": "-e names the run",
     "address": "its workers need no Ray",
     "local_mode": "it is many processes",
@@ -157,7 +157,7 @@ def learner_words(given: Mapping[str, Any], overrides: Sequence[str]) -> list[st
 
 
 _PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-_OVERRIDDEN = {"memory": "the file that -dcp names says which (redis_url)", "num_workers": "-n says how many workers there are"}
+_OVERRIDDEN = {"memory": "Redis is set in the -dcp file (redis_url)", "num_workers": "the number of workers is set by -n"}
 
 
 def _check_overrides(given: Mapping[str, Any]) -> None:

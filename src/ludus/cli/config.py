@@ -10,7 +10,7 @@ import typer
 
 from ludus.errors import ConfigError, LudusError, StoreError, UsageError
 
-app = typer.Typer(help="Explain keys, check files, convert old ones.", no_args_is_help=True)
+app = typer.Typer(help="Explain config keys, check files, convert old ones.", no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(help="A YAML file with experiments.")]
 
@@ -20,11 +20,11 @@ def explain(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY]…", help="With its section or without: lr, model.use_lstm, num_sgd_iter …", show_default=False
+            metavar="[KEY]…", help="Key, with or without its section: lr, model.use_lstm, num_sgd_iter …", show_default=False
         ),
     ] = None,
 ) -> None:
-    """What a key is, its defaults, its other names, or why it is not here. Without KEY: a list of all."""
+    """Explain a key: meaning, defaults, other names, or why it is not supported. Without KEY, list all keys."""
     from ludus.experiment import keys as known
 
     if not keys:
@@ -61,12 +61,17 @@ def check(
 @app.command()
 def convert(
     file: File,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The new file; may not exist yet.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File to write; it must not exist yet.", show_default=False)
+    ] = None,
     with_defaults: Annotated[
-        bool, typer.Option("--with-defaults", help="Write RLlib's defaults where the file says nothing and ours differ.")
+        bool,
+        typer.Option(
+            "--with-defaults", help="Write RLlib's default for every key that the file omits and whose default differs here."
+        ),
     ] = False,
 ) -> None:
-    """Write an old file in its present form, on the screen or to -o; comments say what became of its keys.
+    """Rewrite a file with current keys, to the terminal or to -o; comments say what became of each key.
 
     Exit code 1 when something was dropped that changes the experiment: the file is written, and the keys are listed.
     """

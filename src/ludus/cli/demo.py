@@ -10,8 +10,8 @@ import typer
 
 
 def demo(
-    local_dir: Annotated[Path, typer.Option(help="Where the run goes.")] = Path("runs"),
-    seed: Annotated[int, typer.Option(help="Another seed, another agent.")] = 0,
+    local_dir: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs"),
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Train CartPole to a return of 475, then draw its learning curve and film it."""
     from ludus.cli.display import here, say
@@ -29,7 +29,7 @@ def demo(
     with TrainingDisplay() as display:
         result = experiment.start({"name": name, **data}, local_dir=local_dir, sinks=[display])
     if result.stopped_by.startswith("interrupted"):
-        say(f"interrupted; {here('ludus')} train --resume {result.run_dir} goes on")
+        say(f"interrupted; continue with {here('ludus')} train --resume {result.run_dir}")
         raise typer.Exit(130)
     curve = plot([result.run_dir], result.run_dir / "plots" / "learning-curve.png")
     env = make_one("CartPole-v1", render_mode="rgb_array")

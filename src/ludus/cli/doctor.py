@@ -19,33 +19,44 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped":
 
 
 def doctor(
-    on: Annotated[str | None, typer.Option(metavar="local|ssh|slurm", help="Where the run shall be. [default: local]")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="cluster.yaml, as for `ludus submit`.")] = None,
-    iplist: Annotated[Path | None, typer.Option(help="Machines to be asked over SSH: `ip user port slots` per line.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="URL", help="Is this Redis reachable, and writable?")] = None,
+    on: Annotated[
+        str | None, typer.Option(metavar="local|ssh|slurm", help="Where the run will be started. [default: local]")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Cluster file, as for `ludus submit`.")] = None,
+    iplist: Annotated[
+        Path | None, typer.Option(help="List of machines to check over SSH, one `ip user port slots` per line.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="URL", help="Check that this Redis server can be reached and written to.")
+    ] = None,
     store: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="Is this store (a directory, s3://…) reachable, and writable?")
+        str | None,
+        typer.Option(metavar="PLACE", help="Check that this store (a directory, s3://…) can be reached and written to."),
     ] = None,
     num_workers: Annotated[
-        int | None, typer.Option(min=0, help="Workers of the run, on all machines. [default: one per core]")
+        int | None, typer.Option(min=0, help="Workers of the run, on all machines together. [default: one per core]")
     ] = None,
     env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Make, reset and step this environment, and count its threads.")
+        str | None, typer.Option(metavar="NAME", help="Create, reset and step this environment, and count its threads.")
     ] = None,
-    game: Annotated[str | None, typer.Option(metavar="PATH", help="A game's program: could it be run? (It is not.)")] = None,
-    local_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),
-    port: Annotated[list[int] | None, typer.Option(min=1, max=65535, help="Ports that must be free. May be repeated.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Of a Slurm job, or how many of the listed machines.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Of Slurm.")] = None,
+    game: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Check that this game executable could run, without running it.")
+    ] = None,
+    local_dir: Annotated[Path, typer.Option(help="Directory for runs.")] = Path("runs"),
+    port: Annotated[list[int] | None, typer.Option(min=1, max=65535, help="Port that must be free; repeatable.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a Slurm job, or number of listed machines to use.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     time: Annotated[
         str | None,
-        typer.Option(help="Slurm: the run's time limit; outside an allocation, one of this length is made to look at the nodes."),
+        typer.Option(
+            help="Slurm: time limit of the run; outside an allocation, one of this length is requested to check the nodes."
+        ),
     ] = None,
-    identity: Annotated[Path | None, typer.Option(help="SSH: the key.")] = None,
-    known_hosts: Annotated[Path | None, typer.Option(help="SSH: the file of host keys.")] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each other machine.")] = 90.0,
-    as_json: Annotated[bool, typer.Option("--json", help="A list of {node, check, status, found, fix}.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Only what needs no other program and no server.")] = False,
+    identity: Annotated[Path | None, typer.Option(help="SSH: private key.")] = None,
+    known_hosts: Annotated[Path | None, typer.Option(help="SSH: known-hosts file.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit for each remote machine, in seconds.")] = 90.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of {node, check, status, found, fix}.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run only checks that need no other program and no server.")] = False,
 ) -> None:
     """Look at this machine, or at all machines of a cluster: one line per check, with the fix. Exit code 0: healthy; 1: not."""
     from ludus.errors import UsageError

@@ -23,20 +23,20 @@ def export(
             autocompletion=complete_run,
         ),
     ],
-    format_: Annotated[str, typer.Option("--format", help="Only onnx.")] = "onnx",
+    format_: Annotated[str, typer.Option("--format", help="Output format; only onnx.")] = "onnx",
     quantize: Annotated[
         str | None, typer.Option(help="int8: smaller, and faster for large networks.", show_default=False)
     ] = None,
-    opset: Annotated[int, typer.Option(help="The version of ONNX's operators; older runtimes need an older one.")] = 18,
+    opset: Annotated[int, typer.Option(help="ONNX opset version; older runtimes need an older one.")] = 18,
     out: Annotated[
-        Path | None, typer.Option(help="Directory, or a file X.onnx. [default: RUN/exports]", show_default=False)
+        Path | None, typer.Option(help="Directory or .onnx file to write. [default: RUN/exports]", show_default=False)
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Which model, where a run has several.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Model to export, if the run has several.", show_default=False)] = None,
     observations: Annotated[
         Path | None,
-        typer.Option(help="The steps.npz of a rollout, to compare on. [default: the run's newest]", show_default=False),
+        typer.Option(help="steps.npz of a rollout, used to verify the export. [default: the run's newest]", show_default=False),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="The last line of output is the report as JSON.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON on the last line.")] = False,
     trust: o.Trust = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:

@@ -26,30 +26,32 @@ if TYPE_CHECKING:
     from ludus.remote.fake_game import FakeGamecore
     from ludus.runtime.machine import StopSignal
 
-app = typer.Typer(help="Stand-ins for the other end: an actor without a model, a game without a game.", no_args_is_help=True)
+app = typer.Typer(help="A dummy agent server and a dummy game client for testing.", no_args_is_help=True)
 
 _LOOK_S = 0.05
 _HEALTH_S = 2.0
 
-TokenFile = Annotated[Path | None, typer.Option(help="A file with the token.", show_default=False)]
-Seconds = Annotated[float | None, typer.Option(min=0.0, help="Stop after so long. [default: at Ctrl-C]", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object per line; the last is the summary.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", show_default=False)]
+Seconds = Annotated[
+    float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line; the last is the summary.")]
 
 
 @app.command()
 def actor(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
-    tick_return: Annotated[str, typer.Option(help="What every tick is answered with.")] = "fake_actor_tick_return",
-    tick_return_file: Annotated[Path | None, typer.Option(help="The same, from a file.", show_default=False)] = None,
-    end_return: Annotated[str, typer.Option(help="What every end is answered with.")] = "fake_actor_end_return",
-    end_return_file: Annotated[Path | None, typer.Option(help="The same, from a file.", show_default=False)] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")] = 1,
+    tick_return: Annotated[str, typer.Option(help="Reply to every tick.")] = "fake_actor_tick_return",
+    tick_return_file: Annotated[Path | None, typer.Option(help="File with that reply.", show_default=False)] = None,
+    end_return: Annotated[str, typer.Option(help="Reply to every end.")] = "fake_actor_end_return",
+    end_return_file: Annotated[Path | None, typer.Option(help="File with that reply.", show_default=False)] = None,
     token_file: TokenFile = None,
     seconds: Seconds = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer games with constants: a game team tests and loads its client without any model."""
+    """Run an agent server that answers constants, to test and load a game client without a model."""
     from ludus.actor.gateway import GatewaySettings
     from ludus.remote.fake_game import FakeActors
     from ludus.runtime.gateways import check_exposure, run_loop
@@ -70,25 +72,28 @@ def actor(
 
 @app.command()
 def gamecore(
-    url: Annotated[str, typer.Option(help="Where the actor listens.")] = "http://127.0.0.1:8000",
-    games: Annotated[int, typer.Option(min=1, help="Matches at a time.")] = 1,
-    ticks: Annotated[int, typer.Option(min=0, help="Of a match.")] = 100,
+    url: Annotated[str, typer.Option(help="URL of the agent server.")] = "http://127.0.0.1:8000",
+    games: Annotated[int, typer.Option(min=1, help="Matches played at once.")] = 1,
+    ticks: Annotated[int, typer.Option(min=0, help="Ticks of a match.")] = 100,
     connections: Annotated[
-        int | None, typer.Option(min=1, help="Shared by the games. [default: one per game]", show_default=False)
+        int | None, typer.Option(min=1, help="Connections shared by the matches. [default: one per match]", show_default=False)
     ] = None,
-    think_ms: Annotated[float, typer.Option(min=0.0, help="Pause before every tick.")] = 0.0,
+    think_ms: Annotated[float, typer.Option(min=0.0, help="Pause before every tick, in milliseconds.")] = 0.0,
     form: Annotated[
-        Literal["raw", "json", "msgpack"], typer.Option("--format", help="raw bytes, or what the built-in actor speaks.")
+        Literal["raw", "json", "msgpack"],
+        typer.Option("--format", help="Format of bodies: raw bytes, or the formats of the built-in actor."),
     ] = "raw",
-    body_size: Annotated[int | None, typer.Option(min=0, help="Bytes of a raw tick. [default: 64]", show_default=False)] = None,
-    body_file: Annotated[Path | None, typer.Option(help="The body of a raw tick.", show_default=False)] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an answer may take.")] = 10.0,
+    body_size: Annotated[
+        int | None, typer.Option(min=0, help="Size of a raw tick in bytes. [default: 64]", show_default=False)
+    ] = None,
+    body_file: Annotated[Path | None, typer.Option(help="File with the body of a raw tick.", show_default=False)] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Time limit of a reply, in seconds.")] = 10.0,
     token_file: TokenFile = None,
     seconds: Seconds = None,
-    matches: Annotated[int | None, typer.Option(min=1, help="Of each game, then stop.", show_default=False)] = None,
+    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches of each game.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Play endless matches against an actor, and check the actions that come back. Exit code 1 when anything went wrong."""
+    """Play matches against an agent server and check the actions it returns. Exit code 1 if anything went wrong."""
     from ludus.remote.fake_game import FakeGamecore
     from ludus.runtime.gateways import run_loop
     from ludus.runtime.machine import stop_on_signals

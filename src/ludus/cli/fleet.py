@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ludus.experiment.result import Result
 
 app = typer.Typer(
-    help="Train with workers that come and go, on machines that share nothing but a memory (Redis) and a store (S3, NFS).",
+    help="Train on machines that share only Redis and a store (S3, NFS); workers may join and leave at any time.",
     no_args_is_help=True,
 )
 
@@ -32,24 +32,26 @@ _Memory = Annotated[
     ),
 ]
 _Store = Annotated[
-    str, typer.Option(metavar="PLACE", help="The run: s3://BUCKET/PREFIX, or a directory that all share.", show_default=False)
+    str, typer.Option(metavar="PLACE", help="Location of the run: s3://BUCKET/PREFIX, or a shared directory.", show_default=False)
 ]
 _PasswordFile = Annotated[
-    Path | None, typer.Option("--memory-password-file", help="A file with the password of the memory.", show_default=False)
+    Path | None, typer.Option("--memory-password-file", help="File with the Redis password.", show_default=False)
 ]
 _Workers = Annotated[
     int | None,
     typer.Option(
-        "-n", "--num-workers", min=1, help="Workers that are expected: a batch has so many segments.", show_default=False
+        "-n", "--num-workers", min=1, help="Number of workers; a training batch has one segment from each.", show_default=False
     ),
 ]
-_Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Processes on this machine, each a worker.")]
+_Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Number of worker processes on this machine.")]
 _OnlyEnv = Annotated[
     str | None,
-    typer.Option("--env", help="Refuse orders that name another environment: they come from the store.", show_default=False),
+    typer.Option(
+        "--env", help="Only run this environment: refuse a run whose settings in the store name another one.", show_default=False
+    ),
 ]
-_Compression = Annotated[str, typer.Option(help="none, lz4 or zstd.")]
-_WhenFull = Annotated[str, typer.Option(help="wait until the learner has caught up, or drop what was sampled, and count it.")]
+_Compression = Annotated[str, typer.Option(help="Compression of segments: none, lz4 or zstd.")]
+_WhenFull = Annotated[str, typer.Option(help="When the learner falls behind: wait, or drop segments and count them.")]
 
 
 @app.command()
@@ -81,7 +83,7 @@ def learner(
     verbose: o.Verbose = 0,
     debug: o.Debug = False,
 ) -> None:
-    """Learn from what workers bring. Where PLACE holds a run already, it goes on: the same command again is right."""
+    """Train on the experience that workers send. An existing run at PLACE is resumed; rerunning the same command is safe."""
     from ludus import config as configs
     from ludus.cli import train
     from ludus.experiment import workspace
@@ -113,8 +115,8 @@ def learner(
         others = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
         if ignored := [name for name, value in others.items() if value is not None]:
             raise UsageError(
-                f"{store} holds a run, which goes on as it is configured; {', '.join(ignored)} cannot be changed.",
-                "Name the environment or the file too, and what differs is said; or leave it out.",
+                f"{store} already holds a run, which is resumed with its own settings; {', '.join(ignored)} cannot be changed.",
+                "Name the environment or the file to see what differs, or leave the option out.",
             )
         data = {**Run.open(directory).config(), "memory": memory, **({"stop": stops} if stops else {})}
         name = str(data.pop("name"))
@@ -152,7 +154,7 @@ def worker(
     verbose: o.Verbose = 0,
     debug: o.Debug = False,
 ) -> None:
-    """Sample for the learner of that run, with its newest weights, until it is over or SIGTERM. Any number, at any time."""
+    """Sample for the learner of a run, with its newest weights, until the run ends or SIGTERM. Workers may join and leave at any time."""
     from ludus.cli import train
 
     train.log_at(2 if debug else verbose)
@@ -172,7 +174,7 @@ def worker(
 
 @app.command()
 def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -> None:
-    """Remove from the memory what a run has left there: segments that nobody learned from, and notices."""
+    """Delete the data of a run from Redis: unused segments and status messages."""
     from ludus.cli import train
     from ludus.memory.exchange import open_exchange
     from ludus.runtime.fleet_learner import channel_of

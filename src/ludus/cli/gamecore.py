@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ludus.game.gamecore import Camp, GamecoreClient, GameState
 
-app = typer.Typer(help="Games as processes: a server that starts them, and what can be asked of it.", no_args_is_help=True)
+app = typer.Typer(help="Run games as processes: the gamecore server and its client.", no_args_is_help=True)
 
 PORT = 23432
 """As `game.gamecore.PORT`, which is not imported before a command needs it."""
@@ -47,56 +47,71 @@ _RULE = ("rule", "none")
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The runtime_id of the game.")]
 _Server = Annotated[
     str | None,
-    typer.Option("--server", metavar="HOST:PORT|URL", help="Default: this machine. [GAMECORE_SERVER_ADDR]", show_default=False),
+    typer.Option(
+        "--server",
+        metavar="HOST:PORT|URL",
+        help="Address of the gamecore server. Default: this machine. [GAMECORE_SERVER_ADDR]",
+        show_default=False,
+    ),
 ]
 _TokenFile = Annotated[
     Path | None,
-    typer.Option("--token-file", metavar="FILE", help="The token of the server. [LUDUS_GAMECORE_TOKEN_FILE]", show_default=False),
+    typer.Option(
+        "--token-file", metavar="FILE", help="File with the token of the server. [LUDUS_GAMECORE_TOKEN_FILE]", show_default=False
+    ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 _Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", min=0.0, metavar="S", help=f"Seconds; then exit with {TIMED_OUT}.", show_default=False),
+    typer.Option(
+        "--timeout", min=0.0, metavar="S", help=f"Time limit in seconds; then exit with code {TIMED_OUT}.", show_default=False
+    ),
 ]
 _Game = Annotated[
     str | None,
-    typer.Option("--game", metavar="NAME", help="Of the catalogue. Default: the first that plays the mode.", show_default=False),
+    typer.Option(
+        "--game", metavar="NAME", help="Game of the catalogue. Default: the first one with this mode.", show_default=False
+    ),
 ]
-_Mode = Annotated[str | None, typer.Option("--mode", metavar="NvN", help="Default: as the heroes say.", show_default=False)]
+_Mode = Annotated[
+    str | None,
+    typer.Option("--mode", metavar="NvN", help="Mode, such as 3v3. Default: from the number of heroes.", show_default=False),
+]
 _AllowStandIn = Annotated[
     bool,
     typer.Option(
         "--allow-stand-in", help="Exit with 0 also when the game's own AI played a camp because its actor could not be reached."
     ),
 ]
-_Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same match.", show_default=False)]
+_Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Random seed; the same seed gives the same match.", show_default=False)
+]
 
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = PORT,
+    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = PORT,
     games: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Which games there are: a YAML file. Default: the Arena.", show_default=False),
+        typer.Option(metavar="FILE", help="Catalogue of games, a YAML file. Default: the Arena.", show_default=False),
     ] = None,
-    max_games: Annotated[int, typer.Option(min=1, help="At once, of all kinds.")] = 200,
+    max_games: Annotated[int, typer.Option(min=1, help="Maximum number of running games.")] = 200,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="Tokens that callers must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Read again "
-            "when it changes.",
+            help="File with the tokens that callers must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes.",
             show_default=False,
         ),
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where games and their logs go. Default: by the port.", show_default=False),
+        typer.Option(metavar="DIR", help="Directory for games and logs. Default: derived from the port.", show_default=False),
     ] = None,
-    supervise: Annotated[bool, typer.Option("--supervise", help="Start it again when it dies.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")] = False,
+    supervise: Annotated[bool, typer.Option("--supervise", help="Restart the server when it dies.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:
-    """Start, watch and stop games for whoever asks. Only games of the catalogue are started. Ctrl-C ends it and all its games."""
+    """Run a server that starts, watches and stops game processes on request. Only games of the catalogue can be started. Ctrl-C stops it and its games."""
     from ludus.gamecore.server import serve as run
     from ludus.gamecore.settings import Settings
 
@@ -113,15 +128,17 @@ def serve(
 @app.command("test")
 def try_out(
     mode: _Mode = None,
-    heroes: Annotated[str, typer.Option("--heroes", metavar="ID,…/ID,…", help="Of both camps.")] = TEST_HEROES,
+    heroes: Annotated[str, typer.Option("--heroes", metavar="ID,…/ID,…", help="Heroes of both camps.")] = TEST_HEROES,
     game: _Game = None,
     seed: _Seed = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, metavar="S", help="Then it is stopped.")] = _TEST_S,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, metavar="S", help="Time limit of the match, in seconds.")
+    ] = _TEST_S,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """One match of the built-in rule AI against itself, from start to end: does the server work? Exit code 0 if so."""
+    """Test the server with one match of the game's own AI against itself. Exit code 0 if it works."""
     camps = _heroes(heroes)
     with _asking(server, token_file) as client:
         runtime_id = f"test-{secrets.token_hex(4)}"
@@ -150,43 +167,47 @@ def start(
     mode: _Mode = None,
     heroes: Annotated[
         str | None,
-        typer.Option("--heroes", metavar="ID,…/ID,…", help=f"Of both camps, e.g. {TEST_HEROES}.", show_default=False),
+        typer.Option("--heroes", metavar="ID,…/ID,…", help=f"Heroes of both camps, e.g. {TEST_HEROES}.", show_default=False),
     ] = None,
     camp: Annotated[
         list[str] | None,
         typer.Option(
             "--camp",
             metavar="rule|HOST:PORT|URL",
-            help="Who plays: the game's own AI, or the actor there. Once for each camp, in order. Default: rule.",
+            help="Player of a camp: rule (the game's own AI) or the address of an actor. Once per camp, in order. Default: rule.",
             show_default=False,
         ),
     ] = None,
     actor_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The token that these actors ask for.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="File with the token of these actors.", show_default=False)
     ] = None,
     game: _Game = None,
-    eval_mode: Annotated[bool, typer.Option("--eval", help="An evaluation: from the beginning, nothing of it is saved.")] = False,
+    eval_mode: Annotated[
+        bool, typer.Option("--eval", help="Evaluation match: starts from the beginning and saves no states.")
+    ] = False,
     seed: _Seed = None,
-    max_frames: Annotated[int | None, typer.Option(min=1, help="The match ends there.", show_default=False)] = None,
+    max_frames: Annotated[int | None, typer.Option(min=1, help="Maximum number of ticks.", show_default=False)] = None,
     limit: Annotated[
         float | None,
-        typer.Option("--limit", min=0.1, metavar="S", help="The game is ended after so many seconds.", show_default=False),
+        typer.Option("--limit", min=0.1, metavar="S", help="Time limit of the game, in seconds.", show_default=False),
     ] = None,
     start_from: Annotated[
-        str | None, typer.Option(metavar="NAME|any", help="A saved state to begin with.", show_default=False)
+        str | None, typer.Option(metavar="NAME|any", help="Saved state to start from.", show_default=False)
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Games of one task are listed together.", show_default=False)] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="Task id; games of a task are listed together.", show_default=False)
+    ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="KEY=VALUE", help="What else the game takes; repeatable.", show_default=False),
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Option of the game; repeatable.", show_default=False),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is over, as `ludus gamecore wait`.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the game is over, as `ludus gamecore wait` does.")] = False,
     allow_stand_in: _AllowStandIn = False,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """Start a game. The same again, while it runs, starts no second one."""
+    """Start a game. Repeating the command while the game runs does not start a second one."""
     camps = None if heroes is None else _heroes(heroes)
     lineup = {key: value for key, value in (("mode", mode), ("heroes", camps)) if value is not None}
     with _asking(server, token_file, max_frames) as client:
@@ -216,25 +237,25 @@ def wait(
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """Until a game is over. Exit code 0 when it came to its end with the actors it was started with, 1 when it did not."""
+    """Wait until a game is over. Exit code 0 if it finished with the actors it was started with, else 1."""
     with _asking(server, token_file) as client:
         raise typer.Exit(_await(client, runtime_id, timeout, as_json, allow_stand_in))
 
 
 @app.command()
 def stop(
-    runtime_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Games.")],
+    runtime_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of the games.")],
     grace: Annotated[
         float | None,
         typer.Option(
-            "--grace", min=0.0, max=60.0, metavar="S", help="To end by itself, before it is killed.", show_default=False
+            "--grace", min=0.0, max=60.0, metavar="S", help="Seconds to end by itself before it is killed.", show_default=False
         ),
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """End games, and everything that they have started."""
+    """Stop games and all their child processes."""
     with _asking(server, token_file) as client:
         missing = []
         for runtime_id in runtime_ids:
@@ -250,13 +271,14 @@ def stop(
 @app.command("list")
 def list_games(
     state: Annotated[
-        str | None, typer.Option("--state", metavar="WORD", help="Only those: running, crashed, …", show_default=False)
+        str | None,
+        typer.Option("--state", metavar="WORD", help="Show only games in this state: running, crashed, …", show_default=False),
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """A table of games: those that run, and those that are over and not forgotten."""
+    """List running games and those that ended recently."""
     if state is not None and state not in _COLOURS:
         from ludus.plugins import did_you_mean
 
@@ -274,13 +296,13 @@ def list_games(
 @app.command()
 def status(
     runtime_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="A game; without it, the server.", show_default=False)
+        str | None, typer.Argument(metavar="[ID]", help="Game id; without it, show the server.", show_default=False)
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
     as_json: _Json = False,
 ) -> None:
-    """How a game fares, or how it ended; or how the server does."""
+    """Show the state or the result of a game, or the state of the server."""
     with _asking(server, token_file) as client:
         if runtime_id is not None:
             state = client.state(runtime_id)
@@ -301,11 +323,11 @@ def status(
 @app.command()
 def logs(
     runtime_id: _Id,
-    lines: Annotated[int, typer.Option("--tail", "-n", min=1, max=10_000, help="The last so many lines.")] = 1000,
+    lines: Annotated[int, typer.Option("--tail", "-n", min=1, max=10_000, help="Number of lines.")] = 1000,
     server: _Server = None,
     token_file: _TokenFile = None,
 ) -> None:
-    """What a game has written."""
+    """Print the log of a game."""
     with _asking(server, token_file) as client:
         text = client.logs(runtime_id, lines)
     if text:
@@ -315,14 +337,17 @@ def logs(
 @app.command()
 def fetch(
     runtime_id: _Id,
-    video: Annotated[bool, typer.Option("--video", help="Its film instead of its recording.")] = False,
+    video: Annotated[bool, typer.Option("--video", help="Download the video instead of the recording.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="[default: as the game calls it, here]", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File to write. [default: the name given by the game, in this directory]", show_default=False
+        ),
     ] = None,
     server: _Server = None,
     token_file: _TokenFile = None,
 ) -> None:
-    """Bring the recording, or the film, that a game names in its result."""
+    """Download the recording or the video of a game."""
     what: Literal["recording", "video"] = "video" if video else "recording"
     with _asking(server, token_file) as client:
         data = client.kept(runtime_id, what)
@@ -331,13 +356,13 @@ def fetch(
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.", "Say where it goes: --out FILE.") from error
+        raise StoreError(f"{path} cannot be written: {error.strerror}.", "Choose a file: --out FILE.") from error
     print(path)
 
 
 @app.command()
 def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: _Json = False) -> None:
-    """Which games the server can start, and what they take."""
+    """List the games that the server can start, with their options."""
     with _asking(server, token_file) as client:
         found = client.catalogue()
     if as_json:
@@ -348,11 +373,11 @@ def catalogue(server: _Server = None, token_file: _TokenFile = None, as_json: _J
 
 @app.command()
 def clear(
-    tasks: Annotated[bool, typer.Option("--tasks", help="And all tasks.")] = False,
+    tasks: Annotated[bool, typer.Option("--tasks", help="Delete all tasks as well.")] = False,
     server: _Server = None,
     token_file: _TokenFile = None,
 ) -> None:
-    """Forget all games that are over, with their logs."""
+    """Delete all finished games with their logs."""
     with _asking(server, token_file) as client:
         forgotten = client.clear().get("forgotten", 0)
         if tasks:
@@ -406,7 +431,7 @@ def _detached_by_interrupt(runtime_id: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say(f"{runtime_id} goes on; `ludus gamecore stop {runtime_id}` ends it")
+        _say(f"{runtime_id} is still running; stop it with `ludus gamecore stop {runtime_id}`")
         raise typer.Exit(130) from None
 
 
@@ -430,7 +455,7 @@ def _actors(given: Sequence[str] | None, token_file: Path | None) -> list[Camp] 
 
     token = read_token(token_file)
     if token is not None and not any(camp not in _RULE for camp in given or ()):
-        raise UsageError("--actor-token-file is for actors, and there is none.", "Say where they are: --camp HOST:PORT.")
+        raise UsageError("--actor-token-file is for actors, and there is none.", "Give their addresses: --camp HOST:PORT.")
     if not given:
         return None
     return [None if camp in _RULE else {"address": camp, "token": token} for camp in given]

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from ludus.games.arena.recording import Recording
     from ludus.types import Ints32
 
-app = typer.Typer(help="Games that come with Ludus: their matches, pictures and films.", no_args_is_help=True)
+app = typer.Typer(help="Games that come with Ludus: play, replay, render.", no_args_is_help=True)
 arena = typer.Typer(help="The Arena, a lane battle of two teams.", no_args_is_help=True)
 app.add_typer(arena, name="arena")
 
-AsJson = Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")]
-Camp = Annotated[int | None, typer.Option(min=0, max=1, help="Only what this camp sees.", show_default=False)]
-Width = Annotated[int, typer.Option(min=160, max=7680, help="Of the picture or film, in pixels.")]
-Video = Annotated[Path | None, typer.Option(metavar="FILE.mp4", help="Write a film.", show_default=False)]
-Speed = Annotated[float, typer.Option(help="Of the film; 2: twice as fast as it was played.")]
-Fps = Annotated[int, typer.Option(min=1, max=120, help="Pictures a second of the film.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")]
+Camp = Annotated[int | None, typer.Option(min=0, max=1, help="Show only what this camp sees.", show_default=False)]
+Width = Annotated[int, typer.Option(min=160, max=7680, help="Width of the picture or video, in pixels.")]
+Video = Annotated[Path | None, typer.Option(metavar="FILE.mp4", help="Video file to write.", show_default=False)]
+Speed = Annotated[float, typer.Option(help="Playback speed; 2 = twice as fast.")]
+Fps = Annotated[int, typer.Option(min=1, max=120, help="Frames per second of the video.")]
 
 
 @app.callback()
@@ -40,22 +40,24 @@ def _arena() -> None:
 
 @arena.command()
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Recording of a match.", show_default=False)],
     video: Video = None,
     speed: Speed = 1.0,
     camp: Camp = None,
-    first: Annotated[float, typer.Option("--from", min=0.0, help="Second at which the film begins.")] = 0.0,
-    last: Annotated[float | None, typer.Option("--to", min=0.0, help="Second at which it ends.", show_default=False)] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Write a picture of one moment.", show_default=False)
+    first: Annotated[float, typer.Option("--from", min=0.0, help="Start of the video, in seconds of game time.")] = 0.0,
+    last: Annotated[
+        float | None, typer.Option("--to", min=0.0, help="End of the video, in seconds of game time.", show_default=False)
     ] = None,
-    at: Annotated[float | None, typer.Option(min=0.0, help="Its second. [default: the end]", show_default=False)] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture file to write.", show_default=False)] = None,
+    at: Annotated[
+        float | None, typer.Option(min=0.0, help="Time of the picture, in seconds. [default: the end]", show_default=False)
+    ] = None,
     width: Width = 1280,
     fps: Fps = 30,
-    check: Annotated[bool, typer.Option("--check", help="Play all of it again and compare every hash.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Replay the whole match and compare every hash.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look at a recorded match: what it was, whether it can be played again bit for bit, as a film, as a picture."""
+    """Inspect a recorded match; verify it by replaying it bit for bit; render it as video or picture."""
     from ludus.games.arena.film import film, shown_names, state_at
     from ludus.games.arena.picture import Painter, save_png
     from ludus.games.arena.recording import read_recording, verify
@@ -80,15 +82,16 @@ def replay(
 @arena.command()
 def play(
     mode: Annotated[str, typer.Option(help="1v1, 3v3 …")] = "1v1",
-    camps: Annotated[str, typer.Option(metavar="A,B", help="The scripts that play.")] = "hard,medium",
+    camps: Annotated[str, typer.Option(metavar="A,B", help="Scripted bots of the two camps.")] = "hard,medium",
     heroes: Annotated[
-        str | None, typer.Option(metavar="A,…/B,…", help="By id, name or archetype: 190,173,117/141,111,107.", show_default=False)
+        str | None,
+        typer.Option(metavar="A,…/B,…", help="Heroes by id, name or archetype: 190,173,117/141,111,107.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same match.")] = 0,
-    start_from: Annotated[Path | None, typer.Option(help="A saved state to begin from.", show_default=False)] = None,
-    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a recording.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same match.")] = 0,
+    start_from: Annotated[Path | None, typer.Option(help="Saved state to start from.", show_default=False)] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Recording to write.", show_default=False)] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Write a picture of the end.", show_default=False)
+        Path | None, typer.Option(metavar="FILE.png", help="Picture of the end to write.", show_default=False)
     ] = None,
     video: Video = None,
     speed: Speed = 1.0,
@@ -96,7 +99,7 @@ def play(
     width: Width = 1280,
     as_json: AsJson = False,
 ) -> None:
-    """Let two scripts play a match."""
+    """Play a match between two scripted bots."""
     from ludus.games.arena.arena import Arena
     from ludus.games.arena.film import film, shown_names
     from ludus.games.arena.picture import Painter, save_png
@@ -127,7 +130,7 @@ def play(
 
 @arena.command()
 def heroes(as_json: AsJson = False) -> None:
-    """Who can be played, and what they can do."""
+    """List the heroes and their skills."""
     from ludus.games.arena.heroes import EFFECTS, HEROES
 
     rows = [
@@ -156,14 +159,14 @@ def heroes(as_json: AsJson = False) -> None:
 @arena.command()
 def ladder(
     mode: Annotated[str, typer.Option(help="1v1, 3v3 …")] = "1v1",
-    games: Annotated[int, typer.Option(min=2, max=100_000, help="Of every pair, half of them from either side.")] = 100,
+    games: Annotated[int, typer.Option(min=2, max=100_000, help="Matches of every pair, half from each side.")] = 100,
     pairs: Annotated[
-        str | None, typer.Option(metavar="A:B,…", help="Which scripts. [default: those of the ladder]", show_default=False)
+        str | None, typer.Option(metavar="A:B,…", help="Scripted bots. [default: easy to hard]", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same matches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same matches.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Let the scripts play one another, with line-ups drawn at random: who wins how often, with its 95 % interval."""
+    """Play a round-robin of the scripted bots with random line-ups; win rates with 95 % intervals."""
     from ludus.games.arena import ladder as ladders
     from ludus.games.arena.settings import size_of
 

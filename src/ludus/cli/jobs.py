@@ -50,20 +50,20 @@ _Id = Annotated[
 ]
 _On = Annotated[
     str | None,
-    typer.Option("--on", metavar="NAME|module:Class", help="Look only there. Default: everywhere.", show_default=False),
+    typer.Option("--on", metavar="NAME|module:Class", help="Look only at this kind of job. Default: all.", show_default=False),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 @app.command("list")
 def list_jobs(
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help=f"Also those that were over before the last {_RECENT}.")
+        bool, typer.Option("--all", "-a", help=f"Show all finished jobs, not only the last {_RECENT}.")
     ] = False,
     on: _On = None,
     as_json: _Json = False,
 ) -> None:
-    """A table of jobs, the newest last: those that wait or run, and the last ones that are over."""
+    """List pending, running and recently finished jobs, newest last."""
     found = all_jobs(on)
     over = [job for job in found if job.status.over]
     hidden = [] if everything else over[: max(0, len(over) - _RECENT)]
@@ -81,7 +81,7 @@ def list_jobs(
 
 @app.command()
 def status(job_id: _Id, on: _On = None, as_json: _Json = False) -> None:
-    """How a job and each of its processes fare, and where its logs are."""
+    """Show the state of a job and its processes, and where its logs are."""
     found = find(job_id, on)
     if as_json:
         print(json.dumps(found.to_json()))
@@ -92,14 +92,14 @@ def status(job_id: _Id, on: _On = None, as_json: _Json = False) -> None:
 @app.command()
 def logs(
     job_id: _Id,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over; Ctrl-C stops reading.")] = False,
-    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Only these processes.", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job is over; Ctrl-C stops following.")] = False,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Show only these processes.", show_default=False)] = None,
     tail: Annotated[
-        int | None, typer.Option("--tail", "-n", min=0, help="Begin with the last so many lines.", show_default=False)
+        int | None, typer.Option("--tail", "-n", min=0, help="Start with the last N lines.", show_default=False)
     ] = None,
     on: _On = None,
 ) -> None:
-    """What its processes wrote; of several, each line with the name of its process in front."""
+    """Print the logs of a job; with several processes each line is prefixed with the process name."""
     found = find(job_id, on)
     try:
         for line in _lines(found, role, follow, tail):
@@ -110,12 +110,12 @@ def logs(
 
 @app.command()
 def cancel(
-    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, as for `status`.")],
-    now: Annotated[bool, typer.Option("--now", help="Kill it at once; nothing is saved.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is over.")] = False,
+    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids.")],
+    now: Annotated[bool, typer.Option("--now", help="Kill at once, without a checkpoint.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
     on: _On = None,
 ) -> None:
-    """End a job: a training saves a checkpoint first, then everything of the job ends."""
+    """Cancel a job: the training saves a checkpoint, then all its processes end."""
     asked = [find(job_id, on) for job_id in job_ids]
     for found in asked:
         if found.status.over:
@@ -151,7 +151,7 @@ def clean(
 
 @app.command()
 def mend(job_id: _Id, on: _On = None) -> None:
-    """Start again what a job has lost with a machine that is back; for jobs by SSH. (A queue does it by itself.)"""
+    """Restart the processes that an SSH job lost with a machine that is back. Slurm does this by itself."""
     found = find(job_id, on)
     started = getattr(found.orchestrator, "mend", None)
     if started is None:
@@ -165,12 +165,17 @@ def wait(
     job_id: _Id,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="S", help=f"Seconds; then exit with {TIMED_OUT}. Default: no limit.", show_default=False),
+        typer.Option(
+            min=0.0,
+            metavar="S",
+            help=f"Time limit in seconds; then exit with code {TIMED_OUT}. Default: none.",
+            show_default=False,
+        ),
     ] = None,
     on: _On = None,
     as_json: _Json = False,
 ) -> None:
-    """Until a job is over. Exits with the exit code of its training."""
+    """Wait until a job is over. The exit code is that of the training."""
     found = find(job_id, on)
     with detached_by_interrupt(found.id):
         ended = await_end(found, math.inf if timeout is None else timeout)
@@ -391,7 +396,7 @@ def detached_by_interrupt(job_id: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"{job_id} goes on; `ludus jobs wait {job_id}` waits for it again, `ludus jobs cancel {job_id}` ends it")
+        say(f"{job_id} is still running; `ludus jobs wait {job_id}` waits for it, `ludus jobs cancel {job_id}` stops it")
         raise typer.Exit(130) from None
 
 

@@ -15,7 +15,7 @@ from ludus.errors import UsageError
 if TYPE_CHECKING:
     from ludus.cluster.iplist import NodeList
 
-app = typer.Typer(help="The learner of a run on a list of machines, started on the first of them.", no_args_is_help=True)
+app = typer.Typer(help="Start and stop the learner of a run on a list of machines.", no_args_is_help=True)
 
 EXPERIMENT = "experiment.yaml"
 UNNAMED = "default"
@@ -27,10 +27,8 @@ _ELSEWHERE = {
     "local_mode": "--local-mode: its workers are on other machines",
 }
 
-_Num = Annotated[
-    int, typer.Option("--num", min=0, help="Workers that may run on this machine, too. Default: none, they are actors' business.")
-]
-_Wait = Annotated[float, typer.Option("--wait", min=1, metavar="SECONDS", help="How long the training waits for actors.")]
+_Num = Annotated[int, typer.Option("--num", min=0, help="Workers on this machine as well. Default: none; actors run them.")]
+_Wait = Annotated[float, typer.Option("--wait", min=1, metavar="SECONDS", help="Seconds that the training waits for actors.")]
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -45,9 +43,9 @@ def start(
     wait: _Wait = 86_400.0,
     replace: r.Replace = False,
 ) -> None:
-    """Train what the further arguments say, which are those of `ludus train`; without any, ./experiment.yaml. It goes on by itself.
+    """Start the learner in the background. Further arguments are those of `ludus train`; without any, ./experiment.yaml is trained.
 
-    On the first machine of the list; on others: learn with it, once more for each slot. A second start of a run ends the first one.
+    Run it on the first machine of the list. On another machine it joins as an additional learner, once per slot. Starting a run again replaces its learner.
     """
     from ludus.cluster import roles
     from ludus.cluster.iplist import load_iplist
@@ -91,7 +89,7 @@ def stop(
     everything: r.All = False,
     at_once: r.AtOnce = False,
 ) -> None:
-    """End the learner of this machine, which saves a checkpoint first."""
+    """Stop the learner of this machine; it saves a checkpoint first."""
     r.stop("learner", r.select_runs(iplist, node, port), everything, at_once)
 
 
@@ -103,7 +101,7 @@ def status(
     nodes: r.Machines = False,
     as_json: r.AsJson = False,
 ) -> None:
-    """How the learner of this machine fares, and where its workers are. Exit code 1: there is none."""
+    """Show the state of the learner of this machine and its workers. Exit code 1 if there is none."""
     r.show_status("learner", r.select_runs(iplist, node, port), as_json, machines=nodes)
 
 

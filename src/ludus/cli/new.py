@@ -9,11 +9,11 @@ import typer
 
 
 def new(
-    directory: Annotated[Path, typer.Argument(help="Where the project goes; nothing in it is overwritten.")],
+    directory: Annotated[Path, typer.Argument(help="Directory of the project; existing files are not overwritten.")],
     env: Annotated[
         str | None,
         typer.Option(
-            help="Train on this environment, a Gymnasium id or module:function, instead of one of its own.", show_default=False
+            help="Environment to train on (a Gymnasium id or module:function) instead of a generated one.", show_default=False
         ),
     ] = None,
 ) -> None:

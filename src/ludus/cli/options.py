@@ -11,7 +11,7 @@ from ludus import trust
 from ludus.cli import coach
 from ludus.cli.run_argument import complete_run, run_place
 
-RAY, FLEET, OLDER = "Ray", "Fleets", "Of older trainers"
+RAY, FLEET, OLDER = "Ray", "Fleets", "RLlib and Coach compatibility"
 
 Env = Annotated[str | None, typer.Argument(help="Environment: a Gymnasium id or module:function.", show_default=False)]
 File = Annotated[
@@ -23,13 +23,13 @@ Preset = Annotated[
         "-p",
         "--preset",
         metavar="NAME|PATH",
-        help="An experiment of the gallery, by its name or by Coach's; or a file: path.yaml, path.py, path.py:object.",
+        help="Preset by its name or Coach's name (see `ludus presets list`), or a file: path.yaml, path.py, path.py:object.",
         show_default=False,
     ),
 ]
 Level = Annotated[
     str | None,
-    typer.Option("-lvl", "--level", help="Which environment of a preset: a level like hopper, or any ENV.", show_default=False),
+    typer.Option("-lvl", "--level", help="Environment of a preset: a level such as hopper, or any ENV.", show_default=False),
 ]
 CustomParameter = Annotated[
     list[str] | None,
@@ -38,12 +38,12 @@ CustomParameter = Annotated[
         "--custom_parameter",
         "--custom-parameter",
         metavar="KEY=VALUE;…",
-        help="Keys, ours or Coach's, and values, which are read and never run; repeatable.",
+        help="Overrides KEY=VALUE with our or Coach's key names; values are parsed, never executed; repeatable.",
         show_default=False,
     ),
 ]
 OneExperiment = Annotated[
-    str | None, typer.Option("--experiment", metavar="NAME", help="Only this one of the file.", show_default=False)
+    str | None, typer.Option("--experiment", metavar="NAME", help="Run only this experiment of the file.", show_default=False)
 ]
 ExperimentName = Annotated[
     str | None,
@@ -51,70 +51,87 @@ ExperimentName = Annotated[
         "-e",
         "--experiment-name",
         "--experiment_name",
-        help="Names the directory of its runs. Default: default; with -dc: fleet-TIME.",
+        help="Experiment name, the directory of its runs. Default: default; with -dc: fleet-TIME.",
         show_default=False,
     ),
 ]
-EnvOption = Annotated[str | None, typer.Option("--env", "--name-env", help="The same as ENV.", show_default=False)]
+EnvOption = Annotated[
+    str | None, typer.Option("--env", "--name-env", help="Environment; same as the argument ENV.", show_default=False)
+]
 Algorithm = Annotated[str | None, typer.Option("--run", help="Algorithm, or module:Class. Default: PPO.", show_default=False)]
-NumEnvs = Annotated[int | None, typer.Option(help="Environments stepped together.", show_default=False)]
+NumEnvs = Annotated[int | None, typer.Option(help="Environments stepped together by each worker.", show_default=False)]
 NumWorkers = Annotated[
     str | None,
     typer.Option(
-        "-n", "--num-workers", "--num_workers", metavar="N|auto", help="Sampling processes; 0 = this one.", show_default=False
+        "-n",
+        "--num-workers",
+        "--num_workers",
+        metavar="N|auto",
+        help="Number of sampling processes; 0 samples in this process; or auto.",
+        show_default=False,
     ),
 ]
 NumCpus = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Cores that collect experience: the same as --num-workers. The learner has one more: 35 fills a node of 36.",
+        help="Cores for sampling; same as --num-workers. The learner uses one more: 35 fills a node with 36 cores.",
         show_default=False,
     ),
 ]
-NumGpus = Annotated[float | None, typer.Option(help="Accelerators for the learner.", show_default=False)]
-NumLearners = Annotated[int | None, typer.Option(help="Processes that share every gradient.", show_default=False)]
-NumSamples = Annotated[
-    int | None, typer.Option(min=1, help="Trials, each with a seed of its own; more than 1 is a sweep.", show_default=False)
+NumGpus = Annotated[float | None, typer.Option(help="Number of GPUs for the learner.", show_default=False)]
+NumLearners = Annotated[
+    int | None, typer.Option(help="Number of learner processes that average their gradients.", show_default=False)
 ]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same run.", show_default=False)]
+NumSamples = Annotated[
+    int | None, typer.Option(min=1, help="Number of trials with different seeds; more than 1 is a sweep.", show_default=False)
+]
+Seed = Annotated[int | None, typer.Option(help="Random seed.", show_default=False)]
 Stop = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="timesteps, episode_return_mean, iterations, episodes or time_s; repeatable, or all as JSON.",
+        help="Stop condition: timesteps, episode_return_mean, iterations, episodes or time_s; repeatable, or one JSON object.",
         show_default=False,
     ),
 ]
 Config = Annotated[
-    str | None, typer.Option("--config", metavar="JSON", help="Keys of config, over those of the file.", show_default=False)
+    str | None,
+    typer.Option("--config", metavar="JSON", help="Keys of config as JSON; they override those of the file.", show_default=False),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any key, e.g. lr=1e-3 or model.use_lstm=true; repeatable.", show_default=False
+        "--set", metavar="KEY=VALUE", help="Set any key, e.g. lr=1e-3 or model.use_lstm=true; repeatable.", show_default=False
     ),
 ]
 Track = Annotated[
     list[str] | None,
-    typer.Option(metavar="csv|wandb|mlflow", help="Where numbers go besides TensorBoard; repeatable.", show_default=False),
+    typer.Option(
+        metavar="csv|wandb|mlflow", help="Tracker besides TensorBoard: wandb, mlflow or csv; repeatable.", show_default=False
+    ),
 ]
 LocalDir = Annotated[
     str,
-    typer.Option("--local-dir", "-ep", "--experiment_path", metavar="DIR|URL", help="Where runs go; also s3://BUCKET/PREFIX."),
+    typer.Option("--local-dir", "-ep", "--experiment_path", metavar="DIR|URL", help="Directory for runs, or s3://BUCKET/PREFIX."),
 ]
-TempDir = Annotated[
-    Path | None, typer.Option(help="Where sockets, and the session of a Ray, go while it runs. [TMPDIR]", show_default=False)
+TempDir = Annotated[Path | None, typer.Option(help="Directory for sockets and Ray session files. [TMPDIR]", show_default=False)]
+Project = Annotated[
+    str | None, typer.Option(metavar="DIR|URL", help="With --trial: the run directory is DIR/NAME.", show_default=False)
 ]
-Project = Annotated[str | None, typer.Option(metavar="DIR|URL", help="With --trial: the run is DIR/NAME.", show_default=False)]
-Trial = Annotated[str | None, typer.Option(help="Name of the run inside --project.", show_default=False)]
-CheckpointFreq = Annotated[int | None, typer.Option(help="Checkpoint every N iterations.", show_default=False)]
+Trial = Annotated[str | None, typer.Option(help="Name of the run in --project.", show_default=False)]
+CheckpointFreq = Annotated[int | None, typer.Option(help="Save a checkpoint every N iterations.", show_default=False)]
 CheckpointAtEnd = Annotated[
     bool | None,
-    typer.Option("--checkpoint-at-end/--no-checkpoint-at-end", help="Checkpoint when it ends (the default).", show_default=False),
+    typer.Option(
+        "--checkpoint-at-end/--no-checkpoint-at-end", help="Save a checkpoint at the end (the default).", show_default=False
+    ),
 ]
 KeepCheckpoints = Annotated[
-    int | None, typer.Option("--keep-checkpoints-num", help="Keep the newest N, and the best.", show_default=False)
+    int | None,
+    typer.Option(
+        "--keep-checkpoints-num", help="Number of newest checkpoints to keep; the best is always kept.", show_default=False
+    ),
 ]
 Resume = Annotated[
     str | None,
@@ -154,10 +171,10 @@ Trust = Annotated[
         help="Import whatever code a stored run names (environment, wrappers, models). Only for runs from people you trust.",
     ),
 ]
-LocalMode = Annotated[bool, typer.Option("--local-mode", help="Everything in this process, for debugging.")]
+LocalMode = Annotated[bool, typer.Option("--local-mode", help="Run everything in this process, for debugging.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
-Json = Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")]
-Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="Log what happens; -vv: everything.", metavar="")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")]
+Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="Log more; -vv logs everything.", metavar="")]
 Debug = Annotated[bool, typer.Option("--debug", help="Log everything; show tracebacks.")]
 
 Address = Annotated[
@@ -166,22 +183,29 @@ Address = Annotated[
         "--address",
         "--ray-address",
         metavar="HOST:PORT|auto|local",
-        help="Sample on all machines of this Ray cluster; local starts one here. [RAY_ADDRESS, ip_head]",
+        help="Ray cluster to sample on; local starts one on this machine. [RAY_ADDRESS, ip_head]",
         show_default=False,
         rich_help_panel=RAY,
     ),
 ]
 RayNumCpus = Annotated[
-    int | None, typer.Option(min=1, help="Of a Ray that is started here.", show_default=False, rich_help_panel=RAY)
+    int | None, typer.Option(min=1, help="CPUs of a Ray cluster started here.", show_default=False, rich_help_panel=RAY)
 ]
 RayNumGpus = Annotated[
-    int | None, typer.Option(min=0, help="Of a Ray that is started here: it finds them.", show_default=False, rich_help_panel=RAY)
+    int | None,
+    typer.Option(min=0, help="GPUs of a Ray cluster started here; default: detected.", show_default=False, rich_help_panel=RAY),
 ]
-RayNumNodes = Annotated[int | None, typer.Option(min=1, help="Emulated nodes: only 1.", show_default=False, rich_help_panel=RAY)]
+RayNumNodes = Annotated[
+    int | None, typer.Option(min=1, help="Emulated Ray nodes; only 1 is supported.", show_default=False, rich_help_panel=RAY)
+]
 RayMemory = Annotated[
     int | None,
     typer.Option(
-        "--ray-object-store-memory", min=1, help="Bytes; of a Ray that is started here.", show_default=False, rich_help_panel=RAY
+        "--ray-object-store-memory",
+        min=1,
+        help="Object store size in bytes of a Ray cluster started here.",
+        show_default=False,
+        rich_help_panel=RAY,
     ),
 ]
 
@@ -191,7 +215,7 @@ Distributed = Annotated[
         "-dc",
         "--distributed_coach",
         "--distributed",
-        help="A learner and -n workers, with a memory between them, wherever -dcp says.",
+        help="Train distributed: a learner and -n workers connected by Redis, as the file -dcp says.",
         rich_help_panel=FLEET,
     ),
 ]
@@ -202,7 +226,7 @@ DistributedConfig = Annotated[
         "--distributed_coach_config_path",
         "--distributed-config",
         metavar="FILE",
-        help="Where they run, and what is between them: an INI file.",
+        help="INI file: orchestrator, Redis and data store of the distributed training.",
         show_default=False,
         rich_help_panel=FLEET,
     ),
@@ -214,7 +238,7 @@ SaveSecs = Annotated[
         "-s",
         "--checkpoint_save_secs",
         min=0,
-        help="Seconds between checkpoints: checkpoint_time_s.",
+        help="Seconds between checkpoints; same as checkpoint_time_s.",
         show_default=False,
         rich_help_panel=OLDER,
     ),
@@ -224,38 +248,49 @@ UntilSolved = Annotated[
     typer.Option(
         "-asc",
         "--apply_stop_condition",
-        help="Also stop at the return that the preset, or its environment, is known for.",
+        help="Also stop at the target return of the preset or environment.",
         rich_help_panel=OLDER,
     ),
 ]
-UseCpu = Annotated[bool, typer.Option("-c", "--use_cpu", help="No accelerator.", rich_help_panel=OLDER)]
+UseCpu = Annotated[bool, typer.Option("-c", "--use_cpu", help="Use no GPU.", rich_help_panel=OLDER)]
 EvaluationWorker = Annotated[
     bool,
     typer.Option(
-        "-ew", "--evaluation_worker", help="Evaluate in a process of its own: evaluation_num_workers: 1.", rich_help_panel=OLDER
+        "-ew",
+        "--evaluation_worker",
+        help="Evaluate in a separate process; same as evaluation_num_workers: 1.",
+        rich_help_panel=OLDER,
     ),
 ]
-ListPresets = Annotated[bool, typer.Option("-l", "--list", help="The same as ludus presets list.", rich_help_panel=OLDER)]
-Noted = Annotated[bool, typer.Option(*coach.names(coach.NOTED), help="Have no meaning here; why is said.", rich_help_panel=OLDER)]
+ListPresets = Annotated[
+    bool, typer.Option("-l", "--list", help="List presets; same as `ludus presets list`.", rich_help_panel=OLDER)
+]
+Noted = Annotated[bool, typer.Option(*coach.names(coach.NOTED), help="Ignored; prints the reason.", rich_help_panel=OLDER)]
 NotHere = Annotated[
-    bool, typer.Option(*coach.names(coach.REFUSED), help="Are not here; what to do instead is said.", rich_help_panel=OLDER)
+    bool, typer.Option(*coach.names(coach.REFUSED), help="Not supported; prints the alternative.", rich_help_panel=OLDER)
 ]
 
 ScoreAttr = Annotated[
     str | None,
     typer.Option(
-        "--checkpoint-score-attr", help="What the best checkpoint has most of.", show_default=False, rich_help_panel=OLDER
+        "--checkpoint-score-attr", help="Metric that decides which checkpoint is best.", show_default=False, rich_help_panel=OLDER
     ),
 ]
-UploadDir = Annotated[str | None, typer.Option(help="Not here.", show_default=False, rich_help_panel=OLDER)]
-ResourcesPerTrial = Annotated[
-    str | None, typer.Option(metavar="JSON", help="Cores of a trial of a sweep.", show_default=False, rich_help_panel=OLDER)
+UploadDir = Annotated[
+    str | None, typer.Option(help="Not supported; use --local-dir s3://…", show_default=False, rich_help_panel=OLDER)
 ]
-RedisPassword = Annotated[str | None, typer.Option(help="Has no meaning any more.", show_default=False, rich_help_panel=OLDER)]
+ResourcesPerTrial = Annotated[
+    str | None, typer.Option(metavar="JSON", help="CPUs per trial of a sweep.", show_default=False, rich_help_panel=OLDER)
+]
+RedisPassword = Annotated[
+    str | None, typer.Option(help="Ignored; accepted for old RLlib command lines.", show_default=False, rich_help_panel=OLDER)
+]
 
 
 def _noted(option: str) -> typer.models.OptionInfo:
-    info: typer.models.OptionInfo = typer.Option(option, help="Has no meaning any more.", rich_help_panel=OLDER)
+    info: typer.models.OptionInfo = typer.Option(
+        option, help="Ignored; accepted for old RLlib command lines.", rich_help_panel=OLDER
+    )
     return info
 
 

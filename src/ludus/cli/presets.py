@@ -13,8 +13,8 @@ app = typer.Typer(help="Experiments that come with the package.", no_args_is_hel
 
 
 @app.command("list")
-def list_presets(json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """What there is, and the return that each reaches within so many steps."""
+def list_presets(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the presets with the return that each reaches and the steps it takes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -52,12 +52,12 @@ def _told(preset: str, levels: Sequence[str]) -> str:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="As `ludus presets list` says.")],
+    name: Annotated[str, typer.Argument(help="Name of the preset, see `ludus presets list`.")],
     level: Annotated[
-        str | None, typer.Option("-lvl", "--level", help="Of a preset for many environments.", show_default=False)
+        str | None, typer.Option("-lvl", "--level", help="Environment, for a preset that supports several.", show_default=False)
     ] = None,
 ) -> None:
-    """The YAML of a preset."""
+    """Print the YAML of a preset."""
     from ludus.documents import dump_yaml
     from ludus.experiment import gallery
 

@@ -37,38 +37,46 @@ _TURN_S = 600.0
 
 IpList = Annotated[
     Path,
-    typer.Option("--iplist", metavar="FILE", help="`ip user port slots` per line, or YAML; the first is the learner's machine."),
+    typer.Option(
+        "--iplist",
+        metavar="FILE",
+        help="List of machines, one `ip user port slots` per line, or YAML; the first runs the learner.",
+    ),
 ]
 Node = Annotated[
     int | None,
-    typer.Option("--node", min=0, metavar="N", help="This machine is number N of the list, from 0.", show_default=False),
+    typer.Option("--node", min=0, metavar="N", help="Index of this machine in the list, from 0.", show_default=False),
 ]
 Port = Annotated[
-    int, typer.Option("--port", min=1024, max=65533, help="Of the run, the same on all machines; the next two are used, too.")
+    int,
+    typer.Option(
+        "--port", min=1024, max=65533, help="Port of the run, the same on all machines; the next two ports are used as well."
+    ),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        "--token-file", metavar="FILE", help="The secret of the run, 0600, the same on all machines. [LUDUS_TOKEN_FILE]"
+        "--token-file",
+        metavar="FILE",
+        help="File (mode 0600) with the token of the run, the same on all machines. [LUDUS_TOKEN_FILE]",
     ),
 ]
-LogDir = Annotated[Path | None, typer.Option("--log-dir", metavar="DIR", help="Default: ./logs. [LOG_DIR]", show_default=False)]
+LogDir = Annotated[
+    Path | None,
+    typer.Option("--log-dir", metavar="DIR", help="Directory for logs. Default: ./logs. [LOG_DIR]", show_default=False),
+]
 RunList = Annotated[
     Path | None,
-    typer.Option(
-        "--iplist", metavar="FILE", help="Only of the run of this list, the same FILE as for `start`.", show_default=False
-    ),
+    typer.Option("--iplist", metavar="FILE", help="Only the run of this list, the same FILE as for `start`.", show_default=False),
 ]
-OnlyPort = Annotated[
-    int | None, typer.Option("--port", metavar="PORT", help="Only of the run with this port.", show_default=False)
-]
-All = Annotated[bool, typer.Option("--all", help="Of all runs, where there are several.")]
-Replace = Annotated[bool, typer.Option("--replace", help="End another training of this machine that has the port.")]
-AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill it, without a checkpoint.")]
+OnlyPort = Annotated[int | None, typer.Option("--port", metavar="PORT", help="Only the run with this port.", show_default=False)]
+All = Annotated[bool, typer.Option("--all", help="All runs of this machine.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Stop another training of this machine that uses the port.")]
+AtOnce = Annotated[bool, typer.Option("--at-once", help="Kill at once, without a checkpoint.")]
 Machines = Annotated[
-    bool, typer.Option("--nodes", help="Ask the head, too, which machines are and were in its Ray; that takes some seconds.")
+    bool, typer.Option("--nodes", help="Also ask the Ray head which machines are or were in the cluster; takes some seconds.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def say(sentence: str) -> None:
@@ -262,7 +270,7 @@ def stop(part: Part, runs: RunSelector, everything: bool, at_once: bool) -> None
     if len(running) > 1 and not everything:
         places = ", ".join(f"{status.id} ({status.place})" for status in running)
         raise UsageError(
-            f"There are {len(running)} {part}s here: {places}.", "Say which one: --iplist FILE or --port PORT; or --all."
+            f"There are {len(running)} {part}s here: {places}.", "Choose one: --iplist FILE or --port PORT; or --all."
         )
     say(f"stop {part}" if running else f"stop {part}: none is running here{runs.suffix}")
     for status in running:

@@ -27,29 +27,37 @@ def rollout(
             autocompletion=complete_run,
         ),
     ],
-    run: Annotated[str | None, typer.Option(help="Algorithm; must be the checkpoint's.", show_default=False)] = None,
-    env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.", show_default=False)] = None,
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 10,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Episode i starts from seed + i.")] = 0,
-    video: Annotated[bool, typer.Option("--video", "--monitor", help="Write an mp4 of RGB frames.")] = False,
-    video_grid: Annotated[bool, typer.Option("--video-grid", help="One mp4 with up to 16 episodes side by side.")] = False,
-    depth: Annotated[bool, typer.Option("--depth", help="The environment renders depth: in colours, to …-depth.mp4.")] = False,
-    video_dir: Annotated[Path | None, typer.Option(help="Where the mp4 goes. [default: RUN/videos]", show_default=False)] = None,
-    save_info: Annotated[bool, typer.Option("--save-info", help="Also keep the infos of each step.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="The .npz of all steps. [default: RUN/rollouts/…/steps.npz]", show_default=False)
+    run: Annotated[
+        str | None, typer.Option(help="Algorithm of the checkpoint; checked, for RLlib command lines.", show_default=False)
     ] = None,
-    num_workers: Annotated[int, typer.Option(min=0, help="Processes that share the episodes; 0 = this one.")] = 0,
-    num_gpus: Annotated[float, typer.Option(help="Accelerators.")] = 0,
-    config: Annotated[str | None, typer.Option(metavar="JSON", help="E.g. '{\"env_config\": {…}}'.", show_default=False)] = None,
+    env: Annotated[str | None, typer.Option(help="Another environment with the same spaces.", show_default=False)] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 10,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after N steps.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; episode i uses seed + i.")] = 0,
+    video: Annotated[bool, typer.Option("--video", "--monitor", help="Write an mp4 video of the RGB frames.")] = False,
+    video_grid: Annotated[
+        bool, typer.Option("--video-grid", help="Write one mp4 video with up to 16 episodes side by side.")
+    ] = False,
+    depth: Annotated[bool, typer.Option("--depth", help="Write depth frames in false colours to …-depth.mp4.")] = False,
+    video_dir: Annotated[
+        Path | None, typer.Option(help="Directory for videos. [default: RUN/videos]", show_default=False)
+    ] = None,
+    save_info: Annotated[bool, typer.Option("--save-info", help="Save the info dict of each step.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File for all steps. [default: RUN/rollouts/…/steps.npz]", show_default=False)
+    ] = None,
+    num_workers: Annotated[int, typer.Option(min=0, help="Number of processes; 0 plays in this process.")] = 0,
+    num_gpus: Annotated[float, typer.Option(help="Number of GPUs.")] = 0,
+    config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Overrides as JSON, e.g. '{\"env_config\": {…}}'.", show_default=False)
+    ] = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic/--stochastic", help="The most probable action, or a sampled one.")
+        bool, typer.Option("--deterministic/--stochastic", help="Take the most probable action, or sample.")
     ] = True,
-    track_progress: Annotated[bool, typer.Option("--track-progress", help="Say now and then how far it is.")] = False,
-    no_render: Annotated[bool, typer.Option("--no-render", help="Nothing is shown on a screen in any case.")] = False,
-    use_shelve: Annotated[bool, typer.Option("--use-shelve", help="Steps go to disk as they come in any case.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="The last line of output is the result as JSON.")] = False,
+    track_progress: Annotated[bool, typer.Option("--track-progress", help="Print progress periodically.")] = False,
+    no_render: Annotated[bool, typer.Option("--no-render", help="Ignored: nothing is ever shown on a screen.")] = False,
+    use_shelve: Annotated[bool, typer.Option("--use-shelve", help="Ignored: steps are always streamed to disk.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
     trust: o.Trust = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:

@@ -37,9 +37,9 @@ _Run = Annotated[
         autocompletion=complete_run,
     ),
 ]
-Metric = Annotated[str, typer.Option(help="Any name in metrics.jsonl, e.g. evaluation/return_mean.")]
-Over = Annotated[str, typer.Option(help="timesteps, iterations, episodes or time_s.")]
-Smoothing = Annotated[float, typer.Option(help="Moving average: 0 = none, 0.9 = of about ten points.")]
+Metric = Annotated[str, typer.Option(help="Metric of metrics.jsonl, e.g. evaluation/return_mean.")]
+Over = Annotated[str, typer.Option(help="X axis: timesteps, iterations, episodes or time_s.")]
+Smoothing = Annotated[float, typer.Option(help="Smoothing: 0 = none, 0.9 = over about ten points.")]
 METRIC = "episode_return_mean"
 EVALUATION = "evaluation/return_mean"
 _ALL_PAIRS = 5
@@ -61,7 +61,7 @@ def list_runs(
     tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only runs with this tag.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """A table of runs."""
+    """List runs."""
     rows = [_summary(run) for run in _found(directories)]
     if tag is not None:
         rows = [row for row in rows if tag in row["tags"]]
@@ -79,16 +79,17 @@ def compare(
     metric: Metric = METRIC,
     over: Over = "timesteps",
     at: Annotated[
-        str, typer.Option(metavar="last|best|NUMBER", help="The last tenth, the best value, or after so many timesteps.")
+        str,
+        typer.Option(metavar="last|best|NUMBER", help="Value to compare: mean of the last tenth, the best, or at N timesteps."),
     ] = "last",
     lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="Of the metric: a loss, a cost, a length, a time.")
+        bool, typer.Option("--lower-is-better", help="Lower is better, as for a loss, cost, length or time.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The PNG.")] = Path("compare.png"),
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("compare.png"),
     smoothing: Smoothing = 0.0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Runs side by side with the settings in which they differ, and groups of seeds: mean, interval, and whether they differ."""
+    """Compare runs: the settings that differ, and groups of seeds with mean, interval and whether the difference is significant."""
     from ludus.experiment import compare as comparing
     from ludus.experiment.plot import curves, draw_panels
 
@@ -214,16 +215,20 @@ def delete(
 @app.command()
 def plot(
     directories: Directories = None,
-    out: Annotated[Path, typer.Option(help="The PNG.")] = Path("curves.png"),
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curves.png"),
     metric: Metric = METRIC,
     over: Over = "timesteps",
     group_by: Annotated[
         str | None,
-        typer.Option(metavar="KEY,…", help="auto: seeds together; name, env, lr … [default: every run]", show_default=False),
+        typer.Option(
+            metavar="KEY,…",
+            help="Group runs: auto (by settings, seeds together), name, env, lr … [default: no groups]",
+            show_default=False,
+        ),
     ] = None,
     smoothing: Smoothing = 0.0,
 ) -> None:
-    """Learning curves of several runs in one PNG; of groups of them, with mean and interval."""
+    """Plot learning curves of several runs, or of groups with mean and interval, to a PNG."""
     from ludus.experiment import compare as comparing
     from ludus.experiment import plot as plotting
 

@@ -27,95 +27,103 @@ _Runs = Annotated[
     list[str],
     typer.Argument(
         metavar="[NAME=]RUN|CONFIG …",
-        help="A run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several, each with a name, "
-        "share the port; a game asks for one by the header model, or at /step/NAME.",
+        help="Run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several named ones (NAME=RUN) share the port; a game chooses by the header `model` or the path /step/NAME.",
         show_default=False,
         callback=run_places,
         autocompletion=complete_run,
     ),
 ]
-_Port = Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")]
-_Host = Annotated[str, typer.Option(help="Beyond this machine only with --token-file.")]
-_Workers = Annotated[int, typer.Option(min=1, help="Processes that share the port.")]
-_Backend = Annotated[str, typer.Option(help="torch, onnx or onnx-int8; the latter two are verified first.")]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")]
+_Host = Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")]
+_Workers = Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")]
+_Backend = Annotated[str, typer.Option(help="Inference backend: torch, onnx or onnx-int8; ONNX is verified against torch first.")]
 _TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="Tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Read again when "
-        "it changes.",
+        help="File with the tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes.",
         show_default=False,
         rich_help_panel=_OPS,
     ),
 ]
 _Rate = Annotated[
-    float, typer.Option(min=0, help="Requests per second of each token, in each worker; 0 = any.", rich_help_panel=_OPS)
+    float,
+    typer.Option(min=0, help="Maximum requests per second of each token in each worker; 0 = unlimited.", rich_help_panel=_OPS),
 ]
 _TlsCert = Annotated[
-    Path | None, typer.Option(help="Certificate chain (PEM): serve https.", show_default=False, rich_help_panel=_OPS)
+    Path | None, typer.Option(help="Certificate chain (PEM); enables https.", show_default=False, rich_help_panel=_OPS)
 ]
-_TlsKey = Annotated[Path | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_OPS)]
+_TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM).", show_default=False, rich_help_panel=_OPS)]
 _DrainS = Annotated[
-    float, typer.Option(min=0, help="After SIGTERM sessions in play may go on for so long.", rich_help_panel=_OPS)
+    float, typer.Option(min=0, help="Seconds that open sessions may continue after SIGTERM.", rich_help_panel=_OPS)
 ]
 _AccessLog = Annotated[
     str | None,
-    typer.Option(help="File for one JSON line per start, end and refusal; - = here.", show_default=False, rich_help_panel=_OPS),
+    typer.Option(
+        help="Access log with one JSON line per start, end and refusal; - = stdout.", show_default=False, rich_help_panel=_OPS
+    ),
 ]
-_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="And one per tick.", rich_help_panel=_OPS)]
-_LogFormat = Annotated[str, typer.Option(help="text or json: errors and events, on stderr.", rich_help_panel=_OPS)]
+_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="Also log every tick.", rich_help_panel=_OPS)]
+_LogFormat = Annotated[str, typer.Option(help="Format of the log on stderr: text or json.", rich_help_panel=_OPS)]
 _Record = Annotated[
     Path | None,
-    typer.Option(help="Directory for a part of the matches, to train from.", show_default=False, rich_help_panel=_OPS),
+    typer.Option(help="Directory for recorded matches, to train from.", show_default=False, rich_help_panel=_OPS),
 ]
-_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Of the sessions.", rich_help_panel=_OPS)]
-_RecordMb = Annotated[int, typer.Option(min=1, help="The directory never grows beyond this.", rich_help_panel=_OPS)]
+_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Fraction of sessions to record.", rich_help_panel=_OPS)]
+_RecordMb = Annotated[int, typer.Option(min=1, help="Maximum size of that directory in MB.", rich_help_panel=_OPS)]
 _Follow = Annotated[
-    bool, typer.Option("--follow", help="Take up new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
+    bool, typer.Option("--follow", help="Load new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
 ]
 _Version = Annotated[
-    int | None, typer.Option(help="Serve this version, not the newest.", show_default=False, rich_help_panel=_VERSIONS)
+    int | None, typer.Option(help="Serve this version instead of the newest.", show_default=False, rich_help_panel=_VERSIONS)
 ]
 _Level = Annotated[
     list[int] | None,
-    typer.Option(help="Another version that a session may ask for; repeat it.", show_default=False, rich_help_panel=_VERSIONS),
+    typer.Option(
+        help="Additional version that a session may ask for; repeatable.", show_default=False, rich_help_panel=_VERSIONS
+    ),
 ]
 _Temperature = Annotated[
     float,
     typer.Option(
         min=0,
         max=100,
-        help="0 = the most probable action, 1 = as in training; a session may say its own.",
+        help="0 = most probable action, 1 = sample as in training; a session may set its own.",
         rich_help_panel=_VERSIONS,
     ),
 ]
 _MaxLiveVersions = Annotated[
-    int, typer.Option(min=1, help="That are played side by side; then the oldest sessions move.", rich_help_panel=_VERSIONS)
+    int,
+    typer.Option(
+        min=1, help="Versions served at once; beyond it the oldest sessions move to a newer one.", rich_help_panel=_VERSIONS
+    ),
 ]
 _OnMove = Annotated[
-    str, typer.Option(help="carry or reset: the recurrent state of a session that moves.", rich_help_panel=_VERSIONS)
+    str,
+    typer.Option(help="Recurrent state of a session that moves to another version: carry or reset.", rich_help_panel=_VERSIONS),
 ]
 _Canary = Annotated[
     float,
-    typer.Option(min=0, max=100, help="Percent of new sessions that try a new version first.", rich_help_panel=_VERSIONS),
+    typer.Option(min=0, max=100, help="Percentage of new sessions that get a new version first.", rich_help_panel=_VERSIONS),
 ]
-_CanaryS = Annotated[float, typer.Option(min=0, help="A trial lasts at least so long.", rich_help_panel=_VERSIONS)]
-_CanaryRequests = Annotated[int, typer.Option(min=1, help="And so many requests.", rich_help_panel=_VERSIONS)]
+_CanaryS = Annotated[float, typer.Option(min=0, help="Minimum duration of a canary, in seconds.", rich_help_panel=_VERSIONS)]
+_CanaryRequests = Annotated[int, typer.Option(min=1, help="Minimum number of requests of a canary.", rich_help_panel=_VERSIONS)]
 _TickTimeoutS = Annotated[
-    float | None, typer.Option(help="Longest time that an answer may take. [default: as in training]", show_default=False)
+    float | None, typer.Option(help="Time limit of a reply, in seconds. [default: as in training]", show_default=False)
 ]
 _SilentS = Annotated[
     float | None,
-    typer.Option(help="A session without a request for so long is ended. [default: as in training]", show_default=False),
+    typer.Option(help="Seconds without a request after which a session is ended. [default: as in training]", show_default=False),
 ]
 _MaxSessions = Annotated[
-    int | None, typer.Option(min=1, help="Open at once in each worker. [default: as in training]", show_default=False)
+    int | None,
+    typer.Option(min=1, help="Maximum number of open sessions of each worker. [default: as in training]", show_default=False),
 ]
-_MaxConnections = Annotated[int, typer.Option(min=1, help="Open connections of each worker.")]
+_MaxConnections = Annotated[int, typer.Option(min=1, help="Maximum number of connections of each worker.")]
 _MaxPerAddress = Annotated[
     int, typer.Option(min=0, help="Open connections of one client address in each worker; 0 = any number, as behind a proxy.")
 ]
-_LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Where the runs of a YAML file are.")]
-_Json = Annotated[bool, typer.Option("--json", help="Say where it listens as a line of JSON.")]
+_LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Directory with the runs of a YAML file.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")]
 
 
 def serve(

@@ -32,9 +32,9 @@ def status(
             autocompletion=complete_run,
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as one line of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one line of JSON.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every second (on a store: every 5 s), until the run has ended.")
+        bool, typer.Option("--watch", help="Refresh every second (every 5 s on a remote store) until the run has ended.")
     ] = False,
 ) -> None:
     """What a run is doing: its state, its workers, and what limits its speed."""

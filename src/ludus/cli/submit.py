@@ -36,67 +36,88 @@ def _of(panel: str, *names: str, metavar: str | None = None, help: str) -> Any: 
 def submit(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND [OPTION]...", help="As after `ludus`: train CartPole-v1 …", show_default=False),
+        typer.Argument(
+            metavar="-- COMMAND [OPTION]...", help="Command to run, as after `ludus`: train CartPole-v1 …", show_default=False
+        ),
     ] = None,
-    on: Annotated[str | None, _of(_ALL, "--on", metavar="local|ssh|slurm|module:Class", help="Where. Default: local.")] = None,
+    on: Annotated[
+        str | None,
+        _of(_ALL, "--on", metavar="local|ssh|slurm|module:Class", help="Launcher: local, ssh or slurm. Default: local."),
+    ] = None,
     file: Annotated[
-        Path | None, _of(_ALL, "-f", "--file", help="cluster.yaml: all of this as a file; options come before it.")
+        Path | None, _of(_ALL, "-f", "--file", help="Cluster file with these settings; options on the command line override it.")
     ] = None,
-    name: Annotated[str | None, _of(_ALL, "--name", help="Its id begins so.")] = None,
-    nodes: Annotated[int | None, _of(_ALL, "--nodes", "-N", help="Machines. train and tune use them all.")] = None,
-    min_nodes: Annotated[int | None, _of(_ALL, "--min-nodes", help="Begin with so many. Default: all.")] = None,
+    name: Annotated[str | None, _of(_ALL, "--name", help="Prefix of the job id.")] = None,
+    nodes: Annotated[int | None, _of(_ALL, "--nodes", "-N", help="Number of machines; train and tune use all of them.")] = None,
+    min_nodes: Annotated[
+        int | None, _of(_ALL, "--min-nodes", help="Start when this many machines are ready. Default: all.")
+    ] = None,
     learner_nodes: Annotated[
-        int | None, _of(_ALL, "--learner-nodes", help="So many of the first ones compute gradients; for train. Default: 1.")
+        int | None, _of(_ALL, "--learner-nodes", help="Machines that run a learner (for train). Default: 1.")
     ] = None,
-    wait_s: Annotated[float | None, _of(_ALL, "--wait-s", help="Seconds in which they must have come. Default: 300.")] = None,
-    cpus: Annotated[int | None, _of(_ALL, "--cpus", help="Cores of each that may be used.")] = None,
-    gpus: Annotated[int | None, _of(_ALL, "--gpus", help="Accelerators of each.")] = None,
-    env: Annotated[list[str] | None, _of(_ALL, "--env", metavar="NAME=VALUE", help="For its processes; repeatable.")] = None,
+    wait_s: Annotated[float | None, _of(_ALL, "--wait-s", help="Seconds to wait for the machines. Default: 300.")] = None,
+    cpus: Annotated[int | None, _of(_ALL, "--cpus", help="Cores to use on each machine.")] = None,
+    gpus: Annotated[int | None, _of(_ALL, "--gpus", help="GPUs of each machine.")] = None,
+    env: Annotated[
+        list[str] | None,
+        _of(_ALL, "--env", metavar="NAME=VALUE", help="Environment variable of the job's processes; repeatable."),
+    ] = None,
     secret: Annotated[
         list[str] | None,
-        _of(_ALL, "--secret", metavar="NAME", help="A variable of this environment, handed on and never written; repeatable."),
+        _of(
+            _ALL,
+            "--secret",
+            metavar="NAME",
+            help="Environment variable to pass on from here; its value is never written to a file; repeatable.",
+        ),
     ] = None,
     setup: Annotated[
         list[str] | None,
-        _of(_ALL, "--setup", metavar="LINE", help="A line of shell before it: module load …, a virtual environment; repeatable."),
+        _of(_ALL, "--setup", metavar="LINE", help="Shell line to run first, such as `module load …`; repeatable."),
     ] = None,
-    python: Annotated[str | None, _of(_ALL, "--python", help="The interpreter there.")] = None,
-    workdir: Annotated[str | None, _of(_ALL, "--workdir", metavar="DIR", help="Where it starts, there.")] = None,
-    grace_s: Annotated[float | None, _of(_ALL, "--grace-s", help="Seconds to end in when asked to. Default: 60.")] = None,
-    iplist: Annotated[Path | None, _of(_SSH, "--iplist", metavar="FILE", help="Lines of `ip user port slots`, or YAML.")] = None,
-    identity: Annotated[Path | None, _of(_SSH, "--identity", metavar="FILE", help="The private key.")] = None,
-    known_hosts: Annotated[Path | None, _of(_SSH, "--known-hosts", metavar="FILE", help="The keys of the machines.")] = None,
+    python: Annotated[str | None, _of(_ALL, "--python", help="Python interpreter on the machines.")] = None,
+    workdir: Annotated[str | None, _of(_ALL, "--workdir", metavar="DIR", help="Working directory on the machines.")] = None,
+    grace_s: Annotated[float | None, _of(_ALL, "--grace-s", help="Seconds to shut down after SIGTERM. Default: 60.")] = None,
+    iplist: Annotated[
+        Path | None, _of(_SSH, "--iplist", metavar="FILE", help="List of machines, one `ip user port slots` per line, or YAML.")
+    ] = None,
+    identity: Annotated[Path | None, _of(_SSH, "--identity", metavar="FILE", help="Private SSH key.")] = None,
+    known_hosts: Annotated[Path | None, _of(_SSH, "--known-hosts", metavar="FILE", help="Known-hosts file.")] = None,
     copy: Annotated[
-        list[Path] | None, _of(_SSH, "--copy", metavar="PATH", help="Sent into the workdir first; repeatable.")
+        list[Path] | None,
+        _of(_SSH, "--copy", metavar="PATH", help="File or directory to copy to the working directory first; repeatable."),
     ] = None,
     time: Annotated[
-        str | None, _of(_SLURM, "--time", "-t", metavar="[D-]HH:MM:SS", help="Limit; then it goes on in a new turn.")
+        str | None,
+        _of(_SLURM, "--time", "-t", metavar="[D-]HH:MM:SS", help="Slurm time limit; the job then continues in a new allocation."),
     ] = None,
-    memory: Annotated[str | None, _of(_SLURM, "--memory", metavar="SIZE", help="Of each node: 32G.")] = None,
-    account: Annotated[str | None, _of(_SLURM, "--account", "-A", help="Who pays.")] = None,
-    partition: Annotated[str | None, _of(_SLURM, "--partition", "-p", help="Which queue.")] = None,
+    memory: Annotated[str | None, _of(_SLURM, "--memory", metavar="SIZE", help="Memory per node, e.g. 32G.")] = None,
+    account: Annotated[str | None, _of(_SLURM, "--account", "-A", help="Slurm account to charge.")] = None,
+    partition: Annotated[str | None, _of(_SLURM, "--partition", "-p", help="Slurm partition.")] = None,
     qos: Annotated[str | None, _of(_SLURM, "--qos", help="Quality of service.")] = None,
-    constraint: Annotated[str | None, _of(_SLURM, "--constraint", "-C", help="Features of the nodes.")] = None,
+    constraint: Annotated[str | None, _of(_SLURM, "--constraint", "-C", help="Required node features.")] = None,
     extra: Annotated[
         list[str] | None,
-        _of(_SLURM, "--extra", metavar="OPTION", help="Any other one of sbatch: --extra=--mail-type=END; repeatable."),
+        _of(_SLURM, "--extra", metavar="OPTION", help="Other sbatch option, e.g. --extra=--mail-type=END; repeatable."),
     ] = None,
     requeue: Annotated[
-        bool | None, _of(_SLURM, "--requeue/--no-requeue", help="Queue it again when its time is up. Default: yes.")
+        bool | None, _of(_SLURM, "--requeue/--no-requeue", help="Requeue the job when its time limit is reached. Default: yes.")
     ] = None,
     signal_s: Annotated[
-        int | None, _of(_SLURM, "--signal-s", help="Seconds before its limit in which it saves. Default: 120.")
+        int | None, _of(_SLURM, "--signal-s", help="Seconds before the time limit at which it saves. Default: 120.")
     ] = None,
     interactive: Annotated[
-        bool, _of(_SLURM, "--interactive", help="Here, in the allocation of salloc; without one, one is asked for.")
+        bool, _of(_SLURM, "--interactive", help="Run in the current salloc allocation; without one, request one.")
     ] = False,
-    redis_password: Annotated[str | None, _of(_SLURM, "--redis-password", help="Has no meaning any more.")] = None,
-    dry_run: Annotated[bool, _of(_SAID, "--dry-run", help="Print what would be written and run, and touch nothing.")] = False,
+    redis_password: Annotated[
+        str | None, _of(_SLURM, "--redis-password", help="Ignored; accepted for old RLlib command lines.")
+    ] = None,
+    dry_run: Annotated[bool, _of(_SAID, "--dry-run", help="Print the files and commands without doing anything.")] = False,
     wait: Annotated[
-        bool, _of(_SAID, "--wait", help="Show what it says until it is over; exit with its exit code. Ctrl-C leaves it running.")
+        bool, _of(_SAID, "--wait", help="Follow the log until the job is over and exit with its code. Ctrl-C leaves it running.")
     ] = False,
-    as_json: Annotated[bool, _of(_SAID, "--json", help="The last line of output is one JSON object.")] = False,
-    quiet: Annotated[bool, _of(_SAID, "--quiet", "-q", help="The id, and no more.")] = False,
+    as_json: Annotated[bool, _of(_SAID, "--json", help="Print one JSON object on the last line.")] = False,
+    quiet: Annotated[bool, _of(_SAID, "--quiet", "-q", help="Print only the job id.")] = False,
 ) -> None:
     """Run a command as a job, and print its id: `ludus jobs` shows, waits for and ends it.
 
@@ -107,7 +128,7 @@ def submit(
 
     say: Say = _unsaid if quiet else jobs.say
     if redis_password is not None:
-        say("--redis-password is ignored: Ray has no such password any more; every job has a token of its own")
+        say("--redis-password is ignored: Ray no longer uses a Redis password; every job has its own token")
     begun = load_target(file) if file is not None else Target()
     target = begun.merged(
         on=on, name=name, nodes=nodes, min_nodes=min_nodes, learner_nodes=learner_nodes, wait_s=wait_s, cpus=cpus, gpus=gpus, memory=memory,
@@ -159,7 +180,7 @@ def _submit(on: str, orchestrator: Orchestrator, job: Job, say: Say, *, wait: bo
     job_id = orchestrator.submit(job)
     if not wait:
         print(json.dumps(_found(on, orchestrator, job, job_id).to_json()) if as_json else job_id, flush=True)
-        say(f"submitted to {on}; `ludus jobs logs -f {job_id}` shows what it says, `ludus jobs cancel {job_id}` ends it")
+        say(f"submitted to {on}; `ludus jobs logs -f {job_id}` follows its log, `ludus jobs cancel {job_id}` stops it")
         return
     say(f"{job_id} is submitted to {on}; Ctrl-C leaves it running")
     with jobs.detached_by_interrupt(job_id):

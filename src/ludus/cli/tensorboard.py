@@ -40,17 +40,17 @@ def tensorboard(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run, a sweep, or a directory or URL with runs.",
+            help="Run, sweep, or directory or URL with runs.",
             callback=run_place,
             autocompletion=complete_run,
         ),
     ] = "runs",
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65_535, help=f"Default: the first from {PORT} on that is free.", show_default=False),
+        typer.Option(min=1, max=65_535, help=f"Port. Default: the first free one from {PORT}.", show_default=False),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where it listens: it has no password.")] = "127.0.0.1",
-    print_: Annotated[bool, typer.Option("--print", help="Only print the line for SSH; start nothing.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; TensorBoard has no password.")] = "127.0.0.1",
+    print_: Annotated[bool, typer.Option("--print", help="Only print the SSH tunnel command.")] = False,
 ) -> None:
     """Show the curves of a run in TensorBoard, and say how to see them from another machine. Ctrl-C ends it."""
     if print_:

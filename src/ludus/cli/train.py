@@ -206,7 +206,7 @@ _NOTES = {
     "--eager": "it is of TensorFlow, and networks are PyTorch's",
     "--trace": "it is of TensorFlow, and networks are PyTorch's",
     "--no-ray-ui": "no dashboard is ever started",
-    "--redis-password": "Ray has no such password any more; a cluster lets in whoever has its token",
+    "--redis-password": "Ray no longer uses a Redis password; clusters use tokens",
     "--ray-num-gpus": "a Ray that is started here finds the GPUs of this machine by itself",
 }
 
@@ -298,7 +298,7 @@ def _resume_one(where: str, given: Mapping[str, Any], stop: Mapping[str, Any], s
     changed = [name for name, value in given.items() if value is not None]
     if changed:
         raise UsageError(
-            f"--resume continues a run as it is configured; {', '.join(changed)} cannot be changed.",
+            f"--resume continues a run with its own settings; {', '.join(changed)} cannot be changed.",
             "Use --restore to start a new run from it.",
         )
     result = starter.resume(where, {"stop": dict(stop)} if stop else {})
@@ -420,7 +420,7 @@ class Starter:
             if self.note is not None:
                 place = shown(directory) if is_remote(directory) else str(directory.expanduser().absolute())
                 if trouble := self.note.write(name, place):
-                    self.voice(f"if this job is started again, it begins anew: {self.note.path} cannot be written: {trouble}")
+                    self.voice(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
         return note
 
@@ -448,7 +448,7 @@ class Starter:
             return None, None
         directory = directory_of(place)
         if not holds_run(directory):
-            self.voice(f"{shown(directory)}, which {self.note.path} names, holds no run: it begins anew")
+            self.voice(f"{shown(directory)}, which {self.note.path} names, holds no run: starting a new one")
             return None, directory
         ours, theirs = (read_experiment(each).data for each in (data, Run.open(directory).config()))
         if (ours.get("env"), ours.get("run", "PPO")) != (theirs.get("env"), theirs.get("run", "PPO")):
@@ -468,11 +468,11 @@ class Starter:
             try:
                 changes = continuing.changes(begun, data, cluster)
             except ConfigError as error:
-                self.voice(f"it goes on as it began: {error.message}")
+                self.voice(f"resuming with the original settings: {error.message}")
         if _is_finished(begun) and ("stop" not in changes or experiment.is_over(begun, changes, cluster)):
             self.voice(f"{place_of(begun)} is finished")
             return stored_result(begun)
-        self.voice(f"this job has begun before: it goes on with {place_of(begun)}")
+        self.voice(f"this job ran before: resuming {place_of(begun)}")
         more = {"changes": changes, "restore": self.restore, "again": True}
         return self.shown(lambda experiment, told: experiment.resume(begun, **more, **told))
 
@@ -482,7 +482,7 @@ class Starter:
 
         if self.newest and self.changed and (Path(self.local_dir) / name / STATE).exists():
             raise UsageError(
-                f"--resume goes on with a sweep as it is configured; {', '.join(self.changed)} cannot be changed.",
+                f"--resume continues a sweep with its own settings; {', '.join(self.changed)} cannot be changed.",
                 "Leave it out, or give the sweep another name.",
             )
         sweep({name: data}, self, resources)

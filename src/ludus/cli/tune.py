@@ -51,27 +51,27 @@ def tune(
     experiment_name: Annotated[
         str | None,
         typer.Option(
-            "--name", "--experiment-name", help="Names the directory of the sweep. Default: default.", show_default=False
+            "--name", "--experiment-name", help="Name of the sweep, its directory. Default: default.", show_default=False
         ),
     ] = None,
-    local_dir: Annotated[Path, typer.Option(help="Where sweeps go.")] = Path("runs"),
+    local_dir: Annotated[Path, typer.Option(help="Directory for sweeps.")] = Path("runs"),
     scheduler: Annotated[
-        str | None, typer.Option(metavar="asha|pbt", help="Who stops or changes trials; tune.scheduler.", show_default=False)
+        str | None, typer.Option(metavar="asha|pbt", help="Trial scheduler; same as tune.scheduler.", show_default=False)
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="What is compared; tune.metric.", show_default=False)] = None,
-    mode: Annotated[str | None, typer.Option(metavar="max|min", help="tune.mode.", show_default=False)] = None,
+    metric: Annotated[str | None, typer.Option(help="Metric to optimise; same as tune.metric.", show_default=False)] = None,
+    mode: Annotated[
+        str | None, typer.Option(metavar="max|min", help="max or min; same as tune.mode.", show_default=False)
+    ] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Trials at the same time. Default: as many as fit.", show_default=False)
+        int | None, typer.Option(min=1, help="Trials to run at once. Default: as many as fit.", show_default=False)
     ] = None,
-    max_failures: Annotated[
-        int | None, typer.Option(min=0, help="A failed trial is tried so often again.", show_default=False)
-    ] = None,
+    max_failures: Annotated[int | None, typer.Option(min=0, help="Retries of a failed trial.", show_default=False)] = None,
     checkpoint_freq: o.CheckpointFreq = None,
     keep_checkpoints_num: o.KeepCheckpoints = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Go on with the sweep in this directory.", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="Resume the sweep in this directory.", show_default=False)
     ] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: failed trials too.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: rerun failed trials as well.")] = False,
     trust: o.Trust = False,
     quiet: o.Quiet = False,
     json_: o.Json = False,
@@ -82,7 +82,7 @@ def tune(
             "--address",
             "--ray-address",
             metavar="HOST:PORT|auto",
-            help="Run trials on this Ray cluster. Default: on one that is started here for the sweep. [RAY_ADDRESS, ip_head]",
+            help="Ray cluster to run trials on. Default: one started here for the sweep. [RAY_ADDRESS, ip_head]",
             show_default=False,
             rich_help_panel=o.RAY,
         ),
@@ -117,7 +117,7 @@ def tune(
         others |= {"--" + name.replace("_", "-"): value for name, value in (top | section | settings).items()}
         given = [name for name, value in others.items() if value is not None]
         if given:
-            raise UsageError(f"--resume goes on with a sweep as it is configured; {', '.join(given)} cannot be changed.")
+            raise UsageError(f"--resume continues a sweep with its own settings; {', '.join(given)} cannot be changed.")
         shell.resume(resume, retry_failed)
         return
     if retry_failed:
@@ -190,7 +190,7 @@ class Shell:
         with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
             options = self._options(board)
             if begun:
-                self.say(f"this job has begun before: it goes on with {', '.join(map(str, begun.values()))}")
+                self.say(f"this job ran before: resuming {', '.join(map(str, begun.values()))}")
                 results = resume_sweeps(list(begun.values()), options)
             if new and not any(result.interrupted for result in results):
                 results += run_sweep(new, options)
@@ -206,12 +206,12 @@ class Shell:
                 if (Path(place) / STATE).exists():
                     found[name] = Path(place)
                 else:
-                    self.say(f"{place}, which {self.note.path} names, holds no sweep: it begins anew")
+                    self.say(f"{place}, which {self.note.path} names, holds no sweep: starting a new one")
         return found
 
     def _noted(self, name: str, directory: Path) -> None:
         if self.note is not None and (trouble := self.note.write(name, str(directory.absolute()))):
-            self.say(f"if this job is started again, it begins anew: {self.note.path} cannot be written: {trouble}")
+            self.say(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
 
     def resume(self, directory: Path, retry_failed: bool) -> None:
         from ludus.experiment.tuning import resume_sweep

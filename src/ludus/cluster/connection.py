@@ -146,8 +146,8 @@ def explained(settings: SshSettings, node: int, code: int | None, said: str) -> 
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")[:_SHOWN]
     if "IDENTIFICATION HAS CHANGED" in said:
         return UsageError(
-            f"{at.host} has another host key than the one that is known: somebody may stand between.",
-            f"If it was installed anew, remove the old key (ssh-keygen -R {at.host}), and compare the new one: {scan}",
+            f"{at.host} has a different host key than the known one: the connection may be intercepted.",
+            f"If it was reinstalled, remove the old key (ssh-keygen -R {at.host}), and compare the new one: {scan}",
         )
     if "Host key verification failed" in said:
         return UsageError(

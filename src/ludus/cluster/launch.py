@@ -147,7 +147,7 @@ def cleaned(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if option_of(word) == IGNORED:
             if "=" not in word:
                 next(rest, None)
-            notices.append(f"{IGNORED} is ignored: Ray has no such password any more; every job has a token of its own")
+            notices.append(f"{IGNORED} is ignored: Ray no longer uses a Redis password; every job has its own token")
             continue
         if _PASSWORD_INSIDE.search(word):
             raise UsageError(

@@ -140,7 +140,7 @@ def _end_of(log: Path) -> str:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError as error:
         raise LudusError(f"{log} cannot be read: {error.strerror}.") from error
-    return lines[-1] if lines else f"it said nothing; see {log}."
+    return lines[-1] if lines else f"it printed nothing; see {log}."
 
 
 def _private(path: str, flags: int) -> int:

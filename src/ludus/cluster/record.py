@@ -198,11 +198,11 @@ def make_private(directory: Path) -> Path:
             directory.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         above = directory.parent.stat()
         if above.st_uid not in (0, os.getuid()) and not above.st_mode & stat.S_ISVTX:  # its owner could put another in our place
-            raise UsageError(f"{directory.parent} belongs to somebody else.", "Set LUDUS_STATE_DIR to a directory of your own.")
+            raise UsageError(f"{directory.parent} belongs to another user.", "Set LUDUS_STATE_DIR to a directory of your own.")
         directory.mkdir(mode=PRIVATE, exist_ok=True)
         found = directory.stat()
         if found.st_uid != os.getuid():
-            raise UsageError(f"{directory} belongs to somebody else.", "Set LUDUS_STATE_DIR to a directory of your own.")
+            raise UsageError(f"{directory} belongs to another user.", "Set LUDUS_STATE_DIR to a directory of your own.")
         if found.st_mode & 0o077:
             directory.chmod(PRIVATE)
     except OSError as error:

@@ -206,7 +206,7 @@ class SshOrchestrator:
         silent = [settings.nodes[node].host for node, said in enumerate(found) if isinstance(said, WorkerFailed)]
         if silent:
             raise WorkerFailed(
-                f"The job {job_id} is cancelled, but {', '.join(silent)} could not be told: no answer.",
+                f"The job {job_id} is cancelled, but {', '.join(silent)} could not be notified: no answer.",
                 f"What runs there ends by itself when it does not reach the first machine for {settings.patience_s:g} s; "
                 "if that is the first machine, cancel again when it is back.",
             )

@@ -342,7 +342,7 @@ class Supervisor:
     def _bereaved(self) -> None:
         assert self._lifeline is not None
         self._selector.unregister(self._lifeline)
-        self._cancel("whoever started it is gone")
+        self._cancel("the process that started it is gone")
 
     # -- ending
 

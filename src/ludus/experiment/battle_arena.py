@@ -119,7 +119,7 @@ def check(one: Contestant, size: int) -> None:
         shown = f"There is no built-in player {one.name!r}." if one.name else f"{RULE} alone is no player of the Arena."
         raise UsageError(shown, did_you_mean(f"{RULE}:{one.name}", [f"{RULE}:{name}" for name in SCRIPTS]))
     if isinstance(one, Trained) and one.several:
-        raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Say which one plays: --model-a, --model-b.")
+        raise UsageError(f"{one.label} has the models {', '.join(one.several)}.", "Choose one: --model-a, --model-b.")
     if isinstance(one, Trained) and (wrong := misfit(one.policy, size)):
         raise IncompatibleCheckpoint(f"{one.label} does not play the Arena {size}v{size}: {wrong}.", _instead(one.policy, size))
 

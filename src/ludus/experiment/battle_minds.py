@@ -309,7 +309,7 @@ def mind_of(one: Contestant, agents: Mapping[str, AgentSpaces], env: str, places
         if agent not in one.seats and one.several:
             raise UsageError(
                 f"{one.label} has the models {', '.join(one.several)}, and none that was trained to play {agent!r} of {env}.",
-                "Say which one plays: --model-a, --model-b.",
+                "Choose one: --model-a, --model-b.",
             )
         policy = of[agent] = one.seats.get(agent, one.policy)
         _check_fits(one.label, policy.observation_space, policy.action_space, agent, known)

@@ -190,7 +190,7 @@ def _of_version(run: Path, number: int, model: str | None) -> Trained:
             if model is None and set(agents_of(experiment["config"]).values()) - {name}:
                 raise UsageError(
                     f"{shown(run)} has kept version {number} of {name!r}, and no checkpoint with all of its models.",
-                    "Say which one plays: --model-a, --model-b.",
+                    "Choose one: --model-a, --model-b.",
                 )
             seats = dict.fromkeys(external.only_model_seats(experiment, name), policy)
             return Trained(f"{run.name}@{number}", policy, number, where, experiment["config"], seats, experiment["env"])
@@ -229,7 +229,7 @@ def _chosen(found: checkpoint.Checkpoint, model: str | None) -> str:
         return names[0] if len(names) == 1 else DEFAULT_MODEL
     if agents_of(_config(found)):
         return names[0]
-    raise UsageError(f"Checkpoint {found.name} has the models {', '.join(names)}.", "Say which one plays: --model-a, --model-b.")
+    raise UsageError(f"Checkpoint {found.name} has the models {', '.join(names)}.", "Choose one: --model-a, --model-b.")
 
 
 def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping[str, str]:

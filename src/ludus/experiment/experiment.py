@@ -509,7 +509,7 @@ def _learn(
     if again and set_up and not there:  # to begin anew, below a mount point, would be another run of that name
         raise StoreUnavailable(
             f"{place_of(directory)} does not hold the run any more.",
-            "Is its file system still mounted, and has nobody deleted the run?",
+            "Check that the file system is mounted and the run was not deleted.",
         )
     if data is None or there:
         return _resume(directory, changes, restore, sinks, announce, cluster, again)
@@ -601,7 +601,7 @@ def training(
         ) as shown,
     ):
         if before is not None:
-            log.info("continuing from checkpoint %s; environments start anew", before.name)
+            log.info("continuing from checkpoint %s; environments start from their reset", before.name)
         if parts.run.meta().get("learner_restarts"):
             parts.conductor.hurry()
         ours = Training(parts, resolved, shown)

@@ -113,7 +113,7 @@ def export_policy(
 def _chosen(found: Checkpoint, model: str | None) -> str:
     names = list(found.weights)
     if model is None and len(names) > 1:
-        raise UsageError(f"The checkpoint has {len(names)} models: {', '.join(names)}.", "Say which with --model.")
+        raise UsageError(f"The checkpoint has {len(names)} models: {', '.join(names)}.", "Choose one with --model.")
     if model is not None and model not in names:
         raise UsageError(f"The checkpoint has no model {model!r}.", f"It has {', '.join(names)}.")
     return model or names[0]

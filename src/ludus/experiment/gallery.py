@@ -82,7 +82,7 @@ def summary(name: str) -> Preset:
     ((_, data),) = experiments(name).items()
     checked = configs.experiment({"name": name, **data})
     if checked.target is None:
-        raise UnknownName(f"Nobody has measured what {name} reaches.")
+        raise UnknownName(f"No result has been measured for {name} reaches.")
     return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
 
 

@@ -185,7 +185,7 @@ def stage_of(
     made_with = found.state["config"]
     name = env or made_with["env"]
     if name == EXTERNAL:
-        raise UsageError("Games call this agent; there is no environment to play.", f"ludus serve {where}")
+        raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
     settings = made_with["config"]
     mapping = (settings.get("multiagent") or {}).get("policy_mapping")
     models = {
@@ -226,7 +226,7 @@ def staged_agent(
     made_with = agent.experiment() if isinstance(agent, RunAgent) else {}
     settings, name = made_with.get("config", {}), env or made_with.get("env")
     if name is None:
-        raise UsageError("An agent alone does not say what it is to play.", "Give env=…")
+        raise UsageError("An agent alone does not name an environment.", "Give env=…")
     _check_playable(name, settings, agent)
     wrappers = settings.get("wrappers") or ()
     factory_of(name)  # before another process, which trusts what this one does, is asked to play it
@@ -250,7 +250,7 @@ def staged_agent(
 def _check_playable(env: str, settings: Mapping[str, Any], agent: TrainedAgent) -> None:
     where = agent.run_dir if isinstance(agent, RunAgent) else "RUN"
     if env == EXTERNAL:
-        raise UsageError("Games call this agent; there is no environment to play.", f"ludus serve {where}")
+        raise UsageError("Trained with env: external, so there is nothing to roll out.", f"Use ludus serve {where}.")
     if settings.get("multiagent"):
         raise UsageError(
             "This agent was trained beside others in one environment, and cannot play it alone.",
@@ -356,7 +356,7 @@ class MatchPlayer:
         try:
             missing = sorted(set(self._match.agents) - set(cast))
             if missing:
-                raise IncompatibleCheckpoint(f"Nobody was trained to play {missing[0]!r} of {stage.env}: it has other agents.")
+                raise IncompatibleCheckpoint(f"No policy was trained to play {missing[0]!r} of {stage.env}: it has other agents.")
             policies = stage.policies()
             self._policies = {agent: policies[cast[agent]] for agent in self._match.agents}
         except BaseException:

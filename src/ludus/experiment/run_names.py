@@ -61,7 +61,7 @@ def run_named(name: str, runs: Sequence[Path]) -> Path | None:
     ending = [run for run in runs if len(name) >= _SHORTEST_SUFFIX and run.name.endswith(name)]
     if len(ending) > 1:
         listed = ", ".join(run.name for run in ending[-_SHOWN:])
-        raise UsageError(f"{len(ending)} runs end with {name!r}.", f"Say more of the name: {listed}.")
+        raise UsageError(f"{len(ending)} runs end with {name!r}.", f"Use more of the name: {listed}.")
     return ending[0] if ending else None
 
 

@@ -248,12 +248,15 @@ def judge(
     if not status:
         return (
             "unknown",
-            f"started {meta.get('started', '?')}; it has left no {FILE}, so that nobody can say whether it still runs",
+            f"started {meta.get('started', '?')}; it has left no {FILE}, so whether it still runs is unknown",
         )
     here, age = living(status), now - float(status.get("written") or 0.0)
     where = f"process {status.get('pid')} on {status.get('host')}"
     if here is False:
-        return "dead", f"dead: {where} is gone, last seen {_ago(age)}; `ludus train --resume` goes on from its newest checkpoint"
+        return (
+            "dead",
+            f"dead: {where} is gone, last seen {_ago(age)}; `ludus train --resume` continues from its newest checkpoint",
+        )
     if here is None and age > SILENT_S:
         return "silent", f"silent: {where} has not written for {_ago(age).removesuffix(' ago')}; it cannot be seen from here"
     return "running", f"running since {status.get('since', '?')} as {where}"
@@ -266,7 +269,7 @@ def _judged_session(hub: Mapping[str, Any], living: Callable[[Mapping[str, Any]]
     where = f"process {hub.get('pid')} on {hub.get('host')}"
     here = living(hub)
     if here is False:
-        return "dead", f"dead: {where} is gone; whoever opens it again goes on from its newest weights"
+        return "dead", f"dead: {where} is gone; opening it again continues from its newest weights"
     return ("running", f"open in {where}") if here else ("unknown", f"opened by {where}, which cannot be seen from here")
 
 

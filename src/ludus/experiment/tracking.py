@@ -340,7 +340,7 @@ class Aside:
         except Exception as error:  # whatever a foreign library raises: tracking is not worth a training
             self.failures += 1
             say = log.warning if self.failures == 1 else log.debug
-            say("%s failed; training goes on: %s", self._service.name, _short(error))
+            say("%s failed; training continues: %s", self._service.name, _short(error))
             return False
         return True
 
@@ -372,7 +372,7 @@ class Wandb:
         except Exception as error:
             if self._mode == "offline":
                 raise
-            log.warning("W&B is not reached, and the run goes on offline: %s", _short(error))
+            log.warning("cannot reach W&B; logging offline: %s", _short(error))
             self._mode = "offline"
             import wandb
 

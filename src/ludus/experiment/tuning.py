@@ -124,7 +124,7 @@ def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> 
     trials = search.trials_of(data, top.num_samples, base, mutations)
     sweep = Sweep(top.name, local_dir.expanduser() / top.name, data, top.tune, trials)
     if top.tune.scheduler == "pbt" and len(trials) < 2:
-        raise ConfigError("Population based training of 1 trial has nobody to copy.", "Set num_samples to 4 or more.")
+        raise ConfigError("Population based training needs at least 2 trials.", "Set num_samples to 4 or more.")
     for trial in trials:
         _check(sweep, trial)
     if top.tune.scheduler:

@@ -911,7 +911,7 @@ class _Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None or self._waiter.done():
-            self.fail(ConnectionError("something came back that nobody asked for"))
+            self.fail(ConnectionError("received a reply to no request"))
             return
         try:
             reply = self._reader.feed(data)

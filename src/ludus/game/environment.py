@@ -478,7 +478,7 @@ class VectorEnvironments:
                 raise fault
             self._in_a_row += 1
             self._restarts = self.restarts + 1
-            log.warning("%s It is made anew.", fault)
+            log.warning("%s It is recreated.", fault)
             _closed(self._env)
             try:
                 self._env = self._again()
@@ -706,7 +706,7 @@ class LoopEnvironments:
                 raise fault
             self._in_a_row[i] += 1
             self.restarts += 1
-            log.warning("%s It is made anew.", fault)
+            log.warning("%s It is recreated.", fault)
             _closed(self._envs[i])
             try:
                 self._envs[i] = self._again()

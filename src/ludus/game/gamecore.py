@@ -298,7 +298,7 @@ class GamecoreClient:
         state = self._until_over(_checked(runtime_id), until)
         if not state.over:
             message = f"Game {runtime_id!r} is still {state.state} after {max_timeout_second:g} s."
-            raise DeadlineMissed(message, "It goes on: wait for it again, or stop it.")
+            raise DeadlineMissed(message, "It is still running: wait again, or stop it.")
         if state.broken:
             raise failure(state)
         return state

@@ -72,7 +72,7 @@ class GameExit:
 
     def __str__(self) -> str:
         if self.code is None:
-            return "ended with whoever looked after it"
+            return "ended because its supervisor ended"
         if self.code >= 0:
             return f"ended with code {self.code}"
         with contextlib.suppress(ValueError):

@@ -65,7 +65,7 @@ def silence(environ: Mapping[str, str], timeout_s: float = ANSWER_S) -> str:
             return _greeted(connection, _cookie(place, environ))
     except OSError as error:
         why = "it took too long" if isinstance(error, TimeoutError) else (error.strerror or str(error))
-        return f"nobody answers at {DISPLAY}={display}: {why}"
+        return f"no X server answers at {DISPLAY}={display}: {why}"
 
 
 def entries(data: bytes) -> Iterator[Entry]:
@@ -152,7 +152,7 @@ def _greeted(connection: socket.socket, cookie: bytes) -> str:
     if answer[0] == _ACCEPTED:
         return ""
     said = connection.recv(answer[1]) if answer[0] == 0 else b""
-    return f"the X server refuses us: {said.decode('latin-1').strip() or 'it wants to be told who we are'}"
+    return f"the X server refuses us: {said.decode('latin-1').strip() or 'it requires authentication'}"
 
 
 def _padded(data: bytes) -> bytes:

@@ -126,20 +126,20 @@ class Option(_Section):
     def complaint(self, value: Any) -> str:
         """What is wrong with this value; empty: nothing."""
         if self.type == "boolean":
-            return "" if isinstance(value, bool) else "true or false is meant"
+            return "" if isinstance(value, bool) else "true or false is expected"
         if self.type == "string":
             return self._text_complaint(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-            return f"{'an integer' if self.type == 'integer' else 'a number'} is meant"
+            return f"{'an integer' if self.type == 'integer' else 'a number'} is expected"
         if self.type == "integer" and not isinstance(value, int):
-            return "an integer is meant"
+            return "an integer is expected"
         assert self.minimum is not None
         assert self.maximum is not None
         return "" if self.minimum <= value <= self.maximum else f"it must be from {self.minimum:g} to {self.maximum:g}"
 
     def _text_complaint(self, value: Any) -> str:
         if not isinstance(value, str) or len(value) > _MAX_TEXT or "\0" in value:
-            return f"a text of at most {_MAX_TEXT} characters is meant"
+            return f"a text of at most {_MAX_TEXT} characters is expected"
         if self.choices:
             return "" if value in self.choices else f"it must be one of {', '.join(self.choices)}"
         pattern = NAME if self.pattern is None else re.compile(self.pattern)

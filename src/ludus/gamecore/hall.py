@@ -407,7 +407,7 @@ class Hall:
                 if match.log_size() != match.quiet_size:
                     match.status.state = "running"
                 elif limits.start_s is not None and now >= begun + limits.start_s and match.asked is None:
-                    match.end("crashed", f"It said nothing within {limits.start_s:g} s of its start.", 0.0)
+                    match.end("crashed", f"It printed nothing within {limits.start_s:g} s of its start.", 0.0)
             if now >= match.deadline and match.asked is None:
                 match.end_late()
             await asyncio.wait([exited], timeout=max(0.0, min(due) - loop.time()))

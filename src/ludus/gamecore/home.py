@@ -67,7 +67,7 @@ class Home:
         except OSError as error:
             raise UsageError(f"{self.directory} cannot be used: {error.strerror}.", "Choose another by --state-dir.") from error
         if owner != os.getuid():
-            raise UsageError(f"{self.directory} belongs to somebody else.", "Choose another by --state-dir.")
+            raise UsageError(f"{self.directory} belongs to another user.", "Choose another by --state-dir.")
         self._lock = _locked(self.directory / "lock")
         for path in self._kept.iterdir():  # of a server that was killed between two renames
             os.rename(path, self._trash / uuid.uuid4().hex)

@@ -125,7 +125,7 @@ def read_order(data: Mapping[str, Any], catalogue: Catalogue) -> Order:
     timeout_s = _number(data.get("timeout_s"), "timeout_s", 0.001, entry.limits.seconds)
     options = data.get("options")
     if options is not None and not isinstance(options, dict):
-        raise _wrong("options", options, "an object is meant")
+        raise _wrong("options", options, "an object is expected")
     return Order(
         runtime_id=runtime_id,
         game=game,
@@ -163,7 +163,7 @@ def read_task(value: Any) -> str | None:
 
 def read_url(value: Any, where: str) -> str:
     """http(s)://host[:port][/path]; a host is a name or an address."""
-    meant = "http://HOST:PORT is meant"
+    meant = "http://HOST:PORT is expected"
     if not isinstance(value, str) or len(value) > _MAX_URL or not value.isascii() or not value.isprintable() or " " in value:
         raise _wrong(where, value, meant)
     try:
@@ -190,7 +190,7 @@ def _camps(value: Any, heroes: int) -> tuple[Camp | None, ...]:
     if value is None:
         return (None,) * (heroes or 2)
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CAMPS:
-        raise _wrong("camps", value, f"a list of 1 to {MAX_CAMPS} is meant, each null or {{url: …}}")
+        raise _wrong("camps", value, f"a list of 1 to {MAX_CAMPS} is expected, each null or {{url: …}}")
     if heroes and len(value) != heroes:
         raise Refused(
             400, "bad_request", f"There are {len(value)} camps, and heroes for {heroes}.", "Give one list of heroes each."
@@ -202,14 +202,14 @@ def _camp(value: Any, where: str) -> Camp | None:
     if value is None:
         return None
     if not isinstance(value, dict) or ("url" in value) == ("address" in value):
-        raise _wrong(where, _without_token(value), "null is meant, or an object with url or address")
+        raise _wrong(where, _without_token(value), "null is expected, or an object with url or address")
     for key in value:
         if key not in ("url", "address", "timeout_s", "token"):
             hint = did_you_mean(key[:64], ("url", "address", "timeout_s", "token"))
             raise Refused(400, "bad_request", f"{where} has an unknown key {shown(key)}.", hint)
     address = value.get("address")
     if address is not None and (not isinstance(address, str) or "/" in address):
-        raise _wrong(f"{where}.address", address, "HOST:PORT is meant")
+        raise _wrong(f"{where}.address", address, "HOST:PORT is expected")
     url = read_url(value["url"], f"{where}.url") if address is None else read_url(f"http://{address}", f"{where}.address")
     timeout_s = _number(value.get("timeout_s"), f"{where}.timeout_s", 0.001, MAX_TIMEOUT_S)
     token = value.get("token")
@@ -230,10 +230,10 @@ def _heroes(value: Any) -> list[list[dict[str, Any]]]:
     if value is None:
         return []
     if not isinstance(value, list) or len(value) > MAX_CAMPS:
-        raise _wrong("heroes", value, f"a list for each camp is meant, of at most {MAX_CAMPS} camps")
+        raise _wrong("heroes", value, f"a list for each camp is expected, of at most {MAX_CAMPS} camps")
     for camp, heroes in enumerate(value):
         if not isinstance(heroes, list) or len(heroes) > MAX_HEROES:
-            raise _wrong(f"heroes[{camp}]", heroes, f"a list of at most {MAX_HEROES} heroes is meant")
+            raise _wrong(f"heroes[{camp}]", heroes, f"a list of at most {MAX_HEROES} heroes is expected")
         for index, hero in enumerate(heroes):
             _check_hero(hero, f"heroes[{camp}][{index}]")
     return value
@@ -241,13 +241,13 @@ def _heroes(value: Any) -> list[list[dict[str, Any]]]:
 
 def _check_hero(hero: Any, where: str) -> None:
     if not isinstance(hero, dict) or not 1 <= len(hero) <= MAX_LIST:
-        raise _wrong(where, hero, "an object like {hero_id: 190} is meant")
+        raise _wrong(where, hero, "an object like {hero_id: 190} is expected")
     for key, value in hero.items():
         if _KEY.fullmatch(key) is None:
             raise Refused(400, "bad_request", f"{where} has a key {shown(key)}.", "Keys are lower-case words.")
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_LIST or not all(_is_plain(item) for item in items):
-            raise _wrong(f"{where}.{key}", value, "a number, a short text, true, false, or a list of such is meant")
+            raise _wrong(f"{where}.{key}", value, "a number, a short text, true, false, or a list of such is expected")
     given = hero.get("hero_id")
     if "hero_id" in hero and not isinstance(given, str):
         _integer(given, f"{where}.hero_id", 0, (1 << 31) - 1)
@@ -265,21 +265,21 @@ def _is_plain(value: Any) -> bool:
 def _text(data: Mapping[str, Any], key: str) -> str | None:
     value = data.get(key)
     if value is not None and not isinstance(value, str):
-        raise _wrong(key, value, "a name is meant")
+        raise _wrong(key, value, "a name is expected")
     return value
 
 
 def _name(data: Mapping[str, Any], key: str, pattern: re.Pattern[str] = NAME) -> str | None:
     value = _text(data, key)
     if value is not None and pattern.fullmatch(value) is None:
-        raise _wrong(key, value, "letters, digits, '-', '_' and '.' are meant, not too many, the first a letter or a digit")
+        raise _wrong(key, value, "letters, digits, '-', '_' and '.' are expected, not too many, the first a letter or a digit")
     return value
 
 
 def _truth(data: Mapping[str, Any], key: str) -> bool:
     value = data.get(key, False)
     if not isinstance(value, bool):
-        raise _wrong(key, value, "true or false is meant")
+        raise _wrong(key, value, "true or false is expected")
     return value
 
 
@@ -287,7 +287,7 @@ def _integer(value: Any, where: str, least: int, most: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _wrong(where, value, f"an integer from {least} to {most} is meant")
+        raise _wrong(where, value, f"an integer from {least} to {most} is expected")
     return value
 
 
@@ -295,7 +295,7 @@ def _number(value: Any, where: str, least: float, most: float) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise _wrong(where, value, f"a number from {least:g} to {most:g} is meant")
+        raise _wrong(where, value, f"a number from {least:g} to {most:g} is expected")
     return float(value)
 
 

@@ -148,5 +148,5 @@ def _seconds(request: Request, key: str, default: Any, most: float) -> Any:
     except ValueError:
         value = math.nan
     if not 0 <= value <= most:
-        raise Refused(400, "bad_request", f"{key} is {given[:64]!r}: a number from 0 to {most:g} is meant.")
+        raise Refused(400, "bad_request", f"{key} is {given[:64]!r}: a number from 0 to {most:g} is expected.")
     return value

@@ -131,7 +131,7 @@ def listen(host: str, port: int) -> socket.socket:
         bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
-        hint = "Choose another port, or end whoever has it."
+        hint = "Choose another port, or stop the process that uses it."
         raise UsageError(f"Cannot listen on {host}:{port}: {error.strerror}.", hint) from error
     return bound
 

@@ -98,7 +98,7 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
     if kind not in (*FRESH, *RESUMING):
         raise Refused(400, "bad_request", f"simulator_type is {shown(kind)}.", f"It is remote, {', '.join(RESUMING)}.")
     if not isinstance(config, dict):
-        raise Refused(400, "bad_request", f"simulator_config is {shown(config)}: an object is meant.")
+        raise Refused(400, "bad_request", f"simulator_config is {shown(config)}: an object is expected.")
     heroes, camps = _camps(config.get("hero_conf"))
     frames = config.get("max_frame_num")
     unlimited = isinstance(frames, int) and not isinstance(frames, bool) and frames <= 0
@@ -121,7 +121,7 @@ def _camps(value: Any) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any] 
     Heroes of a camp without an actor all say nothing: then the list is two camps of one size.
     """
     if not isinstance(value, list) or not value or len(value) % 2 or not all(isinstance(hero, dict) for hero in value):
-        raise Refused(400, "bad_request", f"hero_conf is {shown(value)}: a list of the heroes of both camps is meant.")
+        raise Refused(400, "bad_request", f"hero_conf is {shown(value)}: a list of the heroes of both camps is expected.")
     half = len(value) // 2
     heroes: list[list[dict[str, Any]]] = []
     camps: list[dict[str, Any] | None] = []

@@ -210,7 +210,7 @@ class RecordedRoom:
         if changed and why:
             log.warning("replay log: segments are dropped: %s", why)
         elif changed:
-            log.warning("replay log: recording goes on; %d segments were dropped so far", self._dropped)
+            log.warning("replay log: recording continues; %d segments were dropped so far", self._dropped)
 
 
 class _At:

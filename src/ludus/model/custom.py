@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
     outputs: Any
     value: Any
-    """None when it says nothing of values."""
+    """None when it does not contain values."""
     state: tuple[Any, ...]
 
 
@@ -254,7 +254,7 @@ def _check_methods(cls: type[nn.Module], shown: str, recurrent: bool) -> None:
         raise ConfigError(f"{shown}: {cls.__name__} has no forward.", f"Write  {_PLAIN}")
     if _has(cls, "get_initial_state") and not recurrent:
         raise ConfigError(
-            f"{shown}: {cls.__name__} has get_initial_state, which nobody calls.",
+            f"{shown}: {cls.__name__} has get_initial_state, which is never called.",
             f"Write  def initial_state(self, batch_size): return torch.zeros(batch_size, …)  and  {_RECURRENT}",
         )
     wanted = _RECURRENT if recurrent else _PLAIN

@@ -172,7 +172,7 @@ class _Checks:
             )
         if said.value is None and not self.values:
             raise self.fail(
-                "it says nothing of the value, which this algorithm learns, too.",
+                "forward() returned no value estimate; this algorithm needs one.",
                 "Return (outputs, value), or add  def value_function(self): return the value of the last forward, [B].",
             )
         if said.value is not None:
@@ -283,7 +283,7 @@ class _Checks:
         if missed:
             raise self.fail(
                 f"no gradient reaches {_some(missed)}.",
-                "Use it in forward, remove it, or say that it stays as it is: requires_grad_(False).",
+                "Use it in forward, remove it, or freeze it: requires_grad_(False).",
             )
         wild = [name for name, grad in zip(named, found, strict=True) if grad is not None and not torch.isfinite(grad).all()]
         if wild:
@@ -312,9 +312,9 @@ class _Checks:
             still = {name: p for (name, p), grad in zip(still.items(), found, strict=True) if grad is None or not grad.any()}
         if still:
             raise self.fail(
-                f"the gradient of {_some(list(still))} is always 0: it would stay as it is.",
+                f"the gradient of {_some(list(still))} is always 0: it would never change.",
                 "Is it multiplied by 0, rounded, compared, or behind a ReLU that is never above 0? "
-                "Else remove it, or say that it stays as it is: requires_grad_(False).",
+                "Else remove it, or freeze it: requires_grad_(False).",
             )
 
     @torch.no_grad()

@@ -297,7 +297,7 @@ def _why_not(error: BaseException) -> tuple[str, str]:
         operator = _NO_FUNCTION.search(str(link))
         if operator:
             said = f"This model cannot be written as ONNX: its operation {operator[1]} has no form there."
-            return said, "Use another one in forward, or serve the model as it is: ludus serve --backend torch."
+            return said, "Use another one in forward, or serve the model with PyTorch: ludus serve --backend torch."
     reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
     return (
         f"This model cannot be written as ONNX: {where}{reason}",

@@ -160,7 +160,7 @@ class OnnxEngine(Engine):
         except Exception as error:  # whatever it is, nobody waits here: the version before goes on, and `version` tells so
             self._refused = wanted
             what = str(error) if isinstance(error, LudusError) else repr(error)
-            log.error("Version %s of the weights is not taken up, %s goes on: %s", wanted, self.version, what)
+            log.error("Version %s of the weights was not loaded, %s stays in use: %s", wanted, self.version, what)
         finally:
             self._preparing.release()
 

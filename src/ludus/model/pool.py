@@ -293,7 +293,7 @@ class Pool(Generic[Model]):
         except NotFound as error:
             raise StoreUnavailable(
                 f"{self._store.url} does not have the claim of this process any more.",
-                "Is its file system still mounted, and has nobody deleted the run?",
+                "Check that the file system is mounted and the run was not deleted.",
             ) from error
         if own.said.get(_WHOSE, self._token) != self._token:
             self._fence(f"Another process has begun the model {name!r} anew (incarnation {mine}): {own.who}.")

@@ -416,5 +416,5 @@ def only_model(session: Session) -> RemoteModel:
     """The one model of the run. Raises UsageError when there are none or several."""
     names = session.client.call({"op": "names"})["models"]
     if len(names) != 1:
-        raise UsageError(f"The run has {len(names)} models: {', '.join(names) or 'none'}.", "Say which with model=.")
+        raise UsageError(f"The run has {len(names)} models: {', '.join(names) or 'none'}.", "Choose one with model=.")
     return RemoteModel(names[0])

@@ -297,7 +297,7 @@ class Fleet:
                     raise StartTimeout(
                         f"The memory was never reached within {UNREACHED_S:g} s: {error.message}", error.hint
                     ) from error
-            self._say_now_and_then(f"the memory is away: {error.message}")
+            self._say_now_and_then(f"cannot connect to Redis; retrying: {error.message}")
             for worker in self._workers.values():  # nobody can be heard now
                 worker.heard_at = self._looked_at
             return
@@ -496,7 +496,7 @@ class Fleet:
                 time.sleep(_WAIT_S)
             self._exchange.drop()
         except LudusError as error:
-            log.warning("the workers could not be told that the run is over; they will find it in the store: %s", error)
+            log.warning("could not notify the workers that the run is over; they will see it in the store: %s", error)
 
 
 class _Press:

@@ -115,7 +115,7 @@ class FleetWorker:
             except _Ended as ended:
                 if str(ended) in ("stopped", "over"):
                     return str(ended)
-                self._say(f"{ended}; beginning anew")
+                self._say(f"{ended}; starting again")
                 self._beginning_at = time.monotonic() + _AGAIN_S
 
     # -- before it begins

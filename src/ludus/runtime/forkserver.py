@@ -489,7 +489,7 @@ def _be_alone() -> None:
     os.waitpid(pid, 0)
     tasks = Path("/proc/self/task")
     if tasks.exists() and (count := len(list(tasks.iterdir()))) > 1:
-        log.warning("a preloaded module runs %d threads of its own; forking beside them may hang workers", count - 1)
+        log.warning("a preloaded module runs %d threads; forking beside them may hang workers", count - 1)
 
 
 def main(control: int, parent: int, preload: Sequence[str]) -> NoReturn:

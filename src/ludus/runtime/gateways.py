@@ -136,7 +136,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         raise UsageError(
-            f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another port, or end whoever has it."
+            f"Cannot listen on {host}:{port}: {error.strerror}.", "Choose another port, or stop the process that uses it."
         ) from error
     return bound
 

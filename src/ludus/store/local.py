@@ -135,7 +135,7 @@ class LocalStore:
     def _check_there(self) -> None:
         """A file system that is mounted no longer leaves an empty directory behind: not a place to go on in."""
         if self._seen and not self.root.exists():
-            raise StoreUnavailable(f"{self.root} is gone.", "Is its file system still mounted, and has nobody deleted it?")
+            raise StoreUnavailable(f"{self.root} is gone.", "Check that the file system is mounted and it was not deleted.")
 
     @contextlib.contextmanager
     def _translated(self, path: Path) -> Iterator[None]:

@@ -30,25 +30,26 @@ class LearnerConfig(AlgorithmConfig):
 
     lr: Schedule = Field(1e-3, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     adam_epsilon: float = Field(1e-5, gt=0, description="Epsilon of Adam.")
-    grad_clip: float | None = Field(0.5, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
+    grad_clip: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null = unlimited.")
     num_steps_sampled_before_learning_starts: int = Field(
         0,
         ge=0,
-        description="Heat-up: batches that begin before so many steps are not learned from; running statistics of observations and "
-        "rewards take them in. They are timesteps like others.",
+        description="Warm-up: batches that begin before this many steps are not trained on; running statistics are updated. They count as timesteps.",
     )
-    heatup_episodes: int = Field(0, ge=0, description="Heat-up by episodes: the same, until so many have ended.")
+    heatup_episodes: int = Field(0, ge=0, description="Warm-up by episodes: the same, until this many episodes have ended.")
 
 
 class ActorCriticConfig(LearnerConfig):
     """Keys of those that learn a policy and what states are worth, from what was sampled last."""
 
-    lambda_: float = Field(0.95, alias="lambda", ge=0, le=1, description="GAE: 0 trusts the value, 1 the return.")
-    vf_loss_coeff: float = Field(0.5, ge=0, description="Weight of the mean squared value error.")
+    lambda_: float = Field(
+        0.95, alias="lambda", ge=0, le=1, description="λ of GAE: 0 = one-step value estimate, 1 = full return."
+    )
+    vf_loss_coeff: float = Field(0.5, ge=0, description="Weight of the value loss.")
     entropy_coeff: Schedule = Field(0.0, description="Weight of the entropy bonus: a number or a schedule.")
-    num_epochs: int = Field(4, ge=1, description="Passes over each batch.")
-    normalize_advantage: bool = Field(True, description="Scale advantages of a batch to mean 0, deviation 1.")
-    normalize_reward: bool = Field(False, description="Divide rewards by the running deviation of the return.")
+    num_epochs: int = Field(4, ge=1, description="Epochs over each batch.")
+    normalize_advantage: bool = Field(True, description="Normalise the advantages of a batch to mean 0 and standard deviation 1.")
+    normalize_reward: bool = Field(False, description="Divide rewards by the running standard deviation of the return.")
 
 
 class Learner:

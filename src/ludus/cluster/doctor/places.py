@@ -130,7 +130,7 @@ def judge_place(what: str, place: Place, *, shared: bool = False) -> Finding:
         return warning(check, f"{said}; at least {size(_NEEDED[what])} should be", f"Free some room, or {move}.")
     if what == "state" and not place.ours:
         return (
-            failed(check, f"{place.path} belongs to somebody else", f"{move}.") if place.path == place.asked else ok(check, said)
+            failed(check, f"{place.path} belongs to another user", f"{move}.") if place.path == place.asked else ok(check, said)
         )
     if what == "state" and shared and place.kind and not place.network:
         return warning(

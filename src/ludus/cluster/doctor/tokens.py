@@ -131,7 +131,7 @@ def judge_token(token: Token) -> Finding:
     if token.kind != "file":
         return failed("token", f"{where} is not a file", f"Name a file in {variable}.")
     if not token.ours:
-        return failed("token", f"{where} belongs to somebody else", f"Make one of your own, and name it in {variable}.")
+        return failed("token", f"{where} belongs to another user", f"Make one of your own, and name it in {variable}.")
     if token.mode & 0o077:
         return failed(
             "token",

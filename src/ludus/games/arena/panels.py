@@ -411,7 +411,7 @@ def banner(canvas: Canvas, box: Box, match: Ints32, names: tuple[str, str]) -> N
     winner = int(match[layout.WINNER])
     colour = BRIGHT if winner < 0 else CAMPS[winner]
     room = box.width * 0.6
-    text = "Time is up: nobody has won" if winner < 0 else f"{shortened(canvas, names[winner], box.height * 0.07, room)} has won"
+    text = "Time limit: draw" if winner < 0 else f"{shortened(canvas, names[winner], box.height * 0.07, room)} has won"
     y, high = box.top + box.height * 0.2, box.height * 0.17  # above the lane, where the base has fallen
     canvas.box(box.left, y - high / 2, box.width, high, (10, 15, 19, 205))
     for edge in (y - high / 2, y + high / 2 - 2):

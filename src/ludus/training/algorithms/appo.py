@@ -28,18 +28,20 @@ _PASS = 2048  # samples at a time in a pass without gradients: bounds its memory
 class APPOConfig(IMPALAConfig):
     """Hyper-parameters of APPO; names as RLlib users know them."""
 
-    lambda_: float = Field(0.95, alias="lambda", ge=0, le=1, description="V-trace: 0 trusts the value, 1 the return.")
+    lambda_: float = Field(
+        0.95, alias="lambda", ge=0, le=1, description="λ of V-trace: 0 = one-step value estimate, 1 = full return."
+    )
     vtrace: bool = Field(
-        True, description="Correct for the lag; false = take all steps as one's own, clipped around the policy that acted."
+        True, description="Correct for policy lag with V-trace; false = GAE with the ratio to the behaviour policy clipped."
     )
-    clip_param: float = Field(0.3, gt=0, description="How far the ratio to the target policy may leave 1.")
+    clip_param: float = Field(0.3, gt=0, description="Clip range of the probability ratio to the target policy.")
     use_kl_loss: bool = Field(False, description="Also penalise the KL divergence from the target policy.")
-    kl_coeff: float = Field(1.0, ge=0, description="Weight of that penalty in the beginning.")
-    kl_target: float = Field(0.01, gt=0, description="The weight rises while the divergence is above this, and falls below.")
+    kl_coeff: float = Field(1.0, ge=0, description="Initial weight of that penalty.")
+    kl_target: float = Field(0.01, gt=0, description="Target KL divergence; the weight adapts towards it.")
     target_network_update_freq: int = Field(
-        1, ge=1, description="Updates between refreshments of the target; 1 = the policy at the beginning of each update."
+        1, ge=1, description="Updates between two refreshes of the target policy; 1 = the policy at the start of each update."
     )
-    tau: float = Field(1.0, gt=0, le=1, description="How far a refreshment moves the target to the policy.")
+    tau: float = Field(1.0, gt=0, le=1, description="Fraction by which a refresh moves the target towards the policy.")
 
 
 class APPO(IMPALA):

@@ -51,13 +51,13 @@ class DQNConfig(LearnerConfig):
     iteration_timesteps: ClassVar[int] = 1000
 
     sampling: Literal["sync", "pipelined", "async"] = Field(
-        "async", description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind."
+        "async", description="async: workers never wait; sync: sample and learn in turn; pipelined: one version behind."
     )
-    num_envs_per_worker: int = Field(8, ge=1, description="Environments stepped together.")
+    num_envs_per_worker: int = Field(8, ge=1, description="Environments stepped together by each worker.")
     rollout_fragment_length: int | None = Field(
         REPLAYED_STEPS, ge=1, description="Steps of every environment between two updates."
     )
-    train_batch_size: int = Field(_BATCH, ge=1, description="Steps drawn from the buffer for each gradient step.")
+    train_batch_size: int = Field(_BATCH, ge=1, description="Samples per gradient step.")
     training_intensity: float = Field(
         _BATCH / REPLAYED_STEPS,
         gt=0,
@@ -66,32 +66,32 @@ class DQNConfig(LearnerConfig):
         "last two what is not given counts as 1.",
     )
     num_steps_sampled_before_learning_starts: int = Field(
-        1000, ge=0, description="Heat-up: steps that are stored before the first update; epsilon says how they are chosen."
+        1000, ge=0, description="Warm-up: steps stored before the first update; actions follow epsilon."
     )
     heatup_episodes: int = Field(
-        0, ge=0, description="Heat-up by episodes: also that so many have ended; their steps are stored, too."
+        0, ge=0, description="Warm-up by episodes: number of episodes that must have ended before the first update."
     )
-    replay_buffer_config: ReplayBufferConfig = Field(
-        default_factory=ReplayBufferConfig, description="What is kept, and how it is drawn."
-    )
+    replay_buffer_config: ReplayBufferConfig = Field(default_factory=ReplayBufferConfig, description="Replay buffer settings.")
     store_buffer_in_checkpoints: bool = Field(
-        False, description="Checkpoints hold the replay buffer too; else a resumed run fills it again before it learns."
+        False, description="Save the replay buffer in checkpoints; otherwise a resumed run refills it before it learns."
     )
     epsilon: Annotated[Schedule, AfterValidator(_probability)] = Field(
-        [(0, 1.0), (10_000, 0.05)], description="How often any action is taken instead of the best: a number or a schedule."
+        [(0, 1.0), (10_000, 0.05)], description="Exploration: probability ε of a random action, a number or a schedule."
     )
     lr: Schedule = Field(5e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     adam_epsilon: float = Field(1e-8, gt=0, description="Epsilon of Adam.")
-    grad_clip: float | None = Field(40.0, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
-    target_network_update_freq: int = Field(500, ge=1, description="The target network follows every so many sampled steps …")
-    tau: float = Field(1.0, gt=0, le=1, description="… by so much of the way; 1 = all.")
-    n_step: int = Field(1, ge=1, le=64, description="Rewards that are summed before the estimate of what follows.")
-    double_q: bool = Field(True, description="The network that learns chooses what follows, the target network says its worth.")
-    dueling: bool = Field(True, description="Learn what a state is worth and how much better each action is, apart.")
+    grad_clip: float | None = Field(40.0, gt=0, description="Maximum gradient norm; null = unlimited.")
+    target_network_update_freq: int = Field(500, ge=1, description="Sampled steps between two updates of the target network …")
+    tau: float = Field(1.0, gt=0, le=1, description="… and the fraction τ by which it moves; 1 = copy.")
+    n_step: int = Field(1, ge=1, le=64, description="n of n-step returns.")
+    double_q: bool = Field(
+        True, description="Double DQN: the online network chooses the next action, the target network evaluates it."
+    )
+    dueling: bool = Field(True, description="Dueling network: separate state value and action advantages.")
     hiddens: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list, description="Dense layers after those of `model:`; two sets of them if dueling."
     )
-    td_error_loss_fn: Literal["huber", "mse"] = Field("huber", description="Of the error: its square, or linear beyond 1.")
+    td_error_loss_fn: Literal["huber", "mse"] = Field("huber", description="Loss of the TD error: mse or huber.")
 
     @model_validator(mode="before")
     @classmethod
@@ -333,7 +333,7 @@ class DQN(Learner):
             self.replay.load_state(stored)
         else:
             needed = self.config.num_steps_sampled_before_learning_starts
-            log.info("the replay buffer is empty: learning goes on when it holds %d steps again", needed)
+            log.info("the replay buffer is empty: learning continues when it holds %d steps", needed)
         counters = plain["dqn"]
         self._owed, self._followed_at = float(counters["owed"]), float(counters["followed_at"])
         self._target_updates = int(counters["target_updates"])

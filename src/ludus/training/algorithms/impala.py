@@ -35,26 +35,28 @@ class IMPALAConfig(ActorCriticConfig):
 
     sampling: Literal["sync", "pipelined", "async"] = Field(
         "async",
-        description="async: samplers never wait; sync: sample, learn, sample …; pipelined: one version behind.",
+        description="async: workers never wait; sync: sample and learn in turn; pipelined: one version behind.",
     )
     max_lag: int | None = Field(
-        32, ge=1, description="Experience that is more updates old than this is dropped, and counted; null = as it comes."
+        32, ge=1, description="Drop (and count) experience older than this many updates; null = keep all."
     )
     lr: Schedule = Field(5e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     train_batch_size: int = Field(1024, ge=1, description="Environment steps per update.")
-    lambda_: float = Field(1.0, alias="lambda", ge=0, le=1, description="V-trace: 0 trusts the value, 1 the return.")
-    entropy_coeff: Schedule = Field(0.01, description="Weight of the entropy bonus: a number or a schedule.")
-    num_epochs: int = Field(1, ge=1, description="Passes over each batch.")
-    minibatch_size: int | None = Field(
-        None, ge=1, description="Samples per gradient step, rounded to whole segments; null = the batch."
+    lambda_: float = Field(
+        1.0, alias="lambda", ge=0, le=1, description="λ of V-trace: 0 = one-step value estimate, 1 = full return."
     )
-    grad_clip: float | None = Field(1.0, gt=0, description="Largest norm of the whole gradient; null = unlimited.")
-    vtrace_clip_rho_threshold: float = Field(1.0, gt=0, description="ρ̄: the largest weight of a step's error in the targets.")
-    vtrace_clip_c_threshold: float = Field(1.0, gt=0, description="c̄: the largest weight of what later steps say.")
-    vtrace_clip_pg_rho_threshold: float = Field(1.0, gt=0, description="The largest weight of a step in the policy gradient.")
-    replay_proportion: float = Field(0.0, ge=0, description="Batches learned from again for every new one.")
-    replay_buffer_num_slots: int = Field(100, ge=1, description="Batches that are kept for it …")
-    replay_buffer_bytes: int = Field(1 << 30, ge=1, description="… as far as they fit into so much memory.")
+    entropy_coeff: Schedule = Field(0.01, description="Weight of the entropy bonus: a number or a schedule.")
+    num_epochs: int = Field(1, ge=1, description="Epochs over each batch.")
+    minibatch_size: int | None = Field(
+        None, ge=1, description="Samples per gradient step, rounded to whole segments; null = the whole batch."
+    )
+    grad_clip: float | None = Field(1.0, gt=0, description="Maximum gradient norm; null = unlimited.")
+    vtrace_clip_rho_threshold: float = Field(1.0, gt=0, description="V-trace ρ̄: clip of the importance weight of the TD error.")
+    vtrace_clip_c_threshold: float = Field(1.0, gt=0, description="V-trace c̄: clip of the trace coefficients.")
+    vtrace_clip_pg_rho_threshold: float = Field(1.0, gt=0, description="Clip of the importance weight in the policy gradient.")
+    replay_proportion: float = Field(0.0, ge=0, description="Replayed batches per new batch.")
+    replay_buffer_num_slots: int = Field(100, ge=1, description="Number of batches kept for replay …")
+    replay_buffer_bytes: int = Field(1 << 30, ge=1, description="… within this memory limit.")
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,15 @@ _USUAL_KL_COEFF = 0.2  # RLlib's, whose users write kl_target alone
 class PPOConfig(ActorCriticConfig):
     """Hyper-parameters of PPO; names as RLlib users know them."""
 
-    clip_param: float = Field(0.2, gt=0, description="How far the probability ratio may leave 1.")
-    vf_clip_param: float | None = Field(None, gt=0, description="Largest squared value error of a sample; null = unlimited.")
+    clip_param: float = Field(0.2, gt=0, description="Clip range of the probability ratio.")
+    vf_clip_param: float | None = Field(None, gt=0, description="Clip of the squared value error; null = unlimited.")
     kl_coeff: float = Field(
         0.0,
         ge=0,
-        description="Weight, in the beginning, of a penalty on the KL divergence from the policy that acted; 0.2 if only "
-        "kl_target is given.",
+        description="Initial weight of the KL penalty; 0.2 if only kl_target is given.",
     )
-    kl_target: float = Field(0.01, gt=0, description="That weight rises while the divergence is above this, and falls below.")
-    stop_kl: float | None = Field(None, gt=0, description="End the epochs of an update once the divergence exceeds this.")
+    kl_target: float = Field(0.01, gt=0, description="Target KL divergence; the penalty weight adapts towards it.")
+    stop_kl: float | None = Field(None, gt=0, description="Stop the epochs of an update when the KL divergence exceeds this.")
     minibatch_size: int = Field(1024, ge=1, description="Samples per gradient step.")
 
     @model_validator(mode="before")
