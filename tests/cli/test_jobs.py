@@ -369,7 +369,7 @@ def test_an_interrupt_ends_the_waiting_and_not_the_job(call: Call, local: LocalO
     job_id = submit("sleep 600")
     said = call("jobs", "wait", job_id, "--on", "tests.cli.test_jobs:Interrupted")
     assert (said.code, said.out) == (130, "")
-    assert f"{job_id} goes on" in said.err
+    assert f"{job_id} is still running" in said.err
     assert f"ludus jobs cancel {job_id}" in said.err
     assert not local.status(job_id).over
 

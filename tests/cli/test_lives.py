@@ -209,4 +209,4 @@ def test_a_run_on_a_disk_that_is_full_of_notes_trains_all_the_same(
     monkeypatch.setenv(RUN, str(tmp_path / "file" / "note"))
     said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert said.code == 0, said.err
-    assert "if this job is started again, it begins anew" in said.err
+    assert "if this job is restarted, it will not resume" in said.err

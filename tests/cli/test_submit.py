@@ -150,7 +150,7 @@ def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.Mon
         code, _, err = waiting.finish()
     (status,) = [status for status in home.orchestrator.list() if status.name == "game"]
     assert code == 130
-    assert f"{status.id} goes on" in err
+    assert f"{status.id} is still running" in err
     assert not status.over
     assert home.ludus("jobs", "cancel", status.id, "--now", "--wait").code == 0
 

@@ -76,7 +76,7 @@ def test_an_evaluation_says_how_far_to_trust_it(run: Path) -> None:
     assert ludus.evaluate(agent, 12, env=WALK).returns == score.returns
     assert ludus.evaluate(agent, 2, env=WALK, env_config={"length": 30}).lengths[0] >= 30
     assert ludus.evaluate(agent, 12).returns == score.returns, "a loaded agent knows its run"
-    with pytest.raises(UsageError, match="does not say what it is to play"):
+    with pytest.raises(UsageError, match="does not name an environment"):
         ludus.evaluate(TrainedAgent(agent.policy), 1)
 
 

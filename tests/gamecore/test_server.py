@@ -163,7 +163,7 @@ def test_a_game_that_takes_too_long_is_ended(call: Caller) -> None:
 
 def test_a_game_that_says_nothing_when_it_should_is_ended(call: Caller) -> None:
     ended = call.play("mute", "mute")
-    assert (ended["state"], ended["reason"]) == ("crashed", "It said nothing within 0.2 s of its start.")
+    assert (ended["state"], ended["reason"]) == ("crashed", "It printed nothing within 0.2 s of its start.")
     call.start("speaks", "speaks")
     until(lambda: state(call, "speaks")["state"] == "running", "the first line")
     call("DELETE", "/v1/games/speaks?grace_s=0")
