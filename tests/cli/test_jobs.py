@@ -201,8 +201,9 @@ def test_orchestrators_of_ones_own_that_fail_do_not_hide_the_jobs_of_others(
     assert (listed.code, [job["id"] for job in listed.json]) == (0, [job_id])
     assert len(lines(listed)) == len(wrong)
     for said, (name, why) in zip(lines(listed), wrong.items(), strict=True):
-        assert said.startswith(f"ludus: left out: The orchestrator {name} failed: {why}")
-        assert why in lines(call("jobs", "list", "--on", name))[0]
+        assert said.startswith(f"ludus: left out: The orchestrator {name} failed: ")
+        assert why.rstrip(".") in said
+        assert why.rstrip(".") in lines(call("jobs", "list", "--on", name))[0]
     for command, code in (("status", 0), ("logs", 0), ("cancel", 0), ("wait", 3)):
         answer = call("jobs", command, job_id)
         assert answer.code == code, answer.err

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -278,7 +278,7 @@ def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
         try:
             with _of_ones_own(name):
                 opened = open_orchestrator(name)
-        except UsageError:  # it cannot be imported from this directory
+        except (UnknownName, MissingExtra):  # it cannot be imported from this directory
             continue
         except LudusError as error:
             say(f"left out: {error}")
@@ -311,14 +311,14 @@ def _of_ones_own(name: str) -> Iterator[None]:
     """What the user's code raises, which may be anything, is no end of what is asked about all other jobs. Raises WorkerFailed for it."""
     try:
         yield
-    except LudusError:
+    except (UnknownName, MissingExtra, WorkerFailed):
         raise
     except Exception as error:
         if ":" not in name:
             raise  # ours: a bug, which is not to be hidden
+        reason = error.message if isinstance(error, LudusError) else f"{type(error).__name__}: {error}."
         raise WorkerFailed(
-            f"The orchestrator {name} failed: {type(error).__name__}: {error}.",
-            "`--on local` looks at the jobs of this machine only.",
+            f"The orchestrator {name} failed: {reason}", "`--on local` looks at the jobs of this machine only."
         ) from error
 
 
