@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import gymnasium as gym
 import pytest
 
 from ludus import plugins, trust
+from ludus.config import PreprocessConfig
 from ludus.errors import UnknownName, Untrusted
+from ludus.game.environment import make_environments
 from ludus.game.registry import makes_environment, spec_of
 from ludus.runtime.luggage import Luggage
 
@@ -121,6 +124,19 @@ def test_an_id_whose_environment_imports_its_argument_needs_consent() -> None:
         spec_of("GymV21Environment-v0")
     trust.allow({"env": "GymV21Environment-v0"})
     assert spec_of("GymV21Environment-v0").id == "GymV21Environment-v0"
+
+
+def test_a_settings_file_of_an_engine_needs_consent(tmp_path: Path) -> None:
+    """ViZDoom's *.cfg can name the program that is started as its engine."""
+    file = str(tmp_path / "evil.cfg")
+    make = partial(
+        make_environments, "VizdoomBasic-v1", 1, {"scenario_config_file": file}, preprocess=PreprocessConfig(standard=False)
+    )
+    with pytest.raises(Untrusted, match="settings file"):
+        make()
+    trust.check_config_files({"scenario_config_file": "basic.cfg"})
+    trust.allow({"env_config": {"scenario_config_file": file}})
+    trust.check_config_files({"scenario_config_file": file})
 
 
 def make_run(directory: Path) -> None:

@@ -195,6 +195,17 @@ def check_file(path: Path, name: str, kind: str) -> None:
         raise refusal(name, kind, f"{path} is not in your project directory")
 
 
+def check_config_files(env_config: Any) -> None:
+    """Refuse a file of settings for an engine (`*.cfg` of ViZDoom) that stored data names: it can name a program to start.
+
+    Scenarios that come with the engine (a name without a directory), files of the user's project and what the user gave are fine.
+    Raises Untrusted.
+    """
+    for text in _strings(env_config):
+        if text.endswith(".cfg") and Path(text).name != text and not is_allowed(text) and not _is_project_file(Path(text)):
+            raise refusal(text, "settings file", f"{text} is not in your project directory")
+
+
 def refusal(name: str, kind: str, why: str = "") -> Untrusted:
     why = why or f"{name.partition(':')[0]} is not in your project directory ({_shown_roots()})"
     option = f", name it yourself (--env {name})" if kind == "environment" else ""

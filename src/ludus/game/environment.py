@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
 
-from ludus import spaces
+from ludus import spaces, trust
 from ludus.config import PreprocessConfig
 from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, place_of
 from ludus.game import display
@@ -314,6 +314,8 @@ class _Recipe:
     def single(self, render_mode: str | None = None) -> Any:
         if render_mode is not None:
             display.prepare(str(self.spec.entry_point) if self.spec is not None else self.name)
+        if self.factory is None:
+            trust.check_config_files(self.config)
         env = _made(self.name, lambda: self._single(render_mode))
         for wrapper in self.wrappers:
             env = wrapper.around(env)
