@@ -358,7 +358,7 @@ def test_a_killed_learner_is_replaced_and_ctrl_c_ends_the_run_in_order(tmp_path:
     training.process.send_signal(signal.SIGINT)
     code, out, err = training.finish()
     assert code == 130, out + err
-    assert "interrupted (SIGINT)" in out
+    assert "Interrupted by Ctrl-C" in out
     assert err == ""
     workers = [worker["pid"] for worker in second["sampling"]["workers"]]
     assert not any(alive(pid) for pid in (second["pid"], *workers))

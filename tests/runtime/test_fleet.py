@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -289,6 +290,63 @@ def test_joining_and_leaving_are_counted(rig: Rig) -> None:
         until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 0)
         numbers = fleet.metrics()
         assert (numbers["fleet/joined"], numbers["fleet/left"], numbers["fleet/silent"]) == (1, 1, 0)
+
+
+HELD = threading.Event()
+
+
+class Held(gym.Env[Any, Any]):
+    """CartPole's spaces; the third step does not return before HELD is set."""
+
+    def __init__(self) -> None:
+        cart_pole = gym.make(ENV)
+        self.observation_space, self.action_space = cart_pole.observation_space, cart_pole.action_space
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        assert self._steps < 3 or HELD.wait(WAIT_S)
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
+def test_steps_count_before_their_segment_is_whole(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.runtime.fleet_worker.BEAT_S", 0.1)
+    monkeypatch.setattr("ludus.runtime.fleet_learner._LOOK_S", 0.1)
+    rig.orders = replace(rig.orders, env="tests.runtime.test_fleet:Held")
+    with rig.fleet() as fleet, rig.worker("slow"):
+        try:
+            until(lambda: fleet.step() and fleet.has_sampled())
+            assert fleet._totals()["blocks"] == 0
+            assert fleet.status()["workers"][0]["state"] == "sampling"
+        finally:
+            HELD.set()
+
+
+@pytest.mark.parametrize("spent", [(0.5, 0.5, 0.5, 0.0), (30.0, 10.0, 40.0, 20.0), (0.0, 0.0, 0.0, 0.0)])
+def test_shares_of_time_add_up_to_at_most_100_percent(rig: Rig, spent: tuple[float, float, float, float]) -> None:
+    environment_s, policy_s, blocked_s, weights_wait_s = spent
+    before = Presence("host", 1, "sampling", beat=1)
+    after = replace(
+        before, beat=2, environment_s=environment_s, policy_s=policy_s, blocked_s=blocked_s, weights_wait_s=weights_wait_s
+    )
+    now = 100.0
+    with rig.exchange() as exchange, rig.fleet() as fleet:
+        fleet._clock = lambda: now
+        exchange.post(f"{PRESENCE}one", before.encode())
+        fleet._look()
+        fleet.metrics()
+        now += 2.0
+        exchange.post(f"{PRESENCE}one", after.encode())
+        fleet._look()
+        fleet._waited_s += 6.0  # a wait that began before the window
+        numbers = fleet.metrics()
+    shares = [numbers[f"sampler/{name}_share"] for name in ("env", "policy", "blocked", "weights_wait")]
+    assert sum(shares) == pytest.approx(min(1.0, sum(spent) / 2.0))
+    assert numbers["learner/wait_share"] == 1.0
 
 
 def test_one_who_falls_silent_is_counted_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from ludus.buffer.blocks import BlockBatches
 from ludus.errors import EnvironmentFault
 from ludus.runtime.hub import shared_memory
+from ludus.runtime.sampling import NOTES, WorkerReport
 from ludus.types import Segments
 from tests.runtime.sampled import FIRST_VERSION, Fleet, fleet
 
@@ -173,6 +174,45 @@ def test_until_the_first_step_it_says_what_it_waits_for_and_then_how_much_is_not
         assert made.sampling.unlearned_steps() == 4 * 8
         made.batches.take()
         assert made.sampling.unlearned_steps() in (0, 4 * 8)  # a single block is learned from where it is
+
+
+def test_steps_count_before_their_segment_is_whole() -> None:
+    slow = {"step_s": 0.05, "length": 10_000}
+    with fleet(
+        "tests.experiment.stoppable:make_stoppable", num_workers=1, env_config=slow, rollout_fragment_length=2000
+    ) as made:  # a segment takes 400 s
+        until(made, made.sampling.has_sampled)
+        assert made.sampling._reports[0].note("blocks") == 0
+        assert made.sampling.unlearned_steps() > 0
+
+
+SPENT = ("environment_s", "policy_s", "blocked_s", "weights_wait_s")
+SHARES = ("sampler/env_share", "sampler/policy_share", "sampler/blocked_share", "sampler/weights_wait_share")
+
+
+def test_shares_of_time_add_up_to_at_most_100_percent() -> None:
+    late = [(8.0, 4.0, 0.0, 6.0), (0.0, 0.0, 90.0, 0.0)]  # counters of more time than the window has
+    now, total = 100.0, np.zeros(4)
+    with fleet(num_workers=1) as made:
+        sampling = made.sampling
+        sampling._clock = lambda: now
+        sampling._reports[0] = counted(total)
+        sampling.metrics()
+        for spent in [(1.0, 0.5, 0.25, 0.25), *late, (0.0, 0.0, 0.0, 0.0), (0.5, 0.5, 0.0, 0.0)]:
+            now, total = now + 2.0, total + spent
+            sampling._reports[0] = counted(total)
+            sampling._waited_s += 6.0  # a wait that began before the window
+            numbers = sampling.metrics()
+            shares = [numbers[name] for name in SHARES]
+            assert min(shares) >= 0
+            assert sum(shares) == pytest.approx(min(1.0, sum(spent) / 2.0))
+            assert numbers["learner/wait_share"] == 1.0
+
+
+def counted(spent: Iterable[float]) -> WorkerReport:
+    """The report of a worker that has spent so many seconds, in the order of SPENT."""
+    notes = dict.fromkeys(NOTES, 0.0) | dict(zip(SPENT, spent, strict=True))
+    return WorkerReport("ready", None, 0, "", tuple(notes.values()))
 
 
 def test_nothing_is_left_behind() -> None:

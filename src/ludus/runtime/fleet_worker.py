@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ludus import spaces, trust
-from ludus.actor.sampler import Sampler, segment_spec
+from ludus.actor.sampler import Sampler, SamplerTimes, segment_spec
 from ludus.actor.selfplay import with_past
 from ludus.config import PreprocessConfig, SelfPlayConfig
 from ludus.errors import (
@@ -102,6 +102,7 @@ class FleetWorker:
         self._memory, self._store, self._options = memory, store, options or WorkerOptions()
         self._stop, self._announce, self._beaten = stop, announce, beat
         self._presence = Presence(platform.node(), os.getpid(), "starting")
+        self._times: SamplerTimes | None = None
         self._beginning_at = 0.0
 
     def run(self) -> str:
@@ -166,7 +167,7 @@ class FleetWorker:
         with contextlib.ExitStack() as stack:
             exchange = stack.enter_context(contextlib.closing(open_exchange(self._memory, orders.channel, orders.room)))
             news = open_exchange(self._memory, orders.channel, orders.room)
-            follower = _Follower(news, self._store, orders, self._options.name, lambda: self._presence)
+            follower = _Follower(news, self._store, orders, self._options.name, self._current_presence)
             stack.callback(follower.close)
             follower.start()
             try:
@@ -241,12 +242,15 @@ class FleetWorker:
             return 0 if follower.bulletin is None else follower.bulletin.timesteps
 
         sampler = Sampler(environments, facing, writer, seed, beat=beat, explore=orders.explore, timesteps=timesteps)
+        self._times = sampler.times
         weights_s = blocked_s = 0.0
         with_version, made, blocks = -1, 0, 0
         while True:
             began = time.perf_counter()
             self._await_weights(follower, orders.in_turn, with_version, made, writer, beat)
             weights_s += time.perf_counter() - began
+            if self._presence.state in ("starting", "waiting for weights"):
+                self._presence = replace(self._presence, state="sampling", why="")
             asked, spent = time.perf_counter(), sampler.times.environment_s + sampler.times.policy_s
             sampled = sampler.step(_ROOM_S)
             spent = sampler.times.environment_s + sampler.times.policy_s - spent
@@ -261,15 +265,19 @@ class FleetWorker:
                 state="sampling" if sampled else "waiting for room",
                 why=writer.last_error if writer.outgoing else "",
                 version=with_version,
-                steps=blocks * orders.num_envs * orders.steps,
                 blocks=blocks,
                 dropped=writer.dropped,
-                environment_s=sampler.times.environment_s,
-                policy_s=sampler.times.policy_s,
                 blocked_s=blocked_s,
                 weights_wait_s=weights_s,
                 env_restarts=environments.restarts,
             )
+
+    def _current_presence(self) -> Presence:
+        """With the steps of the segment that is being sampled: one may take minutes. Called by the follower's thread."""
+        times = self._times
+        if times is None:
+            return self._presence
+        return replace(self._presence, steps=times.steps, environment_s=times.environment_s, policy_s=times.policy_s)
 
     def _await_weights(
         self, follower: _Follower, in_turn: bool, with_version: int, made: int, writer: ExchangeWriter, beat: Callable[[], None]

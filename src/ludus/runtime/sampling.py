@@ -182,15 +182,26 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
         first_row = index * plan.num_envs
         facing = with_past(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
-        sampler = Sampler(
-            environments, facing, memory, seed,
-            first_row=first_row, beat=context.beat, explore=plan.explore,
-            timesteps=None if plan.clock is None else plan.clock.timesteps,
-        )  # fmt: skip
         notes, before = memory.notes, list(memory.notes)
-        context.ready()
         blocked_s = weights_s = 0.0
         made = 0
+
+        def write_notes() -> None:
+            times = sampler.times
+            spent = (times.environment_s, times.policy_s, blocked_s, weights_s)
+            for i, value in enumerate((times.steps, made, *spent, environments.restarts)):
+                notes[i] = before[i] + value
+
+        def beat() -> None:
+            context.beat()
+            write_notes()  # a segment may take minutes: the node must see the steps before it is whole
+
+        sampler = Sampler(
+            environments, facing, memory, seed,
+            first_row=first_row, beat=beat, explore=plan.explore,
+            timesteps=None if plan.clock is None else plan.clock.timesteps,
+        )  # fmt: skip
+        context.ready()
         while True:
             block = begin + memory.committed
             weights_s += _wait_for_weights(context, source, plan, block)
@@ -200,17 +211,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
             made += sampler.step(_ROOM_S)
             spent = sampler.times.environment_s + sampler.times.policy_s - spent
             blocked_s += max(0.0, time.perf_counter() - asked - spent)
-            now = (
-                made * plan.num_envs * plan.spec.steps,
-                made,
-                sampler.times.environment_s,
-                sampler.times.policy_s,
-                blocked_s,
-                weights_s,
-                environments.restarts,
-            )
-            for i, value in enumerate(now):
-                notes[i] = before[i] + value
+            write_notes()
 
 
 def _seed(plan: Plan, index: int, block: int, incarnation: int) -> int:
