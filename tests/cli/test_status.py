@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from ludus.errors import NotFound
 from ludus.experiment import status
 from ludus.experiment.run import Run
-from ludus.experiment.status import Rates, StatusWriter, bottleneck, judge, summary
+from ludus.experiment.status import Rates, StatusWriter, judge, summary
 from ludus.experiment.training_display import TrainingDisplay
 from tests.cli.programs import program
 from tests.experiment import small
@@ -51,30 +50,6 @@ def test_the_parts_of_a_run_are_shown_in_one_line() -> None:
     assert summary({"timesteps": 1.0, "learner_share": 0.5, "learner/lag_mean": 0.0}) == "", "one process has no such parts"
 
 
-@pytest.mark.parametrize(
-    ("numbers", "limit"),
-    [
-        ({"sampler/env_share": 0.8, "sampler/policy_share": 0.1, "learner/wait_share": 0.7}, "the environments"),
-        ({"sampler/env_share": 0.2, "sampler/policy_share": 0.7, "learner/wait_share": 0.5}, "the decisions of the policy"),
-        ({"sampler/env_share": 0.3, "sampler/blocked_share": 0.5, "learner/wait_share": 0.0}, "the learner"),
-        ({"sampler/env_share": 0.4, "sampler/weights_wait_share": 0.5, "learner/wait_share": 0.4}, "taking turns"),
-        ({"sampler/env_share": 0.2, "sampler/nodes": 3.0, "learner/wait_share": 0.6}, "the network"),
-        ({"sampler/env_share": 0.2, "sampler/nodes": 1.0, "learner/wait_share": 0.6}, "the machine"),
-        ({"sampler/env_share": 0.9, "learner/wait_share": 0.02}, "nothing in particular"),
-        ({"learner_share": 0.7}, "the learner"),
-        ({"learner_share": 0.2}, "sampling"),
-    ],
-)
-def test_what_limits_a_run_is_said_in_words(numbers: Mapping[str, float], limit: str) -> None:
-    assert bottleneck(numbers).startswith(limit)
-
-
-def test_what_is_not_known_is_not_said() -> None:
-    assert bottleneck({}) == ""
-    assert bottleneck({"learner_share": float("nan")}) == ""
-    assert bottleneck({"sampler/env_share": 0.0, "learner/wait_share": 0.0}) == "", "the first moment has measured nothing"
-
-
 def test_the_display_shows_the_parts_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     with TrainingDisplay() as display:
         display.write(WORKING)
@@ -96,7 +71,7 @@ def test_on_a_terminal_the_limit_stands_in_the_table(monkeypatch: pytest.MonkeyP
     with TrainingDisplay() as display:
         display.write(WORKING | {"learner/wait_share": 0.4})
     assert "sampler 92 % busy, learner waits 40 %" in screen.getvalue()
-    assert "the environments: 70 % of the samplers' time" in screen.getvalue()
+    assert "the environments: 70 % of the workers' time" in screen.getvalue()
 
 
 def test_rates_of_a_worker_come_from_its_counters() -> None:

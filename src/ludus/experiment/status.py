@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from ludus.errors import Fenced, NotFound, StoreUnavailable
 from ludus.experiment import workspace
+from ludus.experiment.bottleneck import Load, describe_bottleneck, percent
 from ludus.experiment.run import CONFIG, META, METRICS
 from ludus.experiment.stop_reason import in_words
 from ludus.metrics import Numbers, read_jsonl
@@ -183,7 +184,7 @@ def described(numbers: Numbers, sampling: Mapping[str, Any] | None = None) -> di
     return {
         "progress": {name: numbers[name] for name in _PROGRESS if name in numbers},
         "numbers": {name: value for name, value in numbers.items() if name.startswith(_COMPONENTS)},
-        "bottleneck": bottleneck(numbers),
+        "bottleneck": describe_bottleneck(numbers),
         **({"sampling": dict(sampling)} if sampling else {}),
     }
 
@@ -297,55 +298,16 @@ def _from_metrics(directory: Path) -> dict[str, Any]:
 
 # -- in words ------------------------------------------------------------------------------------------------------------
 
-_MUCH, _LITTLE = 0.25, 0.10
-_SHARES = ("sampler/env_share", "sampler/policy_share", "sampler/blocked_share", "sampler/weights_wait_share")
-
-
-def bottleneck(numbers: Numbers) -> str:
-    """What limits the speed of a run, in words; empty when its numbers do not tell."""
-    if "sampler/env_share" not in numbers and "learner/wait_share" not in numbers:
-        return _of_one_process(numbers)
-    if not _measured(numbers):
-        return ""
-    waits = numbers.get("learner/wait_share", 0.0)
-    environment, policy = numbers.get("sampler/env_share", 0.0), numbers.get("sampler/policy_share", 0.0)
-    blocked = numbers.get("sampler/blocked_share", 0.0) + numbers.get("sampler/weights_wait_share", 0.0)
-    if waits >= _MUCH and blocked >= _MUCH:
-        return (
-            f"taking turns: samplers wait {_percent(blocked)} of their time for the learner, and it {_percent(waits)} for them; "
-            "sampling: pipelined or async would overlap them"
-        )
-    if blocked >= _MUCH:
-        return f"the learner: samplers wait for it {_percent(blocked)} of their time"
-    if waits < _LITTLE:
-        return f"nothing in particular: samplers are {_percent(environment + policy)} busy, the learner waits {_percent(waits)}"
-    why = f"the learner waits {_percent(waits)} of its time"
-    if environment + policy < 0.5:
-        across = "the network" if numbers.get("sampler/nodes", 1.0) > 1 else "the machine"
-        return f"{across}: samplers are only {_percent(environment + policy)} busy, and {why}"
-    if environment >= policy:
-        return f"the environments: {_percent(environment)} of the samplers' time, and {why}"
-    return f"the decisions of the policy: {_percent(policy)} of the samplers' time, and {why}"
-
-
-def _of_one_process(numbers: Numbers) -> str:
-    share = numbers.get("learner_share")
-    if share is None or not math.isfinite(share):
-        return ""
-    if share >= 0.5:
-        return f"the learner: {_percent(share)} of the time"
-    return f"sampling: {_percent(1 - share)} of the time"
-
 
 def summary(numbers: Numbers) -> str:
     """How the parts of a run keep up with each other, in one line; empty for a run in one process."""
     parts: list[str] = []
     if not any(name.startswith("sampler/") or name in ("learner/wait_share", "learner/restarts") for name in numbers):
         return ""
-    if _measured(numbers):
-        busy = numbers.get("sampler/env_share", 0.0) + numbers.get("sampler/policy_share", 0.0)
-        waits = f", learner waits {_percent(numbers['learner/wait_share'])}" if "learner/wait_share" in numbers else ""
-        parts.append(f"sampler {_percent(busy)} busy{waits}")
+    load = Load.from_metrics(numbers)
+    if load.is_measured:
+        waits = f", learner waits {percent(numbers['learner/wait_share'])}" if "learner/wait_share" in numbers else ""
+        parts.append(f"sampler {percent(load.sampling)} busy{waits}")
     if "learner/lag_mean" in numbers:
         most = f" (max {numbers['learner/lag_max']:.0f})" if _known(numbers, "learner/lag_max") else ""
         parts.append(f"lag {numbers['learner/lag_mean']:.1f}{most}")
@@ -355,11 +317,6 @@ def summary(numbers: Numbers) -> str:
     if counted := _counted(numbers):
         parts.append(counted)
     return " · ".join(parts)
-
-
-def _measured(numbers: Numbers) -> bool:
-    """Shares are those of the last second: in the first one of a run all of them are 0."""
-    return any(numbers.get(name) for name in _SHARES)
 
 
 def _counted(numbers: Numbers) -> str:
@@ -385,7 +342,3 @@ def _known(numbers: Numbers, name: str) -> bool:
 
 def many(number: float, word: str) -> str:
     return f"{number:,.0f} {word}{'' if number == 1 else 's'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if math.isfinite(share) else "– %"

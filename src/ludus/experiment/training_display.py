@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
 from ludus.config import StopConfig
-from ludus.experiment.status import bottleneck, summary
+from ludus.experiment.bottleneck import describe_bottleneck
+from ludus.experiment.status import summary
 from ludus.formatting import MISSING, bar, format_duration, format_number, sparkline
 from ludus.metrics import Numbers, Sink
 
@@ -267,7 +268,7 @@ def _detail_rows(numbers: Numbers) -> Iterable[tuple[str, str]]:
     share = numbers.get("learner_share", 0.0)
     if parts := summary(numbers):
         yield "parts", parts
-        yield "limit", bottleneck(numbers)
+        yield "limit", describe_bottleneck(numbers)
     elif "learner_share" in numbers:
         yield "parts", f"sampling {100 * (1 - share):.0f} %, learning {100 * share:.0f} % of the time"
     losses = {
