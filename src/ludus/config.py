@@ -193,6 +193,9 @@ class PreprocessConfig(_Strict):
         "the start); a number = that; false = not at all; true = as null, and other numbers with bounds are brought into 0 … 1.",
     )
     flatten: bool | None = Field(None, description="Flatten the observation into one vector.")
+    drop: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, description="Parts of a Dict observation to leave out, such as [mission]; a part of a part is written outer.inner."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -60,10 +60,18 @@ def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
         return ArraySpec(space.nvec.shape, np.dtype(np.int64))
     if isinstance(space, gym.spaces.MultiBinary):
         return ArraySpec(_binary_shape(space), np.dtype(np.int8))
-    raise ConfigError(
-        f"{where} is a {type(space).__name__} space, which has no fixed array shape.",
-        "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (wrap the environment).",
-    )
+    raise ConfigError(f"{where} is a {type(space).__name__} space, which has no fixed array shape.", _remedy(where))
+
+
+def _remedy(where: str) -> str:
+    """What to do about a part of a space that no network takes, such as a text."""
+    what, _, part = where.partition(".")
+    if what == "observation" and part:
+        return (
+            f"Leave it out with config.preprocess: {{drop: [{part}]}} (environments with one agent), or encode it as numbers in a "
+            "wrapper: config.wrappers."
+        )
+    return "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple; a wrapper (config.wrappers) can encode it as numbers."
 
 
 def check_usable(space: gym.Space[Any], what: str) -> None:

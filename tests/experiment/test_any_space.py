@@ -90,11 +90,11 @@ def test_a_whole_training_ends_with_an_agent_that_loads_or_is_refused(
         assert action.contains(agent.act(observation.sample())[0])
 
 
-def trained(observation: gym.Space[Any], action: gym.Space[Any], folder: Path) -> Path:
+def trained(observation: gym.Space[Any], action: gym.Space[Any], folder: Path, **settings: Any) -> Path:
     ludus.register_env("generated", lambda: Random(observation, action))
     try:
         small: Any = {"num_envs": 2, "train_batch_size": 8, "minibatch_size": 8, "num_epochs": 1, "model": {"fcnet_hiddens": [4]}}
-        return ludus.train("generated", stop={"timesteps": 8}, local_dir=folder, **small).run_dir
+        return ludus.train("generated", stop={"timesteps": 8}, local_dir=folder, **small, **settings).run_dir
     finally:
         registry._registered.pop("generated")
 
@@ -102,6 +102,19 @@ def trained(observation: gym.Space[Any], action: gym.Space[Any], folder: Path) -
 def test_a_space_with_a_part_of_every_kind_is_trained_on_and_its_agent_loads(tmp_path: Path) -> None:
     agent = ludus.load(trained(EVERY_OBSERVATION, EVERY_ACTION, tmp_path))
     assert EVERY_ACTION.contains(agent.act(EVERY_OBSERVATION.sample())[0])
+
+
+def test_an_observation_with_a_text_trains_without_it_and_is_played_without_it(tmp_path: Path) -> None:
+    observation = gs.Dict({"direction": gs.Discrete(4), "mission": gs.Text(9)})
+    with pytest.raises(ConfigError, match=r"observation\.mission is a Text space.*preprocess: {drop: \[mission\]}"):
+        trained(observation, gs.Discrete(2), tmp_path)
+    agent = ludus.load(trained(observation, gs.Discrete(2), tmp_path, preprocess={"drop": ["mission"]}))
+    assert agent.observation_space == gs.Dict({"direction": gs.Discrete(4)})
+    ludus.register_env("generated", lambda: Random(observation, gs.Discrete(2)))
+    try:
+        assert agent.evaluate(2).returns == (3.0, 3.0)
+    finally:
+        registry._registered.pop("generated")
 
 
 def test_a_policy_of_every_kind_of_space_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:

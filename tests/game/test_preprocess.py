@@ -7,13 +7,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
 
 from ludus import config as configs
 from ludus.config import PreprocessConfig
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.game.environment import LoopEnvironments, VectorEnvironments, make_environments, make_one
 from ludus.game.preprocess import for_evaluation, preprocessed, shares
+from tests.generated_spaces import Random
 
 
 class Film(gym.Env[Any, Any]):
@@ -111,6 +112,56 @@ def test_a_flat_observation_holds_all_parts_as_gymnasium_orders_them() -> None:
     flat: Any = gym.spaces.flatten(plain.observation_space, expected)
     np.testing.assert_allclose(seen, flat, rtol=1e-6)
     assert seen.dtype == np.float32
+
+
+MISSION = Dict({"direction": Discrete(4), "image": Box(0, 10, (3,), np.float32), "mission": Text(40)})
+"""What MiniGrid shows: a picture, a direction and a text."""
+
+
+def test_a_dropped_part_is_in_neither_the_space_nor_the_observations() -> None:
+    env = dressed(Random(MISSION, Discrete(2)), drop=["mission"])
+    seen, _ = env.reset(seed=1)
+    assert set(seen) == {"direction", "image"}
+    assert env.observation_space.contains(seen)
+    assert env.observation_space.contains(env.step(0)[0])
+    outcome = LoopEnvironments("mission", [env]).reset(1)
+    assert set(outcome.observation) == {"direction", "image"}
+
+
+@pytest.mark.parametrize(
+    ("space", "drop", "left"),
+    [
+        (Dict({"a": Dict({"b": Text(3), "c": Discrete(2)})}), "a.b", Dict({"a": Dict({"c": Discrete(2)})})),
+        (Dict({"a": Dict({"b": Text(3)}), "c": Discrete(2)}), "a.b", Dict({"c": Discrete(2)})),
+        (Tuple([Dict({"b": Text(3), "c": Discrete(2)}), Discrete(3)]), "0.b", Tuple([Dict({"c": Discrete(2)}), Discrete(3)])),
+        (Tuple([Text(3), Discrete(3)]), "0", Tuple([Discrete(3)])),
+        (
+            Dict({"observation": Dict({"b": Text(3), "c": Discrete(2)}), "action_mask": MultiBinary(2)}),
+            "b",
+            Dict({"observation": Dict({"c": Discrete(2)}), "action_mask": MultiBinary(2)}),
+        ),
+    ],
+)
+def test_parts_are_dropped_under_the_name_that_the_error_gives_them(space: gym.Space[Any], drop: str, left: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"Text space.*preprocess: {{drop: \[{drop}\]}}.*config\.wrappers"):
+        LoopEnvironments("nested", [Random(space, Discrete(2))])
+    env = dressed(Random(space, Discrete(2)), drop=[drop])
+    assert env.observation_space == left
+    assert left.contains(env.reset(seed=0)[0])
+
+
+@pytest.mark.parametrize(
+    ("drop", "said"),
+    [
+        (["misson"], "no part 'misson'; its parts are direction, image, mission"),
+        (["direction", "image", "mission"], "nothing of the observation of film is left"),
+    ],
+)
+def test_parts_that_cannot_be_dropped_are_refused(drop: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        dressed(Random(MISSION, Discrete(2)), drop=drop)
+    with pytest.raises(ConfigError, match="action_mask is not observed"):
+        dressed(Film(masked=True), drop=["action_mask"])
 
 
 def test_skipped_frames_sum_their_rewards_and_stop_at_the_end() -> None:

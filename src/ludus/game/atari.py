@@ -91,7 +91,7 @@ def make_single(
 
 def _keywords(spec: EnvSpec, env_config: Mapping[str, Any], preprocess: PreprocessConfig) -> dict[str, Any]:
     """What the vector implementation calls them. Raises ConfigError for what it does not have, or what is said twice."""
-    for key in ("scale", "flatten"):
+    for key in ("scale", "flatten", "drop"):
         if getattr(preprocess, key):
             raise ConfigError(f"preprocess.{key} is not for the pictures of {spec.id}.", "Leave it out.")
     skip = preprocess.frame_skip or env_config.get("frameskip", _DEFAULTS["frameskip"])

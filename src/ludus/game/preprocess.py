@@ -7,7 +7,7 @@ the observation is left alone. Atari and ViZDoom do most of it themselves (`game
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -61,6 +61,8 @@ def preprocessed(env: Env, config: PreprocessConfig, name: str) -> Env:
 
 
 def _shown(env: Env, config: PreprocessConfig, name: str) -> Env:
+    if config.drop:
+        env = DropParts(env, config.drop, name)
     if config.grey or config.resize:
         env = Mapped(env, lambda space: _picture(space, bool(config.grey), config.resize))
         if not env.changed:
@@ -181,6 +183,58 @@ class ClippedReward(gym.Wrapper[Any, Any, Any, Any]):
 
 Leaf = tuple[gym.Space[Any], Callable[[Any], Any]]
 """How a part of an observation looks afterwards, and what makes it so."""
+
+
+class DropParts(gym.ObservationWrapper[Any, Any, Any]):
+    """Leaves named parts of a Dict observation out. Raises ConfigError for a part that the observation does not have."""
+
+    def __init__(self, env: Env, names: Sequence[str], name: str) -> None:
+        super().__init__(env)
+        whole = env.observation_space
+        parts = _part_paths(whole)
+        if isinstance(whole, Dict) and set(whole.spaces) == {"observation", ACTION_MASK}:  # messages leave this level out
+            names = [part if part in parts else f"observation.{part}" for part in names]
+        unknown = [part for part in names if part not in parts]
+        if unknown:
+            known = f"its parts are {', '.join(parts)}" if parts else f"it has no parts: {whole}"
+            raise ConfigError(
+                f"preprocess.drop: the observation of {name} has no part {unknown[0].removeprefix('observation.')!r}; {known}."
+            )
+        if ACTION_MASK in names:
+            raise ConfigError(f"preprocess.drop: {ACTION_MASK} is not observed; it forbids actions.", "Leave it out.")
+        kept = _without(whole, frozenset(names))
+        if kept is None or (isinstance(kept[0], Dict) and set(kept[0].spaces) == {ACTION_MASK}):
+            raise ConfigError(f"preprocess.drop: nothing of the observation of {name} is left.", "Keep at least one part.")
+        self.observation_space, self._keep = kept
+
+    def observation(self, observation: Any) -> Any:
+        return self._keep(observation)
+
+
+def _part_paths(space: gym.Space[Any], path: str = "") -> list[str]:
+    """`outer`, `outer.inner`, … of all parts of a nested space, as error messages name them."""
+    if isinstance(space, (Dict, Tuple)):
+        items = space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces)
+        named = [(f"{path}.{key}" if path else str(key), item) for key, item in items]
+        return [found for inner, item in named for found in (inner, *_part_paths(item, inner))]
+    return []
+
+
+def _without(space: gym.Space[Any], names: frozenset[str], path: str = "") -> Leaf | None:
+    """The space without the named parts, and what takes them out of an observation; None when nothing is left."""
+    if path in names:
+        return None
+    prefix = f"{path}." if path else ""
+    if isinstance(space, Dict):
+        found = {key: _without(item, names, f"{prefix}{key}") for key, item in space.spaces.items()}
+        parts = {key: part for key, part in found.items() if part is not None}
+        made = Dict({key: item for key, (item, _) in parts.items()})
+        return (made, lambda seen: {key: parts[key][1](item) for key, item in seen.items() if key in parts}) if parts else None
+    if isinstance(space, Tuple):
+        items = [(i, part) for i, item in enumerate(space.spaces) if (part := _without(item, names, f"{prefix}{i}")) is not None]
+        left = Tuple([item for _, (item, _) in items])
+        return (left, lambda seen: tuple(keep(seen[i]) for i, (_, keep) in items)) if items else None
+    return space, lambda seen: seen
 
 
 class Mapped(gym.Wrapper[Any, Any, Any, Any]):
