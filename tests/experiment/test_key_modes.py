@@ -61,7 +61,7 @@ def data(mode: Mode, **settings: Any) -> dict[str, Any]:
 
 
 def cases(table: Any) -> list[Any]:
-    return [pytest.param(key, mode, id=f"{key}, {mode.value}") for key, modes in table.items() for mode in modes]
+    return [pytest.param(key, mode, id=f"{key}, {mode.value}") for key, modes in table.items() for mode in sorted(modes, key=str)]
 
 
 def test_every_key_is_in_the_table() -> None:
