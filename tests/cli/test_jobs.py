@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ludus.cli import jobs
+from ludus.cli.job_argument import complete_job
 from ludus.cluster.cluster import Job, JobStatus, Role
 from ludus.cluster.local import LocalOrchestrator
 from ludus.errors import UsageError, WorkerFailed
@@ -111,6 +114,24 @@ def test_a_job_is_found_by_short_names(call: Call, local: LocalOrchestrator, sub
     ended(local, first)
     for word, meant in {"last": second, "atari": first, "pong": first, first[-4:]: first, "cart": second}.items():
         assert call("jobs", "status", word, "--json").json["id"] == meant
+
+
+def test_the_shell_completes_ids_and_short_names_of_jobs(local: LocalOrchestrator, submit: Submit) -> None:
+    assert complete_job("") == []
+    first, second = submit("exit 0", name="atari"), submit("exit 0", name="cart")
+    ended(local, first)
+    assert {word for word, _ in complete_job("")} == {"last", "atari", "cart", first, second}
+    assert [word for word, _ in complete_job("at")] == ["atari", first]
+    assert dict(complete_job("la")) == {"last": second}
+    for command in ("status", "cancel"):
+        assert completions("jobs", command, second[:6]) == [second]
+
+
+def completions(*words: str) -> list[str]:
+    """What bash is offered for the last of these words of a `ludus` command."""
+    line = {"_LUDUS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("ludus", *words)), "COMP_CWORD": str(len(words))}
+    ludus = Path(sys.executable).with_name("ludus")
+    return subprocess.run([ludus], env=os.environ | line, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_what_is_over_is_cleaned_and_nothing_else(call: Call, local: LocalOrchestrator, submit: Submit) -> None:

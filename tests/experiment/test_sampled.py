@@ -10,6 +10,7 @@ import pytest
 
 from ludus.config import AlgorithmConfig, algorithm_config
 from ludus.experiment import experiment
+from ludus.experiment.experiment import Announce
 from ludus.experiment.sampled import make_clock
 from ludus.metrics import read_jsonl
 from ludus.model.policy import Weights
@@ -18,10 +19,12 @@ from ludus.training.algorithms.impala import IMPALAConfig
 from ludus.training.algorithms.ppo import PPOConfig
 
 
-def trained(where: Path, iterations: int = 4, **config: Any) -> tuple[Weights, list[dict[str, Any]]]:
+def trained(
+    where: Path, iterations: int = 4, announce: Announce | None = None, **config: Any
+) -> tuple[Weights, list[dict[str, Any]]]:
     small = {"num_envs_per_worker": 8, "rollout_fragment_length": 16, "evaluation_duration": 0, "minibatch_size": 64}
     data = {"env": "CartPole-v1", "stop": {"iterations": iterations}, "config": small | {"seed": 7} | config}
-    result = experiment.start(data, local_dir=where, supervised=False)
+    result = experiment.start(data, local_dir=where, announce=announce, supervised=False)
     rows = read_jsonl(result.run_dir / "metrics.jsonl")
     return result.agent.policy.weights(), rows
 
@@ -39,8 +42,10 @@ def test_one_worker_learns_bit_by_bit_what_no_worker_learns(tmp_path: Path, mode
     assert [row.get("episode_return_mean") for row in before] == [row.get("episode_return_mean") for row in after]
 
 
-def test_with_several_workers_a_run_can_be_repeated_bit_by_bit(tmp_path: Path) -> None:
-    once, rows = trained(tmp_path, num_workers=3)
+def test_with_several_workers_which_are_announced_a_run_can_be_repeated_bit_by_bit(tmp_path: Path) -> None:
+    announced: list[str] = []
+    once, rows = trained(tmp_path, announce=announced.append, num_workers=3)
+    assert announced == ["starting 3 workers …"]
     again, _ = trained(tmp_path, num_workers=3)
     assert same(once, again)
     assert [row["learner/lag_max"] for row in rows] == [0, 0, 0, 0]

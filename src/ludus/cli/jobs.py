@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.job_argument import LAST, complete_job
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ app = typer.Typer(help="Jobs of `ludus submit`: list them, read their logs, wait
 TIMED_OUT = 124
 """Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1): no training ends with it."""
 
-LAST = "last"
 _SHORTEST_SUFFIX = 3
 _MAINS = ("main", "learner")
 _RECENT, _LAST_LINES = 10, 15
@@ -45,7 +45,9 @@ _COLOURS = {"pending": "yellow", "running": "green", "succeeded": "green", "canc
 _Id = Annotated[
     str,
     typer.Argument(
-        metavar="ID", help="Job id, its beginning or its end; last; the name of a job or experiment; or the Slurm job number."
+        metavar="ID",
+        help="Job id, its beginning or its end; last; the name of a job or experiment; or the Slurm job number.",
+        autocompletion=complete_job,
     ),
 ]
 _On = Annotated[
@@ -110,7 +112,7 @@ def logs(
 
 @app.command()
 def cancel(
-    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Job ids.")],
+    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, as for `status`.", autocompletion=complete_job)],
     now: Annotated[bool, typer.Option("--now", help="Kill at once, without a checkpoint.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
     on: _On = None,

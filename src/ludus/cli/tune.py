@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 
 from ludus.cli import options as o
 from ludus.errors import UsageError
+from ludus.formatting import format_number
 
 if TYPE_CHECKING:
     from ludus.cli.train import Starter
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.2
 _LINE_EVERY_S = 10.0
 _ROWS = 40
+_STATES = {"failed": "failed", "running": "running", "again": "starting again"}
+"""State of a trial → what it is called in the summary of a sweep."""
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
@@ -228,7 +232,9 @@ class Shell:
         address, cpus, memory = self.ray
         named = cluster_of(address)
         cluster = cluster_of(named.address if named is not None else LOCAL, cpus, memory)
-        return SweepOptions(self.local_dir, cluster, self.max_concurrent, retry_failed, self.say, board.hear, self._noted)
+        return SweepOptions(
+            self.local_dir, cluster, self.max_concurrent, retry_failed, self.say, board.hear, self._noted, board.begin
+        )
 
     def say(self, sentence: str) -> None:
         if not self.quiet:
@@ -313,6 +319,7 @@ class Board:
     def __init__(self, *, quiet: bool, to_stderr: bool) -> None:
         self._quiet, self._stream = quiet, sys.stderr if to_stderr else sys.stdout
         self._seen: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self._done_before = self._total = 0
         self._live: Any = None
         self._drawn = 0.0
 
@@ -323,6 +330,10 @@ class Board:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
+
+    def begin(self, done: int, total: int) -> None:
+        """A sweep of `total` trials begins, or continues after `done` of them; the trials of an earlier sweep are forgotten."""
+        self._seen, self._done_before, self._total = {}, done, total
 
     def hear(self, event: Event) -> None:
         before = self._seen.get(event.name, ("", {}))[1]
@@ -335,7 +346,8 @@ class Board:
         if self._stream.isatty():
             self._draw(event.kind != "reported")
         elif event.kind in ("ended", "failed"):
-            self._line(f"{event.name} {event.kind}{': ' + event.error if event.error else ''}  {self._numbers(event.name)}")
+            error = f": {event.error}" if event.error else ""
+            self._line(f"{event.name} {event.kind}{error}  {self._numbers(event.name)}  ({self._done()})")
         elif time.monotonic() > self._drawn + _LINE_EVERY_S:
             self._line(self._summary())
 
@@ -370,10 +382,13 @@ class Board:
     def _numbers(self, name: str) -> str:
         numbers = self._seen[name][1]
         mean = numbers.get("episode_return_mean", math.nan)
-        return f"{int(numbers.get('timesteps', 0)):>10,} steps  return {'–' if math.isnan(mean) else f'{mean:.1f}'}"
+        return f"{int(numbers.get('timesteps', 0)):>10,} steps  return {format_number(mean)}"
+
+    def _done(self) -> str:
+        done = self._done_before + sum(word in ("ended", "failed") for word, _ in self._seen.values())
+        return f"{done} of {self._total} trials done"
 
     def _summary(self) -> str:
-        words: dict[str, int] = {}
-        for word, _ in self._seen.values():
-            words[word] = words.get(word, 0) + 1
-        return ", ".join(f"{number} {word}" for word, number in words.items())
+        words = Counter(word for word, _ in self._seen.values())
+        others = [f"{words[word]} {name}" for word, name in _STATES.items() if words[word]]
+        return ", ".join((self._done(), *others))

@@ -67,6 +67,8 @@ class SweepOptions:
     hear: Hear | None = None
     noted: Callable[[str, Path], None] | None = None
     """Is told the name of a new sweep and its directory, before it is there."""
+    begin: Callable[[int, int], None] | None = None
+    """Called before the trials of a sweep start, with how many have ended before and how many it has in all."""
 
     def say(self, sentence: str) -> None:
         if self.announce is not None:
@@ -413,6 +415,8 @@ def _one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:
         for trial in left:
             sweep.ended.pop(trial.name, None)
         _say_what(sweep, left, options)
+        if options.begin is not None:
+            options.begin(len(sweep.trials) - len(left), len(sweep.trials))
         _fit(sweep, left, options)
     else:
         options.say(f"All {len(sweep.trials)} trials of {sweep.directory} have ended.")

@@ -1,0 +1,38 @@
+"""A job as an argument: the shell completes ids and short names. Give `complete_job` to `typer.Argument`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+LAST = "last"
+_DIRECTORIES = {"jobs": "local", "ssh": "ssh", "slurm": "slurm"}
+"""Below the state directory → the target whose jobs are in it."""
+
+
+class RecordedJob(NamedTuple):
+    submitted_at: float
+    id: str
+    name: str
+    target: str
+
+
+def complete_job(incomplete: str) -> list[tuple[str, str]]:
+    """As `autocompletion`: `last`, names of jobs and ids, the newest first. Only reads files here: a queue would take seconds to answer."""
+    newest_first = sorted(_recorded_jobs(), reverse=True)
+    found = {LAST: newest_first[0].id} if newest_first else {}
+    for job in newest_first:
+        found.setdefault(job.name, f"newest job of this name: {job.id}")
+    found |= {job.id: f"on {job.target}" for job in newest_first}
+    return [(word, meaning) for word, meaning in found.items() if word.startswith(incomplete)]
+
+
+def _recorded_jobs() -> Iterator[RecordedJob]:
+    from ludus.cluster import record
+
+    for directory, target in _DIRECTORIES.items():
+        for path in (record.state_home() / directory).glob(f"*/{record.JOB}"):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # removed meanwhile, or damaged
+                job = record.read_job(path.read_text(encoding="utf-8"))
+                yield RecordedJob(path.stat().st_mtime, path.parent.name, job.name, target)
