@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # those that this system has; opening a pipe must not wait
+
+
+class NotRegularFile(OSError):
+    """A link, pipe or device where a file is expected."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Only the last part of `path` must not be a link; its directories may be. Raises OSError."""
-    handle = os.open(
-        path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
-    )  # O_NONBLOCK: opening a pipe must not wait for its writer
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{path.name} is not a regular file")
-    return open(handle, "rb")
+    """Open a regular file for reading. A link at the end of `path` is not followed; its directories may be links.
+
+    Raises NotRegularFile, and OSError as `open` does.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in _FLAGS))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK) and path.is_symlink():
+            raise NotRegularFile(f"{path} is a link, not a regular file") from error
+        if error.errno == errno.ENXIO and path.exists():
+            raise NotRegularFile(f"{path} is not a regular file") from error
+        raise
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return open(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise NotRegularFile(f"{path} is not a regular file")
 
 
 def read_regular(path: Path, most: int) -> bytes:

@@ -49,12 +49,8 @@ def submit(
     ] = None,
     name: Annotated[str | None, _of(_ALL, "--name", help="Prefix of the job id.")] = None,
     nodes: Annotated[int | None, _of(_ALL, "--nodes", "-N", help="Number of machines; train and tune use all of them.")] = None,
-    min_nodes: Annotated[
-        int | None, _of(_ALL, "--min-nodes", help="Start when this many machines are ready. Default: all.")
-    ] = None,
-    learner_nodes: Annotated[
-        int | None, _of(_ALL, "--learner-nodes", help="Machines that run a learner (for train). Default: 1.")
-    ] = None,
+    min_nodes: Annotated[int | None, _of(_ALL, "--min-nodes", help="Machines to start with. Default: all.")] = None,
+    learner_nodes: Annotated[int | None, _of(_ALL, "--learner-nodes", help="Machines with a learner. Default: 1.")] = None,
     wait_s: Annotated[float | None, _of(_ALL, "--wait-s", help="Seconds to wait for the machines. Default: 300.")] = None,
     cpus: Annotated[int | None, _of(_ALL, "--cpus", help="Cores to use on each machine.")] = None,
     gpus: Annotated[int | None, _of(_ALL, "--gpus", help="GPUs of each machine.")] = None,
@@ -64,12 +60,7 @@ def submit(
     ] = None,
     secret: Annotated[
         list[str] | None,
-        _of(
-            _ALL,
-            "--secret",
-            metavar="NAME",
-            help="Environment variable to pass on from here; its value is never written to a file; repeatable.",
-        ),
+        _of(_ALL, "--secret", metavar="NAME", help="Variable to pass on from here, never written to a file; repeatable."),
     ] = None,
     setup: Annotated[
         list[str] | None,
@@ -103,15 +94,11 @@ def submit(
     requeue: Annotated[
         bool | None, _of(_SLURM, "--requeue/--no-requeue", help="Requeue the job when its time limit is reached. Default: yes.")
     ] = None,
-    signal_s: Annotated[
-        int | None, _of(_SLURM, "--signal-s", help="Seconds before the time limit at which it saves. Default: 120.")
-    ] = None,
+    signal_s: Annotated[int | None, _of(_SLURM, "--signal-s", help="Seconds to save before the limit. Default: 120.")] = None,
     interactive: Annotated[
         bool, _of(_SLURM, "--interactive", help="Run in the current salloc allocation; without one, request one.")
     ] = False,
-    redis_password: Annotated[
-        str | None, _of(_SLURM, "--redis-password", help="Ignored; accepted for old RLlib command lines.")
-    ] = None,
+    redis_password: Annotated[str | None, _of(_SLURM, "--redis-password", help="Ignored; for old command lines.")] = None,
     dry_run: Annotated[bool, _of(_SAID, "--dry-run", help="Print the files and commands without doing anything.")] = False,
     wait: Annotated[
         bool, _of(_SAID, "--wait", help="Follow the log until the job is over and exit with its code. Ctrl-C leaves it running.")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from ludus.errors import Damaged
+from ludus.regular_files import NotRegularFile, open_regular
 
 MOST_JSON_BYTES = 64 << 20
 """Of a manifest or of the state of a checkpoint; the largest of real runs have some hundred kB."""
@@ -33,27 +32,15 @@ def read_regular_file(path: Path, *, size: int | None = None, limit: int | None 
     file, OSError where it cannot be read.
     """
     limit = largest_file() if limit is None else limit
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
-        descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK) and path.is_symlink():
-            raise Damaged(f"{path} is a link, and parts of a run are files.", "Put the file itself there.") from error
-        if error.errno == errno.ENXIO and path.exists():
-            raise Damaged(f"{path} is not a regular file.") from error
-        raise
-    try:
-        return _read(descriptor, path, size, limit)
-    finally:
-        os.close(descriptor)
+        with open_regular(path) as file:
+            return _read(file.fileno(), path, size, limit)
+    except NotRegularFile as error:
+        raise Damaged(f"{error}.", _OLDER) from error
 
 
 def _read(descriptor: int, path: Path, size: int | None, limit: int) -> bytes:
     found = os.fstat(descriptor)
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
-        raise Damaged(f"{path} is not a regular file.", _OLDER)
     if size is not None and found.st_size != size:
         raise Damaged(f"{path} is damaged: {found.st_size} of {size} bytes.", _OLDER)
     if found.st_size > limit:
