@@ -57,6 +57,29 @@ def test_the_summary_has_the_evaluation_beside_the_training_return_and_what_to_d
     ]
 
 
+def win_rates(kind: str, **rates: tuple[float, float, float]) -> dict[str, float]:
+    return {
+        f"{kind}/win/{who}{which}": rate
+        for who, all_ in rates.items()
+        for which, rate in zip(("", "_low", "_high"), all_, strict=True)
+    }
+
+
+def test_where_matches_are_won_and_lost_the_win_rate_comes_first() -> None:
+    numbers = win_rates("match", easy=(0.93, 0.86, 0.97), hard=(0.25, 0.2, 0.3))
+    numbers |= win_rates("evaluation", medium=(0.5, 0.34, 0.66)) | {"evaluation/loss/medium": 0.25}
+    numbers |= {"evaluation/return_mean": 0.25, "evaluation/episodes": 32.0}
+    assert list(summary_lines(result(metrics=numbers)))[:2] == [
+        "Stopped: time limit reached. Win rate in training 93 % [86–97] against easy; 25 % [20–30] against hard. Mean return −56.9 in training.",
+        "Evaluation: win rate 50 % [34–66] against medium, 25 % lost; mean return 0.250 over 32 episodes.",
+    ]
+
+
+def test_a_zero_sum_game_without_an_evaluation_shows_no_empty_number() -> None:
+    first = next(iter(summary_lines(result(metrics={"zero_sum": 1.0}))))
+    assert first == "Stopped: time limit reached. The win rate was not evaluated."
+
+
 def test_a_run_without_episodes_and_one_that_was_interrupted_say_so() -> None:
     lines = list(summary_lines(result("interrupted (SIGINT)", metrics={"episode_return_mean": math.nan})))
     assert lines[0] == "Interrupted by Ctrl-C. No episode ended during training."

@@ -168,7 +168,13 @@ def test_wins_are_shown_by_opponent_and_with_the_interval_of_an_evaluation() -> 
 
 def test_the_line_of_a_report_has_them() -> None:
     (line,) = written([{**NUMBERS, **won("hard", 0.25, 0.2, 0.3)}], StopConfig())
-    assert re.search(r"return 1\.50  won: hard 25 \[20–30\] %", line)
+    assert re.search(r"won: hard 25 \[20–30\] %  return 1\.50", line)
+
+
+def test_until_an_episode_has_ended_the_line_says_so() -> None:
+    numbers = {name: value for name, value in NUMBERS.items() if name != "episode_return_mean"}
+    (line,) = written([numbers], StopConfig())
+    assert line.endswith("no episode ended yet")
 
 
 def test_whoever_is_met_in_evaluations_alone_is_shown_too() -> None:

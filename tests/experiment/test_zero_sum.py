@@ -95,4 +95,4 @@ def test_the_display_shows_the_win_rate_instead_of_the_return() -> None:
 
 
 def test_before_the_first_evaluation_the_win_rate_is_not_known() -> None:
-    assert "win rate –" in progress_line(NUMBERS, StopConfig(timesteps=200), RecentRates())
+    assert "win rate not evaluated yet" in progress_line(NUMBERS, StopConfig(timesteps=200), RecentRates())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ludus.config import EXTERNAL
 from ludus.experiment.result import Result
 from ludus.experiment.stop_reason import REASONS, in_words, is_interruption
-from ludus.experiment.training_display import format_with_interval, is_zero_sum, win_rate
+from ludus.experiment.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
 from ludus.experiment.workspace import shown
 from ludus.formatting import format_duration, format_number
 
@@ -22,11 +22,7 @@ def stop_reason(stopped_by: str) -> str:
 
 def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
     """What is printed at the end. `command`: as it is typed on this machine."""
-    mean = result.episode_return_mean
-    trained = "No episode ended during training" if math.isnan(mean) else f"Mean return {format_number(mean)} in training"
-    if is_zero_sum(result.metrics):
-        trained = f"{win_rate(result.metrics).capitalize()} in the last evaluation"
-    yield f"{stop_reason(result.stopped_by)}. {trained}."
+    yield f"{stop_reason(result.stopped_by)}. {_trained(result)}."
     if evaluation := _evaluation(result):
         yield evaluation
     yield _how_long(result)
@@ -38,13 +34,28 @@ def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
     yield from (f"{what:<12}{command} {words}" for what, words in _next_steps(result, place))
 
 
+def _trained(result: Result) -> str:
+    """The number that says most of the agent: its win rate where matches are won and lost, else its return."""
+    mean, numbers = result.episode_return_mean, result.metrics
+    if is_zero_sum(numbers):
+        rates = evaluated_win_rates(numbers)
+        return f"Win rate {'; '.join(rates)} in the last evaluation" if rates else "The win rate was not evaluated"
+    if math.isnan(mean):
+        return "No episode ended during training"
+    if rates := training_win_rates(numbers):
+        return f"Win rate in training {'; '.join(rates)}. Mean return {format_number(mean)} in training"
+    return f"Mean return {format_number(mean)} in training"
+
+
 def _evaluation(result: Result) -> str:
     numbers = result.metrics
     mean, episodes = (numbers.get(f"evaluation/{name}", math.nan) for name in ("return_mean", "episodes"))
     if math.isnan(mean):
         return ""
     of = "" if math.isnan(episodes) else f" over {episodes:,.0f} episodes"
-    return f"Evaluation: mean return {format_with_interval(mean, numbers, 'evaluation/return')}{of}."
+    rates = [] if is_zero_sum(numbers) else evaluated_win_rates(numbers)
+    won = f"win rate {'; '.join(rates)}; " if rates else ""
+    return f"Evaluation: {won}mean return {format_with_interval(mean, numbers, 'evaluation/return')}{of}."
 
 
 def _how_long(result: Result) -> str:

@@ -225,7 +225,7 @@ def progress_line(numbers: Numbers, stop: StopConfig, rates: RecentRates) -> str
     clock = [] if towards and towards.key == "time_s" else [format_duration(numbers.get("time_s"))]
     gauge = [f"{_percent(towards):>5} {bar(towards.share, 10)}", towards.text] if towards else []
     left = [_time_left(towards)] if towards else []
-    good = [win_rate(numbers)] if is_zero_sum(numbers) else [_return(numbers, stop), _evaluation(numbers), wins(numbers)]
+    good = [win_rate(numbers)] if is_zero_sum(numbers) else [wins(numbers), _return(numbers, stop), _evaluation(numbers)]
     parts = (*gauge, *counted, *clock, *left, _speed(numbers, rates), *good)
     return "  ".join(part for part in (*parts, summary(numbers)) if part)
 
@@ -250,6 +250,8 @@ def progress_rows(numbers: Numbers, stop: StopConfig, rates: RecentRates, curve:
         yield "win rate", win_rate(numbers).removeprefix("win rate ")
         yield from _detail_rows(numbers)
         return
+    if won := wins(numbers):
+        yield "matches", won
     yield "return", f"{_return(numbers, stop).removeprefix('return ')}  {sparkline(curve, width)}".rstrip()
     if evaluation := _evaluation(numbers):
         at = numbers.get("evaluation/timesteps", math.nan)
@@ -258,8 +260,6 @@ def progress_rows(numbers: Numbers, stop: StopConfig, rates: RecentRates, curve:
 
 
 def _detail_rows(numbers: Numbers) -> Iterable[tuple[str, str]]:
-    if (won := wins(numbers)) and not is_zero_sum(numbers):
-        yield "matches", won
     if results := match_results(numbers):
         yield "", results
     if "learner/version" in numbers and "match/past_version" in numbers:
@@ -302,7 +302,7 @@ def _speed(numbers: Numbers, rates: RecentRates) -> str:
 def _return(numbers: Numbers, stop: StopConfig) -> str:
     mean = numbers.get("episode_return_mean", math.nan)
     target = "" if stop.episode_return_mean is None else f" (stops at {format_number(stop.episode_return_mean)})"
-    return f"return {format_number(mean)}{target}"
+    return f"{'no episode ended yet' if math.isnan(mean) else f'return {format_number(mean)}'}{target}"
 
 
 def _evaluation(numbers: Numbers) -> str:
@@ -320,10 +320,7 @@ def format_with_interval(mean: float, numbers: Mapping[str, float], name: str) -
 
 def wins(numbers: Numbers) -> str:
     """Against whom how many of the last matches were won, and in brackets how many of an evaluation; each with its interval."""
-    met, judged = (
-        [name.removeprefix(kind).removesuffix("_low") for name in numbers if name.startswith(kind) and name.endswith("_low")]
-        for kind in (_WINS, _JUDGED)
-    )
+    met, judged = _opponents(numbers, _WINS), _opponents(numbers, _JUDGED)
     shown = []
     for who in dict.fromkeys((*met, *judged)):
         share = [f"{_share(numbers, _WINS + who)} %"] if who in met else []
@@ -344,14 +341,29 @@ def is_zero_sum(numbers: Numbers) -> bool:
 
 def win_rate(numbers: Numbers) -> str:
     """Of the last evaluation, with its 95 % interval: `win rate 80 % [58–92] against random, 5 % lost`."""
-    who = next((name.removeprefix(_JUDGED) for name in numbers if name.startswith(_JUDGED) and f"{name}_low" in numbers), None)
-    if who is None:
-        return f"win rate {MISSING}"
-    mean, low, high = (100 * numbers[f"{_JUDGED}{who}{which}"] for which in ("", "_low", "_high"))
-    lost = numbers.get(f"evaluation/loss/{who}", math.nan)
-    return f"win rate {mean:.0f} % [{low:.0f}–{high:.0f}] against {who}" + (
-        "" if math.isnan(lost) else f", {100 * lost:.0f} % lost"
-    )
+    return f"win rate {'; '.join(evaluated_win_rates(numbers)) or 'not evaluated yet'}"
+
+
+def evaluated_win_rates(numbers: Numbers) -> list[str]:
+    """Of the last evaluation, one for each opponent: `80 % [58–92] against random, 5 % lost`."""
+    return [
+        _win_rate(numbers, _JUDGED, who, numbers.get(f"evaluation/loss/{who}", math.nan)) for who in _opponents(numbers, _JUDGED)
+    ]
+
+
+def training_win_rates(numbers: Numbers) -> list[str]:
+    """Of the last matches of the training, one for each opponent: `37 % [28–47] against medium`."""
+    return [_win_rate(numbers, _WINS, who) for who in _opponents(numbers, _WINS)]
+
+
+def _win_rate(numbers: Numbers, kind: str, who: str, lost: float = math.nan) -> str:
+    mean, low, high = (100 * numbers[f"{kind}{who}{which}"] for which in ("", "_low", "_high"))
+    also_lost = "" if math.isnan(lost) else f", {100 * lost:.0f} % lost"
+    return f"{mean:.0f} % [{low:.0f}–{high:.0f}] against {who}{also_lost}"
+
+
+def _opponents(numbers: Numbers, kind: str) -> list[str]:
+    return [name.removeprefix(kind).removesuffix("_low") for name in numbers if name.startswith(kind) and name.endswith("_low")]
 
 
 def match_results(numbers: Numbers) -> str:
