@@ -86,17 +86,21 @@ def resume(
         return observers.conclude(experiments.resume(directory, stop=stop, cluster=cluster, **observers.arguments))
 
 
-def load(where: str | Path, model: str = DEFAULT_MODEL, seed: int = 0, *, trust: bool = False) -> RunAgent:
+def load(where: str | Path, model: str | None = None, seed: int = 0, *, trust: bool = False) -> RunAgent:
     """The agent of a checkpoint, a run (its newest checkpoint), or `RUN/best`: a path or the URL of a store.
 
-    `trust`: import whatever code it names, wherever it is; without it only code of your project (docs/security.md).
+    `model`: which one, of a run with several. `trust`: import whatever code it names, wherever it is; without it only code of your
+    project (docs/security.md). Raises NotFound, Damaged, UsageError.
     """
+    from ludus.experiment.model_choice import choose_model
+
     trusts.allow(str(where))
     run, found = checkpoint.open_checkpoint(where)
     if trust:
         trusts.allow(found.state)
-    version = int(found.state["models"][model]["version"])
-    return RunAgent(found.policy(model), seed, version, run_dir=run, model=model)
+    chosen = DEFAULT_MODEL if model is None and DEFAULT_MODEL in found.weights else choose_model(found, model)
+    version = int(found.state["models"][chosen]["version"])
+    return RunAgent(found.policy(chosen), seed, version, run_dir=run, model=chosen)
 
 
 def tune(

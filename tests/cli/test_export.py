@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+import ludus
 from ludus.cli.main import main
+from ludus.errors import UsageError
 from ludus.experiment import checkpoint
 from ludus.experiment.exporting import recorded_observations
 from ludus.model import export
@@ -148,6 +150,32 @@ def test_of_several_models_one_must_be_chosen(call: Call, tmp_path: Path) -> Non
     assert (code, "left, right" in err) == (2, True)
     assert call("export", tmp_path / "run", "--model", "right")[0] == 0
     assert [path.name for path in (tmp_path / "run" / "exports").glob("*.onnx")] == ["right-000002.onnx"]
+
+
+def test_the_models_of_several_agents_are_named_with_their_agents_and_compared_on_what_those_saw(
+    call: Call, tmp_path: Path
+) -> None:
+    algorithms = {name: small.make_ppo(i, network=None) for i, name in enumerate(["left", "right"])}
+    settings = {"multiagent": {"policy_mapping": {"west": "left", "east": "right", "far_east": "right"}}}
+    config = {"run": "PPO", "env": "module:pairs", "config": settings}
+    run = tmp_path / "run"
+    checkpoint.write(LocalStore(run), 1, algorithms, {"left": 1, "right": 2}, {}, {"config": config})
+    assert "left (west), right (east, far_east)" in call("export", run)[2]
+    assert "played by the model right. Choose the model right" in call("export", run, "--model", "east")[2]
+    with pytest.raises(UsageError, match=r"left \(west\), right \(east, far_east\).*model="):
+        ludus.load(run)
+    assert ludus.load(run, "right").version == 2
+    steps = run / "rollouts" / "one" / "steps.npz"
+    steps.parent.mkdir(parents=True)
+    west, east, far_east = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
+    columns = {"west/observation": west, "east/observation": east, "far_east/observation": far_east}
+    np.savez(steps, **columns)
+    policy = algorithms["right"].policy
+    seen = recorded_observations(steps, policy, ["east", "far_east"])
+    np.testing.assert_array_equal(seen, np.concatenate([east, far_east]))
+    code, out, err = call("export", run, "--model", "right")
+    assert code == 0, err
+    assert "random observations alone" not in out + err
 
 
 def test_a_game_plays_with_onnxruntime_and_numpy_alone(run: Path, tmp_path: Path) -> None:

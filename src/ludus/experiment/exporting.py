@@ -8,7 +8,7 @@ import logging
 import tempfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +21,7 @@ from ludus.actor.trained import TrainedAgent
 from ludus.config import EXTERNAL
 from ludus.errors import EnvironmentFault, LudusError, UsageError
 from ludus.experiment import checkpoint, rollout
-from ludus.experiment.checkpoint import Checkpoint
+from ludus.experiment.model_choice import agents_playing, choose_model
 from ludus.experiment.workspace import upload
 from ludus.game.environment import made_as_trained
 from ludus.model import export, parity
@@ -69,7 +69,7 @@ def export_checkpoint(
     on what the agent sees, the agent plays its environment a little if there is none. Raises NotFound, Damaged, UsageError.
     """
     run, found = checkpoint.open_checkpoint(where)
-    name = _chosen(found, model)
+    name = choose_model(found, model)
     version = int(found.state["models"][name]["version"])
     return export_policy(
         found.policy(name), run, found.state["config"], name, version,
@@ -91,7 +91,7 @@ def export_policy(
 ) -> Exported:
     """The same with a policy that is in this process. `made_with`: the experiment that it was trained by."""
     file = _file(run, out, f"{name}-{version:06d}{'-int8' if int8 else ''}.onnx")
-    recorded, notes = _recorded(run, made_with, policy, observations, int8)
+    recorded, notes = _recorded(run, made_with, policy, agents_playing(made_with, name), observations, int8)
     every = (made_with["config"].get("env_config") or {}).get("every")
     trained = {"every": every} if isinstance(every, int) else {}
     traced = export.export_policy(policy, opset=opset or export.OPSET, name=name, version=version, trained=trained)
@@ -110,15 +110,6 @@ def export_policy(
     return Exported(file, report_file, report, digest, (upload(file), stored))
 
 
-def _chosen(found: Checkpoint, model: str | None) -> str:
-    names = list(found.weights)
-    if model is None and len(names) > 1:
-        raise UsageError(f"The checkpoint has {len(names)} models: {', '.join(names)}.", "Choose one with --model.")
-    if model is not None and model not in names:
-        raise UsageError(f"The checkpoint has no model {model!r}.", f"It has {', '.join(names)}.")
-    return model or names[0]
-
-
 def _file(run: Path, out: Path | None, usual: str) -> Path:
     if out is None:
         return run / "exports" / usual
@@ -133,40 +124,44 @@ def _file(run: Path, out: Path | None, usual: str) -> Path:
 
 
 def _recorded(
-    run: Path, made_with: Mapping[str, Any], policy: Policy, given: Path | None, play: bool
+    run: Path, made_with: Mapping[str, Any], policy: Policy, agents: Sequence[str], given: Path | None, play: bool
 ) -> tuple[Tree | None, list[str]]:
     """(observations, notes about them)."""
     if given is None:
-        return _seen_in_play(run, made_with, policy, play, PLAYED_S)
+        return _seen_in_play(run, made_with, policy, agents, play, PLAYED_S)
     try:
-        return recorded_observations(given, policy), []
+        return recorded_observations(given, policy, agents), []
     except _DAMAGED as error:
         raise UsageError(f"{given} has no observations of this agent: {error}.", "Give the steps.npz of a rollout.") from error
 
 
-def observations_of(where: str | Path, policy: Policy, *, play: bool, within_s: float) -> Tree | None:
+def observations_of(where: str | Path, policy: Policy, *, play: bool, within_s: float, model: str | None = None) -> Tree | None:
     """What an agent of this run sees: of its newest rollout, or of steps that it plays now, if that takes no longer than this.
 
-    None where neither can be had, for whatever reason: then random observations have to do.
+    None where neither can be had, for whatever reason: then random observations have to do. `model`: the name of the policy in a
+    run with several agents.
     """
     try:
         run, found = checkpoint.open_checkpoint(where)
-        return _seen_in_play(run, found.state["config"], policy, play, within_s)[0]
+        made_with = found.state["config"]
+        agents = agents_playing(made_with, model) if model is not None else ()
+        return _seen_in_play(run, made_with, policy, agents, play, within_s)[0]
     except Exception as error:  # the game's own code runs here, and nobody has asked for it to be played
         log.info("There are no observations of %s: %r", where, error)
         return None
 
 
 def _seen_in_play(
-    run: Path, made_with: Mapping[str, Any], policy: Policy, play: bool, within_s: float
+    run: Path, made_with: Mapping[str, Any], policy: Policy, agents: Sequence[str], play: bool, within_s: float
 ) -> tuple[Tree | None, list[str]]:  # fmt: skip
     rollouts = sorted((run / "rollouts").glob("*/steps.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in rollouts:
         try:
-            return recorded_observations(path, policy), []
+            return recorded_observations(path, policy, agents), []
         except _DAMAGED as error:
             log.info("%s is of no use here: %s", path, error)
-    note = "Compared on random observations alone: the run has no rollout. `ludus rollout` makes one."
+    lacking = "no rollout of the run has observations of this model" if rollouts else "the run has no rollout"
+    note = f"Compared on random observations alone: {lacking}. `ludus rollout` makes one."
     if not play or made_with["env"] == EXTERNAL or made_with["config"].get("multiagent"):
         return None, [note]
     try:
@@ -202,23 +197,33 @@ class _Hurried(gym.Wrapper[Any, Any, Any, Any]):
         return super().step(action)
 
 
-def recorded_observations(path: Path, policy: Policy) -> Tree:
-    """The first observations in the file of a rollout, as the policy takes them. Raises one of several errors if they are not."""
+def recorded_observations(path: Path, policy: Policy, agents: Sequence[str] = ()) -> Tree:
+    """The first observations in the file of a rollout, as the policy takes them. Raises one of several errors if they are not.
+
+    `agents`: those that the policy plays, whose columns begin with their names; empty in an environment with one agent.
+    """
     specs = spaces.array_spec(policy.observation_space)
     with zipfile.ZipFile(path) as archive:
         columns = set(archive.namelist())
-        flat = []
-        for name, spec in named("observation", specs):
-            # Beside an action mask the only other entry is called `observation` too.
-            column = next(c for c in (f"{name}.npy", f"observation.{name}.npy", "") if c in columns or not c)
-            if not column:
-                raise KeyError(f"no column {name}")
-            with archive.open(column) as file:
-                flat.append(_first_rows(file, name, spec))
-    tree = regrown(specs, iter(flat))
+        owners = [f"{agent}/" for agent in agents if any(column.startswith(f"{agent}/") for column in columns)] or [""]
+        found = [_columns_of(archive, columns, owner, specs) for owner in owners]
+    tree = regrown(specs, (np.concatenate(parts)[:RECORDED_ROWS] for parts in zip(*found, strict=True)))
     if len(next(leaves(tree))[1]) == 0:
         raise ValueError("there are no steps in it")
     return tree
+
+
+def _columns_of(archive: zipfile.ZipFile, columns: Set[str], owner: str, specs: Tree) -> list[Array]:
+    """The leaves of an observation, in the order of `specs`; of the agent whose columns begin with `owner`."""
+    flat = []
+    for name, spec in named("observation", specs):
+        # Beside an action mask the only other entry is called `observation` too.
+        column = next((c for c in (f"{owner}{name}.npy", f"{owner}observation.{name}.npy") if c in columns), None)
+        if column is None:
+            raise KeyError(f"no column {owner}{name}")
+        with archive.open(column) as file:
+            flat.append(_first_rows(file, name, spec))
+    return flat
 
 
 def _first_rows(file: IO[bytes], name: str, spec: ArraySpec) -> Array:

@@ -370,7 +370,7 @@ class Follower:
         self._exported[model] = part.description, traced
         if (name, model) not in self._observed:
             where = self._sources[name].where
-            self._observed[name, model] = observations_of(where, policy, play=int8, within_s=_PLAY_S)
+            self._observed[name, model] = observations_of(where, policy, play=int8, within_s=_PLAY_S, model=model)
         exported, report = parity.artefact(policy, traced, int8=int8, recorded=self._observed[name, model])
         if not report.passed:
             raise IncompatibleCheckpoint(
