@@ -416,6 +416,12 @@ class AlgorithmConfig(_Strict):
         ge=0,
         description="Number of processes that evaluate checkpoints during training; 0 = evaluate inline while training waits.",
     )
+    evaluation_video: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Number of episodes of each evaluation recorded as videos (run directory, TensorBoard, W&B, MLflow); 0 = none.",
+    )
     evaluation_config: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="Settings that differ in evaluations."
     )

@@ -296,7 +296,7 @@ FOREIGN: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "env_wrapper": ("is wrappers here: a list of module:Wrapper.", (None,)),
     "start_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
     "end_e": ("is written  epsilon: [[0, START_E], [EXPLORATION_FRACTION × TOTAL_TIMESTEPS, END_E]].", ()),
-    "capture_video": ("films while training; here films are made afterwards: ludus rollout RUN --video.", (False,)),
+    "capture_video": ("is evaluation_video here: the number of episodes of each evaluation that are recorded.", (False,)),
     "save_model": ("is always so: a run ends with a checkpoint. Leave it out.", (True,)),
     "upload_model": ("uploads to the Hugging Face hub, which is not here. Leave it out.", (False,)),
     "hf_entity": ("belongs to the Hugging Face hub, which is not here. Leave it out.", ("", None)),

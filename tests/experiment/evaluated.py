@@ -48,6 +48,15 @@ class Walk(gym.Env[Any, Any]):
         return picture
 
 
+class Blind(Walk):
+    """Renders nothing."""
+
+    metadata = {}  # noqa: RUF012 - as Gymnasium has it
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
 class Shaken(Walk):
     """Its randomness is that of the whole process."""
 

@@ -119,6 +119,7 @@ class _Service:
         self.failures = failures
         self.reports: list[Numbers] = []
         self.files: list[tuple[str, int]] = []
+        self.names: list[str] = []
         self.status = ""
         self.tried = threading.Semaphore(0)
         self.may_go_on = threading.Event()
@@ -131,8 +132,9 @@ class _Service:
         self._trouble()
         self.reports += reports
 
-    def file(self, path: Path, timesteps: int) -> None:
+    def file(self, path: Path, timesteps: int, name: str = "") -> None:
         self.files.append((path.name, timesteps))
+        self.names.append(name)
 
     def close(self, status: str) -> None:
         self.status = status
@@ -162,6 +164,17 @@ def test_everything_is_delivered_in_order_and_then_files_and_the_end(tmp_path: P
     assert service.reports == [_numbers(i) for i in range(100)]
     assert (service.files, service.status) == ([("a.png", 990)], "interrupted")
     assert (sink.failures, sink.lost) == (0, 0)
+
+
+def test_videos_are_delivered_under_the_name_of_their_series_and_once(tmp_path: Path) -> None:
+    service = _Service(failures=1)
+    aside = _aside(service)
+    aside.write(_numbers(0))
+    for i in (1, 2):
+        aside.show_video(tmp_path / f"{i}.mp4", "evaluation/video_1", 10 * i)
+    aside.close()
+    assert service.files == [("1.mp4", 10), ("2.mp4", 20)]
+    assert service.names == ["evaluation/video_1"] * 2
 
 
 def test_a_service_that_fails_for_a_while_gets_everything_later_and_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -40,6 +41,8 @@ class Score:
     """Of the numbers that episodes end with: their sum, and how many episodes told them."""
     sides: tuple[float, ...] = ()
     """Where several rows are a side of a match: the mean of each side in each match, which is one chance, not several."""
+    videos: tuple[Path, ...] = ()
+    """Of its first episodes, if they were recorded."""
 
     @property
     def mean(self) -> float:

@@ -98,6 +98,15 @@ class StopRequester(Protocol):
         ...
 
 
+@runtime_checkable
+class VideoSink(Protocol):
+    """A sink that shows videos."""
+
+    def show_video(self, path: Path, name: str, timesteps: int) -> None:
+        """`name`: of the series that this video continues; `timesteps`: of the version that plays in it."""
+        ...
+
+
 def notify_checkpoint(sinks: Iterable[Sink], name: str) -> None:
     for sink in sinks:
         if isinstance(sink, CheckpointListener):

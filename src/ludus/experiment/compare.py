@@ -30,7 +30,7 @@ EXECUTION = frozenset(
         "num_workers", "blocks_ahead", "num_learners", "gradient_accumulation", "learner_threads", "torch_threads",
         "learner_device", "inference_device", "num_gpus", "restart_failed_sub_environments", "max_worker_restarts",
         "worker_restart_backoff_s", "worker_hang_s", "evaluation_interval", "evaluation_interval_unit", "evaluation_duration",
-        "evaluation_duration_unit", "evaluation_num_workers", "min_time_s_per_iteration",
+        "evaluation_duration_unit", "evaluation_num_workers", "evaluation_video", "min_time_s_per_iteration",
     )
 )  # fmt: skip
 """Settings of how a run is executed and observed. They do not define the experiment: runs that differ in them are repetitions."""

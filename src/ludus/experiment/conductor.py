@@ -17,6 +17,7 @@ from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StartTi
 from ludus.experiment import checkpoint
 from ludus.experiment.callbacks import notify_checkpoint
 from ludus.experiment.checkpoint import Best
+from ludus.experiment.evaluation_video import show_videos
 from ludus.experiment.stopping import FINAL_EVALUATION_S
 from ludus.metrics import Numbers, Sink
 from ludus.model.pool import LocalPool
@@ -578,6 +579,7 @@ class Conductor:
         numbers = {key: value for key, value in numbers.items() if not math.isnan(value)}
         self._evaluated = numbers
         self._report({"timesteps": timesteps, "iterations": iterations, **numbers})
+        show_videos(self._sinks, score.videos, timesteps)
         if judge:
             self._judge(score.mean, "evaluation", name)
 

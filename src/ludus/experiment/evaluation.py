@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from ludus.actor.evaluate import Score, longest_episode, play, shares, undisturb
 from ludus.config import AlgorithmConfig, PreprocessConfig
 from ludus.errors import ConfigError, Interrupted, LudusError
 from ludus.experiment.checkpoint import FOLDER
+from ludus.experiment.evaluation_video import Recorded, VideoRecorder, why_not_recorded
 from ludus.experiment.parts import Resolved
+from ludus.experiment.rollout import Stage
 from ludus.experiment.run import Run
 from ludus.experiment.stopping import StopCheck
 from ludus.experiment.workspace import store_of
@@ -31,9 +33,12 @@ from ludus.model.policy import Policy
 from ludus.runtime.errands import Errands
 from ludus.runtime.luggage import Luggage
 from ludus.runtime.processes import Context, Restart
+from ludus.tree import Array
 from ludus.types import DEFAULT_MODEL, Ints
 
 log = logging.getLogger(__name__)
+
+Notice = Callable[[str], None]
 
 _ROWS = 16
 _STEPS_OF_A_ROW = 1000
@@ -59,6 +64,8 @@ class Course:
     luggage: Luggage
     group: int = 1
     """So many rows are a side of a match, and play as many episodes as each other."""
+    videos: int = 0
+    """Of so many of the first episodes videos are recorded."""
 
     @property
     def groups(self) -> int:
@@ -83,6 +90,17 @@ class Course:
         """A policy of its own, so that nothing it does while it plays is seen by whoever trains."""
         return acting_on(saved.policy_from(self.description), torch.device(self.device))
 
+    def stage(self) -> Stage:
+        """What a video shows."""
+        return Stage(
+            self.env, self.env, {}, env_config=self.env_config, preprocess=self.preprocess, wrappers=self.wrappers,
+            deterministic=not self.explore, filmed=self.videos,
+        )  # fmt: skip
+
+    def recorder(self, directory: Path, before_step: Callable[[], None]) -> VideoRecorder | None:
+        """With a policy on the CPU; None: no videos are wanted."""
+        return VideoRecorder(self.stage(), saved.policy_from(self.description), directory, before_step) if self.videos else None
+
     def seed_of(self, iteration: int) -> int:
         return (self.seed * 7919 + iteration * 104_729 + 1) % (1 << 31)
 
@@ -99,9 +117,13 @@ class Course:
 class Evaluation:
     """Inline: training waits. Own environments, own policy, own random numbers: it does not notice more than that."""
 
-    def __init__(self, course: Course, trained: Policy, stop: StopCheck) -> None:
-        self._course, self._trained, self._stop = course, trained, stop
+    def __init__(
+        self, course: Course, trained: Policy, stop: StopCheck, directory: Path | None = None, notice: Notice = log.warning
+    ) -> None:
+        """`directory`: of the run, if videos are recorded. `notice` is called once if they cannot be."""
+        self._course, self._trained, self._stop, self._notice = course, trained, stop, notice
         self._own: tuple[Policy, Environments] | None = None
+        self._recorder = None if directory is None else course.recorder(directory, stop.before_evaluation_step)
 
     def __call__(self, iteration: int) -> Score:
         try:
@@ -110,7 +132,25 @@ class Evaluation:
         except Interrupted:
             return Score((), (), complete=False)
         warn_of_cuts(score, self._course.env)
-        return score
+        return replace(score, videos=self._record(iteration)) if score.complete else score
+
+    def _record(self, iteration: int) -> tuple[Path, ...]:
+        if self._recorder is None:
+            return ()
+        try:
+            with undisturbed(), self._stop.interruptible():
+                recorded = self._recorder.record(self._trained.weights(), iteration, self._course.seed_of(iteration))
+        except Interrupted:  # the score stands
+            return ()
+        if recorded.problem is not None:
+            self._notice(recorded.problem)
+            self._close_recorder()
+        return recorded.paths
+
+    def _close_recorder(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
 
     def _play(self, iteration: int) -> Score:
         if self._own is None:
@@ -120,6 +160,7 @@ class Evaluation:
         return self._course.play(policy, environments, self._course.seed_of(iteration), 0, self._stop.ends_evaluation)
 
     def close(self) -> None:
+        self._close_recorder()
         if self._own is not None:
             self._own[1].close()
 
@@ -128,9 +169,18 @@ class EvaluationWorkers:
     """Other processes play the versions that were checkpointed; whoever trains looks now and then whether they are done."""
 
     def __init__(
-        self, course: Course, directory: Path, workers: int, hang_s: float, restart: Restart, interrupted: Callable[[], bool]
+        self,
+        course: Course,
+        directory: Path,
+        workers: int,
+        hang_s: float,
+        restart: Restart,
+        interrupted: Callable[[], bool],
+        notice: Notice = log.warning,
     ) -> None:
-        self._course, self._directory, self.interrupted = course, directory, interrupted
+        """`notice` is called once if videos cannot be recorded."""
+        self._course, self._directory, self.interrupted, self._notice = course, directory, interrupted, notice
+        self._records = bool(course.videos)
         self._workers = min(workers, course.groups)
         self._hang_s, self._restart = hang_s, restart
         self._errands: Errands | None = None
@@ -163,7 +213,8 @@ class EvaluationWorkers:
             number = next(self._numbers)
             self._open[number] = first
             seed = self._course.seed_of(iteration)
-            self._errands.give(number, {**where, "seed": seed, "first": first, "rows": end - first})
+            video = iteration if first == 0 and self._records else None
+            self._errands.give(number, {**where, "seed": seed, "first": first, "rows": end - first, "video": video})
 
     def finished(self, timeout_s: float = 0.0) -> tuple[int, Score | None] | None:
         """(iteration, score) when all of it has been played, None before; no score: it failed, which has been said."""
@@ -177,7 +228,11 @@ class EvaluationWorkers:
                 played = done.answer
                 results = {name: tuple(both) for name, both in played["results"].items()}
                 returns, lengths, sides = (tuple(played[name]) for name in ("returns", "lengths", "sides"))
-                self._parts[first] = Score(returns, lengths, cut=played["cut"], results=results, sides=sides)
+                videos = tuple(map(Path, played["videos"]))
+                self._parts[first] = Score(returns, lengths, cut=played["cut"], results=results, sides=sides, videos=videos)
+                if played["problem"] is not None:
+                    self._records = False
+                    self._notice(played["problem"])
         if self._open:
             return None
         iteration, self._iteration = self._iteration, None
@@ -189,7 +244,8 @@ class EvaluationWorkers:
             tuple(itertools.chain(*values)) for values in zip(*((p.returns, p.lengths, p.sides) for p in parts), strict=True)
         )
         told = {name: _added([part.results[name] for part in parts]) for name in parts[0].results}
-        score = Score(returns, lengths, cut=sum(part.cut for part in parts), results=told, sides=sides)
+        cut = sum(part.cut for part in parts)
+        score = Score(returns, lengths, cut=cut, results=told, sides=sides, videos=parts[0].videos)
         warn_of_cuts(score, self._course.env)
         return iteration, score
 
@@ -210,14 +266,23 @@ class Player:
         course.luggage.unpack()
         self._context, self._course, self._policy = context, course, course.policy()
         self._environments: dict[int, Environments] = {}  # by how many rows; shares differ by one
+        self._recorder: VideoRecorder | None = None
 
     def __call__(self, errand: Mapping[str, Any]) -> dict[str, Any]:
         key, name = f"{FOLDER}/{errand['checkpoint']}", f"{DEFAULT_MODEL}.safetensors"
         weights = store_of(Path(errand["run"])).get_file(key, name)
-        self._policy.load_weights(saved.decode_weights(weights, f"{key}/{name}")[0])
+        decoded = saved.decode_weights(weights, f"{key}/{name}")[0]
+        self._policy.load_weights(decoded)
         score = self._course.play(self._policy, self._rows(errand["rows"]), errand["seed"], errand["first"], self._turned)
         lists = {"returns": score.returns, "lengths": score.lengths, "sides": score.sides}
-        return {**lists, "cut": score.cut, "results": dict(score.results)}
+        recorded = Recorded() if errand["video"] is None else self._record(errand, decoded)
+        videos = {"videos": [str(path) for path in recorded.paths], "problem": recorded.problem}
+        return {**lists, **videos, "cut": score.cut, "results": dict(score.results)}
+
+    def _record(self, errand: Mapping[str, Any], weights: Mapping[str, Array]) -> Recorded:
+        if self._recorder is None:
+            self._recorder = self._course.recorder(Path(errand["run"]), self._context.beat)
+        return Recorded() if self._recorder is None else self._recorder.record(weights, errand["video"], errand["seed"])
 
     def _rows(self, rows: int) -> Environments:
         if rows not in self._environments:
@@ -230,6 +295,8 @@ class Player:
         return False
 
     def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
         for environments in self._environments.values():
             environments.close()
 
@@ -242,7 +309,9 @@ def warn_of_cuts(score: Score, env: str) -> None:
         )  # fmt: skip
 
 
-def make_evaluation(resolved: Resolved, policy: Policy, run: Run, stop: StopCheck) -> Evaluation | EvaluationWorkers | None:
+def make_evaluation(
+    resolved: Resolved, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
+) -> Evaluation | EvaluationWorkers | None:
     """Raises ConfigError, EnvironmentFault when `evaluation_config` asks for an environment that cannot be."""
     config = resolved.config
     if not config.evaluation_duration:
@@ -261,11 +330,20 @@ def make_evaluation(resolved: Resolved, policy: Policy, run: Run, stop: StopChec
             f"Evaluations of {env} would have opponents from the past, and nobody there has one.",
             "Say whom they play in config.evaluation_config.env_config, as {opponent: medium}; or set evaluation_duration: 0.",
         )
+
+    def notice(sentence: str) -> None:
+        log.warning("%s", sentence)
+        if announce is not None:
+            announce(f"warning: {sentence}")
+
+    if course.videos and (problem := why_not_recorded(course.stage())) is not None:
+        notice(problem)
+        course = replace(course, videos=0)
     if not config.evaluation_num_workers:
-        return Evaluation(course, policy, stop)
+        return Evaluation(course, policy, stop, run.directory, notice)
     restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
     workers = config.evaluation_num_workers
-    return EvaluationWorkers(course, run.directory, workers, config.worker_hang_s, restart, stop.ends_evaluation)
+    return EvaluationWorkers(course, run.directory, workers, config.worker_hang_s, restart, stop.ends_evaluation, notice)
 
 
 def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowsSaid) -> Course:
@@ -285,6 +363,7 @@ def _course(env: str, config: AlgorithmConfig, policy: Policy, said: RowsSaid) -
         device=config.inference_device if not config.evaluation_num_workers else "cpu",
         luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
         group=said.group,
+        videos=min(config.evaluation_video, config.evaluation_duration),
     )
 
 

@@ -763,7 +763,7 @@ def program_of(
     smoothing = config.metrics_num_episodes_for_smoothing
     trainer = program.add_worker("trainer", _trainer, learning, batches, pool, smoothing, clock)
     program.add("counters", count_on, before if counting_on else None, trainer, sampler)
-    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, stop)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, stop, announce)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampler, pool, run, resolved, evaluation, sinks)
     return program, (run, sampler, trainer, conductor, pool)
 

@@ -47,6 +47,7 @@ _ALWAYS_FRESH = "experience is at most one update old here"
 _NO_WORKERS = "this process samples, and no worker is started"
 _GAMES_PLAY = "games call this run, which has no environments of its own"
 _NO_EVALUATION = "games call this run, which has no environment to evaluate in; play evaluation games with `ludus serve`"
+_NO_VIDEO_OF_AGENTS = "matches of several agents are recorded after training, with `ludus rollout RUN --video`"
 _FLEET_WORKERS = "the workers of a fleet are started and replaced by somebody else"
 _GATEWAYS = "it is for workers that step environments, and here games call this run"
 
@@ -89,6 +90,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[Mode, str]] = {
     "evaluation_duration": {Mode.EXTERNAL: _NO_EVALUATION},
     "evaluation_duration_unit": {Mode.EXTERNAL: _NO_EVALUATION},
     "evaluation_num_workers": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_video": {Mode.EXTERNAL: _NO_EVALUATION, Mode.AGENTS: _NO_VIDEO_OF_AGENTS},
     "evaluation_config": {Mode.EXTERNAL: _NO_EVALUATION},
 }
 """Key → the modes in which it has no effect, with the reason."""
@@ -201,6 +203,7 @@ SWITCHED_OFF: Mapping[str, _Switch] = {
     "evaluation_interval_unit": _no_interval,
     "evaluation_duration_unit": _never_evaluated,
     "evaluation_num_workers": _never_evaluated,
+    "evaluation_video": _never_evaluated,
     "evaluation_config": _never_evaluated,
     "replay_buffer_config.alpha": _drawn_alike,
     "replay_buffer_config.beta": _drawn_alike,

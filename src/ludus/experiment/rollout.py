@@ -66,7 +66,8 @@ VIDEO_EPISODES = 3  # a longer video than that is rarely watched
 AHEAD = 4  # episodes that a process may be ahead of the one that is written next
 _HANG_S = 300.0
 _LOOK_S = 1.0
-_FRAMES = "frames"
+FRAMES = "frames"
+"""The file of an episode's pictures, in the directory of the episode."""
 
 
 @dataclass
@@ -275,7 +276,7 @@ class _Recording:
         directory.mkdir(parents=True, exist_ok=True)
         self.part = stack.enter_context(Part(directory / "steps", stage.save_info)) if stage.steps else None
         wanted = episode < stage.filmed
-        self._frames = stack.enter_context(FrameFile(directory / _FRAMES)) if wanted else None
+        self._frames = stack.enter_context(FrameFile(directory / FRAMES)) if wanted else None
 
     def film(self, render: Callable[[], Any], gained: float) -> None:
         if self._frames is not None:
@@ -483,7 +484,7 @@ def rollout(
                 break
         played.steps_file = steps.write() if steps is not None else None
         if files.video is not None:
-            frames = [aside / str(i) / _FRAMES for i in range(min(film, len(gained)))]
+            frames = [aside / str(i) / FRAMES for i in range(min(film, len(gained)))]
             played.video = _video(files, stage, frames, fps, gained)
     return played
 

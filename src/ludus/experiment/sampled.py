@@ -117,7 +117,7 @@ def program_of(
     smoothing = config.metrics_num_episodes_for_smoothing
     trainer = program.add_worker("trainer", _trainer, learning, whole, publisher, smoothing, clock)
     program.add("counters", count_on, before if counting_on else None, trainer, sampling)
-    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, stop)
+    evaluation = program.add("evaluation", make_evaluation, resolved, policy, run, stop, announce)
     conductor = program.add_worker("conductor", make_conductor, trainer, sampling, pool, run, resolved, evaluation, sinks)
     return program, (run, sampling, trainer, conductor, pool)
 

@@ -22,6 +22,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from urllib.parse import urlsplit
 from ludus.config import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig, experiment
 from ludus.errors import ConfigError, LudusError, MissingExtra
 from ludus.experiment.run import Run
+from ludus.experiment.workspace import EVALUATION_VIDEO
 from ludus.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ PLOTS, VIDEOS = "plots", "videos"
 _PICTURES = {".png", ".gif"}
 _MOVING = {".mp4", ".gif", ".webm"}
 _GIF_FPS, _GIF_FRAMES, _GIF_WIDTH = 10, 100, 320
-_WAITING = 10_000
+_WAITING, _WAITING_VIDEOS = 10_000, 100
 _GATHER_S = 1.0
 _ANSWER_S = 15.0
 _CLOSE_S = 2 * _ANSWER_S
@@ -58,8 +60,8 @@ class Service(Protocol):
         ...
 
     def write(self, reports: Sequence[Numbers]) -> None: ...
-    def file(self, path: Path, timesteps: int) -> None:
-        """A picture or video that belongs to the run as it was after so many timesteps."""
+    def file(self, path: Path, timesteps: int, name: str = "") -> None:
+        """A picture or video that belongs to the run as it was after so many timesteps. `name`: of a series; "" = by its path."""
         ...
 
     def close(self, status: str) -> None:
@@ -123,14 +125,19 @@ def sinks_of(run: Run, e: ExperimentConfig, incarnation: int) -> list[Sink]:
     if services:
         sinks.append(_Curve(run))
     sinks.append(
-        TensorBoard(
+        Board(
             run.directory,
             settings=settings_of(e),
             pictures=lambda: _files(run.directory, PLOTS, _PICTURES),
             status=lambda: run.status,
         )
     )
-    files = lambda: [*_files(run.directory, PLOTS, _PICTURES), *_files(run.directory, VIDEOS, _MOVING)]  # noqa: E731
+
+    def files() -> list[Path]:
+        """What is delivered at the end; videos of evaluations were before."""
+        videos = [path for path in _files(run.directory, VIDEOS, _MOVING) if not path.name.startswith(EVALUATION_VIDEO)]
+        return [*_files(run.directory, PLOTS, _PICTURES), *videos]
+
     sinks += [Aside(service, files, lambda: run.status) for service in services]
     return sinks
 
@@ -212,6 +219,13 @@ def _as_gif(video: Path) -> bytes:
     return done.stdout
 
 
+class Board(TensorBoard):
+    """TensorBoard events that show videos, too."""
+
+    def show_video(self, path: Path, name: str, timesteps: int) -> None:
+        self.picture(_as_gif(path), name, timesteps)
+
+
 class _Curve:
     """Leaves a picture of the learning curve with a run that is tracked, for those who come after it."""
 
@@ -250,6 +264,7 @@ class Aside:
         self._service, self._files, self._status = service, files, status
         self._gather_s, self._close_s, self._pause_s = gather_s, close_s, first_pause_s
         self._queue: queue.Queue[Numbers] = queue.Queue(waiting)
+        self._videos: deque[tuple[Path, int, str]] = deque(maxlen=_WAITING_VIDEOS)
         self._closing = threading.Event()
         self._opened = False
         self.timesteps = 0
@@ -269,6 +284,10 @@ class Aside:
                 return
             except queue.Full:
                 self._drop_oldest()
+
+    def show_video(self, path: Path, name: str, timesteps: int) -> None:
+        """Delivered by the thread. Of too many that wait the oldest are left out; the files stay in the run."""
+        self._videos.append((path, timesteps, name))
 
     def close(self) -> None:
         """Gives the rest a moment to be delivered, then leaves: nobody's training waits for a server."""
@@ -301,6 +320,8 @@ class Aside:
             self._held = len(bundle)
             if self._tried(bundle):
                 bundle, self._held, pause = [], 0, self._pause_s
+                while self._videos:
+                    self._guarded(functools.partial(self._service.file, *self._videos.popleft()))
                 if closing and self._queue.empty():
                     break
                 self._closing.wait(self._gather_s)
@@ -387,11 +408,11 @@ class Wandb:
         for numbers in reports:
             self._run.log({name: value for name, value in numbers.items() if math.isfinite(value)})
 
-    def file(self, path: Path, timesteps: int) -> None:
+    def file(self, path: Path, timesteps: int, name: str = "") -> None:
         import wandb
 
         shown = wandb.Video(str(path), format=path.suffix[1:]) if path.suffix in _MOVING else wandb.Image(str(path))
-        self._run.log({f"{path.parent.name}/{path.stem}": shown, "timesteps": timesteps})
+        self._run.log({name or f"{path.parent.name}/{path.stem}": shown, "timesteps": timesteps})
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=1 if status == "failed" else 0)
@@ -475,7 +496,7 @@ class Mlflow:
         for i in range(0, len(metrics), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + _METRICS_AT_ONCE])
 
-    def file(self, path: Path, timesteps: int) -> None:
+    def file(self, path: Path, timesteps: int, name: str = "") -> None:
         self._client.log_artifact(self._run_id, str(path), path.parent.name)
 
     def close(self, status: str) -> None:

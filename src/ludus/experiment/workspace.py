@@ -38,7 +38,10 @@ WORKER = ".worker"
 MOST_BYTES = 256 << 20
 """A file that is longer stays here."""
 
-CARRIED = ("metrics.jsonl", "status.json", "metrics.csv", "logs/*", "plots/*", "events.*")
+EVALUATION_VIDEO = "evaluation-iteration-"
+"""How the names of videos begin that an evaluation records during training, in `videos/` of a run."""
+
+CARRIED = ("metrics.jsonl", "status.json", "metrics.csv", "logs/*", "plots/*", f"videos/{EVALUATION_VIDEO}*", "events.*")
 """What grows in a directory and is not stored as it is written; what is needed most comes first."""
 
 _GROWING, _LOGS = ("metrics.jsonl",), ("metrics.csv", "logs/learner/train.log")
@@ -308,6 +311,6 @@ def upload(path: Path) -> str:
 def carried_files(directory: Path) -> list[tuple[str, Path]]:
     """What is there of `CARRIED`, by name and in that order; what only the store has is not looked at."""
     here = [path for path in directory.iterdir() if path.is_file()] if directory.is_dir() else []
-    below = [path for top in ("logs", "plots") for path in (directory / top).rglob("*") if path.is_file()]
+    below = [path for top in ("logs", "plots", "videos") for path in (directory / top).rglob("*") if path.is_file()]
     named = [(path.relative_to(directory).as_posix(), path) for path in (*here, *below) if not path.name.startswith(".")]
     return [(name, path) for pattern in CARRIED for name, path in sorted(named) if fnmatch(name, pattern)]
