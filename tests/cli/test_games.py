@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from ludus.cli import games
 from ludus.games.arena.heroes import HEROES
 from ludus.games.arena.recording import read_recording, verify
 from tests.arena.recorded import recorded
@@ -50,10 +53,19 @@ def test_a_moment_becomes_a_picture_and_a_match_a_film(call: Call, file: Path, t
     ]
     said = call("games", "arena", "replay", file, *arguments)
     assert said.code == 0, said.err
-    assert said.out.splitlines()[1:] == [str(picture), str(film)]
+    assert said.out.splitlines()[1:] == [f"picture    {picture}", f"video      {film}"]
     with Image.open(picture) as image:
         assert image.size == (320, 136)
     assert film.stat().st_size > 1_000
+
+
+def test_a_match_names_the_files_it_wrote_also_as_json(call: Call, tmp_path: Path) -> None:
+    recording, picture = tmp_path / "m.arena", tmp_path / "end.png"
+    said = call("games", "arena", "play", "--record", recording, "--picture", picture, "--width", "160", "--json")
+    assert (said.json["recording"], said.json["picture"]) == (str(recording), str(picture))
+    assert "video" not in said.json
+    assert recording.exists()
+    assert picture.exists()
 
 
 def test_a_file_that_is_none_is_one_line(call: Call, tmp_path: Path) -> None:
@@ -115,3 +127,27 @@ def test_scripts_play_one_another(call: Call) -> None:
     (row,) = said.json
     assert (row["first"], row["second"], row["games"]) == ("nearest", "random", 2)
     assert row["won"] + row["lost"] + row["drawn"] == 2
+
+
+def test_the_table_of_a_match_fits_into_a_terminal_of_80_columns() -> None:
+    numbers = {"level": 10, "kills": 4, "deaths": 1, "assists": 8, "last hits": 12, "gold": 12_780, "damage": 18_428}
+    row = {"camp": "Blue", "hero": "Bulwark"} | numbers | {"to buildings": 2_045, "healed": 13_183}
+    out = io.StringIO()
+    games._table([row], Console(file=out, force_terminal=True, color_system=None, width=80))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines if line.startswith("Blue")] == [
+        [
+            "Blue",
+            "Bulwark",
+            "10",
+            "4",
+            "1",
+            "8",
+            "12",
+            "12,780",
+            "18,428",
+            "2,045",
+            "13,183",
+        ]
+    ]

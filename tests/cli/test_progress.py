@@ -54,6 +54,7 @@ def test_a_terminal_shows_what_of_how_many_is_done() -> None:
         progress.update(2)
         progress.update(8)
     assert "8 of 8 frames" in out.getvalue()
+    assert " per second" in out.getvalue()
     out = Terminal()
     with ProgressBar("starting 2 workers", stream=out):
         pass

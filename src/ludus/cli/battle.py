@@ -253,7 +253,7 @@ def _show(result: BattleResult) -> None:
     console.print(_told(result), markup=False)
     for side, members in (result.terms.get("camps") or {}).items():
         console.print(f"{side}  {', '.join(members)}", markup=False)
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("A plays", "games", "won", "lost", "drawn", "won, % [95 %]"):
         table.add_column(name, justify="left" if name == "A plays" else "right")
     for name, share in {"both": result.total, **result.sides}.items():
@@ -296,7 +296,7 @@ def _show_heroes(result: BattleResult, console: Any) -> None:
     if not rows:
         return
     columns = {key: name for key, name in _COLUMNS.items() if any(key in numbers for _, _, numbers in rows)}
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     named = "agent" if result.terms.get("camps") else "hero"
     for name in ("", named, "games", *columns.values()):
         table.add_column(name, justify="left" if name in ("", named) else "right")

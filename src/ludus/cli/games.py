@@ -12,6 +12,9 @@ from ludus.cli.progress import DeferredProgressBar, ProgressBar
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from ludus.games.arena.arena import Arena
     from ludus.games.arena.recording import Recording
     from ludus.types import Ints32
@@ -71,11 +74,11 @@ def replay(
     if picture is not None:
         state = state_at(recording, recording.seconds if at is None else at)
         painter = Painter(recording.size, width, camp=camp, names=shown_names(recording))
-        lines.append(str(save_png(painter.paint(*state), picture)))
+        summary["picture"] = str(save_png(painter.paint(*state), picture))
     if video is not None:
         with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
             film(recording, video, speed=speed, camp=camp, width=width, fps=fps, first_s=first, last_s=last, progress=bar.update)
-        lines.append(str(video))
+        summary["video"] = str(video)
     _say(lines, summary, as_json)
 
 
@@ -115,14 +118,14 @@ def play(
     summary = _described(recording) | {"heroes": _heroes(match.units[0], match.size)}
     lines = [f"{summary['mode']}, {summary['camps'][0]} against {summary['camps'][1]}, seed {seed}: {summary['outcome']}"]
     if record is not None:
-        lines.append(str(write_recording(record, recording)))
+        summary["recording"] = str(write_recording(record, recording))
     if picture is not None:
         painter = Painter(match.size, width, camp=camp, names=shown_names(recording))
-        lines.append(str(save_png(painter.paint(match.units[0], match.match[0]), picture)))
+        summary["picture"] = str(save_png(painter.paint(match.units[0], match.match[0]), picture))
     if video is not None:
         with DeferredProgressBar("rendering", "frames", quiet=as_json) as bar:
             film(recording, video, speed=speed, camp=camp, width=width, progress=bar.update)
-        lines.append(str(video))
+        summary["video"] = str(video)
     if not as_json:
         _table(summary["heroes"])
     _say(lines, summary, as_json)
@@ -274,20 +277,34 @@ def _heroes(units: Ints32, size: int) -> list[dict[str, Any]]:
 
 
 def _say(lines: list[str], summary: dict[str, Any], as_json: bool) -> None:
+    """The lines and then the files that were written, each with what it is; or the summary, which names them, too."""
     if as_json:
         print(json.dumps(summary))
         return
-    for line in lines:
+    written = [f"{kind:<11}{summary[kind]}" for kind in ("recording", "picture", "video") if kind in summary]
+    for line in (*lines, *written):
         print(line)
 
 
-def _table(rows: list[dict[str, Any]]) -> None:
+def _table(rows: list[dict[str, Any]], console: Console | None = None) -> None:
+    """Piped, one line for each row. A terminal that is too narrow gets less space between columns, and headers of several lines."""
     from rich.console import Console
+    from rich.measure import Measurement
+
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)
+    table = _grid(rows, narrow=False)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    console.print(table if needed <= console.width else _grid(rows, narrow=True))
+
+
+def _grid(rows: list[dict[str, Any]], *, narrow: bool) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
     for name, value in rows[0].items():
-        table.add_column(name, no_wrap=True, justify="left" if isinstance(value, str) else "right")
+        table.add_column(name, no_wrap=not narrow, overflow="fold", justify="left" if isinstance(value, str) else "right")
     for row in rows:
         table.add_row(*(f"{value:,}" if isinstance(value, int) and name != "id" else str(value) for name, value in row.items()))
-    Console(width=10_000).print(table)
+    return table

@@ -97,18 +97,32 @@ class DeferredProgressBar:
 
 def progress_line(action: str, counted: str, done: int, total: int | None, took_s: float) -> str:
     """`rendering: 120 of 300 frames (40 %), 12 s, about 18 s left`."""
-    parts = [f"{counted} ({100 * done / total:.0f} %)" if total else counted, format_duration(took_s)]
+    amount = f"{counted} ({100 * done / total:.0f} %)" if total else counted
+    return f"{action}: {', '.join(part for part in (amount, pace(done, total, took_s)) if part)}"
+
+
+def pace(done: int, total: int | None, took_s: float) -> str:
+    """The time that has passed, and what is left of it or how fast it goes: `12 s, about 18 s left`."""
+    parts = [format_duration(took_s)]
     if total and 0 < done < total:
         parts.append(f"about {format_duration(took_s / done * (total - done))} left")
     elif done and took_s > 0:
         parts.append(f"{format_number(done / took_s)} per second")
-    return f"{action}: {', '.join(part for part in parts if part)}"
+    return ", ".join(parts)
 
 
 def _rich_progress(stream: TextIO, bounded: bool) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Pace(ProgressColumn):
+        """Drawn anew while nothing is done, too, so that the time goes on."""
+
+        def render(self, task: Task) -> Text:
+            total = None if task.total is None else int(task.total)
+            return Text(pace(int(task.completed), total, task.elapsed or 0.0))
 
     words = (TextColumn("{task.description}"), TextColumn("{task.fields[counted]}"))
-    columns = (words[0], BarColumn(bar_width=24), words[1], TimeRemainingColumn()) if bounded else (SpinnerColumn(), *words)
-    return Progress(*columns, TimeElapsedColumn(), console=Console(file=stream), refresh_per_second=8)
+    columns = (words[0], BarColumn(bar_width=20), words[1]) if bounded else (SpinnerColumn(), *words)
+    return Progress(*columns, Pace(), console=Console(file=stream), refresh_per_second=8)
