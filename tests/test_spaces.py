@@ -310,7 +310,7 @@ def test_what_fits_is_a_copy_that_may_be_written() -> None:
         ("vector", 1, "shape []"),
         ("vector", [1, 2, np.nan], "nan"),
         ("vector", [1, 2, np.inf], "inf"),
-        ("vector", [1, 2, 1e39], "inf"),
+        ("vector", [1, 2, 1e39], "too large for float32"),
         ("vector", [1, 2, "3"], "text"),
         ("vector", [1, 2, None], "not a number"),
         ("vector", [1, [2], 3], "inhomogeneous"),
@@ -397,3 +397,17 @@ def test_a_short_list_alone_is_taken_as_anywhere_else(values: list[Any]) -> None
         return array.dtype, array.tobytes()
 
     assert outcome(spaces.Fit(space), values) == outcome(spaces.Fit(gs.Dict({"x": space})), {"x": values})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1e300, 0.0], r"observation holds 1e\+300, which is too large for float32"),
+        ([0.0, -1e300], r"observation holds -1e\+300, which is too large for float32"),
+        (np.array([np.inf, 0.0]), "observation holds inf$"),
+        (np.array([np.nan, 0.0], np.float32).tobytes(), "observation holds nan$"),
+    ],
+)
+def test_a_number_too_large_for_float32_is_not_called_infinite(value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        spaces.Fit(gs.Box(-np.inf, np.inf, (2,), np.float64))(value)

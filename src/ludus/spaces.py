@@ -283,7 +283,7 @@ class Fit:
             raise ValueError(f"{self._name(path)} has shape {list(array.shape)}, it takes {spec.dtype}{list(spec.shape)}")
         if spec.dtype.kind == "f":
             if not np.isfinite(array).all():
-                raise ValueError(f"{self._name(path)} holds {array[~np.isfinite(array)][0]}")
+                raise ValueError(f"{self._name(path)} holds {_not_finite(array, value)}")
         elif path in self._categories:
             low, high = self._categories[path]
             if ((array < low) | (array >= high)).any():
@@ -292,6 +292,13 @@ class Fit:
 
     def _name(self, path: str) -> str:
         return f"{self._where}.{path}" if path else self._where
+
+
+def _not_finite(array: Array, value: Any) -> str:
+    """The first number of an array that is not finite, as it was given: one that is too large for the array's type is finite."""
+    bad = ~np.isfinite(array)
+    given = array[bad][0] if isinstance(value, (bytes, bytearray, memoryview)) else np.asarray(value)[bad][0]
+    return f"{given}, which is too large for {array.dtype}" if np.isfinite(given) else str(given)
 
 
 def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:

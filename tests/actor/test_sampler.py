@@ -194,6 +194,51 @@ def test_not_a_number_in_an_observation_names_environment_and_step() -> None:
         sampled(environments, 20)
 
 
+class Huge(gym.Env[Any, Any]):
+    """Shows and pays finite float64 numbers, of which one is too large for float32 after the first step."""
+
+    def __init__(self, seen: float = 0.0, reward: float = 0.0) -> None:
+        self.observation_space = gym.spaces.Dict({"speed": gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)})
+        self.action_space = gym.spaces.Discrete(2)
+        self._seen, self._reward = seen, reward
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return {"speed": np.zeros(2)}, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return {"speed": np.array([0.0, self._seen])}, self._reward, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(
+    ("huge", "said"),
+    [
+        (
+            {"seen": 1e300},
+            r"nvironment 1 of huge returned 1e\+300 in its observation 'speed' \(index \[1\]\) at step 1, .*too large",
+        ),
+        ({"seen": float("inf")}, r"nvironment 1 of huge returned inf in its observation 'speed' \(index \[1\]\) at step 1\."),
+        ({"reward": -1e300}, r"nvironment 1 of huge.* returned the reward -1e\+300.*too large for float32"),
+        ({"reward": float("inf")}, "nvironment 1 of huge.* returned the reward inf at step 0\\."),
+    ],
+)
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_finite_number_too_large_for_float32_is_named_with_its_value(huge: Any, said: str, vector: bool) -> None:
+    envs: Any = [Huge, lambda: Huge(**huge)]
+    environments: Any = (
+        VectorEnvironments("huge", gym.vector.SyncVectorEnv(envs))
+        if vector
+        else LoopEnvironments("huge", [make() for make in envs])
+    )
+    with pytest.raises(EnvironmentFault, match=said):
+        sampled(environments, 5)
+
+
+def test_a_reward_too_large_for_any_float_is_named() -> None:
+    with pytest.raises(EnvironmentFault, match="environment 0 of huge at step 1 returned the reward 1000"):
+        sampled(LoopEnvironments("huge", [Huge(reward=10**400)]), 5)
+
+
 def test_a_failing_environment_does_not_keep_its_block() -> None:
     environments = LoopEnvironments("broken", [Broken()])
     policy = Policy(environments.observation_space, environments.action_space)

@@ -43,6 +43,10 @@ def broken(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     raise RuntimeError("no licence")
 
 
+def mistyped(env: gym.Env[Any, Any]) -> Any:
+    return len(3)  # type: ignore[arg-type]
+
+
 HERE = "tests.game.test_wrapping"
 
 
@@ -95,7 +99,12 @@ def test_what_is_watched_and_filmed_is_wrapped_too() -> None:
         ({f"{HERE}:Doubled": None, f"{HERE}:halved": None}, ConfigError, "names 2 wrappers"),
         (f"{HERE}:nothing", ConfigError, "made a str, not a gymnasium Env"),
         (f"{HERE}:HERE", ConfigError, "is a str, not a wrapper"),
-        (f"{HERE}:broken", EnvironmentFault, "broken raised RuntimeError while it was made: no licence"),
+        (
+            f"{HERE}:broken",
+            EnvironmentFault,
+            r"broken raised RuntimeError while it was made: no licence \(\S*test_wrapping\.py:\d+, in broken\)",
+        ),
+        (f"{HERE}:mistyped", ConfigError, r"mistyped could not be made: .* \(\S*test_wrapping\.py:\d+, in mistyped\)"),
     ],
 )
 def test_a_wrapper_that_cannot_be_is_named(wrapper: Any, error: type[Exception], said: str) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ludus import spaces
 from ludus.errors import EnvironmentFault, Interrupted
-from ludus.game.environment import Environments, Outcome, Seen
+from ludus.game.environment import Environments, Outcome, Seen, too_large_for_float32
 from ludus.memory.memory import Room
 from ludus.model.policy import Policy
 from ludus.model.pool import PolicySource
@@ -244,7 +244,7 @@ class Sampler:
             raise EnvironmentFault(
                 f"{self._envs.name} returned an observation that does not fit its space at step {self._made + t}: {error}."
             ) from error
-        self._check_seen(_rows(block).shown[t], t)
+        self._check_seen(_rows(block).shown[t], t, seen)
         block.first[t] = self._first
         if seen.mask is not None:
             np.copyto(block.action_mask[t], seen.mask)
@@ -258,8 +258,8 @@ class Sampler:
             closed = self._over & ~mask[:, part].any(axis=1)
             mask[closed, part] = True
 
-    def _check_seen(self, observation: Tree, t: int) -> None:
-        """Nothing that is not a finite number, or not of its category, may reach a network."""
+    def _check_seen(self, observation: Tree, t: int, seen: Seen) -> None:
+        """Nothing that is not a finite number, or not of its category, may reach a network. `seen`: what it was copied from."""
         for path, leaf in leaves(observation):
             if leaf.dtype.kind == "f":
                 bad = None if np.isfinite(leaf).all() else ~np.isfinite(leaf)
@@ -271,17 +271,25 @@ class Sampler:
             if bad is not None and bad.any():
                 row, *rest = np.argwhere(bad)[0].tolist()
                 key = f" {path!r}" if path else ""
-                raise EnvironmentFault(
-                    f"Environment {row} of {self._envs.name} returned {leaf[(row, *rest)]} in its observation{key}"
-                    f"{f' (index {rest})' if rest else ''} at step {self._made + t}."
-                )
+                where = f"in its observation{key}{f' (index {rest})' if rest else ''} at step {self._made + t}"
+                value = leaf[(row, *rest)]
+                if np.isinf(value) and too_large_for_float32(given := seen.returned(row, path, rest)):
+                    raise EnvironmentFault(
+                        f"Environment {row} of {self._envs.name} returned {given} {where}, which is too large for float32.",
+                        "Scale it, or take its logarithm.",
+                    )
+                raise EnvironmentFault(f"Environment {row} of {self._envs.name} returned {value} {where}.")
 
     def _check_rewards(self, block: Segments) -> None:
         if not np.isfinite(block.reward).all():
             t, row = np.argwhere(~np.isfinite(block.reward))[0].tolist()
-            raise EnvironmentFault(
-                f"Environment {row} of {self._envs.name} returned the reward {block.reward[t, row]} at step {self._made + t}."
-            )
+            self._refuse_reward(row, block.reward[t, row], t)
+
+    def _refuse_reward(self, row: int, reward: float, t: int) -> NoReturn:
+        why = ", which is too large for float32" if too_large_for_float32(reward) else ""
+        raise EnvironmentFault(
+            f"Environment {row} of {self._envs.name} returned the reward {reward} at step {self._made + t}{why}."
+        )
 
     def _check_choices(self, mask: Bools, t: int) -> None:
         for part in self._choices:
@@ -300,7 +308,12 @@ class Sampler:
                 kept[t // every] = now.numpy()
 
     def _record(self, block: Segments, t: int, outcome: Outcome, policy: Policy) -> None:
-        block.reward[t] = outcome.reward
+        try:
+            with np.errstate(over="raise"):  # float64, as vector environments have it
+                block.reward[t] = outcome.reward
+        except FloatingPointError:
+            row = int(np.argmax([too_large_for_float32(reward) for reward in outcome.reward]))
+            self._refuse_reward(row, outcome.reward[row], t)
         block.terminated[t] = outcome.terminated
         block.truncated[t] = outcome.truncated
         np.logical_not(self._over, out=block.valid[t])

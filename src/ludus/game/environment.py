@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -41,6 +42,15 @@ class Seen:
 
     observation: Tree  # [N, …]
     mask: Bools | None  # [N, M]
+    given: Sequence[Any] | None = None
+    """By row what the environment returned, before it became an array of its space's type: for error messages. None: `observation`
+    is what it returned."""
+
+    def returned(self, row: int, path: str, index: Sequence[int]) -> float:
+        """One number of an observation in the precision in which the environment returned it; NaN if it is not found."""
+        given = _plain(self.given[row] if self.given is not None else map_tree(lambda x: np.asarray(x)[row], self.observation))
+        leaf = dict(leaves(given)).get(path)
+        return math.nan if leaf is None else float(leaf[tuple(index)])
 
 
 @dataclass
@@ -539,6 +549,14 @@ def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
         ) from error
 
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def too_large_for_float32(value: Any) -> bool:
+    """Whether a finite number becomes infinite as a float32, in which observations and rewards are stored."""
+    return _LARGEST_FLOAT32 < abs(float(value)) < math.inf
+
+
 def own_part(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     """Of an environment that shows {observation, state} for a centralised value: what its agent sees, for whoever only plays."""
     space = env.observation_space
@@ -640,6 +658,7 @@ class LoopEnvironments:
         self.masked = self._mask_inside
         self._spec = spaces.array_spec(self.observation_space)
         self._observation = map_tree(lambda s: s.zeros(self.num), self._spec)
+        self._given: list[Any] = [None] * self.num
         self._rows = [
             map_tree(
                 lambda x, i=i: x[i],
@@ -696,10 +715,12 @@ class LoopEnvironments:
         self._store(i, observation, info, ended=bool(terminated or truncated))
         try:
             self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFault(
                 f"{self._where(i)} returned the reward {reward}, terminated {terminated}, truncated {truncated}."
             ) from error
+        if math.isinf(self._reward[i]) and too_large_for_float32(reward):
+            raise EnvironmentFault(f"{self._where(i)} returned the reward {reward}, which is too large for float32.", "Scale it.")
 
     def _begin_again(self, i: int, fault: EnvironmentFault) -> None:
         """The row is lost, and starts anew. Raises the fault when that is not wanted, or has not helped."""
@@ -779,6 +800,7 @@ class LoopEnvironments:
             seen = spaces.without_mask(observation, self._unwrap) if self._mask_inside else observation
         except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
             raise EnvironmentFault(f"{self._where(i)} returned no usable {ACTION_MASK} or observation: {error}.") from error
+        self._given[i] = seen
         try:
             if self._scalars:
                 _set_row(self._observation, i, seen)
@@ -806,7 +828,7 @@ class LoopEnvironments:
         return f"{where} returned an observation that does not fit its space."
 
     def _seen(self) -> Seen:
-        return Seen(self._observation, self._mask if self.masked else None)
+        return Seen(self._observation, self._mask if self.masked else None, self._given)
 
     def progress(self, timesteps: int) -> None:
         self._timesteps = timesteps

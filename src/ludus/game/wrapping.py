@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from ludus.errors import ConfigError, EnvironmentFault, LudusError
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, place_of
 from ludus.game.registry import makes_environment
 from ludus.plugins import import_object
 
@@ -33,10 +33,12 @@ class Wrapper:
         except LudusError:
             raise
         except TypeError as error:
-            raise ConfigError(f"config.wrappers: {self.name} could not be made: {error}.", "Check its keywords.") from error
+            raise ConfigError(
+                f"config.wrappers: {self.name} could not be made: {error}{place_of(error)}.", "Check its keywords."
+            ) from error
         except Exception as error:
             raise EnvironmentFault(
-                f"The wrapper {self.name} raised {type(error).__name__} while it was made: {error}."
+                f"The wrapper {self.name} raised {type(error).__name__} while it was made: {error}{place_of(error)}."
             ) from error
         if several:
             if not hasattr(wrapped, "possible_agents"):
