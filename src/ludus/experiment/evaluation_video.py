@@ -43,8 +43,9 @@ class VideoRecorder:
     """Plays episodes of an evaluation again, with rendering, and writes each to `videos/` of the run as an mp4.
 
     `stage.filmed` is the number of episodes. Episode i has the seed of row i of the evaluation: a deterministic policy in an
-    environment that follows its seed plays the same episode. `before_step` runs before every step and every encoded frame; what
-    it raises ends the recording, and no file is left of the episode that was open.
+    environment that follows its seed plays the same episode, unless a vector implementation draws all rows from one generator
+    (CartPole). `before_step` runs before every step and every encoded frame; what it raises ends the recording, and no file is
+    left of the episode that was open.
     """
 
     def __init__(self, stage: Stage, policy: Policy, directory: Path, before_step: Callable[[], None]) -> None:
