@@ -67,6 +67,20 @@ def test_a_page_says_what_when_how_long_how_good_and_with_which_settings() -> No
     ]
 
 
+def test_the_page_of_a_game_with_winners_shows_win_rates() -> None:
+    rate = {"match/win/hard": 0.25, "match/win/hard_low": 0.2, "match/win/hard_high": 0.3}
+    evaluated = {name.replace("match", "evaluation").replace("hard", "medium"): 2 * value for name, value in rate.items()}
+    rows = [ROWS[0] | rate, ROWS[3] | evaluated | {"evaluation/loss/medium": 0.5}]
+    lines = list(page_lines(RunFacts("runs/x/y", "y", CONFIG, META, "running", rows), NOW))
+    at = lines.index("win rate     50 % [40–60] against medium, 50 % lost (evaluation)")
+    assert lines[at + 1] == "             25 % [20–30] against hard (training)"
+    assert any(line.startswith("training     return") for line in lines)
+    zero_sum = [ROWS[0] | {"zero_sum": 1.0}, *rows[1:]]
+    lines = list(page_lines(RunFacts("runs/x/y", "y", CONFIG, META, "running", zero_sum), NOW))
+    assert not any(line.startswith("training") for line in lines)
+    assert any(line.startswith("evaluation   return 1.00") for line in lines)
+
+
 def test_a_run_that_has_only_begun_has_a_page() -> None:
     lines = list(page_lines(RunFacts("runs/x/y", "y", CONFIG, {}, "running"), NOW))
     assert "progress     no report yet" in lines

@@ -18,7 +18,7 @@ from ludus.experiment.run import Run, find_runs, is_script
 from ludus.experiment.run_names import RUNS, short_name
 from ludus.experiment.status import look
 from ludus.experiment.tracking import flat
-from ludus.experiment.training_display import format_with_interval
+from ludus.experiment.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
 from ludus.experiment.workspace import shown
 from ludus.formatting import format_duration, format_number, sparkline
 from ludus.metrics import read_jsonl
@@ -152,21 +152,37 @@ def _numbers(rows: Sequence[Mapping[str, Any]], curve_width: int) -> Iterator[tu
         return
     speed = f", {last['fps']:,.0f} steps/s" if last.get("fps") else ""
     yield "progress", f"{last.get('timesteps', 0):,} steps, {last.get('episodes', 0):,} episodes{speed}"
+    if rates := _win_rates(rows):
+        yield "win rate", rates
     trained = [row for row in rows if row.get(_TRAINED) is not None]
-    yield "training", _series(trained, _TRAINED, curve_width) if trained else "no episode ended"
+    if not (rates and is_zero_sum(last)):  # the return of all agents together is always 0
+        yield "training", _series(trained, _TRAINED, curve_width) if trained else "no episode ended"
     evaluated = [row for row in rows if row.get(_EVALUATED) is not None]
     if evaluated:
         yield "evaluation", _series(evaluated, _EVALUATED, curve_width)
 
 
+def _win_rates(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The newest ones of evaluations and of training, a line each; empty where no matches are won and lost."""
+    lines = []
+    for where, read in {"evaluation": evaluated_win_rates, "training": training_win_rates}.items():
+        found = next((rates for row in reversed(rows) if (rates := read(_plain_numbers(row)))), [])
+        lines += [f"{'; '.join(found)} ({where})"] if found else []
+    return "\n".join(lines)
+
+
 def _series(rows: Sequence[Mapping[str, Any]], metric: str, width: int) -> str:
     """`return 220.7 at the end, best 231.5 at 50,000 steps`, and the curve below."""
     best = max(rows, key=lambda row: float(row[metric]))
-    plain = {name: float(value) for name, value in rows[-1].items() if isinstance(value, (int, float))}
+    plain = _plain_numbers(rows[-1])
     last = format_with_interval(plain[metric], plain, metric.removesuffix("_mean"))
     text = f"return {last} at the end, best {format_number(float(best[metric]))} at {best.get('timesteps', math.nan):,} steps"
     curve = sparkline([float(row[metric]) for row in rows], width)
     return f"{text}\n{curve}" if curve else text
+
+
+def _plain_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def _checkpoints(facts: RunFacts) -> str:
