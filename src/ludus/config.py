@@ -431,8 +431,8 @@ class AlgorithmConfig(_Strict):
     min_time_s_per_iteration: float | None = Field(
         None,
         ge=0,
-        description="Report at most once in so many seconds; null = after every update (DQN: twice a second). Also the least "
-        "time of a `training_iteration`; null = as in RLlib: 10 (APPO, IMPALA), else 0.",
+        description="Minimum seconds between reports; null = report every update (DQN: twice a second). Also the minimum "
+        "duration of a `training_iteration`; null = as in RLlib: 10 (APPO, IMPALA), else 0.",
     )
     min_sample_timesteps_per_iteration: int | None = Field(
         None, ge=0, description="Least steps of a `training_iteration`; null = as in RLlib: 1000 (DQN), else 0."

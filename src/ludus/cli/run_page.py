@@ -64,6 +64,10 @@ def collect(directory: Path) -> RunFacts:
     )
 
 
+_WRITTEN_BY_EVERY_RUN = ("seed", "min_time_s_per_iteration")
+"""Keys that a run stores with the value it resolved, whether the user set them or not."""
+
+
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config:` that are not the defaults of the algorithm. Nothing is imported on behalf of the run."""
     from ludus import config as configs
@@ -77,7 +81,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in own.items()
-        if key != "seed"
+        if key not in _WRITTEN_BY_EVERY_RUN
         and defaults.get(key) != value
         and f"config.{key}" not in derived
         and not (value is None and key not in defaults)
