@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,3 +211,19 @@ def test_a_run_on_a_disk_that_is_full_of_notes_trains_all_the_same(
     said = call(*TRAIN, "--stop", "iterations=1", "--local-dir", tmp_path / "runs", "--json")
     assert said.code == 0, said.err
     assert "if this job is restarted, it will not resume" in said.err
+
+
+def test_a_crash_in_a_library_of_the_environment_shows_the_line_that_called_it(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-c",
+        "from ludus.cli.main import main; main()",
+        "train",
+        "tests.experiment.dying:Crashing",
+        "--local-dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert re.search(r'dying\.py", line \d+ in step', done.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -52,3 +53,11 @@ def make_dying(**settings: Any) -> Dying:
 
 def make_stuck(**settings: Any) -> Stuck:
     return Stuck(**settings)
+
+
+class Crashing(Count):
+    """Reads from the address 0, as a broken library does."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        ctypes.string_at(0)
+        return super().step(action)

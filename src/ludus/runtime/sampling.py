@@ -506,7 +506,9 @@ class Sampling:
         kind, _, what = last.partition(": ")
         if kind.endswith("EnvironmentFault"):
             return EnvironmentFault(what)
-        return WorkerFailed(f"Worker {worker} fails again and again: {last}", "Its log is in the run's logs/sampler.")
+        return WorkerFailed(
+            f"Worker {worker} fails again and again: {last.rstrip('.')}.", "Its log is in the run's logs/sampler."
+        )
 
     # -- what there is to say
 
