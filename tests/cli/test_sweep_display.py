@@ -59,6 +59,8 @@ def test_a_terminal_shows_it_below_the_trials(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.stdout", screen)
     with Board(quiet=False, to_stderr=False) as board:
         board.begin(0, 3)
+        assert "0 of 3 trials done" in screen.getvalue()
         hear(board, "t000", "ended")
         hear(board, "t001", "started")
+    assert "t000  ended  " in screen.getvalue()
     assert "1 of 3 trials done, 1 running" in screen.getvalue()

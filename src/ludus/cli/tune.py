@@ -334,6 +334,8 @@ class Board:
     def begin(self, done: int, total: int) -> None:
         """A sweep of `total` trials begins, or continues after `done` of them; the trials of an earlier sweep are forgotten."""
         self._seen, self._done_before, self._total = {}, done, total
+        if not self._quiet and self._stream.isatty():  # the first trial takes a while to start
+            self._draw(True)
 
     def hear(self, event: Event) -> None:
         before = self._seen.get(event.name, ("", {}))[1]
@@ -370,14 +372,15 @@ class Board:
             self._live.update(self._table(), refresh=True)
 
     def _table(self) -> Any:
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
         order = sorted(self._seen, key=lambda name: (self._seen[name][0] not in ("running", "again"), name))
         for name in order[:_ROWS]:
             table.add_row(name, self._seen[name][0], self._numbers(name))
-        table.add_row(self._summary())
-        return table
+        return Group(table, Text(self._summary()))
 
     def _numbers(self, name: str) -> str:
         numbers = self._seen[name][1]
