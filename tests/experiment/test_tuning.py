@@ -70,7 +70,7 @@ def test_a_trial_keeps_a_few_checkpoints_unless_it_is_told_how_many(tmp_path: Pa
         ({"env": "external", "config": {"lr": LR}}, "games of an external environment"),
         ({"tune": {"schedular": "asha"}}, r"tune\.schedular"),
         ({"tune": {"scheduler": "pbt"}, "config": {}, "num_samples": 2}, "has nothing to change"),
-        ({"tune": {"scheduler": "pbt"}, "config": {"lr": {"uniform": [0.1, 0.2]}}}, "has nobody to copy"),
+        ({"tune": {"scheduler": "pbt"}, "config": {"lr": {"uniform": [0.1, 0.2]}}}, "needs at least 2 trials"),
         ({"tune": {"scheduler": "asha", "time_attr": "iterations"}}, r"Set stop\.iterations"),
         ({"tune": {"cpus_per_trial": 1}, "config": {"num_workers": 1, "lr": LR}}, "has 2 processes"),
         ({"stop": {"timesteps": {"choice": [1, 2]}}}, "holds search values|stop"),
