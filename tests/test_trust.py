@@ -37,6 +37,12 @@ def write_module(directory: Path, name: str, mark: Path) -> None:
     (directory / f"{name}.py").write_text(CANARY.format(mark=str(mark)))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixtures of other modules may have given names in this process."""
+    monkeypatch.setenv(trust.VARIABLE, "")
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory, with what is below it importable."""

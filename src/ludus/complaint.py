@@ -24,9 +24,9 @@ class Complaint(str):
 class ConfigErrors(ConfigError):
     """All that is wrong with an experiment, a sentence for each key."""
 
-    def __init__(self, complaints: Sequence[Complaint]) -> None:
-        super().__init__("\n".join(complaints))
-        self.complaints = list(complaints)
+    def __init__(self, complaints: str | Sequence[Complaint], hint: str = "") -> None:
+        self.complaints = [Complaint(complaints)] if isinstance(complaints, str) else list(complaints)
+        super().__init__("\n".join(self.complaints), hint)
 
-    def __reduce__(self) -> tuple[type[ConfigErrors], tuple[list[Complaint]]]:
-        return ConfigErrors, (self.complaints,)
+    def __reduce__(self) -> tuple[type[ConfigErrors], tuple[list[Complaint], str]]:
+        return ConfigErrors, (self.complaints, self.hint)

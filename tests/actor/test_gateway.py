@@ -81,12 +81,11 @@ def test_white_space_around_values_is_not_part_of_them(server: Served) -> None:
         assert wire.ask(step("end", "spaced", seq=2)).status == 200
 
 
-@pytest.mark.parametrize("session", ["x" * 256, "Ünïcödé-∀", "a b/c?d=e&f#g;h,i", "\xff\xfe"])
+@pytest.mark.parametrize("session", ["x" * 256, "Ünïcödé-∀", "a b/c?d=e&f#g;h,i"])
 def test_session_ids_are_any_text_up_to_256_bytes(server: Served, session: str) -> None:
-    sent = session.encode().decode("latin-1") if session.isascii() or session[0] != "\xff" else session
-    heard = sent.encode("latin-1").decode("utf-8", "replace").encode()
+    sent = session.encode().decode("latin-1")
     with Wire(server.port) as wire:
-        assert wire.ask(step("start", sent)).body == heard + b":"
+        assert wire.ask(step("start", sent)).body == session.encode() + b":"
         assert wire.ask(step("tick", sent, b"x")).body == b"x"
         assert wire.ask(step("end", sent)).status == 200
 

@@ -359,7 +359,7 @@ ROOM = Place("/d", "/d", 100 * GB, 10**6, "ext4")
         ("state", replace(ROOM, kind="nfs4"), True, "ok", "nfs4"),
         ("state", replace(ROOM, kind="fuse.sshfs"), True, "ok", "sshfs"),
         ("state", ROOM, False, "ok", "ext4"),
-        ("state", replace(ROOM, ours=False), False, "failed", "somebody else"),
+        ("state", replace(ROOM, ours=False), False, "failed", "another user"),
         ("state", replace(ROOM, ours=False, asked="/d/x/y"), False, "ok", "/d/x/y"),
     ],
 )
@@ -443,7 +443,7 @@ def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Sta
         (Token("V", "/t", "file"), "ok", "/t (V), private"),
         (Token("V", "/t", "file", mode=0o644), "failed", "mode 0644"),
         (Token("V", "/t", "file", mode=0o620), "failed", "mode 0620"),
-        (Token("V", "/t", "file", ours=False), "failed", "somebody else"),
+        (Token("V", "/t", "file", ours=False), "failed", "another user"),
         (Token("V", "/t", "file", length=0), "failed", "0 characters"),
         (Token("V", "/t", "file", why="Permission denied"), "failed", "cannot be read"),
         (Token("V", "/t", "none", why="No such file"), "failed", "not there"),

@@ -204,7 +204,7 @@ sys.stdin.read()
         if os.getuid() != 0:
             pytest.skip("only root can make a directory of somebody else")
         os.chown(tmp_path, 12345, 12345)
-        with pytest.raises(UsageError, match=r"somebody else.*LUDUS_STATE_DIR"):
+        with pytest.raises(UsageError, match=r"another user.*LUDUS_STATE_DIR"):
             LocalOrchestrator(tmp_path).submit(job(main("true")))
         os.chown(tmp_path, 0, 0)
 

@@ -252,7 +252,7 @@ def test_settings_read_again_are_the_same() -> None:
     ("code", "text", "kind", "match"),
     [
         (255, "Host key verification failed.", UsageError, r"not known.*ssh-keyscan -p 36000 10\.0\.0\.2 >> /keys/known_hosts"),
-        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", UsageError, "another host key"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", UsageError, "different host key"),
         (255, "root@10.0.0.2: Permission denied (publickey).", UsageError, "ssh-copy-id -p 36000 root@10.0.0.2"),
         (255, "ssh: Could not resolve hostname x: Name or service not known", UsageError, "not a name"),
         (255, "ssh: connect to host 10.0.0.2 port 36000: Connection timed out", WorkerFailed, "does not answer: .*timed out"),
@@ -327,7 +327,7 @@ def test_a_machine_that_does_not_answer_is_asked_again_but_not_at_once(
         status = here.status(job_id)
         assert (status.state, status.reason.partition(" since ")[0]) == ("running", "127.0.0.1 does not answer")
     assert (tmp_path / "asked").read_text() == ".\n"
-    with pytest.raises(WorkerFailed, match=r"127\.0\.0\.1 could not be told"):
+    with pytest.raises(WorkerFailed, match=r"127\.0\.0\.1 could not be notified"):
         here.cancel(job_id)
     assert here.status(job_id).state == "cancelled"
     program.write_text(works)

@@ -266,7 +266,7 @@ def test_schedules_go_on_where_they_were(run: Path) -> None:
 def test_environments_restart_from_other_seeds_and_the_log_says_so(run: Path) -> None:
     experiment.resume(run, stop={"iterations": 5})
     text = (run / LOG_FILE).read_text()
-    assert "continuing from checkpoint 000004; environments start anew" in text
+    assert "continuing from checkpoint 000004; environments start from their reset" in text
     meta = Run.open(run).meta()
     assert meta["status"] == "finished"
     assert meta["resumed"] >= meta["started"]

@@ -188,7 +188,7 @@ def test_a_service_that_fails_for_a_while_gets_everything_later_and_is_mentioned
         sink.close()
     assert service.reports == [_numbers(i) for i in range(5)]
     assert (sink.failures, sink.lost) == (6, 0)
-    said = [record.message for record in caplog.records if "training goes on" in record.message]
+    said = [record.message for record in caplog.records if "training continues" in record.message]
     assert len(said) == 1
     assert "ConnectionError" in said[0]
     assert "s3cret" not in caplog.text
@@ -335,8 +335,8 @@ def test_services_that_cannot_be_reached_do_not_stop_a_run(tmp_path: Path, monke
     assert result.stopped_by == "iterations"
     assert Run.open(result.run_dir).meta()["status"] == "finished"
     told = (result.run_dir / "logs" / "learner" / "train.log").read_text()
-    assert told.count("MLflow failed; training goes on") == 1
-    assert "W&B is not reached, and the run goes on offline" in told
+    assert told.count("MLflow failed; training continues") == 1
+    assert "cannot reach W&B; logging offline" in told
     _check_reports(read_jsonl(result.run_dir / "metrics.jsonl"), services.wandb_runs(result.run_dir)[0].history)
     for path in result.run_dir.rglob("*"):
         assert not path.is_file() or b"s3cret" not in path.read_bytes(), path

@@ -347,8 +347,8 @@ RUBBISH = {
     "outputs and value swapped": (spoilt(returned="self.value(x), self.head(x)"), "in this order"),
     "value of two numbers": (spoilt(returned="self.head(x), self.head(x)"), r"value has shape \[5, 2\]"),
     "value of one number for all": (spoilt(returned="self.head(x), self.value(x).mean()"), r"value has shape \[\]"),
-    "no value": (spoilt(returned="self.head(x)"), "says nothing of the value"),
-    "an empty list as others return": (spoilt(returned="self.head(x), []"), "says nothing of the value"),
+    "no value": (spoilt(returned="self.head(x)"), "returned no value estimate"),
+    "an empty list as others return": (spoilt(returned="self.head(x), []"), "returned no value estimate"),
     "a dict": (spoilt(returned="{'outputs': x}"), r"forward returned a dict. It returns \(outputs, value\)"),
     "three things": (spoilt(returned="x, x, x"), "forward returned a tuple of 3"),
     "nothing": (spoilt(returned="None"), "forward returned a NoneType"),
@@ -510,7 +510,7 @@ def test_a_model_of_action_values_says_nothing_of_the_value(write: Write) -> Non
     policy = check_model("customnet", (BOX, PAIR), values=True)
     seen = torch.rand(3, 4)
     assert torch.equal(policy.value(seen), inside(policy)(seen).amax(dim=1))
-    with pytest.raises(ConfigError, match="says nothing of the value"):
+    with pytest.raises(ConfigError, match="returned no value estimate"):
         check_model("customnet", (BOX, PAIR))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ludus import trust
 from ludus.errors import Damaged, IncompatibleCheckpoint, UnknownName, UsageError
 from ludus.model import module, saved
 from ludus.model.policy import Policy
@@ -116,6 +117,7 @@ def test_a_class_that_is_not_where_it_says_is_refused() -> None:
 def test_a_class_of_the_program_itself_is_found_by_its_file(tmp_path: Path) -> None:
     script = tmp_path / "launch.py"
     script.write_text("from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n")
+    trust.add_project(tmp_path)
     net = module.find_class(f"{script}:Net")
     assert module.find_class(f"{script}:Net") is net, "the script ran twice"
     assert module.describe(net()).description["class"] == f"{script}:Net"
@@ -137,6 +139,7 @@ def test_a_class_called_main_belongs_to_the_launching_script(tmp_path: Path) -> 
 def test_a_script_that_launches_while_it_is_only_searched_for_a_class_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import ludus\nludus.init()\n")
+    trust.add_project(tmp_path)
     with pytest.raises(UsageError, match=r"ludus.init was called while .*unguarded.py") as caught:
         module.find_class(f"{script}:Net")
     assert "__main__" in caught.value.hint

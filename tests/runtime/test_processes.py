@@ -201,7 +201,7 @@ def test_a_preload_that_starts_threads_is_complained_about(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    for preload, complaint in ((["numpy"], ""), (["numpy", "threaded_import"], "a preloaded module runs 1 threads of its own")):
+    for preload, complaint in ((["numpy"], ""), (["numpy", "threaded_import"], "a preloaded module runs 1 threads;")):
         with Supervisor(preload=preload) as supervisor:
             supervisor.start("one", workers.introduce, fds=[mail.fd])
             mail.next()
@@ -703,7 +703,8 @@ def test_nothing_survives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.Mo
     with Parent(
         f"{scratch}made = Scratch(Path({str(tmp_path)!r})); print(json.dumps(made.path.name), flush=True)\n{Parent.WAIT}"
     ) as parent:
-        assert [path.name for path in tmp_path.iterdir()] == [parent.read()]
+        made = parent.read()
+        assert [path.name for path in tmp_path.iterdir()] == [made]
         os.kill(parent.pid, signal.SIGKILL)
         wait_gone(parent.server, *parent.workers)
     assert list(tmp_path.iterdir()) == []

@@ -224,7 +224,7 @@ def test_after_an_unmount_nothing_is_written_below_the_mount_point_and_nobody_is
         pool.add("model", a_policy())
         mounts[0].close()
         for ask in (pool.check, pool.confirm, lambda: pool.keep("model")):
-            with pytest.raises(StoreUnavailable, match="still mounted"):
+            with pytest.raises(StoreUnavailable, match="file system is mounted"):
                 ask()
         pool.close()
         assert list(mounts[0].path.iterdir()) == []

@@ -189,7 +189,7 @@ def test_a_machine_that_is_not_as_it_should_be_is_named_with_the_remedy(rig: ssh
     own, node = rig.settings(1), rig.settings(1).nodes[0]
     cases: list[tuple[SshSettings, type[LudusError], str]] = [
         (replace(own, known_hosts=nobody), UsageError, f"host key of {address} is not known.*ssh-keyscan -p 22 {address} >> {nobody}"),
-        (replace(own, known_hosts=changed), UsageError, "another host key.*ssh-keygen -R"),
+        (replace(own, known_hosts=changed), UsageError, "different host key.*ssh-keygen -R"),
         (replace(own, known_hosts=nobody, options=("StrictHostKeyChecking=no",)), UsageError, "host key of .* is not known"),
         (replace(own, identity=stranger), UsageError, "root@.* does not let us in with .*stranger.*ssh-copy-id"),
         (replace(own, nodes=(replace(node, user="nobody-of-that-name"),)), UsageError, "does not let us in"),
