@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from ludus.config import AlgorithmConfig
 
 ASYNC_STEPS = 32
-"""Steps of a segment when nothing is said and workers sample without waiting: short ones are fresh."""
+"""Default steps of a segment for asynchronous sampling: short segments are fresher."""
 
 REPLAYED_STEPS = 4
-"""Steps of a segment when nothing is said and the algorithm learns from a store of earlier steps."""
+"""Default steps of a segment for algorithms with a replay buffer."""
 
 _FEWEST = 8
 """Environments of a worker, and steps of a segment, below which they are not chosen for anybody."""

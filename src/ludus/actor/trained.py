@@ -138,7 +138,7 @@ def _leading(spec: spaces.ArraySpec, value: Any) -> int | None:
 def _shape_of(value: Any) -> tuple[int, ...]:
     try:
         return np.asarray(value).shape
-    except ValueError:  # lists of different lengths; what is wrong with them is said where they are read
+    except ValueError:  # lists of different lengths; the reader reports what is wrong with them
         return ()
 
 
