@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import ludus
-from ludus.experiments.validation import explain, validate
+from ludus.algorithms.base import config_schemas
+from ludus.experiments.validation import explain
 
 DOCS = Path(__file__).parent.parent / "docs"
 PYTHON = (DOCS / "python.md").read_text(encoding="utf-8")
@@ -69,7 +70,7 @@ def test_keys_of_other_libraries_are_known_by_the_names_on_the_page(page: str) -
     text = (DOCS / page).read_text(encoding="utf-8")
     rows = ROW.findall(text.partition("| key of ")[2])
     assert len(rows) > 12
-    names = {name.rstrip("_") for schema in validate.schemas().values() for name in schema.model_fields}
+    names = {name.rstrip("_") for schema in config_schemas().values() for name in schema.model_fields}
     names |= set(inspect.signature(ludus.train).parameters)
     for theirs, ours in rows:
         assert explain.explain(theirs), theirs

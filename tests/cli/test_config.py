@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ludus.algorithms.base import config_schemas
 from ludus.cli.training import train
 from ludus.config import schema as config
 from ludus.config.aliases import rllib_keys
@@ -87,7 +88,7 @@ def test_without_a_key_all_are_listed(call: Call) -> None:
 
 def test_every_key_of_every_schema_is_in_the_catalogue_and_says_what_it_is() -> None:
     found = explain.catalogue()
-    for run, schema in validate.schemas().items():
+    for run, schema in config_schemas().items():
         for name in schema.model_fields:
             assert f"config.{name.rstrip('_')}" in found, f"{run}: {name}"
     for section, inside in config.sections().items():
@@ -277,7 +278,7 @@ def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
         for path, value in defaults.items():
             section, _, key = path.rpartition(".")
             (nested.setdefault(section, {}) if section else nested)[key] = value
-        config.algorithm_config(validate.schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
+        config.algorithm_config(config_schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
 
 
 @pytest.mark.parametrize(

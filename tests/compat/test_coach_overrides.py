@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.algorithms.base import config_schemas
 from ludus.compat.coach import overrides
 from ludus.errors import ConfigError
 from ludus.experiments.validation.explain import catalogue
-from ludus.experiments.validation.validate import schemas
 
 
 def meant(text: str, run: str = "PPO") -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_what_is_written_for_dqn_has_its_meaning_there(text: str, found: dict[st
 
 def test_whatever_coach_calls_by_a_name_is_a_key_of_ours() -> None:
     keys = set(catalogue()) | {path.removeprefix("config.") for path in catalogue()}
-    ours = {name for schema in schemas().values() for name in schema.model_fields} | keys
+    ours = {name for schema in config_schemas().values() for name in schema.model_fields} | keys
     values = [1, 1.0, True, False, "sync", "Adam", "EnvironmentSteps(5)"]
     met = 0
     for path, meaning in overrides.COACH.items():

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.algorithms.base import config_schemas
 from ludus.config import schema as config
 from ludus.config.aliases import rllib_keys
 from ludus.config.schema import AlgorithmConfig
@@ -17,8 +18,8 @@ from ludus.errors import ConfigError, UsageError
 from ludus.experiments.validation import validate
 from ludus.experiments.validation.convert import convert
 
-OLD = Path(__file__).parent / "old"
-SCHEMAS = validate.schemas()
+OLD = Path(__file__).parents[1] / "old"
+SCHEMAS = config_schemas()
 
 
 def known_to_rllib() -> dict[str, list[str]]:

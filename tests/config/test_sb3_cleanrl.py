@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from ludus.algorithms.base import config_schemas
 from ludus.config import schema
 from ludus.config.aliases import sb3_cleanrl
 from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.experiments.validation import explain, validate
 
-SCHEMAS = validate.schemas()
+SCHEMAS = config_schemas()
 SB3_PPO = {
     "learning_rate": 3e-4, "n_steps": 2048, "batch_size": 64, "n_epochs": 10, "gamma": 0.98, "gae_lambda": 0.9, "clip_range": 0.1,
     "clip_range_vf": None, "normalize_advantage": True, "ent_coef": 0.01, "vf_coef": 0.4, "max_grad_norm": 0.7, "use_sde": False,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ludus.algorithms.base import ALGORITHMS
+from ludus.algorithms.base import ALGORITHMS, config_schemas
 from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.experiments import runner
@@ -145,7 +145,7 @@ def test_a_divisor_is_refused_beside_a_custom_model() -> None:
 
 @pytest.mark.parametrize("run", ALGORITHMS)
 def test_a_key_of_another_algorithm_is_refused_by_name(run: str) -> None:
-    known = validate.schemas()
+    known = config_schemas()
     others = {key for name, schema in known.items() if name != run for key in schema.model_fields} - known[
         run
     ].model_fields.keys()

@@ -53,7 +53,7 @@ DECLARED: dict[str, Any] = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """With the Arena, and a game that counts."""
     directory = tmp_path_factory.mktemp("gamecore")
-    built_in = Path(ludus.__file__).with_name("gamecore") / "games.yaml"
+    built_in = Path(ludus.__file__).with_name("gamecore") / "server" / "games.yaml"
     games = directory / "games.yaml"
     games.write_text(built_in.read_text() + f"  counting: {COUNTING}\n".replace("'", '"'))
     with running(Settings(port=0, games=games, state_dir=directory / "state")) as found:

@@ -414,6 +414,6 @@ def test_the_unit_gives_a_drain_its_time() -> None:
 
 
 def test_alerts_speak_of_numbers_that_the_service_tells() -> None:
-    told = (Path(ludus.__file__).parent / "serve" / "exposition.py").read_text()
+    told = (Path(ludus.__file__).parent / "serving" / "prometheus.py").read_text()
     for name in set(re.findall(r"\bludus_[a-z_]+", (DEPLOY / "prometheus-alerts.yml").read_text())):
         assert f'"{name.removesuffix("_bucket")}"' in told, name

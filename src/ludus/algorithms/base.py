@@ -50,5 +50,10 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return found
 
 
+def config_schemas() -> dict[str, type[AlgorithmConfig]]:
+    """Name of each built-in algorithm → schema of its `config:`."""
+    return {name: algorithm_class(name).Config for name in ALGORITHMS}
+
+
 def _is_algorithm(found: Any, _: bool) -> bool:
     return isinstance(found, type) and hasattr(found, "Config") and callable(getattr(found, "learn", None))

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ludus.core import trust
+from ludus.core.renamed import current_name
 from ludus.errors import LudusError, MissingExtra, UnknownName, Untrusted, UsageError, place_of
 
 Accepts = Callable[[Any, bool], bool]
@@ -40,6 +41,7 @@ def import_object(path: str, kind: str, accepts: Accepts) -> Any:
     The name may come from a stored run of somebody else: `trust.check` decides before anything is imported, and unless the user
     gave the name, `accepts` decides on what was found. What Python itself brings (`os:system`) is never meant.
     """
+    path = current_name(path)
     module_name, attribute = _split(path)
     verdict = trust.check(path, kind)
     target, around = _lookup(path, module_name, attribute)
@@ -53,6 +55,7 @@ def import_object(path: str, kind: str, accepts: Accepts) -> Any:
 
 def load_object(path: str) -> Any:
     """The object that a table of ours or a command line names. Raises UnknownName, MissingExtra."""
+    path = current_name(path)
     return _lookup(path, *_split(path))[0]
 
 

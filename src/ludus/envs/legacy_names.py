@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import gymnasium as gym
 
+from ludus.core import renamed
 from ludus.envs.registry import outdated, registered, spec_of
 from ludus.errors import MissingExtra, UnknownName
 
@@ -30,8 +31,10 @@ def current_name(name: str) -> CurrentName:
 
     `package.module.Class`, as RLlib's files have it, is `package.module:Class`. Never raises: an unknown name stays as it is.
     """
-    if name in registered() or ":" in name:  # which is not imported to find out
+    if name in registered():
         return CurrentName(name)
+    if ":" in name:
+        return CurrentName(renamed.current_name(name))
     if _DOTTED.fullmatch(name):
         return _as_import(name)
     try:

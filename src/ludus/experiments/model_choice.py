@@ -7,7 +7,12 @@ from typing import Any
 
 from ludus.errors import UsageError
 from ludus.experiments.runs.checkpoint import Checkpoint
-from ludus.tournament.contestants import agents_of
+
+
+def agents_of(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Agent → model, by the `config:` of a run in an environment with several agents; empty for any other."""
+    mapping = (settings.get("multiagent") or {}).get("policy_mapping")
+    return mapping if isinstance(mapping, Mapping) else {}
 
 
 def choose_model(found: Checkpoint, model: str | None) -> str:

@@ -21,6 +21,7 @@ from ludus.core.plugins import did_you_mean
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import IncompatibleCheckpoint, NotFound, UsageError
 from ludus.experiments.assembly import http_training
+from ludus.experiments.model_choice import agents_of
 from ludus.experiments.result import Result
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
@@ -98,12 +99,6 @@ class Trained:
 
 Contestant = Script | Served | Trained
 Named = str | Path | Result | TrainedAgent
-
-
-def agents_of(settings: Mapping[str, Any]) -> Mapping[str, str]:
-    """Agent → model, by the `config:` of a run in an environment with several agents; empty for any other."""
-    mapping = (settings.get("multiagent") or {}).get("policy_mapping")
-    return mapping if isinstance(mapping, Mapping) else {}
 
 
 def contestant(what: Named, *, model: str | None = None, token: str | None = None) -> Contestant:

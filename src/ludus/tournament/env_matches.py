@@ -32,9 +32,10 @@ from ludus.envs.wrappers import Named
 from ludus.errors import EnvironmentFault, UsageError
 from ludus.experiments.evaluation.rollout_file import Ledger, Part, StepLog
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
+from ludus.experiments.model_choice import agents_of
 from ludus.sampling.episode_runner import longest_episode
 from ludus.sampling.multi_agent import Copies, Step, step_of
-from ludus.tournament.contestants import Contestant, Trained, agents_of
+from ludus.tournament.contestants import Contestant, Trained
 from ludus.tournament.players import Asked, Lost, Mind, mind_of
 from ludus.tournament.result import SIDES, WHO, Hero, Played, Who, who_of, why
 from ludus.tournament.settings import Pairing, Terms, noise_seed, schedule

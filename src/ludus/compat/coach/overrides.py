@@ -296,9 +296,9 @@ def _bare(value: Any) -> int:
 
 def _names() -> set[str]:
     """Of all keys of experiments and their algorithms, by any spelling; below `config` without saying so."""
-    from ludus.experiments.validation.validate import schemas  # imports the algorithms
+    from ludus.algorithms.base import config_schemas
 
-    found = {name for schema in schemas().values() for name in configs.names_of(schema)} - {"lambda_"}
+    found = {name for schema in config_schemas().values() for name in configs.names_of(schema)} - {"lambda_"}
     for section in (rllib_keys.EXPERIMENT, rllib_keys.CONFIG):
         found |= {*rllib_keys.RENAMED[section], *rllib_keys.TRANSLATED[section], *rllib_keys.FOREIGN[section]}
     return found | {"lambda", *configs.names_of(configs.ExperimentConfig)}

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ludus.algorithms.base import config_schemas
 from ludus.config import schema as configs
 from ludus.config.aliases import rllib_keys
 from ludus.config.aliases.sb3_cleanrl import library_of
 from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError
-from ludus.experiments.validation.validate import schemas
 
 EXTERNAL_SECTION = "config.env_config"
 
@@ -58,7 +58,7 @@ class Key:
 def catalogue() -> Mapping[str, Key]:
     """Path → key, section by section."""
     found: dict[str, Key] = {}
-    algorithms = schemas()
+    algorithms = config_schemas()
     for section, schema in configs.sections().items():
         if section == rllib_keys.CONFIG:
             for name in dict.fromkeys(name for each in algorithms.values() for name in each.model_fields):

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class
+from ludus.algorithms.base import ALGORITHMS, Algorithm, algorithm_class, config_schemas
 from ludus.config import schema as configs
 from ludus.config import search_space
 from ludus.config.aliases import rllib_keys
@@ -28,11 +28,7 @@ _SHAPE = {"num_workers", "num_envs_per_worker", "rollout_fragment_length", "trai
 
 def owners(key: str) -> list[str]:
     """Names of the algorithms that come with the package and have this key of `config:`."""
-    return [name for name, schema in schemas().items() if key in schema.model_fields or f"{key}_" in schema.model_fields]
-
-
-def schemas() -> dict[str, type[AlgorithmConfig]]:
-    return {name: algorithm_class(name).Config for name in ALGORITHMS}
+    return [name for name, schema in config_schemas().items() if key in schema.model_fields or f"{key}_" in schema.model_fields]
 
 
 def algorithm_of(run: str) -> type[Algorithm]:
@@ -232,7 +228,7 @@ def _minibatch_too_large(schema: type[AlgorithmConfig], inner: Mapping[str, Any]
 
 def _whatever_runs(inner: Mapping[str, Any], run: Any, *, collated: bool) -> list[Complaint]:
     """What is wrong with `config:` when the algorithm is unknown: for the one that is probably meant, else for all of them."""
-    known = schemas()
+    known = config_schemas()
     near = difflib.get_close_matches(str(run).upper(), known, n=1, cutoff=0.6)
     if near:
         return of_config(known[near[0]], inner, collated=collated, run=near[0])

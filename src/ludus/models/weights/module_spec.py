@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ludus.core import plugins, trust
+from ludus.core.renamed import current_name
 from ludus.core.tree import Array, Tree
 from ludus.errors import IncompatibleCheckpoint, LudusError, UnknownName, UsageError
 
@@ -100,6 +101,8 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two descriptions mean the same model. Inputs count only when both declare them."""
     a, b = dict(one), dict(other)
     first, second = a.pop("inputs", None), b.pop("inputs", None)
+    for each in (a, b):  # an earlier release may have written it
+        each["class"] = current_name(str(each.get("class")))
     return bool(json.loads(json.dumps(a)) == json.loads(json.dumps(b)) and (not first or not second or first == second))
 
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import nn
 
+from ludus.core.renamed import current_name
 from ludus.core.tree import Array
 from ludus.errors import Damaged, IncompatibleCheckpoint, LudusError, Untrusted, UsageError
 from ludus.models.network_size import check_network_size
@@ -57,7 +58,7 @@ def check_description(data: Mapping[str, Any]) -> str | None:
     Nothing is imported, and no memory is taken for weights.
     """
     try:
-        if data["class"] != POLICY:
+        if current_name(str(data["class"])) != POLICY:
             raise Damaged(f"the class {data['class']!r} is not {POLICY}")
         custom = data["network"].get("custom_model")
         if custom is not None and not isinstance(custom, str):

@@ -80,7 +80,7 @@ Player = Rule | Remote
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller may choose besides the match itself; `gamecore/games.yaml` declares the same."""
+    """What a caller may choose besides the match itself; `gamecore/server/games.yaml` declares the same."""
 
     rule: str = "medium"
     """Plays camps without an actor, and steps in for one that is gone."""
