@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ludus.launch.job import Job
 from ludus.launch.job_dir import JobDirectory
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 
 class Pretended:
@@ -17,13 +17,13 @@ class Pretended:
     def __init__(self, directory: JobDirectory, job: Job) -> None:
         self._directory, self._job = directory, job
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> JobEnv:
         if "SLOW" in os.environ:
             (self._directory.path / "setting-up").touch()
             while not (self._directory.path / "go-on").exists():
                 time.sleep(0.02)
         nodes = tuple(f"10.0.0.{index + 1}" for index in range(self._job.nodes))
-        return Surroundings(nodes, 0, 12_345, self._directory.token(), self._job.ray, self._job.wait_s)
+        return JobEnv(nodes, 0, 12_345, self._directory.token(), self._job.ray, self._job.wait_s)
 
     def names(self) -> tuple[str, ...]:
         return tuple(f"n{index + 1}" for index in range(self._job.nodes))

@@ -16,7 +16,17 @@ from ludus.errors import UnknownName, UsageError
 from ludus.io.rotating_log import MAX_BYTES
 from ludus.launch import job_index
 from ludus.launch.job import Job, JobStatus, Orchestrator, ProcessStatus, Role, open_orchestrator
-from ludus.launch.job_dir import JobDirectory, Record, Watcher, is_here, machine, make_private, read_job, state_home, write_job
+from ludus.launch.job_dir import (
+    JobDirectory,
+    Record,
+    Watcher,
+    is_this_machine,
+    job_from_json,
+    job_to_json,
+    machine,
+    make_private,
+    state_dir,
+)
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.supervisor import FIRST_BACKOFF_S, MAX_BACKOFF_S, backoff_s
 from ludus.process import identity
@@ -148,7 +158,7 @@ sys.stdin.read()
             place = JobDirectory(orchestrator.directory / "old-job")
             make_private(orchestrator.directory)
             status = JobStatus("old-job", "old", "running", processes=(ProcessStatus("main", 0, "running", pid=stranger.pid),))
-            place.create({"job.json": write_job(job(main("true")))}, status)
+            place.create({"job.json": job_to_json(job(main("true")))}, status)
             place.write(
                 Record(status, machine(), Watcher(stranger.pid, "an older start"), Watcher(stranger.pid, "an older start"))
             )
@@ -216,22 +226,22 @@ def test_the_state_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("LUDUS_STATE_DIR", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert state_home() == tmp_path / ".local" / "state" / "ludus"
+    assert state_dir() == tmp_path / ".local" / "state" / "ludus"
     monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
-    assert state_home() == tmp_path / ".local" / "state" / "ludus"
+    assert state_dir() == tmp_path / ".local" / "state" / "ludus"
     monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
-    assert state_home() == Path("/xdg/ludus")
+    assert state_dir() == Path("/xdg/ludus")
     monkeypatch.setenv("LUDUS_STATE_DIR", "/own")
-    assert state_home() == Path("/own")
+    assert state_dir() == Path("/own")
 
 
 def test_it_is_known_whether_a_job_could_be_seen_from_here() -> None:
     host, space, boot = machine().split()
-    assert is_here(machine())
-    assert is_here(f"renamed {space} {boot}"), "the host has another name now"
-    assert is_here(f"{host} pid:[1] older"), "it has been started anew: what ran there runs no more"
-    assert not is_here(f"{host} pid:[1] {boot}"), "another container"
-    assert not is_here(f"other {space} other")
+    assert is_this_machine(machine())
+    assert is_this_machine(f"renamed {space} {boot}"), "the host has another name now"
+    assert is_this_machine(f"{host} pid:[1] older"), "it has been started anew: what ran there runs no more"
+    assert not is_this_machine(f"{host} pid:[1] {boot}"), "another container"
+    assert not is_this_machine(f"other {space} other")
 
 
 def test_a_job_read_again_is_the_same() -> None:
@@ -242,7 +252,7 @@ def test_a_job_read_again_is_the_same() -> None:
         ("SECRET",),
         grace_s=3.0,
     )
-    assert read_job(write_job(asked)) == asked
+    assert job_from_json(job_to_json(asked)) == asked
 
 
 def test_back_off_doubles_up_to_a_bound() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ludus.errors import UsageError
 from ludus.launch.hostfile import NodeList, read_iplist
-from ludus.launch.job import checked
+from ludus.launch.job import check_job
 from ludus.launch.local_address import Here, Network, locate
 from ludus.launch.roles import (
     Meeting,
@@ -26,7 +26,7 @@ from ludus.launch.roles import (
     token_path,
     train_words,
 )
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 ONE = read_iplist("10.0.0.2 root 36000 1", "learner.iplist")
 TWO = read_iplist("10.0.0.2 root 36000 1\n10.0.0.3 root 36000 2", "learner.iplist")
@@ -155,7 +155,7 @@ def meeting(here: Here, base: Path = Path("/home/me")) -> Meeting:
 
 
 def test_the_learner_is_a_head_a_door_and_a_training() -> None:
-    job = checked(learner_job(ONE, meeting(locate(ONE, {}, network=HEAD)), ["CartPole-v1", "-n", "6"], {}))
+    job = check_job(learner_job(ONE, meeting(locate(ONE, {}, network=HEAD)), ["CartPole-v1", "-n", "6"], {}))
     assert (job.name, job.main, job.place, job.nodes, job.ray) == ("learner", "main", "10.0.0.2:9610", 1, 0)
     assert [(role.name, role.command[3:], role.restart, role.log) for role in job.roles] == [
         ("ray", ("ludus.launch.ray_role", "--cpus", "0"), "on-failure", "/home/me/logs/learner/ray.log"),
@@ -164,7 +164,7 @@ def test_the_learner_is_a_head_a_door_and_a_training() -> None:
     ]
     for role in job.roles:
         assert role.command[:3] == PYTHON
-        around = Surroundings.of(role.environment)
+        around = JobEnv.of(role.environment)
         assert around is not None
         assert (around.head, around.door) == ("10.0.0.2:9610", ("10.0.0.2", 9611))
         assert (around.node, around.ray, around.token_file) == (0, 2, Path("/home/me/token"))
@@ -174,7 +174,7 @@ def test_the_learner_is_a_head_a_door_and_a_training() -> None:
 @pytest.mark.parametrize(("listed", "cpus", "ray", "learners"), [(ONE, 0, 2, 0), (TWO, 0, 2, 2), (ONE, 4, 1, 0), (TWO, 4, 1, 2)])
 def test_work_begins_when_there_is_somebody_to_do_it(listed: NodeList, cpus: int, ray: int, learners: int) -> None:
     job = learner_job(listed, meeting(Here(0, "10.0.0.2", "10.0.0.2")), ["x"], {}, cpus=cpus, wait_s=7)
-    *others, main = (Surroundings.of(role.environment) for role in job.roles)
+    *others, main = (JobEnv.of(role.environment) for role in job.roles)
     assert main is not None
     assert (main.ray, main.wait_s, main.learners) == (ray, 7, learners)
     assert all(around is not None and around.learners == 0 for around in others)
@@ -182,12 +182,12 @@ def test_work_begins_when_there_is_somebody_to_do_it(listed: NodeList, cpus: int
 
 def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
     here = locate(TWO, {}, network=SECOND)
-    job = checked(joining_job("learner", TWO, meeting(here), {}, learners=2))
+    job = check_job(joining_job("learner", TWO, meeting(here), {}, learners=2))
     assert [(role.name, role.count, role.command[3:], role.log) for role in job.roles] == [
         ("learner", 2, ("ludus.distributed.learners.remote_rank",), "/home/me/logs/learner/rank_{index}.log"),
         ("main", 1, ("ludus.launch.ssh.lifeline", "hold", "--stay"), "/home/me/logs/learner/monitor.log"),
     ]
-    around = Surroundings.of(job.roles[0].environment)
+    around = JobEnv.of(job.roles[0].environment)
     assert around is not None
     assert around.learners_entrance == ("10.0.0.2", 9612)
     assert [role.name for role in joining_job("learner", TWO, meeting(here), {}, learners=1, cpus=3).roles] == [
@@ -199,7 +199,7 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
 
 def test_an_actor_is_a_node_that_stays() -> None:
     here = locate(ONE, {}, network=STRANGER, must=False)
-    job = checked(joining_job("actor", ONE, meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432", advertise="10.0.7.7"))
+    job = check_job(joining_job("actor", ONE, meeting(here), {}, cpus=6, gamecore="10.0.0.9:23432", advertise="10.0.7.7"))
     assert (job.name, job.main, job.place) == ("actor", "main", "10.0.0.2:9610")
     ray, main = job.roles
     assert ray.command == (
@@ -208,7 +208,7 @@ def test_an_actor_is_a_node_that_stays() -> None:
     )  # fmt: skip
     assert main.command == (*PYTHON, "ludus.launch.ssh.lifeline", "hold", "--stay")
     assert (ray.restart, main.restart) == ("always", "always")
-    around = Surroundings.of(ray.environment)
+    around = JobEnv.of(ray.environment)
     assert around is not None
     assert (around.nodes, around.node, around.head) == (("10.0.0.2", "10.0.0.9"), 1, "10.0.0.2:9610")
     assert ray.environment["GAMECORE_SERVER_ADDR"] == "10.0.0.9:23432"
@@ -217,7 +217,7 @@ def test_an_actor_is_a_node_that_stays() -> None:
 
 def test_every_machine_has_a_number_of_its_own_and_one_that_is_not_in_the_list_the_next() -> None:
     def around(listed: NodeList, here: Here) -> tuple[tuple[str, ...], int]:
-        found = Surroundings.of(joining_job("actor", listed, meeting(here), {}, cpus=1).roles[0].environment)
+        found = JobEnv.of(joining_job("actor", listed, meeting(here), {}, cpus=1).roles[0].environment)
         assert found is not None
         return found.nodes, found.node
 
@@ -269,7 +269,7 @@ def test_secrets_are_named_and_never_written() -> None:
 
 def test_a_standing_cluster_is_a_head_and_nodes() -> None:
     listed = read_iplist("nodes:\n- {host: a}\n- {host: b, actors: 6}\n- {host: c, actors: 6}\n- {host: d, actors: 2}\n")
-    job = checked(cluster_job("games", listed, python="/opt/bin/python"))
+    job = check_job(cluster_job("games", listed, python="/opt/bin/python"))
     assert (job.name, job.main, job.nodes, job.ray) == ("games", "head", 4, 4)
     host = ("/opt/bin/python", "-P", "-m", "ludus.launch.ray_role")
     assert [(role.name, role.count, role.at, role.restart, role.command) for role in job.roles] == [

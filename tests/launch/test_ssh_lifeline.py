@@ -17,7 +17,7 @@ import pytest
 from ludus.errors import UsageError
 from ludus.launch.ssh.lifeline import Door, hold, listen
 from ludus.process.auth import MAX_STRANGERS, write_token
-from ludus.process.job_env import Surroundings, free_block
+from ludus.process.job_env import JobEnv, free_block
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 HERE = "127.0.0.1"
@@ -162,7 +162,7 @@ def started(tmp_path: Path, node: int, port: int, *words: str) -> subprocess.Pop
     token = tmp_path / "token"
     if not token.exists():
         write_token(token)
-    around = Surroundings((HERE, HERE), node, port, token).environment()
+    around = JobEnv((HERE, HERE), node, port, token).environment()
     command = [sys.executable, "-P", "-m", "ludus.launch.ssh.lifeline", *words]
     return subprocess.Popen(command, env=os.environ | around, stderr=subprocess.PIPE, text=True)
 

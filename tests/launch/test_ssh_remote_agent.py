@@ -23,7 +23,7 @@ from ludus.launch.job import Job, Role
 from ludus.launch.ssh import remote_agent
 from ludus.launch.ssh.remote_agent import MARK, Desk, Part, unpack
 from ludus.process import identity
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.testing.orchestrator_contract import BEATING, is_still, until
 
 TOKEN = "ab" * 32
@@ -89,7 +89,7 @@ def over(session: Session) -> dict[str, Any]:
 def test_all_ports_of_a_job_are_free_also_that_of_its_first_learner(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     port = desk.answer({"verb": "ports", "job": "trial-1"})["port"]
-    entrance = Surroundings(port=port).learners_entrance[1]
+    entrance = JobEnv(port=port).learners_entrance[1]
     with socket.create_server(("", entrance)):
         assert desk.answer({"verb": "ports", "job": "trial-1"})["port"] != port
 

@@ -18,7 +18,7 @@ from ludus.errors import Damaged
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, Role
 from ludus.launch.job_dir import JobDirectory
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 ROOT = Path(__file__).parents[2]
 _WAIT_S = 30.0
@@ -34,7 +34,7 @@ class Queue:
     def prepare(self, job: Job) -> JobDirectory:
         place = JobDirectory(self.path / "job")
         waiting = tuple(ProcessStatus(role.name, index, "pending") for role in job.roles for index in range(role.count))
-        place.create({job_dir.JOB: job_dir.write_job(job)}, JobStatus("job", job.name, "pending", processes=waiting))
+        place.create({job_dir.JOB: job_dir.job_to_json(job)}, JobStatus("job", job.name, "pending", processes=waiting))
         return place
 
     def start(self, place: JobDirectory, **environment: str) -> subprocess.Popen[bytes]:
@@ -115,7 +115,7 @@ def test_when_time_is_nearly_up_the_job_is_ended_and_queued_again_and_goes_on(qu
     until(lambda: (queue.path / "lives").read_text().count("life") == 2)
     status = place.read().status
     assert (status.state, status.reason, status.of("main")[0].restarts) == ("running", "", 1)
-    place.mark_cancelled()
+    place.request_cancel()
     second.send_signal(signal.SIGTERM)
     assert second.wait(_WAIT_S) == 130
     assert place.read().status.state == "cancelled"
@@ -187,7 +187,7 @@ def test_a_cancel_between_the_last_warning_and_the_end_is_heeded(queue: Queue) -
     until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
     until((queue.path / "ending").exists)
-    place.mark_cancelled()
+    place.request_cancel()
     process.send_signal(signal.SIGTERM)
     (queue.path / "go").touch()
     assert process.wait(_WAIT_S) == 130
@@ -197,7 +197,7 @@ def test_a_cancel_between_the_last_warning_and_the_end_is_heeded(queue: Queue) -
 
 def test_what_is_cancelled_before_it_is_started_never_starts(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", "touch began"),), "main"))
-    place.mark_cancelled()
+    place.request_cancel()
     queue.start(place).wait(_WAIT_S)
     assert place.read().status.state == "cancelled"
     assert not (queue.path / "began").exists()
@@ -325,8 +325,8 @@ def test_a_log_may_be_elsewhere_and_is_found_in_the_job_too(queue: Queue) -> Non
     [{"LUDUS_JOB_NODES": "a,,b"}, {"LUDUS_JOB_NODE": "3"}, {"LUDUS_JOB_PORT": "x"}, {"LUDUS_JOB_PORT": "70000"}, {"LUDUS_JOB_RAY": "4"}],
 )  # fmt: skip
 def test_surroundings_that_make_no_sense_are_refused(wrong: dict[str, str]) -> None:
-    right = Surroundings(("a", "b"), 1, 4000, Path("/t"), 2).environment()
-    assert Surroundings.of(right) == Surroundings(("a", "b"), 1, 4000, Path("/t"), 2)
-    assert Surroundings.of({}) is None
+    right = JobEnv(("a", "b"), 1, 4000, Path("/t"), 2).environment()
+    assert JobEnv.of(right) == JobEnv(("a", "b"), 1, 4000, Path("/t"), 2)
+    assert JobEnv.of({}) is None
     with pytest.raises(Exception, match="not those of a job"):
-        Surroundings.of(right | wrong)
+        JobEnv.of(right | wrong)

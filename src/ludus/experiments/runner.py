@@ -81,7 +81,7 @@ from ludus.models.devices import acting_on, learner_device, named_device
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool, PolicySource
 from ludus.process.host import keep_freed_memory, stop_on_signals, usable_cores
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.ray_cluster.cluster import address_of
 from ludus.sampling.sampler import Clock, Sampler, segment_spec
 from ludus.sampling.self_play import with_past
@@ -219,7 +219,7 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
 
 def _nodes_of_job() -> int:
     """Machines that the Ray of the job will have, if this process belongs to one; they are taken to be alike."""
-    job = Surroundings.of(os.environ)
+    job = JobEnv.of(os.environ)
     return len(job.nodes) if job is not None and job.ray else 1
 
 

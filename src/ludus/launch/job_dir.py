@@ -79,7 +79,7 @@ class JobDirectory:
     def job(self) -> Job:
         """Raises Damaged."""
         try:
-            return read_job((self.path / JOB).read_text(encoding="utf-8"))
+            return job_from_json((self.path / JOB).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise Damaged(f"{self.path / JOB} is damaged: {error}.") from error
 
@@ -144,11 +144,11 @@ class JobDirectory:
             raise Damaged(f"{self.path / SECRETS} is damaged.") from error
         return {str(name): str(value) for name, value in found.items()}
 
-    def mark_cancelled(self) -> None:
+    def request_cancel(self) -> None:
         """So that whoever looks after it can tell our asking from that of a queue, which may start it again."""
         self._write(CANCEL, "")
 
-    def is_marked(self) -> bool:
+    def cancel_requested(self) -> bool:
         return (self.path / CANCEL).exists()
 
     def clear(self) -> None:
@@ -181,7 +181,7 @@ def failed(status: JobStatus, reason: str) -> JobStatus:
     return replace(status, state="failed", exit_code=1, processes=processes, reason=reason)
 
 
-def state_home() -> Path:
+def state_dir() -> Path:
     """Where this user's jobs are recorded: LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus."""
     own, shared = os.environ.get("LUDUS_STATE_DIR"), os.environ.get("XDG_STATE_HOME")
     if own:
@@ -225,7 +225,7 @@ def host() -> str:
     return platform.node().replace(" ", "-") or "?"
 
 
-def is_here(where: str) -> bool:
+def is_this_machine(where: str) -> bool:
     """Whether what runs at that `machine()` could be seen from here: it is this one, or was, before it was started anew."""
     then, now = where.split(), machine().split()
     if len(then) != len(now):
@@ -236,11 +236,11 @@ def is_here(where: str) -> bool:
 # -- as text ------------------------------------------------------------------------------------------------------------
 
 
-def write_job(job: Job) -> str:
+def job_to_json(job: Job) -> str:
     return json.dumps(asdict(job), indent=1, ensure_ascii=False) + "\n"
 
 
-def read_job(text: str) -> Job:
+def job_from_json(text: str) -> Job:
     data = json.loads(text)
     roles = tuple(Role(**{**role, "command": tuple(role["command"]), "at": tuple(role.get("at", ()))}) for role in data["roles"])
     return Job(**{**data, "roles": roles, "secrets": tuple(data["secrets"])})

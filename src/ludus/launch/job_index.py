@@ -26,7 +26,7 @@ _BEGUN_S = 3600.0
 _UNREADABLE_S = 30 * 86_400.0
 
 
-class Shelf(ABC):
+class JobIndex(ABC):
     """`directory`: of this user alone; each job has one in it, called like its id. `kind`: what the jobs are, for people."""
 
     kind = ""

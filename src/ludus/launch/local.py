@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobStatus, checked
+from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.job_dir import JobDirectory, Record
-from ludus.launch.job_index import Shelf
+from ludus.launch.job_index import JobIndex
 from ludus.launch.supervisor import TICK_S
 from ludus.process import identity
 
@@ -24,7 +24,7 @@ _START_S = 60.0
 _SUPERVISOR = (sys.executable, "-P", "-m", "ludus.launch.supervisor")
 
 
-class LocalOrchestrator(Shelf):
+class LocalOrchestrator(JobIndex):
     """`attached`: the jobs submitted here are cancelled when this object is closed, or when its process is gone, however that happens.
 
     Otherwise a job goes on without whoever submitted it, until its main role ends or it is cancelled. Roles share this machine:
@@ -36,7 +36,7 @@ class LocalOrchestrator(Shelf):
     def __init__(self, directory: Path | None = None, *, attached: bool = False) -> None:
         if sys.platform == "win32":
             raise UsageError("Jobs of local processes need Linux or macOS.", "Use WSL, or start the roles by hand.")
-        super().__init__((directory or job_dir.state_home()) / "jobs")
+        super().__init__((directory or job_dir.state_dir()) / "jobs")
         self._attached = attached
         self._lifelines: list[int] = []
 
@@ -55,10 +55,10 @@ class LocalOrchestrator(Shelf):
         return shlex.join([*_SUPERVISOR, str(self.directory / "ID")])
 
     def render(self, job: Job) -> dict[str, str]:
-        return {job_dir.JOB: job_dir.write_job(checked(job))}
+        return {job_dir.JOB: job_dir.job_to_json(check_job(job))}
 
     def submit(self, job: Job) -> str:
-        checked(job, os.environ)
+        check_job(job, os.environ)
         files = self.render(job)
         place = self._create(job, files)
         try:
@@ -73,9 +73,9 @@ class LocalOrchestrator(Shelf):
         if self._status(place).over:
             return
         with contextlib.suppress(OSError):  # a disk that is full: then the signal has to do
-            place.mark_cancelled()  # first: a supervisor that is still on its way looks for it
+            place.request_cancel()  # first: a supervisor that is still on its way looks for it
         found = place.read()
-        if not job_dir.is_here(found.machine):
+        if not job_dir.is_this_machine(found.machine):
             raise UsageError(f"The job {job_id} runs on {found.machine.split()[0]}, not here.", "Cancel it there.")
         if found.supervisor is not None:  # gone since we looked: then its keeper is ending the job
             identity.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
@@ -114,7 +114,7 @@ class LocalOrchestrator(Shelf):
         except (Damaged, OSError) as error:
             return JobStatus(place.id, place.id, "failed", 1, (), f"its record cannot be read: {error}", str(place.logs))
         status = found.status
-        if status.over or not job_dir.is_here(found.machine) or found.watched():
+        if status.over or not job_dir.is_this_machine(found.machine) or found.watched():
             return status
         if found.supervisor is None and time.time() - status.submitted_at < _START_S:
             return status

@@ -1,6 +1,6 @@
 """A node of a job's Ray, as a role of the job: `python -P -m ludus.launch.ray_role`, on every node; the first one is the head.
 
-Everything else is in its environment (`Surroundings`). It holds the process that holds Ray (`ray_cluster/node_process.py`), imports no Ray
+Everything else is in its environment (`JobEnv`). It holds the process that holds Ray (`ray_cluster/node_process.py`), imports no Ray
 itself, and adopts whatever Ray lets go of: when it is told to end, it kills all that is below it, because Ray would take half a minute,
 and removes its directory. When its Ray ends by itself, so does it, with code 1, so that whoever looks after it starts the next one.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.process import identity, job_env
 from ludus.process.host import usable_cores
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 from ludus.ray_cluster import cluster
 from ludus.ray_cluster.node_process import Orders
 
@@ -166,7 +166,7 @@ def meaningful(lines: Sequence[str]) -> list[str]:
 class RayHost:
     """One life of a node of Ray."""
 
-    def __init__(self, job: Surroundings, options: Options, home: Path) -> None:
+    def __init__(self, job: JobEnv, options: Options, home: Path) -> None:
         self._job, self._options, self._home = job, options, home
         self._environ = environment_of(os.environ, options, home)
         self._logs: Path | None = None
@@ -273,7 +273,7 @@ def say(sentence: str) -> None:
     sys.stdout.flush()
 
 
-def host(job: Surroundings, options: Options) -> int:
+def host(job: JobEnv, options: Options) -> int:
     """Have Ray here until it ends, or SIGTERM; nothing of it is left when this returns. Raises LudusError."""
     token = job.token()
     identity.adopt_orphans()
@@ -336,7 +336,7 @@ def _number(text: str) -> int | None:
 
 def main(words: Sequence[str]) -> int:
     try:
-        job = Surroundings.of(os.environ)
+        job = JobEnv.of(os.environ)
         if job is None or not job.port:
             raise UsageError("This process belongs to no job that has a Ray.", f"{job_env.NODES} and {job_env.PORT} say so.")
         return host(job, options_of(words))

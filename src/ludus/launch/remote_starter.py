@@ -7,13 +7,13 @@ from typing import Protocol
 
 from ludus.launch.job import Job
 from ludus.launch.job_dir import JobDirectory
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 
-class Reach(Protocol):
+class RemoteStarter(Protocol):
     """Made of a job's directory and the job, on the machine of its main role: `node` 0."""
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> JobEnv:
         """What all processes are told; each gets its own `node`."""
         ...
 
@@ -37,4 +37,4 @@ class Reach(Protocol):
         ...
 
 
-MakeReach = Callable[[JobDirectory, Job], Reach]
+StarterFactory = Callable[[JobDirectory, Job], RemoteStarter]

@@ -18,10 +18,10 @@ from pathlib import Path
 from ludus.errors import UsageError
 from ludus.launch.hostfile import NodeList, Part
 from ludus.launch.job import Job, Role
-from ludus.launch.job_dir import make_private, state_home
+from ludus.launch.job_dir import make_private, state_dir
 from ludus.launch.local_address import Here
 from ludus.launch.planner import SECRETS
-from ludus.process.job_env import Surroundings
+from ludus.process.job_env import JobEnv
 
 PORT = 9610
 """Of the head, when nothing else is said: machines that do not know each other cannot agree on one. The next two are used as well.
@@ -126,7 +126,7 @@ def learner_job(
     wanted = 1 if cpus else 2
     addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
     addresses += (ANYBODY,) * (wanted - len(addresses))
-    around = Surroundings(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
+    around = JobEnv(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
     told, logs = told_of(around), meeting.logs / LEARNER
     trains = told_of(replace(around, learners=learners_elsewhere(listed))) | (subject.environment() if subject else {})
     return Job(
@@ -163,7 +163,7 @@ def joining_job(
     node = here.node or len(listed.nodes)  # beside the head, and where it is not in the list, it is one more
     others = [each.reached for each in listed.nodes[1:]]
     addresses = [here.head, *others[: node - 1], here.address, *others[node:]]
-    told = told_of(Surroundings(tuple(addresses), node, meeting.port, meeting.token_file, 1))
+    told = told_of(JobEnv(tuple(addresses), node, meeting.port, meeting.token_file, 1))
     if gamecore:
         told[GAMECORE] = gamecore
     if advertise:
@@ -189,7 +189,7 @@ def joining_job(
     )
 
 
-def told_of(around: Surroundings) -> dict[str, str]:
+def told_of(around: JobEnv) -> dict[str, str]:
     """What processes of a role are told. Ray takes 127.0.0.1 for any address of this machine, unless it believes to be alone on it."""
     alone = {_ALONE: "0"} if around.nodes[0].startswith("127.") else {}
     return around.environment() | alone
@@ -261,7 +261,7 @@ def train_words(
 
 def token_path(option: Path | None, environ: Mapping[str, str]) -> Path:
     named = option or (Path(environ[TOKEN_FILE]) if environ.get(TOKEN_FILE) else None)
-    return (named.expanduser() if named is not None else state_home() / TOKEN).absolute()
+    return (named.expanduser() if named is not None else state_dir() / TOKEN).absolute()
 
 
 def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
@@ -284,7 +284,7 @@ def need_token(path: Path, listed: NodeList, *, create: bool) -> bool:
 
 
 def _make_folder(path: Path) -> None:
-    if path.parent == state_home():
+    if path.parent == state_dir():
         make_private(path.parent)
         return
     try:

@@ -30,12 +30,12 @@ from types import FrameType
 
 from ludus.core import plugins
 from ludus.io.rotating_log import LogWriter, before
-from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
+from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, should_restart
 from ludus.launch.job_dir import PRIVATE, JobDirectory, Record, Watcher, host, machine
 from ludus.launch.job_dir import RUN as RUN_FILE
-from ludus.launch.remote_starter import MakeReach
+from ludus.launch.remote_starter import StarterFactory
 from ludus.process import identity
-from ludus.process.job_env import NODE, PORTS, RUN, Surroundings, free_block
+from ludus.process.job_env import NODE, PORTS, RUN, JobEnv, free_block
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
 """A process that lived for STEADY_S was healthy: the next back-off begins anew."""
@@ -176,7 +176,7 @@ class Supervisor:
     """Runs one job to its end. `lifeline`: a pipe; when nobody holds its other end any more, the job is cancelled."""
 
     def __init__(
-        self, directory: JobDirectory, keeper: Watcher, lifeline: int | None = None, reach: MakeReach | None = None
+        self, directory: JobDirectory, keeper: Watcher, lifeline: int | None = None, reach: StarterFactory | None = None
     ) -> None:
         self.directory, self._keeper = directory, keeper
         self.job = directory.job()
@@ -208,7 +208,7 @@ class Supervisor:
     def run(self) -> None:
         with contextlib.suppress(BlockingIOError):  # what came while it was being set up
             self._heed()
-        if self.directory.is_marked():  # somebody wanted its end before there was anybody to tell
+        if self.directory.cancel_requested():  # somebody wanted its end before there was anybody to tell
             self._cancel("")
         for member in self.members:
             if self._stages is None:
@@ -231,12 +231,12 @@ class Supervisor:
 
     # -- where it is
 
-    def _here(self) -> Surroundings:
+    def _here(self) -> JobEnv:
         """All nodes are this machine."""
         several = self.job.nodes > 1
         port = free_block(self.directory.id, PORTS) if several else 0
         token = self.directory.token() if several else None
-        return Surroundings(("127.0.0.1",) * self.job.nodes, 0, port, token, self.job.ray, self.job.wait_s)
+        return JobEnv(("127.0.0.1",) * self.job.nodes, 0, port, token, self.job.ray, self.job.wait_s)
 
     def _environment_of(self, environ: Mapping[str, str]) -> dict[str, str]:
         """What all processes are told, but for which node they are on. A job may be submitted by a process of another one."""
@@ -309,7 +309,7 @@ class Supervisor:
         assert member.returned is not None
         now = time.monotonic()
         member.short_lives = member.short_lives + 1 if now - member.began < STEADY_S else 1
-        again = self._stages is None and is_restarted(member.role.restart, member.returned)
+        again = self._stages is None and should_restart(member.role.restart, member.returned)
         if member is self._main and member.short_lives > MAIN_LIVES:
             again = False
         self._say(f"{member.name} ended with {_spoken(member.returned)}")
@@ -425,7 +425,7 @@ class Supervisor:
 
     def _goes_on(self) -> bool:
         """Whether somebody starts it again, unless it is over by itself: a queue does, until we are asked to end it."""
-        return self._reach is not None and self._reach.goes_on() and not self.directory.is_marked()
+        return self._reach is not None and self._reach.goes_on() and not self.directory.cancel_requested()
 
     def _queue_again(self) -> None:
         """Said before it is done: a queue may end us for it."""
@@ -544,7 +544,7 @@ def _linked(inside: Path, log: Path) -> Path:
     return log
 
 
-def keep(directory: JobDirectory, lifeline: int | None, started: int | None, reach: MakeReach | None = None) -> int:
+def keep(directory: JobDirectory, lifeline: int | None, started: int | None, reach: StarterFactory | None = None) -> int:
     """Become the keeper of a job; returns when nothing of it is left, with its exit code. `started`: a pipe that hears of it when all is set up."""
     identity.adopt_orphans()
     keeper = Watcher.this()

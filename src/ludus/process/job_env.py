@@ -32,7 +32,7 @@ WAIT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class JobEnv:
     """`nodes`: their addresses, as the others reach them. `node`: which of them this is. `port`: the head's; the next ones are the door's and the first learner's.
 
     `token_file`: 0600, the secret of this job. `ray`: how many nodes its Ray shall have before work begins; 0: it has none.
@@ -81,7 +81,7 @@ class Surroundings:
         return said
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> Surroundings | None:
+    def of(environ: Mapping[str, str]) -> JobEnv | None:
         """None: this process belongs to no job with nodes. Raises UsageError when what it was told makes no sense."""
         if not environ.get(NODES):
             return None
@@ -95,7 +95,7 @@ class Surroundings:
         if not 0 <= node < len(nodes) or not all(nodes) or not 0 <= port < 1 << 16 or not 0 <= ray <= len(nodes) or learners < 0:
             raise UsageError(f"{NODES}={environ[NODES]}, {NODE}={node}, {PORT}={port}, {RAY}={ray} are not those of a job.")
         token = environ.get(TOKEN)
-        return Surroundings(nodes, node, port, Path(token) if token else None, ray, wait_s, learners)
+        return JobEnv(nodes, node, port, Path(token) if token else None, ray, wait_s, learners)
 
 
 def candidates(job: str, size: int, salt: str = "") -> list[int]:

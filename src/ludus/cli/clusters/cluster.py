@@ -220,9 +220,9 @@ def chosen(name: str | None) -> Standing:
 
 
 def _home() -> Path:
-    from ludus.launch.job_dir import state_home
+    from ludus.launch.job_dir import state_dir
 
-    return state_home() / FOLDER
+    return state_dir() / FOLDER
 
 
 # -- bringing it up -------------------------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ def start(
     from ludus.launch.hostfile import load_iplist
     from ludus.launch.local import LocalOrchestrator
     from ludus.launch.local_address import locate
-    from ludus.launch.planner import cleaned
+    from ludus.launch.planner import clean_command
 
-    (_, *words), said = cleaned(["train", *ctx.args])
+    (_, *words), said = clean_command(["train", *ctx.args])
     listed = load_iplist(iplist)
     here = locate(listed, os.environ, node)
     meeting = r.meeting_of(here, port, token_file, log_dir)

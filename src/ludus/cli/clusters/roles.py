@@ -154,13 +154,13 @@ def mine(
     orchestrator: LocalOrchestrator, part: Part, runs: RunSelector = RunSelector(), *, over: bool = False
 ) -> list[JobStatus]:
     """Roles of that kind that were started on this machine and run; with `over`, also those that do not any more. Oldest first."""
-    from ludus.launch.job_dir import JobDirectory, is_here
+    from ludus.launch.job_dir import JobDirectory, is_this_machine
 
     found = []
     for status in orchestrator.list():
         if status.name == part and status.place and runs.matches(status.place) and (over or not status.over):
             with suppress(LudusError, OSError):  # forgotten meanwhile
-                if is_here(JobDirectory(orchestrator.directory / status.id).read().machine):
+                if is_this_machine(JobDirectory(orchestrator.directory / status.id).read().machine):
                     found.append(status)
     return found
 
@@ -279,9 +279,9 @@ def stop(part: Part, runs: RunSelector, everything: bool, at_once: bool) -> None
 
 def _check_ports(job: Job) -> None:
     """Somebody else's service is not a head of ours. Asked after our own earlier one has ended."""
-    from ludus.process.job_env import PORTS, Surroundings, is_free
+    from ludus.process.job_env import PORTS, JobEnv, is_free
 
-    around = Surroundings.of(job.roles[0].environment)
+    around = JobEnv.of(job.roles[0].environment)
     if around is None or around.node != 0:
         return
     for port in range(around.port, around.port + PORTS):

@@ -36,7 +36,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
 from ludus.process.host import usable_cores
-from ludus.process.job_env import LEARNERS, Surroundings
+from ludus.process.job_env import LEARNERS, JobEnv
 from ludus.transport.base import Batches
 from ludus.transport.message_stream import EMBEDDED
 
@@ -173,7 +173,7 @@ def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Ru
     """The algorithm on as many learners as the config says; `policy` is the one that acts, wherever it is learned."""
     logs = run.directory / "logs" / "learner"
     made_with = config.model_copy(update=threads_of(policy, config))
-    job = Surroundings.of(os.environ)
+    job = JobEnv.of(os.environ)
     if job is not None and job.learners:
         shared = _shared_with_nodes(algorithm, made_with, run, job, model)
     else:
@@ -181,7 +181,7 @@ def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Ru
     return shared if algorithm.policy is policy else Twinned(shared, policy)
 
 
-def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, run: Run, job: Surroundings, model: str) -> Algorithm:
+def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, run: Run, job: JobEnv, model: str) -> Algorithm:
     """The learners that the config says are here; those of other nodes are as many more, and come to us."""
     if model != DEFAULT_MODEL:
         error = UsageError(
@@ -199,7 +199,7 @@ def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, run: Run, 
 
 def has_far_learners() -> bool:
     """Whether learners of other machines come to the training of this process: it is the main role of a job that has some."""
-    job = Surroundings.of(os.environ)
+    job = JobEnv.of(os.environ)
     return job is not None and job.learners > 0
 
 

@@ -23,16 +23,16 @@ from pathlib import Path
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobStatus, checked
+from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.job_dir import JobDirectory
-from ludus.launch.job_index import Shelf
+from ludus.launch.job_index import JobIndex
 from ludus.launch.slurm import commands
 from ludus.launch.slurm.commands import Queued
 from ludus.launch.slurm.sbatch import REACH, SCRIPT, SlurmGroup, SlurmSettings, options, overriding, script
 from ludus.process import identity
-from ludus.process.job_env import PORTS, Surroundings, free_block
+from ludus.process.job_env import PORTS, JobEnv, free_block
 
-__all__ = ["SlurmGroup", "SlurmOrchestrator", "SlurmReach", "SlurmSettings", "conclusion", "exported"]
+__all__ = ["SlurmGroup", "SlurmOrchestrator", "SlurmSettings", "SlurmStarter", "conclusion", "exported"]
 
 ASK_EVERY_S = 2.0
 """Slurm is asked about a job at most so often while nothing about it changes: its controller serves everybody."""
@@ -55,22 +55,22 @@ _ENDS: Mapping[str, str] = {
 }
 
 
-class SlurmOrchestrator(Shelf):
+class SlurmOrchestrator(JobIndex):
     """`directory`: on a file system that this machine and all nodes share."""
 
     kind = "Slurm"
 
     def __init__(self, directory: Path | None = None, settings: SlurmSettings | None = None) -> None:
-        super().__init__((directory or job_dir.state_home()) / "slurm")
+        super().__init__((directory or job_dir.state_dir()) / "slurm")
         self.settings = settings or SlurmSettings()
         self._asked: dict[str, tuple[float, JobStatus, Queued | None]] = {}
         self._name: str | None = None
 
     def render(self, job: Job) -> dict[str, str]:
-        return {SCRIPT: script(checked(job), self.settings), job_dir.JOB: job_dir.write_job(job)}
+        return {SCRIPT: script(check_job(job), self.settings), job_dir.JOB: job_dir.job_to_json(job)}
 
     def submit(self, job: Job) -> str:
-        checked(job, os.environ)
+        check_job(job, os.environ)
         files = self.render(job)
         place = self._create(job, files)
         try:
@@ -108,7 +108,7 @@ class SlurmOrchestrator(Shelf):
             raise WorkerFailed(f"The number that Slurm gave to {place.id} is not known yet.", "Try again in a moment.")
         if cluster := self._elsewhere(ticket):
             raise UsageError(f"The job {place.id} is in the queue of another cluster, {cluster}.", "Cancel it there.")
-        place.mark_cancelled()  # before anything else: should it be started just now, its script looks here
+        place.request_cancel()  # before anything else: should it be started just now, its script looks here
         commands.cancel_waiting(ticket.number)
         commands.signal(ticket.number, "QUIT" if at_once else "TERM")
         if at_once:
@@ -121,14 +121,14 @@ class SlurmOrchestrator(Shelf):
 
     def salloc_words(self, job: Job) -> tuple[str, ...]:
         """What gets an allocation for the job; a command may follow, else it is a shell, in which `run_here` works."""
-        return ("salloc", *options(checked(job), self.settings))
+        return ("salloc", *options(check_job(job), self.settings))
 
     def run_here(self, job: Job) -> int:
         """Run it in the allocation that this process is in, until it is over; main's lines go to the output. Its exit code."""
         number = os.environ.get("SLURM_JOB_ID", "")
         if not number:
             raise UsageError("This is no allocation of Slurm.", f"Get one first: {' '.join(self.salloc_words(job))}")
-        checked(job, os.environ)
+        check_job(job, os.environ)
         place = self._create(job, self.render(job))
         self._hide(place, job)
         _write_ticket(place, number, interactive=True)
@@ -158,7 +158,7 @@ class SlurmOrchestrator(Shelf):
 
     def _interrupt(self, place: JobDirectory, at_once: bool) -> None:
         found = place.read()
-        if not job_dir.is_here(found.machine):
+        if not job_dir.is_this_machine(found.machine):
             raise UsageError(f"The job {place.id} was started by hand on {found.machine.split()[0]}.", "Interrupt it there.")
         if found.supervisor is not None:
             identity.send(found.supervisor.pid, found.supervisor.started, signal.SIGQUIT if at_once else signal.SIGTERM)
@@ -220,7 +220,7 @@ class SlurmOrchestrator(Shelf):
                 code = commands.exit_code(number)
             except LudusError:
                 code = None
-        judged = conclusion(status, queued, code, place.is_marked())
+        judged = conclusion(status, queued, code, place.cancel_requested())
         if judged.over:
             _write_verdict(place, judged)
             place.clear()
@@ -229,7 +229,7 @@ class SlurmOrchestrator(Shelf):
     def _status_here(self, place: JobDirectory, status: JobStatus) -> JobStatus:
         found = place.read()
         fresh = found.supervisor is None and time.time() - status.submitted_at < commands.ASK_S
-        if not job_dir.is_here(found.machine) or found.watched() or fresh:
+        if not job_dir.is_this_machine(found.machine) or found.watched() or fresh:
             return status
         again = self._recorded(place)
         return again if again.over else job_dir.failed(status, "its supervisor is gone")
@@ -254,7 +254,7 @@ class SlurmOrchestrator(Shelf):
             return {}, str(error)
 
 
-class SlurmReach:
+class SlurmStarter:
     """From the first node of an allocation (or from where `salloc` was called) to all of them, by `srun`."""
 
     def __init__(self, directory: JobDirectory, job: Job, environ: Mapping[str, str] | None = None) -> None:
@@ -273,11 +273,11 @@ class SlurmReach:
         self._nodes = self._nodes[: job.nodes]
         self._here = self._environ.get("SLURMD_NODENAME", "")
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> JobEnv:
         several = self._job.nodes > 1
         port = free_block(self._directory.id, PORTS) if several else 0
         token = self._directory.token() if several else None
-        return Surroundings(self._addresses(), 0, port, token, self._job.ray, self._job.wait_s)
+        return JobEnv(self._addresses(), 0, port, token, self._job.ray, self._job.wait_s)
 
     def names(self) -> tuple[str, ...]:
         return tuple(name for _, name, _ in self._nodes)

@@ -14,7 +14,7 @@ from ludus.launch.job import Job
 from ludus.launch.job_dir import CANCEL, JOB
 
 SCRIPT = "job.sbatch"
-REACH = "ludus.launch.slurm.backend:SlurmReach"
+REACH = "ludus.launch.slurm.backend:SlurmStarter"
 MAX_TIME_S = 10 * 365 * 86_400
 
 _VALUE = re.compile(r"[A-Za-z0-9_.,:@%/+=*&|()\[\]!^~-]+")

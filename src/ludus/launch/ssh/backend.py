@@ -28,7 +28,7 @@ import ludus
 from ludus.core.plugins import did_you_mean
 from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
 from ludus.launch import job_dir
-from ludus.launch.job import Job, JobStatus, ProcessStatus, checked
+from ludus.launch.job import Job, JobStatus, ProcessStatus, check_job
 from ludus.launch.ssh.connection import ANSWER_S, Conversation, SshNode, SshSettings, checked_settings, ssh_words
 from ludus.launch.ssh.job_split import Known, combined, split
 from ludus.launch.ssh.remote_agent import PartStatus
@@ -56,7 +56,7 @@ class Entry:
     def create(self, job: Job, settings: SshSettings, known: Known) -> None:
         """Raises FileExistsError."""
         self.path.mkdir(mode=job_dir.PRIVATE)
-        self._write(job_dir.JOB, job_dir.write_job(job))
+        self._write(job_dir.JOB, job_dir.job_to_json(job))
         self._write(_SSH, _settings_text(replace(settings, nodes=settings.nodes[: job.nodes], copy=())))
         self.note(known)
 
@@ -67,7 +67,7 @@ class Entry:
         return int((self.path / "port").read_text())
 
     def job(self) -> Job:
-        return job_dir.read_job((self.path / job_dir.JOB).read_text(encoding="utf-8"))
+        return job_dir.job_from_json((self.path / job_dir.JOB).read_text(encoding="utf-8"))
 
     def settings(self) -> SshSettings:
         return _settings_of((self.path / _SSH).read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ class SshOrchestrator:
     """`settings`: for what is submitted; jobs that were know theirs. Connections are kept until it is closed, or gone."""
 
     def __init__(self, directory: Path | None = None, settings: SshSettings | None = None) -> None:
-        self.directory = (directory or job_dir.state_home()) / "ssh"
+        self.directory = (directory or job_dir.state_dir()) / "ssh"
         self._settings = None if settings is None else checked_settings(settings)
         self._open: dict[_Key, Conversation] = {}
         self._silent: dict[_Key, tuple[float, LudusError]] = {}
@@ -140,7 +140,7 @@ class SshOrchestrator:
     def render(self, job: Job) -> dict[str, str]:
         settings = self._own()
         parts = split(job, settings, job.name)
-        files = {job_dir.JOB: job_dir.write_job(job)}
+        files = {job_dir.JOB: job_dir.job_to_json(job)}
         lines = []
         for node, part in enumerate(parts):
             files[f"{settings.nodes[node].host}/part.json"] = part.text()
@@ -150,7 +150,7 @@ class SshOrchestrator:
         return files | {"commands.txt": "\n".join(lines) + "\n"}
 
     def submit(self, job: Job) -> str:
-        checked(job, os.environ)
+        check_job(job, os.environ)
         settings = self._own()
         settings = replace(settings, nodes=settings.nodes[: job.nodes], copy=settings.copy)
         split(job, self._own(), job.name)
@@ -228,7 +228,7 @@ class SshOrchestrator:
         A main role that was lost with its machine is started too; one that has ended by itself is not.
         """
         entry = self._find(job_id)
-        job, settings = checked(entry.job(), os.environ), entry.settings()
+        job, settings = check_job(entry.job(), os.environ), entry.settings()
         with self._lock:
             self._silent.clear()
             found = self._statuses(entry.id, settings)

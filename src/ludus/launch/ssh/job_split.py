@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ludus.errors import LudusError, UsageError
-from ludus.launch.job import Job, JobState, JobStatus, ProcessStatus, Role, checked
+from ludus.launch.job import Job, JobState, JobStatus, ProcessStatus, Role, check_job
 from ludus.launch.ssh.connection import SshSettings
 from ludus.launch.ssh.remote_agent import INNER, Part, PartStatus
 
@@ -24,7 +24,7 @@ _UNSURE_S = 60.0
 
 def split(job: Job, settings: SshSettings, job_id: str, port: int = 0) -> list[Part]:
     """What each machine gets. Raises UsageError for a job that cannot be."""
-    checked(job)
+    check_job(job)
     if job.nodes > len(settings.nodes):
         raise UsageError(f"The job {job.name} needs {job.nodes} machines, and {len(settings.nodes)} are listed.")
     if ours := [role.name for role in job.roles if role.name.startswith(INNER)]:

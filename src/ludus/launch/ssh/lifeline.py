@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from ludus.errors import LudusError, UsageError
 from ludus.process.auth import GREETING_S, Guard, greet, keep_alive, read_token
-from ludus.process.job_env import TOKEN, Surroundings
+from ludus.process.job_env import TOKEN, JobEnv
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-async def _keep_door(around: Surroundings, token: bytes) -> int:
+async def _keep_door(around: JobEnv, token: bytes) -> int:
     door = Door(token, range(1, len(around.nodes)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,7 +183,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--stay", action="store_true", help="have patience for ever")
     asked = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    around = Surroundings.of(os.environ)
+    around = JobEnv.of(os.environ)
     if around is None or around.token_file is None or not around.port:
         raise UsageError(f"This is no process of a job on several machines: {TOKEN} and others are not set.", "Jobs start it.")
     token = read_token(around.token_file)

@@ -31,7 +31,7 @@ from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, wait
 from ludus.launch.local import LocalOrchestrator
 from ludus.process.auth import read_token, write_token
-from ludus.process.job_env import PORTS, RUN, Surroundings, free_block
+from ludus.process.job_env import PORTS, RUN, JobEnv, free_block
 
 PROTOCOL = 1
 MARK = "ludus-far "
@@ -77,14 +77,14 @@ class Part:
         try:
             data = json.loads(text)
             seats = {role: tuple(map(int, indices)) for role, indices in data["seats"].items()}
-            job = job_dir.read_job(json.dumps(data["job"]))
+            job = job_dir.job_from_json(json.dumps(data["job"]))
             return Part(**{**data, "nodes": tuple(data["nodes"]), "seats": seats, "job": job})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"This is no part of a job: {type(error).__name__}: {error}.") from error
 
     def local(self, token: Path, note: Path) -> Job:
         """As its supervisor gets it: every process knows where it is, and which one of the whole job."""
-        around = Surroundings(self.nodes, self.node, self.port, token, self.ray, self.wait_s)
+        around = JobEnv(self.nodes, self.node, self.port, token, self.ray, self.wait_s)
         told = around.environment() | {"LUDUS_JOB_ID": self.id, RUN: str(note)}
         roles = []
         for role in self.job.roles:
@@ -122,7 +122,7 @@ class Desk:
     """The parts of this machine. For one connection, and one thread; any may `abandon`."""
 
     def __init__(self, home: Path | None = None) -> None:
-        self._home = home or job_dir.state_home()
+        self._home = home or job_dir.state_dir()
         self._unkept: dict[tuple[str, int], tuple[str, bool]] = {}
         """The id of its local job, and whether it is its first."""
         self._leaving = threading.Lock()

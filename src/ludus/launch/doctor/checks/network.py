@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ludus.errors import LudusError
 from ludus.launch.doctor.finding import Finding, failed, ok, skipped, warning
-from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, Surroundings, free_block, is_free
+from ludus.process.job_env import FIRST_PORT, LAST_PORT, PORTS, JobEnv, free_block, is_free
 
 SKEW_S, SKEW_FAILED_S = 1.0, 60.0
 """Clocks that differ by more: logs are out of order and leases end early; tokens and S3's signatures are refused at some minutes."""
@@ -41,7 +41,7 @@ def look_ports(asked: Sequence[int], size: int = PORTS) -> Ports:
 
 def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Those that the job which this process belongs to will listen on here."""
-    surroundings = Surroundings.of(environ)
+    surroundings = JobEnv.of(environ)
     if surroundings is None or surroundings.node or not surroundings.port:
         return ()
     return tuple(range(surroundings.port, surroundings.port + PORTS))
