@@ -456,7 +456,7 @@ func _connected() -> void:
 
 
 func _tcp_poll() -> void:
-	_tcp.get_status()  # it looks by itself
+	_tcp.get_status()  # also polls the socket
 
 
 # Nothing arrived since the last reply: neither unsolicited bytes nor the end of the stream.

@@ -668,7 +668,7 @@ func _refusal(code: int, body: PackedByteArray) -> Dictionary:
 	var text = body.get_string_from_utf8()
 	if text.split("[").size() + text.split("{").size() > 32:  # the parser is recursive, and the JSON of a Ludus server is flat
 		return found
-	var parser = JSON.new()  # in this form it is silent about what is none
+	var parser = JSON.new()  # unlike JSON.parse_string it logs no errors
 	if parser.parse(text) != OK or not parser.data is Dictionary:
 		return found
 	var said = parser.data
