@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ludus.games.arena import layout, rules
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.heroes import EFFECTS, HEALS, HEROES, SLOWS, Hero, Skill
-from ludus.games.arena.layout import (
+from ludus.games.arena.engine import layout, rules
+from ludus.games.arena.engine.heroes import EFFECTS, HEALS, HEROES, SLOWS, Hero, Skill
+from ludus.games.arena.engine.layout import (
     ALIVE,
     ARMOUR,
     ATTACK,
@@ -30,8 +29,9 @@ from ludus.games.arena.layout import (
     X,
     Y,
 )
-from ludus.games.arena.observe import ENTITY_FEATURES, SCALAR_FEATURES
-from ludus.games.arena.settings import PARTS, WEIGHTS
+from ludus.games.arena.engine.observations import ENTITY_FEATURES, SCALAR_FEATURES
+from ludus.games.arena.engine.settings import PARTS, WEIGHTS
+from ludus.games.arena.engine.vector import Arena
 
 PAGE = Path(__file__).parents[1] / "docs" / "arena.md"
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ludus.experiment.keys import filled
+from ludus.experiments.validation.explain import filled
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 

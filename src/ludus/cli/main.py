@@ -15,33 +15,12 @@ from typing import Annotated
 import typer
 
 import ludus
-from ludus import trust
-from ludus.cli import (
-    actor,
-    battle,
-    check_game,
-    cluster,
-    config,
-    demo,
-    doctor,
-    export,
-    fake,
-    fleet,
-    gamecore,
-    games,
-    jobs,
-    learner,
-    new,
-    presets,
-    rollout,
-    runs,
-    serve,
-    status,
-    submit,
-    tensorboard,
-    train,
-    tune,
-)
+from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, submit
+from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
+from ludus.cli.games import gamecore, games
+from ludus.cli.serving import check_game, export, fake, serve
+from ludus.cli.training import config, demo, new, presets, train, tune
+from ludus.core import trust
 from ludus.errors import LudusError
 
 app = typer.Typer(
