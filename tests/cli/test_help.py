@@ -64,7 +64,7 @@ def test_commands_are_grouped() -> None:
 
 def test_options_for_other_systems_are_shown_on_request() -> None:
     short, full = help_page("train", "--help"), help_page("train", "--help-all")
-    for option in ("--queue-trials", "--apply_stop_condition", "-cp"):
+    for option in ("--queue-trials", "--apply_stop_condition"):
         assert option not in short
         assert option in full
     assert "Compatibility with RLlib and Coach" in full
