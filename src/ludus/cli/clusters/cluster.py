@@ -18,6 +18,7 @@ import typer
 
 from ludus.cli.clusters.roles import AsJson, IpList, say
 from ludus.cli.clusters.submit import absolute
+from ludus.cli.help import HelpApp
 from ludus.errors import LudusError, UnknownName, Unreachable, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ludus.launch.ssh.connection import SshNode, SshSettings
     from ludus.ray_cluster.membership import Resident
 
-app = typer.Typer(help="Manage a standing Ray cluster over SSH: up, status, down.", no_args_is_help=True)
+app = HelpApp(help="Manage a standing Ray cluster over SSH: up, status, down.", no_args_is_help=True)
 
 NAME = "cluster"
 FOLDER, JOB, TOKEN = "clusters", "job", "token"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.help import HelpApp
 from ludus.cli.job_argument import LAST, complete_job
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from ludus.launch.job import JobStatus, Orchestrator, ProcessStatus
 
-app = typer.Typer(help="Jobs of `ludus submit`: list them, read their logs, wait for them, cancel them.", no_args_is_help=True)
+app = HelpApp(help="List jobs of `ludus submit`, read their logs, wait for them, cancel them.", no_args_is_help=True)
 
 TIMED_OUT = 124
 """Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1): no training ends with it."""
