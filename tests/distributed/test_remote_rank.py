@@ -20,7 +20,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.launch.job import Job, wait
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.planner import NodeRequest, plan_job
-from ludus.process.job_env import LEARNERS, PORTS, JobEnv, free_block
+from ludus.process.job_env import LEARNERS, PORTS, JobEnv, find_free_ports
 from ludus.tuning.trial import Attempt
 from tests.experiments import small
 
@@ -63,7 +63,7 @@ def job(tmp_path: Path) -> JobEnv:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-    port = free_block(str(tmp_path), PORTS, address="127.0.0.1")
+    port = find_free_ports(str(tmp_path), PORTS, address="127.0.0.1")
     return JobEnv(("127.0.0.1", "127.0.0.2", "127.0.0.3"), 0, port, token, wait_s=0.5, learners=2)
 
 

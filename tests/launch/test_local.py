@@ -18,12 +18,12 @@ from ludus.launch import job_index
 from ludus.launch.job import Job, JobStatus, Orchestrator, ProcessStatus, Role, open_orchestrator
 from ludus.launch.job_dir import (
     JobDirectory,
-    Record,
-    Watcher,
+    JobRecord,
+    ProcessIdentity,
     is_this_machine,
     job_from_json,
     job_to_json,
-    machine,
+    machine_id,
     make_private,
     state_dir,
 )
@@ -160,7 +160,12 @@ sys.stdin.read()
             status = JobStatus("old-job", "old", "running", processes=(ProcessStatus("main", 0, "running", pid=stranger.pid),))
             place.create({"job.json": job_to_json(job(main("true")))}, status)
             place.write(
-                Record(status, machine(), Watcher(stranger.pid, "an older start"), Watcher(stranger.pid, "an older start"))
+                JobRecord(
+                    status,
+                    machine_id(),
+                    ProcessIdentity(stranger.pid, "an older start"),
+                    ProcessIdentity(stranger.pid, "an older start"),
+                )
             )
             orchestrator.cancel("old-job", at_once=True)
             found = orchestrator.status("old-job")
@@ -175,7 +180,7 @@ sys.stdin.read()
         place = JobDirectory(orchestrator.directory / "far")
         status = JobStatus("far", "far", "running")
         place.create({}, status)
-        place.write(Record(status, "elsewhere pid:[1] another-start", Watcher(1, "x"), Watcher(1, "x")))
+        place.write(JobRecord(status, "elsewhere pid:[1] another-start", ProcessIdentity(1, "x"), ProcessIdentity(1, "x")))
         assert orchestrator.status("far").state == "running"
         with pytest.raises(UsageError, match="runs on elsewhere"):
             orchestrator.cancel("far")
@@ -193,7 +198,7 @@ sys.stdin.read()
     def test_old_jobs_are_forgotten_and_running_ones_are_not(
         self, orchestrator: LocalOrchestrator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(job_index, "KEPT", 1)
+        monkeypatch.setattr(job_index, "MAX_ENDED_JOBS", 1)
         running = orchestrator.submit(job(main("sleep 600")))
         over = [orchestrator.submit(job(main("true"))) for _ in range(2)]
         for job_id in over:
@@ -236,8 +241,8 @@ def test_the_state_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_it_is_known_whether_a_job_could_be_seen_from_here() -> None:
-    host, space, boot = machine().split()
-    assert is_this_machine(machine())
+    host, space, boot = machine_id().split()
+    assert is_this_machine(machine_id())
     assert is_this_machine(f"renamed {space} {boot}"), "the host has another name now"
     assert is_this_machine(f"{host} pid:[1] older"), "it has been started anew: what ran there runs no more"
     assert not is_this_machine(f"{host} pid:[1] {boot}"), "another container"
@@ -276,15 +281,15 @@ def test_an_orchestrator_is_found_by_name() -> None:
 LATE = """
 import itertools, sys
 from ludus.launch import supervisor
-real, turns = supervisor._exited, {}
-def exited(process):  # the kernel says no, and a moment later yes
+real, turns = supervisor._has_exited, {}
+def has_exited(process):  # first False, then True
     return next(turns.setdefault(process.pid, itertools.cycle([False, True]))) and real(process)
-supervisor._exited = exited
+supervisor._has_exited = has_exited
 sys.exit(supervisor.main(sys.argv[1:]))
 """
 
 
-def record_of(orchestrator: LocalOrchestrator, job_id: str) -> Record:
+def record_of(orchestrator: LocalOrchestrator, job_id: str) -> JobRecord:
     return JobDirectory(orchestrator.directory / job_id).read()
 
 
@@ -297,7 +302,7 @@ def beating(orchestrator: LocalOrchestrator, tmp_path: Path) -> tuple[list[Path]
     return beats, job_id
 
 
-def kill(watcher: Watcher | None) -> None:
+def kill(watcher: ProcessIdentity | None) -> None:
     assert watcher is not None
     assert identity.send(watcher.pid, watcher.started, signal.SIGKILL)
 

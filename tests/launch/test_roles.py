@@ -164,9 +164,9 @@ def test_the_learner_is_a_head_a_door_and_a_training() -> None:
     ]
     for role in job.roles:
         assert role.command[:3] == PYTHON
-        around = JobEnv.of(role.environment)
+        around = JobEnv.from_environ(role.environment)
         assert around is not None
-        assert (around.head, around.door) == ("10.0.0.2:9610", ("10.0.0.2", 9611))
+        assert (around.head, around.lifeline_address) == ("10.0.0.2:9610", ("10.0.0.2", 9611))
         assert (around.node, around.ray, around.token_file) == (0, 2, Path("/home/me/token"))
         assert around.nodes == ("10.0.0.2", "any-actor")
 
@@ -174,7 +174,7 @@ def test_the_learner_is_a_head_a_door_and_a_training() -> None:
 @pytest.mark.parametrize(("listed", "cpus", "ray", "learners"), [(ONE, 0, 2, 0), (TWO, 0, 2, 2), (ONE, 4, 1, 0), (TWO, 4, 1, 2)])
 def test_work_begins_when_there_is_somebody_to_do_it(listed: NodeList, cpus: int, ray: int, learners: int) -> None:
     job = learner_job(listed, meeting(Here(0, "10.0.0.2", "10.0.0.2")), ["x"], {}, cpus=cpus, wait_s=7)
-    *others, main = (JobEnv.of(role.environment) for role in job.roles)
+    *others, main = (JobEnv.from_environ(role.environment) for role in job.roles)
     assert main is not None
     assert (main.ray, main.wait_s, main.learners) == (ray, 7, learners)
     assert all(around is not None and around.learners == 0 for around in others)
@@ -187,9 +187,9 @@ def test_a_further_machine_of_the_list_brings_a_learner_for_each_slot() -> None:
         ("learner", 2, ("ludus.distributed.learners.remote_rank",), "/home/me/logs/learner/rank_{index}.log"),
         ("main", 1, ("ludus.launch.ssh.lifeline", "hold", "--stay"), "/home/me/logs/learner/monitor.log"),
     ]
-    around = JobEnv.of(job.roles[0].environment)
+    around = JobEnv.from_environ(job.roles[0].environment)
     assert around is not None
-    assert around.learners_entrance == ("10.0.0.2", 9612)
+    assert around.learner_address == ("10.0.0.2", 9612)
     assert [role.name for role in joining_job("learner", TWO, meeting(here), {}, learners=1, cpus=3).roles] == [
         "ray",
         "learner",
@@ -208,7 +208,7 @@ def test_an_actor_is_a_node_that_stays() -> None:
     )  # fmt: skip
     assert main.command == (*PYTHON, "ludus.launch.ssh.lifeline", "hold", "--stay")
     assert (ray.restart, main.restart) == ("always", "always")
-    around = JobEnv.of(ray.environment)
+    around = JobEnv.from_environ(ray.environment)
     assert around is not None
     assert (around.nodes, around.node, around.head) == (("10.0.0.2", "10.0.0.9"), 1, "10.0.0.2:9610")
     assert ray.environment["GAMECORE_SERVER_ADDR"] == "10.0.0.9:23432"
@@ -217,7 +217,7 @@ def test_an_actor_is_a_node_that_stays() -> None:
 
 def test_every_machine_has_a_number_of_its_own_and_one_that_is_not_in_the_list_the_next() -> None:
     def around(listed: NodeList, here: Here) -> tuple[tuple[str, ...], int]:
-        found = JobEnv.of(joining_job("actor", listed, meeting(here), {}, cpus=1).roles[0].environment)
+        found = JobEnv.from_environ(joining_job("actor", listed, meeting(here), {}, cpus=1).roles[0].environment)
         assert found is not None
         return found.nodes, found.node
 

@@ -17,7 +17,7 @@ import pytest
 from ludus.errors import UsageError
 from ludus.launch.ssh.lifeline import Door, hold, listen
 from ludus.process.auth import MAX_STRANGERS, write_token
-from ludus.process.job_env import JobEnv, free_block
+from ludus.process.job_env import JobEnv, find_free_ports
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 HERE = "127.0.0.1"
@@ -101,7 +101,7 @@ def test_one_who_is_cut_off_calls_again() -> None:
 
 def test_one_with_patience_for_ever_holds_on_where_another_gives_up() -> None:
     async def scene() -> None:
-        port = free_block("tether", 1)
+        port = find_free_ports("tether", 1)
         waits = asyncio.create_task(hold((HERE, port), 1, TOKEN, math.inf))
         assert not await hold((HERE, port), 2, TOKEN, 0.3)
         assert not waits.done()
@@ -168,7 +168,7 @@ def started(tmp_path: Path, node: int, port: int, *words: str) -> subprocess.Pop
 
 
 def test_as_processes_they_end_with_the_job(tmp_path: Path) -> None:
-    port = free_block("tether", 2, salt=tmp_path.name)
+    port = find_free_ports("tether", 2, salt=tmp_path.name)
     with started(tmp_path, 0, port, "door") as door, started(tmp_path, 1, port, "hold") as holds:
         assert door.stderr is not None
         assert "node 1 is here" in door.stderr.readline()
@@ -178,7 +178,7 @@ def test_as_processes_they_end_with_the_job(tmp_path: Path) -> None:
 
 
 def test_one_that_gives_up_says_why_and_fails(tmp_path: Path) -> None:
-    port = free_block("tether", 2, salt=tmp_path.name)
+    port = find_free_ports("tether", 2, salt=tmp_path.name)
     with started(tmp_path, 1, port, "hold", "--patience-s", "0.2") as holds:
         _, said = holds.communicate(timeout=_WAIT_S)
         assert holds.returncode == 1

@@ -89,7 +89,7 @@ def over(session: Session) -> dict[str, Any]:
 def test_all_ports_of_a_job_are_free_also_that_of_its_first_learner(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     port = desk.answer({"verb": "ports", "job": "trial-1"})["port"]
-    entrance = JobEnv(port=port).learners_entrance[1]
+    entrance = JobEnv(port=port).learner_address[1]
     with socket.create_server(("", entrance)):
         assert desk.answer({"verb": "ports", "job": "trial-1"})["port"] != port
 

@@ -41,7 +41,7 @@ class Queue:
         words = [sys.executable, "-P", "-m", "ludus.launch.supervisor", str(place.path)]
         env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment}
         process = subprocess.Popen(
-            [*words, "--stay", "--reach", "tests.launch.remote_starters:Pretended"], env=env, cwd=self.path
+            [*words, "--stay", "--starter", "tests.launch.remote_starters:FakeStarter"], env=env, cwd=self.path
         )
         self.started.append(process)
         return process
@@ -106,7 +106,7 @@ def test_when_time_is_nearly_up_the_job_is_ended_and_queued_again_and_goes_on(qu
     assert first.wait(_WAIT_S) == 0
     status = place.read().status
     assert (status.state, status.exit_code, status.over) == ("pending", None, False)
-    assert "nearly up" in status.reason
+    assert "nearly reached" in status.reason
     assert (place.path / "requeued").read_text() == "pending\n", "the state is said before the queue ends us"
     assert (queue.path / "saved").read_text() == "saved\n"
     assert place.read_secrets() == {"PASS": "word"}
@@ -326,7 +326,7 @@ def test_a_log_may_be_elsewhere_and_is_found_in_the_job_too(queue: Queue) -> Non
 )  # fmt: skip
 def test_surroundings_that_make_no_sense_are_refused(wrong: dict[str, str]) -> None:
     right = JobEnv(("a", "b"), 1, 4000, Path("/t"), 2).environment()
-    assert JobEnv.of(right) == JobEnv(("a", "b"), 1, 4000, Path("/t"), 2)
-    assert JobEnv.of({}) is None
+    assert JobEnv.from_environ(right) == JobEnv(("a", "b"), 1, 4000, Path("/t"), 2)
+    assert JobEnv.from_environ({}) is None
     with pytest.raises(Exception, match="not those of a job"):
-        JobEnv.of(right | wrong)
+        JobEnv.from_environ(right | wrong)

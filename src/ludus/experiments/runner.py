@@ -219,7 +219,7 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
 
 def _nodes_of_job() -> int:
     """Machines that the Ray of the job will have, if this process belongs to one; they are taken to be alike."""
-    job = JobEnv.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     return len(job.nodes) if job is not None and job.ray else 1
 
 

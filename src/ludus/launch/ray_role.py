@@ -127,7 +127,7 @@ def block(job: str, node: int, size: int, taken: Sequence[int]) -> Iterator[int]
 
     Where a job begins to look follows from its name: two of them begin apart. Raises UsageError where none is left.
     """
-    for first in job_env.candidates(job, size, f"ray-{node}"):
+    for first in job_env.candidate_ports(job, size, f"ray-{node}"):
         span = range(first, first + size)
         if any(port in span for port in taken):
             continue
@@ -137,7 +137,7 @@ def block(job: str, node: int, size: int, taken: Sequence[int]) -> Iterator[int]
                     held.enter_context(_owned(grain))
             except OSError:  # somebody else's, who may not listen yet
                 continue
-            if not all(job_env.is_free(port) for port in span):
+            if not all(job_env.is_port_free(port) for port in span):
                 continue
             yield first
             return
@@ -182,7 +182,7 @@ class RayHost:
         cpus = cpus_of(self._options, os.environ)
         first_node = self._job.node == 0
         taken = range(self._job.port, self._job.port + job_env.PORTS)
-        if first_node and not job_env.is_free(self._job.port):
+        if first_node and not job_env.is_port_free(self._job.port):
             raise WorkerFailed(f"Port {self._job.port}, which is this job's, is taken by somebody else.", "Submit it again.")
         name = os.environ.get("LUDUS_JOB_ID", self._job.head)
         with block(name, self._job.node, block_size(cpus), taken) as first:
@@ -313,7 +313,7 @@ def _number(text: str) -> int | None:
 
 def main(words: Sequence[str]) -> int:
     try:
-        job = JobEnv.of(os.environ)
+        job = JobEnv.from_environ(os.environ)
         if job is None or not job.port:
             raise UsageError("This process belongs to no job that has a Ray.", f"{job_env.NODES} and {job_env.PORT} say so.")
         return host(job, options_of(words))

@@ -86,7 +86,7 @@ def address_of(option: str | None, environ: Mapping[str, str]) -> str | None:
     """
     named = [value.strip() for value in (option, environ.get("RAY_ADDRESS"), environ.get("ip_head")) if value and value.strip()]
     if not named:
-        job = JobEnv.of(environ)
+        job = JobEnv.from_environ(environ)
         return job.head if job is not None and job.ray else None
     address = named[0]
     if address == AUTO:  # whichever runs on this machine, unless the environment names one
@@ -153,7 +153,7 @@ class Cluster:
                 f"Leave --ray-num-cpus and --ray-object-store-memory out, or give them to `ray start`. Address: {address}.",
             )
         try:
-            job = JobEnv.of(os.environ)
+            job = JobEnv.from_environ(os.environ)
             if self.started:
                 self._start(num_cpus, object_store_memory or STORE_BYTES)
             elif job is not None and job.ray and address == job.head:

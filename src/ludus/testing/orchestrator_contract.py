@@ -278,12 +278,12 @@ class OrchestratorContract:
         ("wrong", "match"),
         [
             (Job("a b", (Role("main", ("true",)),), "main"), "'a b'"),
-            (Job("../up", (Role("main", ("true",)),), "main"), "no name"),
+            (Job("../up", (Role("main", ("true",)),), "main"), "name"),
             (Job("trial", (), "main"), "no roles"),
             (Job("trial", (Role("main", ("true",)),), "mian"), "mian.*main"),
             (Job("trial", (Role("main", ("true",)), Role("main", ("true",))), "main"), "two roles"),
             (Job("trial", (Role("main", ("true",), count=2),), "main"), "2 processes"),
-            (Job("trial", (Role("main", ()),), "main"), "no command"),
+            (Job("trial", (Role("main", ()),), "main"), "command"),
             (Job("trial", (Role("main", ("true",), restart="often"),), "main"), "often.*never"),  # type: ignore[arg-type]
             (Job("trial", (Role("main", ("true",)),), "main", grace_s=-1), "grace_s=-1"),
             (Job("trial", (Role("main", ("true",)), Role("worker", ("true",), count=0)), "main"), "0 processes"),

@@ -194,10 +194,10 @@ def turn(orchestrator: LocalOrchestrator, part: Part, place: str, within_s: floa
 
     The system forgets a lock with whoever had it. The name of the machine is in the file's: homes are shared.
     """
-    from ludus.launch.job_dir import host, make_private
+    from ludus.launch.job_dir import hostname, make_private
 
     folder = make_private(make_private(orchestrator.directory.parent) / "roles")
-    path = folder / f"{part}-{place.rpartition(':')[2]}-{host()}.lock"
+    path = folder / f"{part}-{place.rpartition(':')[2]}-{hostname()}.lock"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -279,13 +279,13 @@ def stop(part: Part, runs: RunSelector, everything: bool, at_once: bool) -> None
 
 def _check_ports(job: Job) -> None:
     """Somebody else's service is not a head of ours. Asked after our own earlier one has ended."""
-    from ludus.process.job_env import PORTS, JobEnv, is_free
+    from ludus.process.job_env import PORTS, JobEnv, is_port_free
 
-    around = JobEnv.of(job.roles[0].environment)
+    around = JobEnv.from_environ(job.roles[0].environment)
     if around is None or around.node != 0:
         return
     for port in range(around.port, around.port + PORTS):
-        if not is_free(port):
+        if not is_port_free(port):
             raise UsageError(
                 f"Port {port} of this machine is in use.",
                 "Choose another one with --port, the same on all machines (the two after it must be free, too).",

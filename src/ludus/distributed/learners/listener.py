@@ -23,7 +23,7 @@ class FarEntrance(Entrance):
 
     def __init__(self, job: JobEnv, hint: str) -> None:
         """Raises UsageError when its place is taken; by a learner that has just died, for a moment."""
-        host, port = job.learners_entrance
+        host, port = job.learner_address
         try:
             super().__init__(host, job.token(), port)
         except OSError as error:

@@ -24,10 +24,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
-    job = JobEnv.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     if job is None:
         raise UsageError("This process belongs to no job.", "It is started by `ludus submit` or `ludus learner start`.")
-    token, (host, port) = job.token(), job.learners_entrance
+    token, (host, port) = job.token(), job.learner_address
     from ludus.distributed.learners.rank import learn_for  # torch
 
     said = ""

@@ -173,7 +173,7 @@ def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Ru
     """The algorithm on as many learners as the config says; `policy` is the one that acts, wherever it is learned."""
     logs = run.directory / "logs" / "learner"
     made_with = config.model_copy(update=threads_of(policy, config))
-    job = JobEnv.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     if job is not None and job.learners:
         shared = _shared_with_nodes(algorithm, made_with, run, job, model)
     else:
@@ -199,7 +199,7 @@ def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, run: Run, 
 
 def has_far_learners() -> bool:
     """Whether learners of other machines come to the training of this process: it is the main role of a job that has some."""
-    job = JobEnv.of(os.environ)
+    job = JobEnv.from_environ(os.environ)
     return job is not None and job.learners > 0
 
 

@@ -117,11 +117,11 @@ def _handed_on(target: ClusterConfig, environ: Mapping[str, str]) -> dict[str, s
 
 def _allocated(environ: Mapping[str, str]) -> list[tuple[str, int]]:
     """Nodes, and how many cores of each are ours; 0: nobody says."""
-    from ludus.launch.slurm.backend import counts
+    from ludus.launch.slurm.backend import parse_counts
 
     if not environ.get(ALLOCATION):
         return []
-    cpus = counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    cpus = parse_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     try:
         return [(name, cpus[at] if at < len(cpus) else 0) for at, name in enumerate(allocated(environ[ALLOCATION]))]
     except (OSError, subprocess.SubprocessError) as error:

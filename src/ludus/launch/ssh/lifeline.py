@@ -171,7 +171,7 @@ async def _keep_door(around: JobEnv, token: bytes) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, door.close)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # one may have come while we were not ready for it
-    with listen(*around.door) as listening:
+    with listen(*around.lifeline_address) as listening:
         await door.serve(listening)
     return 0
 
@@ -183,14 +183,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--stay", action="store_true", help="have patience for ever")
     asked = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    around = JobEnv.of(os.environ)
+    around = JobEnv.from_environ(os.environ)
     if around is None or around.token_file is None or not around.port:
         raise UsageError(f"This is no process of a job on several machines: {TOKEN} and others are not set.", "Jobs start it.")
     token = read_token(around.token_file)
     if asked.what == "door":
         return asyncio.run(_keep_door(around, token))
     patience_s = math.inf if asked.stay else asked.patience_s
-    return 0 if asyncio.run(hold(around.door, around.node, token, patience_s)) else 1
+    return 0 if asyncio.run(hold(around.lifeline_address, around.node, token, patience_s)) else 1
 
 
 if __name__ == "__main__":

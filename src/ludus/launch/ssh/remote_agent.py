@@ -32,7 +32,7 @@ from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, wait
 from ludus.launch.local import LocalOrchestrator
 from ludus.process.auth import read_token, write_token
-from ludus.process.job_env import PORTS, RUN, JobEnv, free_block
+from ludus.process.job_env import PORTS, RUN, JobEnv, find_free_ports
 
 PROTOCOL = 1
 MARK = "ludus-far "
@@ -179,7 +179,7 @@ class Desk:
     # -- what may be asked
 
     def _ports(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return {"port": free_block(str(request["job"]), PORTS)}
+        return {"port": find_free_ports(str(request["job"]), PORTS)}
 
     def _submit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         part = Part.of(request["part"])
@@ -192,7 +192,7 @@ class Desk:
         try:
             os.chdir(_workdir(part.workdir))
         except OSError as error:
-            where = f"{part.workdir or 'The home directory'} on {job_dir.host()}"
+            where = f"{part.workdir or 'The home directory'} on {job_dir.hostname()}"
             raise UsageError(f"{where}: {error.strerror}.", "Set workdir, or copy something there.") from error
         self._prune()
         first = not place.exists()
@@ -238,7 +238,7 @@ class Desk:
     def _forget(self, request: Mapping[str, Any]) -> dict[str, Any]:
         place = self._find(request)
         if not self._latest(place).over:
-            raise UsageError(f"The job {request['job']} still runs on {job_dir.host()}.", "Cancel it first.")
+            raise UsageError(f"The job {request['job']} still runs on {job_dir.hostname()}.", "Cancel it first.")
         shutil.rmtree(place, ignore_errors=True)
         return {}
 
@@ -255,13 +255,13 @@ class Desk:
     def _find(self, request: Mapping[str, Any]) -> Path:
         place = self._place(str(request["job"]), int(request["node"]))
         if not (place / _PART).is_file():
-            raise UnknownName(f"Nothing is known of the job {request['job']} on {job_dir.host()}.")
+            raise UnknownName(f"Nothing is known of the job {request['job']} on {job_dir.hostname()}.")
         return place
 
     def _latest(self, place: Path) -> JobStatus:
         lives = LocalOrchestrator(place).list()
         if not lives:
-            raise UnknownName(f"Nothing of the job {place.name} was started on {job_dir.host()}.")
+            raise UnknownName(f"Nothing of the job {place.name} was started on {job_dir.hostname()}.")
         return lives[-1]
 
     def _places(self) -> list[Path]:
@@ -324,9 +324,11 @@ def unpack(stream: BinaryIO, workdir: str) -> int:
                     os.replace(path, place)  # whoever has the old one open keeps it
                     count += 1
     except (tarfile.TarError, EOFError) as error:
-        raise UsageError(f"What was sent to {target} on {job_dir.host()} is no archive: {error}.") from error
+        raise UsageError(f"What was sent to {target} on {job_dir.hostname()} is no archive: {error}.") from error
     except OSError as error:
-        raise UsageError(f"{error.filename or target} on {job_dir.host()}: {error.strerror}.", "Set another workdir.") from error
+        raise UsageError(
+            f"{error.filename or target} on {job_dir.hostname()}: {error.strerror}.", "Set another workdir."
+        ) from error
     return count
 
 
@@ -335,7 +337,7 @@ def unpack(stream: BinaryIO, workdir: str) -> int:
 
 def hello() -> dict[str, Any]:
     return {
-        "protocol": PROTOCOL, "ludus": ludus.__version__, "python": platform.python_version(), "host": job_dir.host(),
+        "protocol": PROTOCOL, "ludus": ludus.__version__, "python": platform.python_version(), "host": job_dir.hostname(),
         "time": time.time(),
     }  # fmt: skip
 
