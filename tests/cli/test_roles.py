@@ -23,7 +23,7 @@ from ludus.launch.hostfile import Part, load_iplist
 from ludus.launch.job import Job, Role, wait
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.local_address import Here
-from ludus.launch.ssh.backend import Entry, SshNode, SshOrchestrator, SshSettings
+from ludus.launch.ssh.backend import SshJobDir, SshNode, SshOrchestrator, SshSettings
 from ludus.process.host import usable_cores
 from ludus.process.job_env import FIRST_PORT
 from tests.cli.calling import Call, one_line
@@ -506,7 +506,7 @@ def test_keys_that_are_named_here_are_found_from_elsewhere(call: Call, ssh: Path
     found = cluster.find("cluster")
     assert found is not None
     with SshOrchestrator() as there:
-        settings = Entry(there.directory / found.id).settings()
+        settings = SshJobDir(there.directory / found.id).settings()
     assert (settings.identity, settings.known_hosts) == (Path("keys/id").absolute(), Path("known").absolute())
     assert call("cluster", "down").code == 0
 

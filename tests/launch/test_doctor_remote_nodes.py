@@ -25,7 +25,7 @@ from ludus.launch.doctor.finding import Finding, healthy
 from ludus.launch.doctor.local_checks import Request
 from ludus.launch.doctor.remote_nodes import Node, ask
 from ludus.launch.doctor.runner import ALL, INSIDE, MODULE, Consultation, in_allocation, of_allocation
-from ludus.launch.ssh.connection import SshNode, SshSettings, explained, ssh_words
+from ludus.launch.ssh.connection import SshNode, SshSettings, explain_failure, ssh_words
 from tests.system.slurm_rig import slurm_rig
 from tests.tools import need
 
@@ -104,7 +104,7 @@ def node_of(settings: SshSettings, at: int = 0) -> Node:
         settings.nodes[at].host,
         tuple(ssh_words(settings, at, MODULE)),
         "ssh",
-        lambda code, said: explained(settings, at, code, said),
+        lambda code, said: explain_failure(settings, at, code, said),
     )
 
 
@@ -162,7 +162,7 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
     answers = ask([replace(node_of(settings), name=name) for name, settings in spoilt.items()], Request(quick=True), {}, ANSWER_S)
     found = {answer.node: answer.findings for answer in answers}
     assert all(len(findings) == 1 and findings[0].status == "failed" for findings in found.values()), found
-    assert "does not let us in" in found["key"][0].found
+    assert "rejects the login" in found["key"][0].found
     assert "cannot be run" in found["python"][0].found
     assert "Ludus" in found["ludus"][0].found
     assert found["ludus"][0].check == "ludus there"
@@ -173,7 +173,7 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
 
 def test_a_machine_that_is_silent_is_given_up_at_its_deadline_and_nothing_stays() -> None:
     words = (sys.executable, "-c", "import time; print('Welcome!', flush=True); time.sleep(600)")
-    silent = Node("mute", words, "ssh", lambda code, said: explained(SshSettings((SshNode("mute"),)), 0, code, said))
+    silent = Node("mute", words, "ssh", lambda code, said: explain_failure(SshSettings((SshNode("mute"),)), 0, code, said))
     (answer,) = ask([silent], Request(quick=True), {}, 1.0)
     assert [(finding.node, finding.check, finding.status) for finding in answer.findings] == [("mute", "ssh", "failed")]
     assert "does not answer" in answer.findings[0].found

@@ -127,7 +127,7 @@ def test_yaml_says_the_same_and_who_plays(source: str) -> None:
         Listed(SshNode("node4"), "actor", 3, 13),
     )
     assert found.actors == 13
-    assert found.nodes[1].reached == "10.0.0.1"
+    assert found.nodes[1].node_address == "10.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def read_iplist(text: str, source: str = "the list") -> NodeList:
         raise ConfigError(f"{source} names {len(listed)} machines; at most {MAX_NODES} are possible.")
     known: dict[tuple[str, str, int], int] = {}
     for each in listed:
-        same = (each.node.host.lower(), each.node.reached.lower(), each.node.port)
+        same = (each.node.host.lower(), each.node.node_address.lower(), each.node.port)
         if same in known:
             raise ConfigError(
                 f"{source}, line {each.line}: {each.node.host} stands in line {known[same]} already.",

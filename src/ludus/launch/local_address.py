@@ -89,13 +89,13 @@ def locate(
     card = _of_card(environ.get(CARD, "").strip(), network)
     if node is not None and not 0 <= node < len(listed.nodes):
         raise UsageError(f"--node {node}: {listed.source} has {len(listed.nodes)} machines, counted from 0.", _numbered(listed))
-    addresses = [_first(network, each.reached) for each in listed.nodes] if node is None else []
+    addresses = [_first(network, each.node_address) for each in listed.nodes] if node is None else []
     if node is None:
         node = _recognised(listed, addresses, card, network, must)
-    head = addresses[0] if addresses else _first(network, listed.head.reached)
+    head = addresses[0] if addresses else _first(network, listed.head.node_address)
     if not head:
         raise UsageError(
-            f"{listed.source}, line {listed.entries[0].line}: nobody knows the address of {listed.head.reached}.",
+            f"{listed.source}, line {listed.entries[0].line}: nobody knows the address of {listed.head.node_address}.",
             "Write the address itself, or have the name resolved (DNS, /etc/hosts).",
         )
     if node is None:
@@ -128,7 +128,7 @@ def _recognised(listed: NodeList, addresses: list[str], card: str, network: Netw
 
 def _own(listed: NodeList, node: int, card: str, network: Network) -> str:
     """Under which address the others know this machine."""
-    named = listed.nodes[node].reached
+    named = listed.nodes[node].node_address
     address = _first(network, named)
     if card and not address.startswith("127."):  # where the list says that there is no other machine, no card leads to one
         if _is_address(named) and named != card:

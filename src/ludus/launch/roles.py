@@ -124,7 +124,7 @@ def learner_job(
     Work begins when there is somebody to do it: all learners of the list, and an actor, unless there is room for workers here.
     """
     wanted = 1 if cpus else 2
-    addresses = (meeting.here.address, *(node.reached for node in listed.nodes[1:]))
+    addresses = (meeting.here.address, *(node.node_address for node in listed.nodes[1:]))
     addresses += (ANYBODY,) * (wanted - len(addresses))
     around = JobEnv(addresses, 0, meeting.port, meeting.token_file, wanted, wait_s)
     told, logs = told_of(around), meeting.logs / LEARNER
@@ -161,7 +161,7 @@ def joining_job(
     """
     here = meeting.here
     node = here.node or len(listed.nodes)  # beside the head, and where it is not in the list, it is one more
-    others = [each.reached for each in listed.nodes[1:]]
+    others = [each.node_address for each in listed.nodes[1:]]
     addresses = [here.head, *others[: node - 1], here.address, *others[node:]]
     told = told_of(JobEnv(tuple(addresses), node, meeting.port, meeting.token_file, 1))
     if gamecore:
@@ -204,7 +204,7 @@ def cluster_job(
     name: str, listed: NodeList, *, cpus: int | None = None, port: int | None = None, wait_s: float = 300.0, python: str = ""
 ) -> Job:
     """A Ray over all machines of the list that stands until it is taken down; for the orchestrator `ssh`."""
-    check_family(*(node.reached for node in listed.nodes))
+    check_family(*(node.node_address for node in listed.nodes))
     interpreter = python or sys.executable
 
     def words(entry_actors: int) -> tuple[str, ...]:

@@ -241,9 +241,9 @@ def _remember(orchestrator: SshOrchestrator, standing: Standing) -> None:
 
 def _silent_head(orchestrator: SshOrchestrator, standing: Standing) -> str:
     """Its first machine, when that did not answer last time. What runs there needs no other machine to go on."""
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
 
-    entry = Entry(orchestrator.directory / standing.id)
+    entry = SshJobDir(orchestrator.directory / standing.id)
     with suppress(OSError):  # forgotten
         head = entry.settings().nodes[0].host
         return head if head in entry.known().silent else ""
@@ -278,12 +278,12 @@ def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList)
 
 def _token(settings: SshSettings, job_id: str) -> str:
     """From the head, which has it."""
-    from ludus.launch.ssh.connection import Conversation
+    from ludus.launch.ssh.connection import AgentConnection
 
     deadline = time.monotonic() + _ASK_S
-    with closing(Conversation(settings, 0)) as talk:
-        talk.greet()
-        return str(talk.ask({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
+    with closing(AgentConnection(settings, 0)) as talk:
+        talk.await_hello()
+        return str(talk.request({"verb": "token", "job": job_id, "node": 0}, deadline)["token"])
 
 
 def _gathered(orchestrator: SshOrchestrator, standing: Standing, deadline: float) -> list[str]:
@@ -321,18 +321,18 @@ def _explain(orchestrator: SshOrchestrator, standing: Standing) -> None:
 
 
 def _settings(orchestrator: SshOrchestrator, standing: Standing) -> SshSettings:
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
 
-    return Entry(orchestrator.directory / standing.id).settings()
+    return SshJobDir(orchestrator.directory / standing.id).settings()
 
 
 def _address(orchestrator: SshOrchestrator, standing: Standing) -> str:
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
     from ludus.process.job_env import PORT
 
-    entry = Entry(orchestrator.directory / standing.id)
+    entry = SshJobDir(orchestrator.directory / standing.id)
     port = entry.job().roles[0].environment.get(PORT) or entry.port()
-    return f"{entry.settings().nodes[0].reached}:{port}"
+    return f"{entry.settings().nodes[0].node_address}:{port}"
 
 
 def _token_there(status: JobStatus, head: SshNode) -> str:
@@ -373,7 +373,7 @@ def _page(orchestrator: SshOrchestrator, standing: Standing) -> dict[str, Any]:
             {
                 "node": index,
                 "host": node.host,
-                "address": node.reached,
+                "address": node.node_address,
                 "up": living is not None,
                 "cores": shown.cores if shown else 0,
                 "since": (living.since if living else dead.until if dead else 0.0) or None,
@@ -388,9 +388,9 @@ def _page(orchestrator: SshOrchestrator, standing: Standing) -> dict[str, Any]:
 
 
 def _process_of(orchestrator: SshOrchestrator, standing: Standing, status: JobStatus, node: int) -> ProcessStatus | None:
-    from ludus.launch.ssh.backend import Entry
+    from ludus.launch.ssh.backend import SshJobDir
 
-    roles = {role.name: role for role in Entry(orchestrator.directory / standing.id).job().roles}
+    roles = {role.name: role for role in SshJobDir(orchestrator.directory / standing.id).job().roles}
     return next((each for each in status.processes if roles[each.role].node(each.index) == node), None)
 
 
@@ -398,10 +398,10 @@ def _resident_of(node: SshNode, residents: Sequence[Resident], *, alive: bool) -
     """The latest of its lives in the cluster."""
     from ludus.launch.local_address import Network
 
-    names = {node.reached, node.host}
+    names = {node.node_address, node.host}
     ours = [each for each in residents if each.alive == alive and names & {each.address, each.host}]
     if not ours and any(each.alive == alive for each in residents):
-        found = set(Network().resolve(node.reached))
+        found = set(Network().resolve(node.node_address))
         ours = [each for each in residents if each.alive == alive and each.address in found]
     return ours[-1] if ours else None
 

@@ -56,14 +56,14 @@ class Consultation:
         raise UsageError(f"There is no doctor for {target.on}.", "It knows local, ssh and slurm.")
 
     def _of_ssh(self, target: ClusterConfig, environ: Mapping[str, str]) -> list[Finding]:
-        from ludus.launch.ssh.connection import checked_settings, explained, ssh_words
+        from ludus.launch.ssh.connection import check_settings, explain_failure, ssh_words
 
-        settings = checked_settings(target.ssh_settings())
+        settings = check_settings(target.ssh_settings())
         nodes = [
-            Node(each.host, tuple(ssh_words(settings, at, MODULE)), "ssh", functools.partial(explained, settings, at))
+            Node(each.host, tuple(ssh_words(settings, at, MODULE)), "ssh", functools.partial(explain_failure, settings, at))
             for at, each in enumerate(settings.nodes)
         ]
-        here, answers = self._asked(nodes, tuple(each.reached for each in settings.nodes), target, environ, shared=False)
+        here, answers = self._asked(nodes, tuple(each.node_address for each in settings.nodes), target, environ, shared=False)
         found = [*here.findings, *_of_answers(answers, here)]
         told = {answer.node: answer.token for answer in answers if answer.token is not None}
         # Roles are started by lists, and share one token; a job that is submitted brings its own to each machine.
