@@ -24,7 +24,7 @@ from pydantic import Field
 from ludus.core.plugins import did_you_mean
 from ludus.errors import ConfigError, UsageError
 from ludus.io.yaml_documents import parse_yaml, read_text
-from ludus.launch.hostfile import load_iplist
+from ludus.launch.hostfile import load_hostfile
 from ludus.launch.job import ORCHESTRATORS, PLANNED, Orchestrator, open_orchestrator
 from ludus.launch.planner import NodeRequest, PlannedJob, RuntimeEnv, plan_job
 from ludus.launch.slurm.backend import SlurmGroup, SlurmSettings
@@ -134,7 +134,7 @@ class ClusterConfig(SshKeys, SlurmKeys, JobKeys):
         if self.machines:
             found = tuple(SshNode(**machine.model_dump()) for machine in self.machines)
         elif self.iplist is not None:
-            found = load_iplist(self.iplist).nodes
+            found = load_hostfile(self.iplist).nodes
         else:
             raise UsageError(
                 "No machines are given.", "Add --iplist FILE (`ip user port slots` in each line), or machines in cluster.yaml."

@@ -22,7 +22,7 @@ from ludus.cli.help import HelpApp
 from ludus.errors import LudusError, UnknownName, Unreachable, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
-    from ludus.launch.hostfile import NodeList
+    from ludus.launch.hostfile import Hostfile
     from ludus.launch.job import JobStatus, ProcessStatus
     from ludus.launch.ssh.backend import SshOrchestrator
     from ludus.launch.ssh.connection import SshNode, SshSettings
@@ -93,11 +93,11 @@ def up(
     wait: _Wait = _WAIT_S,
 ) -> None:
     """Start Ray on all machines of the list, with the first as head. Run it again to restart Ray where it is missing."""
-    from ludus.launch.hostfile import load_iplist
+    from ludus.launch.hostfile import load_hostfile
     from ludus.launch.roles import cluster_job
     from ludus.launch.ssh.backend import SshOrchestrator, SshSettings
 
-    listed = load_iplist(iplist)
+    listed = load_hostfile(iplist)
     settings = SshSettings(listed.nodes, absolute(identity), absolute(known_hosts), python, tuple(setup or ()), workdir)
     job = cluster_job(name, listed, cpus=cpus, port=port, wait_s=max(wait, 1.0), python=python)
     with SshOrchestrator(settings=settings) as orchestrator:
@@ -250,7 +250,7 @@ def _silent_head(orchestrator: SshOrchestrator, standing: Standing) -> str:
     return ""
 
 
-def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: NodeList) -> bool:
+def _mended(orchestrator: SshOrchestrator, standing: Standing, listed: Hostfile) -> bool:
     """Start again what is missing of it; False: nothing of it is left. Raises UsageError where it stands on other machines."""
     try:
         over = orchestrator.status(standing.id).over
@@ -396,12 +396,12 @@ def _process_of(orchestrator: SshOrchestrator, standing: Standing, status: JobSt
 
 def _resident_of(node: SshNode, residents: Sequence[Resident], *, alive: bool) -> Resident | None:
     """The latest of its lives in the cluster."""
-    from ludus.launch.local_address import Network
+    from ludus.launch.local_address import HostNetwork
 
     names = {node.node_address, node.host}
     ours = [each for each in residents if each.alive == alive and names & {each.address, each.host}]
     if not ours and any(each.alive == alive for each in residents):
-        found = set(Network().resolve(node.node_address))
+        found = set(HostNetwork().resolve(node.node_address))
         ours = [each for each in residents if each.alive == alive and each.address in found]
     return ours[-1] if ours else None
 
