@@ -106,7 +106,9 @@ def modes() -> list[Mode]:
         "iterations=4",
         *settings(train_batch_size=256, rollout_fragment_length=SEGMENT_STEPS, env_config=external),
     )
-    dqn = (*cartpole, "--run", "DQN", "--stop", "timesteps=2000", *settings(training_intensity=4, learning_starts=500))
+    every_update = settings(min_time_s_per_iteration=0)  # DQN reports twice a second otherwise
+    dqn_settings = settings(training_intensity=4, learning_starts=500, rollout_fragment_length=16, num_envs_per_worker=8)
+    dqn = (*cartpole, "--run", "DQN", "--stop", "timesteps=2500", *dqn_settings, *every_update)
     asynchronous = (*cartpole, *settings(num_envs_per_worker=8, train_batch_size=512, rollout_fragment_length=32))
     arena = settings(num_envs_per_worker=8, train_batch_size=512, evaluation_duration=0)
     return [
@@ -152,15 +154,19 @@ def main() -> int:
 
 
 def record_modes(file: Path, python: Path, chosen: Sequence[Mode], repeats: int) -> int:
-    partial = len(chosen) < len(modes()) and file.exists()
-    entries = json.loads(file.read_text())["modes"] if partial else {}
+    header = {"date": time.strftime("%Y-%m-%d"), **describe_checkout(python), "repeats": repeats}
+    entries = {}
+    if len(chosen) < len(modes()) and file.exists():
+        recorded = json.loads(file.read_text())
+        entries = recorded.pop("modes")
+        if recorded != header:
+            raise SystemExit(f"{file} was recorded as {recorded}, not as {header}: record all modes, or name another file.")
     for mode in runnable_modes(chosen):
         outcomes = [train(mode, python) for _ in range(repeats)]
         recording = summarize(outcomes)
         reason = "" if recording.deterministic else f"; {first_difference(outcomes)}"
         print(f"{mode.name}: deterministic {recording.deterministic} ({outcomes[0].seconds:.1f} s){reason}", flush=True)
         entries[mode.name] = vars(recording)
-    header = {"date": time.strftime("%Y-%m-%d"), **describe_checkout(python), "repeats": repeats}
     file.write_text(format_recording(header, entries))
     return 0
 
@@ -231,14 +237,14 @@ def compare(expected: Recording, outcome: Outcome) -> list[str]:
 
 
 def first_different_value(expected: Sequence[Report], actual: Sequence[Report]) -> str:
-    """Describe the earliest report with a different value of a metric that both have."""
+    """Describe the earliest value that differs; empty if none does."""
     for before, now in zip(expected, actual, strict=False):
         for name in before:
             if name in now and before[name] != now[name]:
-                return f"{name} at iterations={before.get('iterations')}: {before[name]}, now {now[name]}"
+                return f"{name} at iterations={before['iterations']}: {before[name]}, now {now[name]}"
         if before.keys() != now.keys():
             names = ", ".join(sorted(before.keys() ^ now.keys()))
-            return f"not in both at iterations={before.get('iterations')}: {names}"
+            return f"not in both at iterations={before['iterations']}: {names}"
     return "" if len(expected) == len(actual) else f"{len(expected)} reports, now {len(actual)}"
 
 
@@ -400,7 +406,7 @@ def post(connection: http.client.HTTPConnection, session: str, kind: str, body: 
     connection.request("POST", "/step", json.dumps(body), {"session": session, "step_kind": kind})
     reply = connection.getresponse()
     data = reply.read()
-    if reply.status == 503:
+    if reply.status in (410, 503):
         raise ConnectionError("the training is over")
     if reply.status != 200:
         raise ValueError(f"the training answered {reply.status}: {data!r}")
@@ -430,7 +436,7 @@ def describe_checkout(python: Path) -> dict[str, Any]:
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
     package, versions = json.loads(done.stdout.splitlines()[-1])
     git = ["git", "-C", str(Path(package).parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run([*git, "log", "-1", "--format=%h", "--", "."], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True).stdout.strip()
     return {"commit": commit + ("-changed" if changed else ""), "versions": versions, "machine": processor()}
 
