@@ -326,6 +326,7 @@ def _of_ones_own(name: str) -> Iterator[None]:
 
 def remember(name: str) -> None:
     """So that its jobs are found later without saying whose they are."""
+    from ludus.io.atomic_file import replace_file
     from ludus.launch import job_dir
     from ludus.launch.job import ORCHESTRATORS
 
@@ -333,9 +334,7 @@ def remember(name: str) -> None:
     if name in ORCHESTRATORS or name in known:
         return
     home = job_dir.make_private(job_dir.state_home())
-    aside = home / f".orchestrators.{os.getpid()}"
-    aside.write_text("".join(f"{line}\n" for line in (*known, name)), encoding="utf-8")
-    aside.replace(home / "orchestrators")
+    replace_file(home / "orchestrators", "".join(f"{line}\n" for line in (*known, name)))
 
 
 def remembered() -> list[str]:
