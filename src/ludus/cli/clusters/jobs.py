@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.cli.job_argument import LAST, complete_job
+from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ def remembered() -> list[str]:
 def await_end(found: Found, timeout_s: float) -> JobStatus | None:
     """Its status when it is over; None if it is not by then. Raises LudusError when nobody could be asked for half an hour."""
     deadline = time.monotonic() + timeout_s
-    look_s, most_s = _FIRST_LOOK_S, _LOOK_S if found.on == "local" else _LOOK_FAR_S
+    polls = Backoff(_FIRST_LOOK_S, _LOOK_S if found.on == "local" else _LOOK_FAR_S, factor=1.2)
     away: float | None = None
     while True:
         try:
@@ -374,8 +375,7 @@ def await_end(found: Found, timeout_s: float) -> JobStatus | None:
         left = deadline - time.monotonic()
         if left <= 0:
             return None
-        time.sleep(min(look_s, left))
-        look_s = min(1.2 * look_s, most_s)
+        time.sleep(min(polls.next_delay(), left))
 
 
 def conclude(found: Found, *, last_lines: bool) -> int:
