@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_away
-from ludus.io.atomic_file import TEMPORARY, replace_file, sync_directory, sync_file, temporary_path
+from ludus.io.atomic_file import TEMPORARY, open_for_replace, sync_directory, sync_file, temporary_path
 from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 from ludus.storage.safe_read import MOST_JSON_BYTES, read_regular_file
 
@@ -157,7 +157,8 @@ class LocalStore:
 def _replace(target: Path, data: Bytes) -> None:
     for tries_left in range(_TRIES, -1, -1):
         try:
-            replace_file(target, data, durable=True)
+            with open_for_replace(target, durable=True) as file:
+                file.write(data)
             return
         except FileNotFoundError:  # another owner swept the temporary file, or the target is hidden (see `_hides`)
             if not tries_left:
