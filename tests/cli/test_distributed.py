@@ -69,7 +69,7 @@ def door(
 import sys
 from pathlib import Path
 import typer
-from ludus.cli import distributed
+from ludus.cli.training import distributed
 distributed.LUDUS = ("sh", "-c", {STAND_IN.replace("WORKER", worker) + learner!r}, "ludus")
 distributed.LIVES = {lives}
 config_path = Path({str(tmp_path / "dist.ini")!r})

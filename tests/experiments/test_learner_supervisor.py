@@ -407,8 +407,8 @@ from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from ludus.experiments import experiment
-from tests.experiment import small
+from ludus.experiments import runner as experiment
+from tests.experiments import small
 
 
 class Mine(CartPoleEnv):
@@ -448,8 +448,8 @@ def test_an_environment_that_the_script_registered_goes_along() -> None:
 _STUCK = """
 import sys
 from pathlib import Path
-from ludus.experiments import experiment
-from tests.experiment import small
+from ludus.experiments import runner as experiment
+from tests.experiments import small
 data = small.data(1, env="tests.experiments.dying:make_stuck", env_config={"says": sys.argv[1]})
 experiment.start(data, local_dir=Path("runs"), supervised=True)
 """

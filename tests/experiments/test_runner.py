@@ -94,9 +94,7 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
 
 def test_a_run_in_another_process_is_the_same_run(tmp_path: Path) -> None:
     small.train(tmp_path / "here", 3, seed=5)
-    command = (
-        f"from pathlib import Path; from tests.experiment import small; small.train(Path({str(tmp_path / 'there')!r}), 3, seed=5)"
-    )
+    command = f"from pathlib import Path; from tests.experiments import small; small.train(Path({str(tmp_path / 'there')!r}), 3, seed=5)"
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120, cwd=Path(__file__).parents[2])
     assert numbers(tmp_path / "here") == numbers(tmp_path / "there")
     assert same(arrays(tmp_path / "here", "000003"), arrays(tmp_path / "there", "000003"))
@@ -551,7 +549,7 @@ def test_the_last_evaluation_is_among_the_metrics(tmp_path: Path) -> None:
 _TRAIN = """
 import sys
 from pathlib import Path
-from tests.experiment import small
+from tests.experiments import small
 small.train(Path(sys.argv[1]), 1_000_000, top={"checkpoint_freq": 1, "keep_checkpoints_num": 3}, evaluation_duration=0)
 """
 

@@ -271,7 +271,7 @@ def test_where_the_line_ends_nothing_is_left(tmp_path: Path, how: str) -> None:
 def test_a_signal_past_the_line_is_handed_on_later_and_then_there_is_an_end(tmp_path: Path) -> None:
     script = """
 import sys
-from ludus.launch import member
+from ludus.launch import remote_process as member
 member._PATIENCE_S = 0.2
 sys.exit(member.main(["far", "sh", "-c", sys.argv[1]]))
 """
