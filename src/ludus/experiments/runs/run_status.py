@@ -25,6 +25,7 @@ from ludus.experiments.control.bottleneck import Load, describe_bottleneck, perc
 from ludus.experiments.control.stop_reason import in_words
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
+from ludus.io.atomic_file import replace_json
 from ludus.process.temp_dirs import alive, start_time
 from ludus.storage.base import Guard
 
@@ -73,9 +74,7 @@ def now_text() -> str:
 
 def write(directory: Path, data: Mapping[str, Any]) -> None:
     """Replace the file as a whole. Not synced: after a crash of the machine nobody asks what the run was doing."""
-    aside = directory / f".aside-status-{os.getpid()}"  # swept with what else a killed process leaves
-    aside.write_text(json.dumps(_finite(dict(data)), indent=1), encoding="utf-8")
-    os.replace(aside, directory / FILE)
+    replace_json(directory / FILE, _finite(dict(data)), indent=1)
 
 
 def _finite(value: Any) -> Any:
