@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import math
 import os
 import selectors
@@ -27,6 +26,8 @@ from types import FrameType
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.process import identity, job_env
 from ludus.process.host import usable_cores
 from ludus.process.job_env import Surroundings
@@ -224,24 +225,22 @@ class RayHost:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # then it has ended, which is seen below
-            process.stdin.write(orders.line().encode())
+            process.stdin.write(orders.line())
             process.stdin.close()
         with selectors.DefaultSelector() as selector, process.stdout:
             selector.register(signals, selectors.EVENT_READ)
             selector.register(process.stdout, selectors.EVENT_READ)
-            buffer = b""
+            reader = LineReader(process.stdout.fileno())
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is signals:
                         if set(signals.recv(256)) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
                             return 0
                         continue
-                    read = os.read(process.stdout.fileno(), 65_536)
-                    if not read:
+                    for line in reader.read():
+                        self._heard(json_lines.decode(line), orders)
+                    if reader.at_end:
                         return self._ended()
-                    *lines, buffer = (buffer + read).split(b"\n")
-                    for line in lines:
-                        self._heard(json.loads(line), orders)
 
     def _heard(self, said: Mapping[str, Any], orders: Orders) -> None:
         if "waiting" in said:

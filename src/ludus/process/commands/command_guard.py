@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import selectors
 import signal
@@ -34,6 +33,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES, CountingLog
 from ludus.process import identity
 
@@ -56,7 +57,7 @@ _LOOKS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 def say(line: socket.socket, **message: Any) -> None:
     """Whoever hung up does not want to know."""
     with contextlib.suppress(OSError):
-        line.sendall(json.dumps(message).encode() + b"\n")
+        line.sendall(json_lines.encode(message))
 
 
 class Signals:
@@ -94,9 +95,10 @@ def _heard(number: int, frame: FrameType | None) -> None:
 class Guard:
     """One game, from its start until nothing of it is left."""
 
-    def __init__(self, line: socket.socket, order: dict[str, Any], signals: Signals, warm: Warm | None) -> None:
-        self._line, self._signals = line, signals
-        self._words = b""
+    def __init__(
+        self, line: socket.socket, reader: LineReader, order: dict[str, Any], signals: Signals, warm: Warm | None
+    ) -> None:
+        self._line, self._reader, self._signals = line, reader, signals
         self._game = 0
         self._returned: int | None = None
         self._alone = False
@@ -188,16 +190,10 @@ class Guard:
             self._log.write(data)
 
     def _hear(self) -> None:
-        try:
-            data = self._line.recv(_CHUNK)
-        except OSError:
-            data = b""
-        if not data:  # the owner hung up, or is gone
+        for line in self._reader.read():
+            self._ask(float(json_lines.decode(line)["stop"]))
+        if self._reader.at_end:  # the owner hung up, or is gone
             self._killed = True
-            return
-        *words, self._words = (self._words + data).split(b"\n")
-        for word in words:
-            self._ask(float(json.loads(word)["stop"]))
 
     def _ask(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
@@ -257,13 +253,11 @@ def _guard(line: socket.socket, keeper: int, warm: Warm | None) -> None:
     identity.end_with(keeper, signal.SIGTERM)
     try:
         line.settimeout(_ORDER_S)
-        words = b""
-        while not words.endswith(b"\n"):
-            data = line.recv(_CHUNK)
-            if not data:
-                return
-            words += data
-        guard = Guard(line, json.loads(words), signals, warm)
+        reader = LineReader(line)
+        order = reader.read_line(_ORDER_S)
+        if order is None:
+            return
+        guard = Guard(line, reader, json_lines.decode(order), signals, warm)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         say(line, failed=getattr(error, "strerror", None) or str(error), file=str(getattr(error, "filename", None) or ""))
         return

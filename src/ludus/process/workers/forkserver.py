@@ -18,7 +18,6 @@ import errno
 import faulthandler
 import gc
 import importlib
-import json
 import logging
 import mmap
 import os
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ludus.io import json_lines
 from ludus.process import temp_dirs
 
 log = logging.getLogger(__name__)
@@ -80,9 +80,7 @@ def anonymous_file() -> int:
 
 def tell(report: int, **message: Any) -> None:
     with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this process is about to be
-        line = json.dumps(message).encode() + b"\n"
-        while line:
-            line = line[os.write(report, line) :]
+        json_lines.write(report, message)
 
 
 @dataclass(frozen=True)
