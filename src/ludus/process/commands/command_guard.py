@@ -37,6 +37,7 @@ from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES, CountingLog
 from ludus.process import identity
+from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
     from ludus.process.commands.prefork import Warm
@@ -50,6 +51,8 @@ _TICK_S = 1.0
 _ORDER_S = 10.0
 _GONE_S = 10.0
 _GUARDS_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP)
+"""Only the first two have an effect; the others are for the owner. None is ignored: that would outlive exec, into the game."""
 _LOOKS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Seconds between the times at which a game's threads are counted; from then on at the last of them."""
 
@@ -60,35 +63,6 @@ def say(line: socket.socket, **message: Any) -> None:
         line.sendall(json_lines.encode(message))
 
 
-class Signals:
-    """Numbers of signals arrive at a descriptor, so that waiting for them and for everything else is one wait."""
-
-    def __init__(self) -> None:
-        self._here, self._there = socket.socketpair()
-        for end in (self._here, self._there):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
-            # Only the first two are heeded; the others are for the owner. None is ignored: that would outlive exec, into the game.
-            signal.signal(number, _heard)
-
-    def fileno(self) -> int:
-        return self._here.fileno()
-
-    def take(self) -> bytes:
-        with contextlib.suppress(BlockingIOError):
-            return self._here.recv(4096)
-        return b""
-
-    def close(self) -> None:
-        self._here.close()
-        self._there.close()
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """Only so that it is not ignored: the number is read from the socket."""
-
-
 # -- the guard ----------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +70,7 @@ class Guard:
     """One game, from its start until nothing of it is left."""
 
     def __init__(
-        self, line: socket.socket, reader: LineReader, order: dict[str, Any], signals: Signals, warm: Warm | None
+        self, line: socket.socket, reader: LineReader, order: dict[str, Any], signals: SignalQueue, warm: Warm | None
     ) -> None:
         self._line, self._reader, self._signals = line, reader, signals
         self._game = 0
@@ -249,7 +223,7 @@ class Guard:
 
 def _guard(line: socket.socket, keeper: int, warm: Warm | None) -> None:
     identity.adopt_orphans()
-    signals = Signals()
+    signals = SignalQueue(*_SIGNALS)
     identity.end_with(keeper, signal.SIGTERM)
     try:
         line.settimeout(_ORDER_S)
@@ -274,7 +248,7 @@ class Keeper:
         self._control, self._pid, self._warm = control, os.getpid(), warm
         self._guards: set[int] = set()
         self._over = False
-        self._signals = Signals()
+        self._signals = SignalQueue(*_SIGNALS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._obey)
         self._selector.register(self._signals, selectors.EVENT_READ, self._heed)
@@ -327,7 +301,6 @@ class Keeper:
     def _become_guard(self, line: socket.socket) -> NoReturn:
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
             self._selector.close()
             self._signals.close()
             self._control.close()

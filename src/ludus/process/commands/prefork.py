@@ -101,9 +101,9 @@ class Warm:
             try:
                 os.setsid()
                 identity.end_with(guard, signal.SIGKILL)
-                _reset_signals()
                 for each in strange:
                     each.close()
+                _reset_signals()
                 _speak_to(says)
                 for descriptor in _descriptors() - self._its_own - {0, 1, 2, readies}:
                     with contextlib.suppress(OSError):  # the one that the list was read with

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 from ludus.io import json_lines
 from ludus.process import temp_dirs
+from ludus.process.signals import SignalQueue
 
 log = logging.getLogger(__name__)
 
@@ -333,11 +334,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control, self._parent, self._pid = control, parent, os.getpid()
         self._numbers: dict[int, int] = {}  # pid → number of the life it lives
-        self._deaths, self._wakeup = socket.socketpair()
-        self._deaths.setblocking(False)
-        self._wakeup.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler writes to the wakeup descriptor
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._deaths = SignalQueue(signal.SIGCHLD)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._deaths, selectors.EVENT_READ)
@@ -411,18 +408,15 @@ class ForkServer:
         # A group of its own: what a worker starts can be ended with it, and Ctrl-C at a terminal reaches neither.
         os.setpgid(0, 0)
         end_with_forkserver(self._pid, self._lifeline[0] if self._lifeline else None)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for end in (self._control, self._deaths, self._wakeup):
-            end.close()
+        self._deaths.close()
+        self._control.close()
         for fd in (self._parent_fd, self._lifeline[1] if self._lifeline else None):
             if fd is not None:
                 os.close(fd)
 
     def _reap(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._deaths.recv(4096)
+        self._deaths.take()
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
