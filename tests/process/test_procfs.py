@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ludus.io import tcp
 from ludus.process import identity, procfs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -130,7 +129,3 @@ def test_a_process_can_be_named() -> None:
 def test_the_namespace_is_that_of_the_kernel() -> None:
     assert f"pid:[{procfs.pid_namespace()}]" == os.readlink("/proc/self/ns/pid")
     assert len(procfs.boot_id()) == 36
-
-
-def test_interfaces_have_their_addresses() -> None:
-    assert tcp.interface_addresses()["lo"] == "127.0.0.1"

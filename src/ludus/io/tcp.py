@@ -1,4 +1,4 @@
-"""Connections to machines that may vanish, and the addresses of this one."""
+"""Connections to machines that may vanish."""
 
 from __future__ import annotations
 
@@ -26,13 +26,3 @@ def keep_alive(connection: socket.socket, idle_s: int, lost_s: int, *, unheard: 
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if unheard and hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * lost_s)
-
-
-def interface_addresses() -> dict[str, str]:
-    """Name of each network interface -> its first IPv4 address; empty for one that has none."""
-    import psutil
-
-    return {
-        name: next((address.address for address in addresses if address.family == socket.AF_INET), "")
-        for name, addresses in psutil.net_if_addrs().items()
-    }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ludus.errors import UsageError
-from ludus.io import tcp
+from ludus.io.addresses import interface_addresses, local_address
 from ludus.launch.hostfile import NodeList, is_of_one
 
 CARD = "NET_CARD_NAME"
@@ -56,14 +56,12 @@ class Network:
 
     def interfaces(self) -> dict[str, str]:
         """Name → IPv4 address, or nothing for one that has none."""
-        return tcp.interface_addresses()
+        return interface_addresses()
 
     def towards(self, address: str) -> str:
         """The address that this machine would use to speak to that one; empty when there is no way there."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect((address, 9))  # of a datagram socket: nothing is sent
-            return str(way.getsockname()[0])
+        with contextlib.suppress(OSError):
+            return local_address(address)
         return ""
 
 

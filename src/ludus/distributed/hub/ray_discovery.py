@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
-from ludus.io import json_lines, tcp
+from ludus.io import json_lines
+from ludus.io.addresses import interface_addresses
 from ludus.io.json_lines import LineReader
 from ludus.ray_cluster.cluster import LOCAL, Cluster, address_of
 
@@ -253,7 +254,7 @@ def card_address() -> str:
     card = os.environ.get(NET_CARD, "")
     if not card:
         return ""
-    addresses = tcp.interface_addresses()
+    addresses = interface_addresses()
     if not addresses.get(card):
         raise UsageError(f"{NET_CARD}={card!r} is not an interface with an address here.", f"There are: {', '.join(addresses)}.")
     return addresses[card]
