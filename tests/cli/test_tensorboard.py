@@ -15,7 +15,7 @@ import pytest
 from ludus.cli.evaluation import tensorboard
 from ludus.cli.evaluation.tensorboard import Forwarding, announcement
 from ludus.experiments.runs import remote_runs
-from ludus.process import identity
+from ludus.process import identity, procfs
 from tests.cli.calling import Call, one_line
 from tests.cli.programs import program
 from tests.experiments import small
@@ -108,7 +108,7 @@ def test_it_shows_the_runs_on_loopback_and_leaves_nothing_behind(run: Path) -> N
         port = int(url.rstrip("/").rpartition(":")[2])
         assert f" -L 6006:127.0.0.1:{port} " in running.wait_for("ssh -N")
         wait_until(lambda: json.loads(get(f"{url}data/runs")) == ["default/first"])
-        below = identity.descendants(running.process.pid)
+        below = procfs.list_descendants(running.process.pid)
         assert below
         running.process.send_signal(signal.SIGINT)
         code, _, err = running.finish()
@@ -119,7 +119,7 @@ def test_it_shows_the_runs_on_loopback_and_leaves_nothing_behind(run: Path) -> N
 def test_when_it_is_killed_nothing_of_it_stays(run: Path) -> None:
     with program("tensorboard", run, listens=False) as running:
         running.wait_for("ssh -N")
-        below = identity.descendants(running.process.pid)
+        below = procfs.list_descendants(running.process.pid)
         assert below
         running.process.kill()
         running.finish()

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.gamecore.server.http.app import Settings, running
-from ludus.process import identity
+from ludus.process import identity, procfs
 from tests.gamecore.callers import Caller, catalogue_file
 from tests.waiting import wait_until
 
@@ -183,7 +183,7 @@ def test_nothing_of_a_game_that_forks_is_left(call: Caller) -> None:
     pid = call.start("forks", "forks").json["pid"]
     wait_until(lambda: state(call, "forks")["threads"] == 3, what="its children")
     guard = parent(pid)
-    below = identity.descendants(guard)
+    below = procfs.list_descendants(guard)
     call("DELETE", "/v1/games/forks?grace_s=0")
     assert [one for one in below if identity.started(one) is not None] == []
     assert call.play("leaves", "leaves")["state"] == "finished"

@@ -17,7 +17,7 @@ from ludus.launch.job import Job, JobStatus, ProcessStatus, Role
 from ludus.launch.slurm.backend import SlurmGroup, SlurmOrchestrator, SlurmSettings, conclusion, counts, exported
 from ludus.launch.slurm.commands import Queued
 from ludus.launch.slurm.sbatch import overriding, seconds
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.testing.orchestrator_contract import BEATING, is_still
 from tests.waiting import wait_until
 
@@ -259,7 +259,7 @@ def test_where_the_line_ends_nothing_is_left(tmp_path: Path, how: str) -> None:
     with line(f"trap '' TERM; setsid sh -c '{BEATING}' {beat} & wait") as near:
         wait_until(beat.exists)
         assert near.stdin is not None
-        below = identity.descendants(near.pid)
+        below = procfs.list_descendants(near.pid)
         if how == "hang up":
             near.stdin.close()
         else:

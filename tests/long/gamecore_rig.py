@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ludus.process import identity
+from ludus.process import procfs
 from tests.waiting import wait_until
 
 READY_S = 60.0
@@ -104,7 +104,7 @@ class Server:
         if "--supervise" not in self._words:
             return self.process.pid
         return wait_until(
-            lambda: identity.children(self.process.pid if self.process else 0), what="the server below its supervisor"
+            lambda: procfs.list_children(self.process.pid if self.process else 0), what="the server below its supervisor"
         )[0]
 
     def stop(self) -> int:
@@ -136,7 +136,7 @@ class Server:
         """All processes that were started by it, whoever looks after them now, with their command lines."""
         found = {}
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and self.mark in identity.environment(int(entry.name)):
+            if entry.name.isdigit() and self.mark in procfs.read_environment(int(entry.name)):
                 with contextlib.suppress(OSError):
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
         return found

@@ -19,7 +19,7 @@ import msgpack
 import pytest
 
 from ludus.gateway.actor import Actor
-from ludus.process import identity
+from ludus.process import identity, procfs
 from tests.local_servers import gateway
 from tests.long.gamecore_rig import PACED, Answer, Server, python
 from tests.long.record import record
@@ -145,7 +145,7 @@ def test_games_end_with_a_server_that_is_killed_and_the_next_one_serves_their_id
             supervisor = {server.process.pid} if words and server.process else set()
             before = {pid: since for pid, since in all_of(server).items() if pid not in supervisor}
             assert len(before) > 2 * GAMES
-            assert len(identity.children(first)) == 2, "one keeper is warm"
+            assert len(procfs.list_children(first)) == 2, "one keeper is warm"
             os.kill(first, signal.SIGKILL)
             killed = time.monotonic()
             wait_until(lambda before=before: not alive(before), GONE_S, what="the end of all games")  # type: ignore[misc]
@@ -233,7 +233,7 @@ def test_games_that_misbehave_are_ended_and_disturb_nobody(server: Server) -> No
     wait_until(
         lambda: all("gamecore" in line or "keeper" in line for line in server.everything().values()), what="that nothing is left"
     )
-    assert len(identity.descendants(server.pid)) <= 2
+    assert len(procfs.list_descendants(server.pid)) <= 2
     record("gamecore games misbehave", slowest_answer_s=slowest, **{f"stop_{name}_s": value for name, value in took.items()})
 
 
@@ -338,14 +338,14 @@ def _running(server: Server) -> set[str]:
 
 
 def _victim(server: Server, chance: random.Random) -> tuple[str, int]:
-    keepers = identity.children(server.pid)
-    guards = [guard for keeper in keepers for guard in identity.children(keeper)]
-    games = [game for guard in guards for game in identity.children(guard)]
+    keepers = procfs.list_children(server.pid)
+    guards = [guard for keeper in keepers for guard in procfs.list_children(keeper)]
+    games = [game for guard in guards for game in procfs.list_children(guard)]
     part = chance.choice(["server", "keeper", "guard", "game", "game"])
     return part, chance.choice({"server": [server.pid], "keeper": keepers, "guard": guards, "game": games}[part])
 
 
 def _strays(server: Server) -> list[str]:
-    keepers = set(identity.children(server.pid))
+    keepers = set(procfs.list_children(server.pid))
     ours = {server.pid, *keepers} | ({server.process.pid} if server.process else set())
     return [line for pid, line in server.everything().items() if pid not in ours]

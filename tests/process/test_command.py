@@ -19,7 +19,7 @@ import pytest
 
 from ludus.errors import WorkerFailed
 from ludus.io.rotating_log import before
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.process.commands import command as process
 from ludus.process.commands.command import GameExit, GameProcess, Games
 from ludus.process.commands.thread_limits import Limit
@@ -323,7 +323,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
     def here() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    before_all, processes = here(), set(identity.descendants(os.getpid()))
+    before_all, processes = here(), set(procfs.list_descendants(os.getpid()))
     with Games() as games:
         for _ in range(2):
             started = [games.start(["sleep", "600"], log=tmp_path / f"{i}.log") for i in range(20)]
@@ -333,7 +333,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
             assert [game.stop().code for game in started] == [-signal.SIGTERM] * 20
             wait_until(lambda: games.running == [], 5)
     assert here() == before_all
-    assert set(identity.descendants(os.getpid())) <= processes
+    assert set(procfs.list_descendants(os.getpid())) <= processes
     with pytest.raises(WorkerFailed, match="closed"):
         games.start(["true"], log=tmp_path / "log")
 
@@ -343,10 +343,10 @@ def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> 
     hop = "import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()"
     wrapper = f"{sys.executable} -I -S -c '{hop}' & sleep 600"
     game = games.start(["sh", "-c", wrapper], log=tmp_path / "log")
-    wait_until(lambda: len(identity.descendants(game.guard)) >= 2, 20)
+    wait_until(lambda: len(procfs.list_descendants(game.guard)) >= 2, 20)
     ended = game.stop(grace_s=0)
     assert ended.left == ()
-    wait_until(lambda: identity.descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
+    wait_until(lambda: procfs.list_descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
 
 
 # -- what they say

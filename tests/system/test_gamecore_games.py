@@ -21,7 +21,7 @@ from ludus.gamecore.server.http.app import running
 from ludus.gamecore.server.settings import Settings
 from ludus.gateway.actor import Actor
 from ludus.gateway.server import GatewaySettings
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
 from tests.local_servers import Served, gateway
 from tests.tools import need
@@ -93,7 +93,7 @@ def marksman() -> Iterator[Served]:
 
 def engines(state: GameState) -> list[int]:
     assert state.pid
-    return identity.descendants(state.pid)
+    return procfs.list_descendants(state.pid)
 
 
 def instance(engine: int) -> str:

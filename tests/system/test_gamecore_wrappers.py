@@ -11,7 +11,7 @@ import pytest
 
 from ludus.gamecore.server.http.app import running
 from ludus.gamecore.server.settings import Settings
-from ludus.process import identity
+from ludus.process import procfs
 from ludus.protocol.gamecore_client import GamecoreClient
 from tests.tools import need
 from tests.waiting import wait_until
@@ -42,7 +42,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gamecore
 def those_of(place: Path) -> list[int]:
     """Processes that were started as games of the server whose state is there."""
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in everyone if any(str(place / "state") in variable for variable in identity.environment(pid))]
+    return [pid for pid in everyone if any(str(place / "state") in variable for variable in procfs.read_environment(pid))]
 
 
 def says(client: GamecoreClient, name: str, word: str) -> str:

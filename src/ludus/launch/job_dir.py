@@ -24,7 +24,7 @@ from typing import Any
 from ludus.errors import Damaged, UsageError
 from ludus.io.atomic_file import open_for_replace
 from ludus.launch.job import OVER, Job, JobStatus, ProcessStatus, Role
-from ludus.process import identity
+from ludus.process import identity, procfs
 
 JOB, STATUS, LOGS, SCRATCH, RUN = "job.json", "status.json", "logs", "scratch", "run.json"
 TOKEN, SECRETS, CANCEL = "token", "secrets", "cancel"
@@ -208,11 +208,8 @@ def make_private(directory: Path) -> Path:
 
 def machine() -> str:
     """Host, name space of its process numbers (in two containers the same number means two processes), and when it was started."""
-    try:
-        space = Path("/proc/self/ns/pid").readlink().name
-    except OSError:
-        space = sys.platform
-    return f"{host()} {space} {identity.boot() or host()}"
+    space = procfs.pid_namespace()
+    return f"{host()} {f'pid:[{space}]' if space else sys.platform} {procfs.boot_id() or host()}"
 
 
 def host() -> str:

@@ -41,11 +41,11 @@ from ludus.distributed.hub.rpc import (
     listen,
     listen_beyond,
     split,
-    tcp_address,
 )
 from ludus.distributed.hub.shared_queues import Rings, Shared, release
 from ludus.distributed.hub.weight_cache import PART, Landing, Source
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.addresses import tcp_address
 from ludus.io.atomic_file import replace_json
 from ludus.models.weights.model_registry import Registry, check_name
 from ludus.process.auth import Guard, read_token, write_token

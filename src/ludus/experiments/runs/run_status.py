@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import platform
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,8 @@ from ludus.experiments.control.stop_reason import in_words
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
 from ludus.io.atomic_file import replace_json
-from ludus.process.temp_dirs import alive, start_time
+from ludus.process import procfs
+from ludus.process.identity import alive_since, start_ticks
 from ludus.storage.base import Guard
 
 log = logging.getLogger(__name__)
@@ -47,22 +47,19 @@ _PROGRESS = ("timesteps", "iterations", "episodes", "time_s", "fps", "episode_re
 def identity(pid: int | None = None) -> dict[str, Any]:
     """A process, so that it can be told from another one that gets its number later."""
     number = os.getpid() if pid is None else pid
-    return {"pid": number, "started": start_time(number) or 0, "host": platform.node(), "space": _pid_space()}
+    return {"pid": number, "started": start_ticks(number) or 0, "host": platform.node(), "space": _pid_space()}
 
 
 def _pid_space() -> str:
     """Containers may share a host's name, and not its processes."""
-    try:
-        return re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
-    except OSError:
-        return ""
+    return str(procfs.pid_namespace() or "")
 
 
 def lives(who: Mapping[str, Any]) -> bool | None:
     """Whether that process runs; None when it cannot be seen from here."""
     if not who.get("pid") or who.get("host") != platform.node() or who.get("space", "") not in ("", _pid_space()):
         return None
-    return alive(int(who["pid"]), int(who.get("started", 0)))
+    return alive_since(int(who["pid"]), int(who.get("started", 0)))
 
 
 def now_text() -> str:

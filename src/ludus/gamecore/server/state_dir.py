@@ -25,7 +25,7 @@ from ludus.gamecore.server.request import ANY, Order, shown
 from ludus.io import rotating_log
 from ludus.io.atomic_file import replace_json
 from ludus.io.regular_files import open_regular, read_regular
-from ludus.process import identity
+from ludus.process import identity, procfs
 
 log = logging.getLogger(__name__)
 
@@ -309,15 +309,10 @@ def _locked(path: Path) -> int:
 
 def _alive(processes: dict[int, str]) -> list[int]:
     found = [pid for pid, since in processes.items() if identity.alive(pid, since)]
-    return [*found, *(below for pid in found for below in identity.descendants(pid))]
+    return [*found, *(below for pid in found for below in procfs.list_descendants(pid))]
 
 
 def _marked(mark: str) -> list[int]:
     """Processes that were started as games of this home."""
-    found = []
-    with contextlib.suppress(OSError):
-        for entry in Path("/proc").iterdir():
-            # A killed process has no environment any more, also while nobody has taken its exit code.
-            if entry.name.isdigit() and any(variable.startswith(mark) for variable in identity.environment(int(entry.name))):
-                found.append(int(entry.name))
-    return found
+    # A killed process has no environment any more, also while nobody has taken its exit code.
+    return [pid for pid in procfs.list_pids() if any(entry.startswith(mark) for entry in procfs.read_environment(pid))]

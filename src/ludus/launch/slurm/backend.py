@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.addresses import local_address
 from ludus.io.atomic_file import replace_json
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, checked
@@ -383,9 +384,7 @@ def _resolved(name: str) -> str:
 def _seen_by(other: str) -> str:
     """The address from which this machine would speak to the other."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            asked.connect((other, 9))
-            return str(asked.getsockname()[0])
+        return local_address(other, family=socket.AF_INET)
     except OSError:
         return ""
 
