@@ -10,6 +10,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
 CLI_MARKER = "<!-- commands -->"
-_LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,})([\w+-]*)[^`]*$")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *$")
 _ITEM = re.compile(r"^(?:[-*]|\d+\.) ")
@@ -53,7 +54,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace(CLI_MARKER, command_reference())
     for target, written in outside_links(uri, markdown):
         relative = posixpath.relpath(source_page(target), posixpath.dirname(uri) or ".")
-        markdown = markdown.replace(f"]({written})", f"]({relative})")
+        anchor = "#" + written.partition("#")[2] if "#" in written and target.endswith(".md") else ""
+        markdown = markdown.replace(f"]({written})", f"]({relative}{anchor})")
     return for_python_markdown(markdown)
 
 
@@ -87,7 +89,7 @@ def outside_links(uri: str, markdown: str) -> Iterator[tuple[str, str]]:
     here = original_path(uri)
     for match in _LINK.finditer(markdown):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
-        if not target.startswith(("docs/", "../")) and (ROOT / target).exists():
+        if not target.startswith(("docs/", "..")) and (ROOT / target).exists():
             yield target, match[1] + (match[2] or "")
 
 
@@ -133,7 +135,7 @@ def docs_links_from_source(name: str, markdown: str) -> str:
         relative = posixpath.relpath(target.removeprefix("docs/"), posixpath.dirname(source_page(name)))
         return f"]({relative}{match[2] or ''})"
 
-    return re.sub(r"\]\(((?!\w+:)[^)#\s]+)(#[^)\s]*)?\)", on_site, markdown)
+    return _LINK.sub(on_site, markdown)
 
 
 # -- the command line ----------------------------------------------------------------------------------------------------------
@@ -167,8 +169,8 @@ def parameter_table(command: Any, context: Any) -> Iterator[str]:
         if record:
             argument = parameter.param_type_name == "argument"
             panel = getattr(parameter, "rich_help_panel", None) or ("Arguments" if argument else "Options")
-            names = record[0].replace("|", "\\|") if not argument else parameter.name.upper()
-            panels.setdefault(panel, []).append(f"| `{names}` | {plain(record[1])} |")
+            names = parameter.name.upper() if argument else record[0]
+            panels.setdefault(panel, []).append(f"| <code>{escape(names).replace('|', '&#124;')}</code> | {plain(record[1])} |")
     for panel, rows in panels.items():
         yield "\n".join([f"| {panel} | |", "|---|---|", *rows]) + "\n"
 
