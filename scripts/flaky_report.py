@@ -32,7 +32,7 @@ def flaky(first: Path, second: Path) -> list[tuple[str, str, float]]:
 
 
 def table(rows: list[tuple[str, str, float]]) -> str:
-    lines = [f"Flaky: {len(rows)} of the tests failed in parallel with others and passed alone. Please repair them.", ""]
+    lines = [f"Flaky tests, which failed in parallel with others and passed alone: {len(rows)}. Please repair them.", ""]
     for test, reason, seconds in rows:
         lines += [f"  {test}  ({seconds:.1f} s)", f"      {reason[:WIDTH]}"]
     return "\n".join(lines)
