@@ -9,7 +9,6 @@ DOCS   := $(VENV)/.docs
 
 # Packages whose unit tests `make check` runs: no services, no worker processes, under three minutes.
 CHECK_PACKAGES := core config io models algorithms buffers envs protocol storage transport docs
-CHECK_PACKAGES += model training buffer game store memory  # folders of tests that have not been renamed with their package yet
 CHECK_PATHS     = $(wildcard $(addprefix tests/,$(CHECK_PACKAGES)) tests/test_*.py)
 
 .PHONY: setup demo check test test-long lint format docs docs-serve bench bench-fleet gallery clean
@@ -43,6 +42,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: setup
 	$(BIN)/ruff check --fix .

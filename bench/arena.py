@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from bench.train import RESULTS, Row, provenance, spread
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.compiled import inner, kernel
-from ludus.games.arena.geometry import distance
-from ludus.games.arena.ladder import PAIRS, Standing, ladder, round_robin
-from ludus.games.arena.layout import ALIVE, CAMP, SEEN, X, Y
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.types import Ints32
+from ludus.core.types import Ints32
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.round_robin import PAIRS, Standing, ladder, round_robin
+from ludus.games.arena.engine.geometry import distance
+from ludus.games.arena.engine.jit import inner, kernel
+from ludus.games.arena.engine.layout import ALIVE, CAMP, SEEN, X, Y
+from ludus.games.arena.engine.vector import Arena
 
 GOALS = {
     ("hard", "medium"): (0.70, 1.0),

@@ -35,8 +35,8 @@ def record(path: Path, seed: int) -> None:
 
 def render(recording: Path, first_s: float, last_s: float) -> dict[str, float]:
     """In this process."""
-    from ludus.games.arena.film import film
-    from ludus.games.arena.recording import read_recording
+    from ludus.games.arena.engine.recording import read_recording
+    from ludus.games.arena.render.video import film
 
     found = read_recording(recording)
     with tempfile.TemporaryDirectory() as directory:

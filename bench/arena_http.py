@@ -23,12 +23,12 @@ import msgpack
 import uvloop
 
 from bench.transport import keep
-from ludus.actor.actor import Actor
-from ludus.actor.gateway import Gateway
+from ludus.distributed.gateway_workers import bind
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.host.match import read_plan
 from ludus.games.arena.main import play, prepare
-from ludus.games.arena.match import read_plan
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.runtime.gateways import bind
+from ludus.gateway.actor import Actor
+from ludus.gateway.server import Gateway
 
 LIMIT_S = 120.0
 NOTHING = [0, 0, 0, 0]

@@ -21,7 +21,7 @@ from typing import Any
 
 import ludus
 from bench.train import RESULTS, Row, provenance
-from ludus.experiment.exporting import export_checkpoint
+from ludus.experiments.export_run import export_checkpoint
 
 PRESETS = {"1v1": "Arena_1v1_PPO", "3v3": "Arena_3v3_PPO"}
 MINUTES = {"1v1": 30, "3v3": 90}

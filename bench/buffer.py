@@ -22,9 +22,9 @@ import numpy as np
 
 import ludus
 from bench.train import provenance
+from ludus.process.workers.supervisor import Context
 from ludus.remote import buffer as buffers
-from ludus.remote.session import Session, adopt
-from ludus.runtime.processes import Context
+from ludus.remote.context import Session, adopt
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"1 KB": 1 << 10, "100 KB": 100 << 10, "1 MB": 1 << 20}

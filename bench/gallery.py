@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ludus.experiment import gallery
+from ludus.experiments.source import preset_index
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = (
@@ -65,9 +65,9 @@ def evaluated(run_dir: Path) -> tuple[float, int]:
 
 def trained(name: str, seed: int, folder: Path, episodes: int, timeout_s: float) -> Row:
     """One seed of one preset: half of the budget, then the other half after a resumption."""
-    target = gallery.summary(name).target
+    target = preset_index.summary(name).target
     began = time.monotonic()
-    ((_, data),) = gallery.experiments(name).items()
+    ((_, data),) = preset_index.experiments(name).items()
     duration = max(episodes, data["config"].get("evaluation_duration", 0))
     words = ["-p", name, "--seed", str(seed), "--local-dir", str(folder), "--set", f"evaluation_duration={duration}"]
     half = train([*words, "--stop", f"timesteps={target.timesteps // 2}"], timeout_s)
@@ -88,7 +88,7 @@ def trained(name: str, seed: int, folder: Path, episodes: int, timeout_s: float)
 
 
 def exhibit(name: str, seeds: list[int], episodes: int, timeout_s: float) -> Row:
-    about = gallery.summary(name)
+    about = preset_index.summary(name)
     row: Row = {
         "preset": name,
         "env": about.env,
@@ -154,11 +154,11 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="also when only the quick ones are shown")
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    known = gallery.names()
+    known = preset_index.names()
     quick = [name for name in QUICK if name in known]
     asked = {"quick": quick, "all": known}.get(args.presets, args.presets.split(","))
     for name in asked:
-        gallery.summary(name)  # a misspelt one is refused before hours have passed
+        preset_index.summary(name)  # a misspelt one is refused before hours have passed
     began, rows = time.monotonic(), []
     for name in asked:
         print(f"{name} …", flush=True)

@@ -27,8 +27,8 @@ from typing import Any
 
 from bench.train import Row
 from bench.transport import keep
-from ludus import pids
-from ludus.game.process import GameProcess, Games
+from ludus.process import identity
+from ludus.process.commands.command import GameProcess, Games
 from tests.long.gamecore_rig import MARK, PACED, Server, percentile, python, until
 
 ARENA = "ludus.games.arena.main"
@@ -67,7 +67,7 @@ def memory(pid: int) -> dict[str, float]:
 
 def seen(server: Server) -> Row:
     """The server's process and all below it; first it alone."""
-    below = pids.descendants(server.pid)
+    below = identity.descendants(server.pid)
     status = Path(f"/proc/{server.pid}/status").read_text()
     pss = 0.0
     for pid in below:
@@ -240,7 +240,7 @@ def _load(server: Server, seconds: float) -> float:
 
     def used() -> float:
         total = 0.0
-        for pid in (server.pid, *pids.descendants(server.pid)):
+        for pid in (server.pid, *identity.descendants(server.pid)):
             with contextlib.suppress(OSError):
                 total += _cpu_s(pid)
         return total
@@ -307,7 +307,7 @@ def _round(server: Server, pool: ThreadPoolExecutor, game: str, number: int, cou
         thread.join(120)
     stopped_s = time.monotonic() - began
     states = {state["state"] for state in server.games()}
-    until("that only keepers are below it", lambda: len(pids.descendants(server.pid)) <= KEEPERS, 30)
+    until("that only keepers are below it", lambda: len(identity.descendants(server.pid)) <= KEEPERS, 30)
     time.sleep(2.0)  # connections of the threads that asked are closed
     after = {"game": game, "round": number, "when": "stopped", "took_s": stopped_s, "states": sorted(states), **seen(server)}
     for row in (running, after):

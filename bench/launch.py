@@ -25,8 +25,8 @@ from bench.launches import jobs
 from bench.launches.jobs import Lab, Late, Seen, Submitted
 from bench.train import Row
 from bench.transport import keep
-from ludus.experiment import checkpoint
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.storage.local import LocalStore
 from tests.system.slurm_rig import free_ports
 
 OURS, BARE = "ludus submit", "sbatch script by hand"

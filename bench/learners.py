@@ -18,14 +18,14 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ludus.config import algorithm_config
-from ludus.experiment.parts import make_policy, threads_of
-from ludus.model.policy import Policy
-from ludus.runtime.learners import share_learning
-from ludus.runtime.machine import keep_freed_memory
-from ludus.spaces import array_spec
-from ludus.training.algorithms.ppo import PPO, PPOConfig
-from ludus.types import Segments, SegmentSpec
+from ludus.algorithms.ppo import PPO, PPOConfig
+from ludus.config.schema import algorithm_config
+from ludus.core.spaces import array_spec
+from ludus.core.types import Segments, SegmentSpec
+from ludus.distributed.learners.group import share_learning
+from ludus.experiments.assembly.components import make_policy, threads_of
+from ludus.models.policy import Policy
+from ludus.process.host import keep_freed_memory
 
 CASES: dict[str, tuple[gym.Space[Any], dict[str, Any], int]] = {
     "cartpole": (

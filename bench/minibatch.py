@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from bench.train import RESULTS, provenance
-from ludus.experiment import experiment, gallery
-from ludus.experiment.parts import make_policy
-from ludus.game.environment import make_environments
-from ludus.model import layers
-from ludus.model.policy import Policy
-from ludus.runtime.machine import keep_freed_memory
-from ludus.tree import Tree, map_tree
+from ludus.core.tree import Tree, map_tree
+from ludus.envs.vector_env import make_environments
+from ludus.experiments import runner
+from ludus.experiments.assembly.components import make_policy
+from ludus.experiments.source import preset_index
+from ludus.models import layers
+from ludus.models.policy import Policy
+from ludus.process.host import keep_freed_memory
 
 PRESET = "Arena_3v3_PPO"
 TIMES = 5
@@ -45,7 +46,7 @@ COMPARED = (
 
 def minibatch() -> tuple[Policy, tuple[Tree, Tree, Tree]]:
     """The policy; observations, actions and masks, some decisions into matches."""
-    resolved = experiment.resolve(gallery.experiments(PRESET)[PRESET])
+    resolved = runner.resolve(preset_index.experiments(PRESET)[PRESET])
     config: Any = resolved.config
     rows = config.num_envs_per_worker
     environments = make_environments(resolved.experiment.env, rows, config.env_config)

@@ -86,10 +86,10 @@ def asynchronous(mode: str) -> dict[str, Any]:
 
 
 def tuned() -> dict[str, Any]:
-    from ludus import config
+    from ludus.config import schema
 
-    with resources.as_file(resources.files("ludus.experiment.presets") / "cartpole-fast.yaml") as path:
-        found: dict[str, Any] = config.load_experiments(path)["cartpole-fast"]
+    with resources.as_file(resources.files("ludus.experiments.presets") / "cartpole-fast.yaml") as path:
+        found: dict[str, Any] = schema.load_experiments(path)["cartpole-fast"]
     return dict(found["config"])
 
 
@@ -98,8 +98,8 @@ def main(args: Args) -> None:
     chosen = tuned() if args.mode == "tuned" else asynchronous(args.mode) if args.mode in ASYNC_MODES else equal(args.task)
     chosen |= json.loads(os.environ.get("LUDUS_BENCH_CONFIG", "{}"))
     run = Run("ludus", args, describe(settings.CARTPOLE, **chosen) if args.mode == "equal" else dict(chosen))
-    from ludus.experiment import experiment
-    from ludus.game.environment import make_environments
+    from ludus.envs.vector_env import make_environments
+    from ludus.experiments import runner
 
     begun_s = ASYNC_START_S if args.mode in ASYNC_MODES else 0.0
     limits = {"timesteps": args.max_frames, "time_s": args.max_seconds + begun_s, "episode_return_mean": args.target}
@@ -110,13 +110,13 @@ def main(args: Args) -> None:
     if args.mode not in ASYNC_MODES:  # those begin with the first update, when all processes are there
         run.begin()
     with tempfile.TemporaryDirectory() as directory:
-        result = experiment.start(data, local_dir=Path(directory), sinks=[watch])
+        result = runner.start(data, local_dir=Path(directory), sinks=[watch])
     if result.stopped_by == "episode_return_mean":
         run.reach(int(result.metrics["timesteps"]))  # after the run directory is complete: a stricter clock than the peers'
     run.note(watch.shares())
 
     def evaluate() -> float:
-        from ludus.actor.evaluate import play
+        from ludus.sampling.episode_runner import play
 
         with result.agent.policy.acting():
             return play(result.agent.policy, make_environments(ENVIRONMENTS[args.task], 20), 20, 10_000).mean

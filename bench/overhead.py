@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from bench.ours import equal
-from ludus.experiment import experiment
-from ludus.experiment.experiment import Parts
-from ludus.experiment.run import Run
+from ludus.experiments import runner
+from ludus.experiments.runner import Parts
+from ludus.experiments.runs.run_dir import Run
 
 ROUNDS, ITERATIONS = 15, 12
 
@@ -37,10 +37,10 @@ def timed(run: object, parts: Parts) -> float:
 
 
 def main() -> None:
-    resolved = experiment.resolve({"env": "CartPole-v1", "stop": {"iterations": 1 << 40}, "config": equal("cartpole")})
+    resolved = runner.resolve({"env": "CartPole-v1", "stop": {"iterations": 1 << 40}, "config": equal("cartpole")})
     with tempfile.TemporaryDirectory() as directory:
         run = Run.create(Path(directory) / "run", resolved.saved())
-        with experiment.assembled(resolved, lambda: run, None, [], 0) as parts:
+        with runner.assembled(resolved, lambda: run, None, [], 0) as parts:
             by_hand(parts)
             pairs = [(timed(through_program, parts), timed(by_hand, parts)) for _ in range(ROUNDS)]
     ratios = sorted(program / bare for program, bare in pairs)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.train import RESULTS, Row, provenance
-from ludus.gamecore.server import Running
-from ludus.gamecore.settings import Settings
+from ludus.gamecore.server.http.app import Running
+from ludus.gamecore.server.settings import Settings
 
 PRESETS = {"1v1": "Arena_1v1_PPO", "3v3": "Arena_3v3_PPO"}
 WAYS = ("in process", "HTTP")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
+from ludus.cli.training.config_check import check_file
 from ludus.errors import LudusError
-from ludus.experiment.config_check import check_file
 
 RUNS = ("PPO", "APPO", "IMPALA", "DQN", "SimpleQ", "A2C")
 

@@ -74,10 +74,10 @@ def measure(kind: str, workers: int, seconds: float, address: str | None = None)
     """Frames/s of so many workers, 0: the sampler in this process; with an address on the nodes of that Ray cluster."""
     import torch
 
-    from ludus import config as configs
-    from ludus.experiment.parts import make_policy
-    from ludus.experiment.sampled import look_at, make_plan
-    from ludus.training.algorithm import algorithm_class
+    from ludus.algorithms.base import algorithm_class
+    from ludus.config import schema as configs
+    from ludus.experiments.assembly.components import make_policy
+    from ludus.experiments.assembly.worker_training import look_at, make_plan
 
     torch.set_num_threads(1)
     task = ENVIRONMENTS[kind]
@@ -100,9 +100,9 @@ def measure(kind: str, workers: int, seconds: float, address: str | None = None)
 
 
 def _alone(task: dict[str, Any], policy: Any, steps: int, seconds: float) -> Row:
-    from ludus.actor.sampler import Sampler, segment_spec
-    from ludus.game.environment import make_environments
-    from ludus.memory.local import LocalMemory
+    from ludus.envs.vector_env import make_environments
+    from ludus.sampling.sampler import Sampler, segment_spec
+    from ludus.transport.local import LocalMemory
 
     class Fixed:
         def newest(self) -> tuple[Any, int]:
@@ -125,8 +125,8 @@ def _alone(task: dict[str, Any], policy: Any, steps: int, seconds: float) -> Row
 
 
 def _with_workers(plan: Any, policy: Any, workers: int, seconds: float, address: str | None) -> Row:
-    from ludus.buffer.blocks import BlockBatches
-    from ludus.runtime.sampling import LocalNode, Nodes, Sampling, ThisNode
+    from ludus.buffers.block_batches import BlockBatches
+    from ludus.distributed.sampling_pool import LocalNode, Nodes, Sampling, ThisNode
 
     weights = {name: tensor.detach().numpy() for name, tensor in policy.state_dict().items()}
     with contextlib.ExitStack() as stack:
@@ -135,7 +135,7 @@ def _with_workers(plan: Any, policy: Any, workers: int, seconds: float, address:
         def nodes(bell: Path) -> Nodes:
             if cluster is None:
                 return ThisNode(LocalNode(plan, bell))
-            from ludus.runtime.ray_node import RayNodes
+            from ludus.distributed.ray_nodes import RayNodes
 
             return RayNodes(cluster, plan, bell)
 
@@ -179,7 +179,7 @@ def _counted(turn: Any, seconds: float, sampling: Any = None) -> Row:
 
 @contextlib.contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    from ludus.runtime.cluster import Cluster
+    from ludus.ray_cluster.cluster import Cluster
 
     with Cluster(address) as cluster:
         yield cluster
@@ -223,7 +223,7 @@ def on_hosts(kinds: list[str], rounds: int, seconds: float, workers: int = HOSTS
 @contextlib.contextmanager
 def _ray_on(hosts: Any) -> Iterator[str]:
     """A Ray over all hosts. Nobody else is on their network, so that it needs no token."""
-    from ludus.runtime.cluster import HEALTH
+    from ludus.ray_cluster.cluster import HEALTH
     from tests.system.hosts import end
 
     address = f"{hosts.address(0)}:{PORT}"

@@ -35,10 +35,10 @@ import numpy as np
 import psutil
 
 from bench.train import RESULTS, Row, provenance, spread
-from ludus.memory.ring import Bell, RingReader, RingWriter, create_ring
-from ludus.memory.shared import Layout, SharedReader, SharedWriter, ring_capacity
-from ludus.spaces import ArraySpec
-from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
+from ludus.core.spaces import ArraySpec
+from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
+from ludus.transport.ring_buffer import Bell, RingReader, RingWriter, create_ring
+from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
 
 HERE = Path(__file__).parent
 BUILD = HERE / ".build"
@@ -373,11 +373,11 @@ def ray_objects_in_lots(seconds: float) -> Row:
 
 WAYS: dict[str, tuple[Callable[[float], Row], str]] = {
     "memcpy": (memcpy, "two processes copy into and out of the same 256 MB, no hand-over: the ceiling"),
-    "ring": (ring, "ludus.memory.ring, records of 100 KB written in place, copied once into the batch"),
+    "ring": (ring, "ludus.transport.ring_buffer, records of 100 KB written in place, copied once into the batch"),
     "ring of 16": (small_ring, "the same with room for 16 records, as a worker's ring has: it stays in the cache"),
     "segments": (
         segments,
-        "ludus.memory.shared, segments of 99 KB: ten arrays written in place, gathered 16 at a time into a batch",
+        "ludus.transport.shared_memory, segments of 99 KB: ten arrays written in place, gathered 16 at a time into a batch",
     ),
     "ray": (ray_objects, "ray.put, one actor call per segment (64 under way), ray.get, copied into the batch"),
     "ray, 16 a call": (ray_objects_in_lots, "ray.put of each segment, 16 references per actor call"),

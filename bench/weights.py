@@ -27,8 +27,8 @@ from torch import nn
 
 from bench.train import Row, spread
 from bench.transport import WAIT_S, keep, one, own_ray, producing, scratch
-from ludus.model import module as modules
-from ludus.model.board import Board, BoardReader, stage
+from ludus.models.weights import module_spec as modules
+from ludus.models.weights.shared_weights import Board, BoardReader, stage
 
 PROCESSES = 4
 SIZES = (1, 10, 100)
@@ -141,8 +141,11 @@ def _repeated(publish: Callable[[int], None], took: list[float], seconds: float)
 
 
 WAYS: dict[str, tuple[Callable[[int, float], list[float]], str]] = {
-    "board": (through_board, "ludus.model.board, slots of shared memory: copied in once, copied out by each"),
-    "file and mmap": (through_files, "ludus.model.board with staged files: a safetensors file per version, mapped by each"),
+    "board": (through_board, "ludus.models.weights.shared_weights, slots of shared memory: copied in once, copied out by each"),
+    "file and mmap": (
+        through_files,
+        "ludus.models.weights.shared_weights with staged files: a safetensors file per version, mapped by each",
+    ),
     "ray": (through_ray, "ray.put of a dict of arrays, an actor call to each process that takes the reference"),
 }
 

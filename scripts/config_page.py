@@ -1,10 +1,10 @@
-"""Write the tables of docs/config.md anew, from the schemas. Run it after a key has changed; a test holds the page to it."""
+"""Regenerate the tables of docs/config.md from the schemas. Run it after a key has changed; a test compares page and schemas."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ludus.experiment.keys import filled
+from ludus.experiments.validation.explain import filled
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 

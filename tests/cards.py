@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from ludus.tree import Array
+from ludus.core.tree import Array
 
 CARDS = 4
 OBSERVATION = gym.spaces.Box(0.0, 1.0, (CARDS,), np.float32)

@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from ludus import trust
+from ludus.core import trust
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
 from tests.s3 import s3_url as s3_url

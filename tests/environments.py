@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from ludus.tree import Array
+from ludus.core.tree import Array
 
 
 class Count(gym.Env[Any, Any]):

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 from pettingzoo import AECEnv, ParallelEnv
 
-from ludus.tree import Array
+from ludus.core.tree import Array
 
 OBSERVATION = gym.spaces.Box(-100, 1000, (3,), np.float32)
 ACTION = gym.spaces.Discrete(4)

@@ -59,8 +59,8 @@ class Server:
 
     def ask(self, method: str, path: str, query: str = "", body: bytes = b"") -> tuple[int, bytes]:
         """Behind the store's back. The path begins with the bucket; the query is encoded and in order."""
-        from ludus.store.credentials import Credentials
-        from ludus.store.uploads import sign
+        from ludus.storage.multipart_cleanup import sign
+        from ludus.storage.s3_credentials import Credentials
 
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_WAIT_S)
         try:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ludus
+from ludus.envs.vector_env import make_one
 from ludus.errors import UsageError
-from ludus.experiment import rollout
-from ludus.game.environment import make_one
+from ludus.experiments.evaluation import rollout
 from tests.games import RememberAndAim
 
 SMALL: dict[str, Any] = {"num_envs": 4, "train_batch_size": 64, "minibatch_size": 32, "evaluation_duration": 0}

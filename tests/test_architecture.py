@@ -1,8 +1,13 @@
-"""The shape of the package: imports go down only, Ray stays in one folder, no rooms without a name."""
+"""The shape of the package. `[tool.importlinter]` in pyproject.toml holds imports; this file holds what import statements do not show."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,86 +16,90 @@ import pytest
 import ludus
 
 ROOT = Path(ludus.__file__).parent
+PROJECT = Path(__file__).parents[1]
+MOST_MODULES = 15
 
-LAYERS = [
-    {"cli", "api"},
-    {"experiment", "remote"},
-    {"cluster"},
-    {"runtime"},
-    {"serve", "gamecore"},
-    {"actor"},
-    {"training", "league"},
-    {"model", "buffer"},
-    {"games"},
-    {"game", "memory", "store"},
-    {
-        "types",
-        "tree",
-        "spaces",
-        "errors",
-        "formatting",
-        "config",
-        "plugins",
-        "metrics",
-        "documents",
-        "spellings",
-        "sb3_cleanrl",
-        "rllib_values",
-        "batch_shape",
-        "complaint",
-        "statistics",
-        "logfile",
-        "regular_files",
-        "pids",
-        "repeats",
-        "sockets",
-        "schedule",
-        "trust",
-    },
-]
-"""From top to bottom; a module may import from its own room and from below. `testing` is outside: it tests them all."""
-
-LEVEL = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
+_MODULE_NAME = re.compile(r"ludus(\.[a-z_0-9]+){2,}(:[A-Za-z_][\w.]*)?")
+_UPWARD_NAMES = {
+    ("envs", "games"),  # the registry of environments names the Arena
+    ("envs", "gamecore"),
+    ("core", "envs"),  # names that stored data may import
+    ("core", "games"),
+    ("core", "gamecore"),
+    ("core", "models"),
+    ("core", "algorithms"),
+    ("core", "transport"),
+    ("core", "launch"),
+    ("core", "storage"),
+    ("launch", "cli"),  # a job runs a command
+    ("launch", "distributed"),
+}
+"""(package, package above it): names of modules in strings that are meant to go up."""
 
 
 def modules() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
-def room(path: Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    return first.removesuffix(".py")
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Full names of what a file imports, wherever in the file."""
+def depths() -> dict[str, int]:
+    with open(PROJECT / "pyproject.toml", "rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return {package.strip(): depth for depth, packages in enumerate(layers) for package in packages.split("|")}
+
+
+def imports_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-            if node.module == "ludus":
-                yield from (f"ludus.{alias.name}" for alias in node.names)
 
 
-def test_every_room_has_a_place_in_the_order() -> None:
-    unplaced = {room(path) for path in modules()} - LEVEL.keys() - {"testing", "__init__"}
-    assert not unplaced
+def module_names_in_strings(path: Path) -> Iterator[str]:
+    """`module:Class` of plugin tables, arguments of `python -m`, and preload lists."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE_NAME.fullmatch(node.value):
+            yield node.value
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if room(p) in LEVEL], ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down_only(path: Path) -> None:
-    here = LEVEL[room(path)]
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] == "ludus" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room(path):
-            values = here == LEVEL[parts[1]] == len(LAYERS) - 1  # the values are one room of many files
-            assert values or LEVEL[parts[1]] > here, f"{path.relative_to(ROOT)} imports {name}, which is not below it"
+def test_imports_keep_to_the_contracts() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_ray_is_imported_in_runtime_alone() -> None:
-    guilty = [p for p in modules() if room(p) != "runtime" and any(n.split(".")[0] == "ray" for n in imported(p))]
-    assert guilty == []
+def test_every_package_has_a_layer() -> None:
+    assert {package_of(path) for path in modules()} - depths().keys() == {"testing", "__init__"}
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if p.name != "renamed.py"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_module_names_in_strings_exist_and_go_down(path: Path) -> None:
+    depth = depths()
+    here = package_of(path)
+    for name in module_names_in_strings(path):
+        module, _, attribute = name.partition(":")
+        found = importlib.util.find_spec(module)
+        assert found is not None, f"{path.relative_to(ROOT)} names {name}, which does not exist"
+        if attribute and found.origin:
+            assert re.search(
+                rf"^\s*(class|def|async def) {attribute.split('.')[0]}\b|^{attribute}\b", Path(found.origin).read_text(), re.M
+            )
+        there = module.split(".")[1]
+        if here in depth and there != here and (here, there) not in _UPWARD_NAMES:
+            assert depth[there] > depth[here], f"{path.relative_to(ROOT)} names {name}, which is not below it"
+
+
+def test_folders_are_small() -> None:
+    folders: dict[Path, int] = {}
+    for path in modules():
+        if path.name != "__init__.py":
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MOST_MODULES} == {}
 
 
 def test_there_is_no_bag_of_everything() -> None:
@@ -98,9 +107,10 @@ def test_there_is_no_bag_of_everything() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    ours = {ROOT / "runtime" / "processes.py", ROOT / "runtime" / "forkserver.py"}  # to its own worker, over a private descriptor
-    guilty = [p for p in modules() if {"pickle", "cloudpickle", "dill", "shelve"} & {n.split(".")[0] for n in imported(p)}]
-    assert set(guilty) <= ours
+    """Except a worker process what its parent sends it over a private descriptor."""
+    allowed = {ROOT / "process" / "workers" / "supervisor.py", ROOT / "process" / "workers" / "forkserver.py"}
+    using = [p for p in modules() if {"pickle", "cloudpickle", "dill", "shelve"} & {n.split(".")[0] for n in imports_of(p)}]
+    assert set(using) <= allowed
     assert [p for p in modules() if "torch.load" in p.read_text(encoding="utf-8")] == []
 
 
@@ -115,10 +125,9 @@ def test_no_function_needs_scrolling() -> None:
     assert long == []
 
 
-def test_no_public_name_is_shadowed_by_a_room() -> None:
-    """`import ludus.train` would put the folder in place of the function."""
-    rooms = {room(path) for path in modules()}
-    assert not rooms & set(ludus.__all__)
+def test_no_public_name_is_shadowed_by_a_package() -> None:
+    """`import ludus.train` would put the package in place of the function."""
+    assert not {package_of(path) for path in modules()} & set(ludus.__all__)
 
 
 def test_public_names_are_sorted_and_exist() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.runtime.gateways import bind
+from ludus.distributed.gateway_workers import bind
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ludus.game import GamecoreClient
-from ludus.gamecore import catalogue
-from ludus.gamecore.server import Running, running
-from ludus.gamecore.settings import Settings
-from ludus.remote.fake_game import FakeActor
-from tests.game.toy import save
-from tests.serving import gateway
+from ludus.gamecore.server import catalogue
+from ludus.gamecore.server.http.app import Running, running
+from ludus.gamecore.server.settings import Settings
+from ludus.remote.fake_peers import FakeActor
+from tests.local_servers import gateway
+from tests.process.toy_game import save
 
 PAGE = (Path(__file__).parents[1] / "docs" / "gamecore.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -87,7 +87,7 @@ def test_every_catalogue_on_the_page_is_one() -> None:
 def test_every_command_on_the_page_exists() -> None:
     from typer.main import get_command
 
-    from ludus.cli.gamecore import app
+    from ludus.cli.games.gamecore import app
 
     known = set(get_command(app).commands)  # type: ignore[attr-defined]
     named = set(re.findall(r"ludus gamecore ([a-z]+)", PAGE)) | set(re.findall(r"^\| `([a-z]+)[^|]*` \|", _shell(), re.MULTILINE))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ludus.actor.gamecored import GamecoreVectorEnv
-from ludus.actor.playable import KEYS
-from ludus.config import ExperimentConfig
-from ludus.game.lineups import Lineups
-from ludus.games.arena.heroes import IDS
+from ludus.config.schema import ExperimentConfig
+from ludus.envs.opponents.lineups import Lineups
+from ludus.gamecore.game_spec import KEYS
+from ludus.gamecore.vector_env import GamecoreVectorEnv
+from ludus.games.arena.engine.heroes import IDS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

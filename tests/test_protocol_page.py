@@ -21,19 +21,19 @@ import pytest
 import yaml
 
 import ludus
-from ludus import config as configs
-from ludus.actor.agent import Seat
-from ludus.actor.builtin import BuiltinActor
-from ludus.actor.gateway import GatewaySettings
-from ludus.actor.http import HttpLimits
-from ludus.actor.session import SessionLimits
-from ludus.game import protocol
-from ludus.game.bodies import SeatSpaces, plain_spec, seats_from
-from ludus.game.check import Conformance
-from ludus.game.client import Client
-from ludus.model.acting import Decision
-from ludus.remote.fake_game import FakeActor
-from tests.serving import LIMIT_S, Served, checking, gateway, received
+from ludus.config import schema as configs
+from ludus.gateway.agent import Seat
+from ludus.gateway.builtin_actor import BuiltinActor
+from ludus.gateway.http_connection import HttpLimits
+from ludus.gateway.server import GatewaySettings
+from ludus.gateway.sessions import SessionLimits
+from ludus.models.inference.batched_policy import Decision
+from ludus.protocol import spec
+from ludus.protocol.client import Client
+from ludus.protocol.codec import SeatSpaces, plain_spec, seats_from
+from ludus.protocol.conformance import Conformance
+from ludus.remote.fake_peers import FakeActor
+from tests.local_servers import LIMIT_S, Served, checking, gateway, received
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -55,14 +55,14 @@ class Constant:
         return decided
 
 
-@pytest.fixture(params=["fake-actor", "built-in", "seats"])
+@pytest.fixture(params=["fake actor", "built-in actor", "two seats"])
 def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
     name = str(request.param)
-    if name == "fake-actor":
+    if name == "fake actor":
         with gateway(FakeActor) as served:
             yield name, served
         return
-    seats = ONE if name == "built-in" else TWO
+    seats = ONE if name == "built-in actor" else TWO
     shared = {seat: Seat(Constant(spaces)) for seat, spaces in seats.items()}
     with gateway(lambda: BuiltinActor(shared), GatewaySettings(spec=plain_spec(seats))) as served:
         yield name, served
@@ -71,7 +71,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_every_curl_line_answers_as_printed(place: tuple[str, Served]) -> None:
     name, served = place
-    blocks = [text for info, text in BLOCKS if info == f"console {name}"]
+    blocks = [text for info, text in BLOCKS if info == f'console title="{name}"']
     assert blocks
     for block in blocks:
         for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -84,7 +84,7 @@ def test_every_curl_line_answers_as_printed(place: tuple[str, Served]) -> None:
 
 def test_every_printed_request_is_answered_with_the_printed_reply() -> None:
     raw = [(info, _on_the_wire(text)) for info, text in BLOCKS if info.startswith("http ")]
-    assert [info for info, _ in raw] == ["http request", "http reply"] * (len(raw) // 2)
+    assert [info for info, _ in raw] == ['http title="request"', 'http title="reply"'] * (len(raw) // 2)
     with gateway(FakeActor) as served, socket.create_connection(("127.0.0.1", served.port), LIMIT_S) as connection:
         for (_, request), (_, reply) in zip(raw[::2], raw[1::2], strict=True):
             connection.sendall(request)
@@ -152,7 +152,7 @@ def test_every_refusal_in_the_code_is_on_the_page_and_no_other() -> None:
 
 def _refusals_in_code() -> Iterator[tuple[int, str]]:
     source = Path(ludus.__file__).parent
-    for path in (*(source / "actor").glob("*.py"), *(source / "serve").glob("*.py")):
+    for path in (path for package in ("gateway", "gamecore", "serving") for path in (source / package).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Refused":
                 status, word = node.args[:2]
@@ -166,21 +166,21 @@ def test_limits_are_those_of_the_code() -> None:
     real = {f"http.{f.name}": float(getattr(HttpLimits(), f.name)) for f in fields(HttpLimits)}
     real |= {f"sessions.{f.name}": float(getattr(SessionLimits(), f.name)) for f in fields(SessionLimits)}
     assert printed == real
-    assert f"up to {protocol.MAX_NAME_BYTES} bytes" in PAGE
+    assert f"up to {spec.MAX_NAME_BYTES} bytes" in PAGE
     assert f"without a request for {SessionLimits().silent_s:g} s" in PAGE
     assert f"longer than {SessionLimits().tick_s:g} s" in " ".join(PAGE.split())
 
 
 def test_every_spelling_of_a_header_is_on_the_page_and_works() -> None:
     spelled = {word.lower().encode() for row in rows("Requests") for word in re.findall(r"`([\w-]+)`", " ".join(row[:2]))}
-    known = protocol.SESSION_HEADERS | protocol.KIND_HEADERS | protocol.SEQ_HEADERS | protocol.MATCH_HEADERS
-    known |= protocol.MODEL_HEADERS | protocol.VERSION_HEADERS | protocol.TEMPERATURE_HEADERS
+    known = spec.SESSION_HEADERS | spec.KIND_HEADERS | spec.SEQ_HEADERS | spec.MATCH_HEADERS
+    known |= spec.MODEL_HEADERS | spec.VERSION_HEADERS | spec.TEMPERATURE_HEADERS
     assert known <= spelled
     kinds = {word.encode() for row in rows("Requests") if row[0] == "`step_kind`" for word in re.findall(r"`(\w+)`", row[2])}
-    assert kinds == set(protocol.KINDS)
+    assert kinds == set(spec.KINDS)
 
 
 def test_the_version_is_that_of_the_code() -> None:
-    assert PAGE.startswith(f"# The game protocol, version {protocol.VERSION}\n")
+    assert PAGE.startswith(f"# The game protocol, version {spec.VERSION}\n")
     with gateway(FakeActor) as served, Client(served.url) as client:
-        assert client.spec()["protocol"] == protocol.VERSION
+        assert client.spec()["protocol"] == spec.VERSION

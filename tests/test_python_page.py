@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import ludus
-from ludus.experiment import complaints, keys
+from ludus.algorithms.base import config_schemas
+from ludus.experiments.validation import explain
 
 DOCS = Path(__file__).parent.parent / "docs"
 PYTHON = (DOCS / "python.md").read_text(encoding="utf-8")
@@ -61,7 +62,7 @@ def check_arguments(call: ast.Call, function: object) -> None:
     for keyword in call.keywords:
         if keyword.arg is not None and keyword.arg not in parameters:
             assert "settings" in parameters, keyword.arg
-            assert keys.explain(keyword.arg), keyword.arg
+            assert explain.explain(keyword.arg), keyword.arg
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -69,12 +70,12 @@ def test_keys_of_other_libraries_are_known_by_the_names_on_the_page(page: str) -
     text = (DOCS / page).read_text(encoding="utf-8")
     rows = ROW.findall(text.partition("| key of ")[2])
     assert len(rows) > 12
-    names = {name.rstrip("_") for schema in complaints.schemas().values() for name in schema.model_fields}
+    names = {name.rstrip("_") for schema in config_schemas().values() for name in schema.model_fields}
     names |= set(inspect.signature(ludus.train).parameters)
     for theirs, ours in rows:
-        assert keys.explain(theirs), theirs
+        assert explain.explain(theirs), theirs
         for name in re.findall(r"`([\w.]+)`", ours):
-            assert name in names or keys.explain(name), name
+            assert name in names or explain.explain(name), name
 
 
 @pytest.mark.parametrize("page", ["python.md", *PAGES])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.model.networks import Network
-from ludus.model.policy import Policy
+from ludus.models.networks import Network
+from ludus.models.policy import Policy
 
 _INSTALLER = Path(__file__).parents[1] / "scripts" / "tools.sh"
 _INSTALL_S = 240.0  # measured: 5 s for each from the mirror, 25 s for godot4

@@ -21,8 +21,8 @@ import numpy as np
 from bench.fleets import services
 from bench.fleets.services import Missing, Seaweed
 from bench.train import Row
-from ludus.store.local import LocalStore
-from ludus.store.store import Store, open_store
+from ludus.storage.base import Store, open_store
+from ludus.storage.local import LocalStore
 
 MB = 1_000_000
 Files = Mapping[str, bytes]

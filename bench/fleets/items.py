@@ -12,9 +12,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ludus.memory.shared import Layout
-from ludus.spaces import ArraySpec
-from ludus.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
+from ludus.core.spaces import ArraySpec
+from ludus.core.types import OVER_STEPS, OVER_STEPS_AND_AFTER, Segments, SegmentSpec
+from ludus.transport.shared_memory import Layout
 
 _ACTION = ArraySpec((), np.dtype(np.int64))
 _POLE = ArraySpec((4,), np.dtype(np.float32))

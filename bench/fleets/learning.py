@@ -221,7 +221,7 @@ def _may_die(name: str, crew: Crew) -> bool:
     """The learner not before there is a checkpoint: else nothing would be shown but a second start."""
     if name != "learner":
         return True
-    from ludus.store.store import open_store
+    from ludus.storage.base import open_store
 
     with _environment(crew.environment):
         return bool(open_store(crew.url).list("checkpoints"))

@@ -20,7 +20,7 @@ from bench.fleets import items, ways
 from bench.fleets.services import RedisServer, password_known, redis_server
 from bench.fleets.ways import Place, Way
 from bench.train import Row
-from ludus.runtime.machine import keep_freed_memory
+from ludus.process.host import keep_freed_memory
 
 
 def measured(way: Way, records: Path, size: str, seconds: float) -> Row:

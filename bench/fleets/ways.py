@@ -18,10 +18,10 @@ import redis
 
 from bench.fleets.items import Batch, Draft, EpisodeDraft, Item
 from bench.fleets.services import Missing, RedisServer
-from ludus.memory.local import LocalMemory
-from ludus.memory.ring import Bell, create_ring
-from ludus.memory.shared import SharedReader, SharedWriter, ring_capacity
-from ludus.types import Segments
+from ludus.core.types import Segments
+from ludus.transport.local import LocalMemory
+from ludus.transport.ring_buffer import Bell, create_ring
+from ludus.transport.shared_memory import SharedReader, SharedWriter, ring_capacity
 
 ROOM = 128
 READ = 16
@@ -76,8 +76,8 @@ CHANNEL, WORKER, PLAN = "bench", "worker-0", "plan-0"
 
 def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
     def produce(place: Place) -> None:
-        from ludus.memory.exchange import open_exchange
-        from ludus.memory.exchanged import ExchangeWriter
+        from ludus.transport.message_stream import open_exchange
+        from ludus.transport.stream_memory import ExchangeWriter
 
         assert place.server is not None
         exchange = open_exchange(place.server.url, CHANNEL, ROOM)
@@ -93,8 +93,8 @@ def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
             place.flight[0] = number
 
     def consume(place: Place) -> Iterator[int]:
-        from ludus.memory.exchange import open_exchange
-        from ludus.memory.exchanged import ExchangeReader
+        from ludus.transport.message_stream import open_exchange
+        from ludus.transport.stream_memory import ExchangeReader
 
         assert place.server is not None
         exchange = open_exchange(place.server.url, CHANNEL, ROOM)
@@ -120,7 +120,7 @@ def exchanged(compression: Literal["none", "lz4"]) -> tuple[Produce, Consume]:
 
 def _inspection(item: Item) -> Callable[[Segments], str | None]:
     """That of the learner."""
-    from ludus.buffer.inspection import Inspector
+    from ludus.buffers.segment_validation import Inspector
 
     return Inspector(*item.spaces, item.layout.spec).inspect
 
@@ -367,6 +367,6 @@ WAYS: dict[str, Way] = {
     "pub/sub, bytes, paced": Way(*published(False, True), "the same; the publisher knows what was read, at no cost", lossy=True),
     "zmq tcp": Way(*zeromq("tcp"), "PUSH/PULL over TCP; no server, nothing is kept", ""),
     "zmq ipc": Way(*zeromq("ipc"), "PUSH/PULL over a Unix socket", ""),
-    "ring": Way(ring_written, ring_read, "ludus.memory.shared: one machine only", ""),
-    "in process": Way(*in_process(), "ludus.memory.local: two threads of one process", "", threads=True),
+    "ring": Way(ring_written, ring_read, "ludus.transport.shared_memory: one machine only", ""),
+    "in process": Way(*in_process(), "ludus.transport.local: two threads of one process", "", threads=True),
 }

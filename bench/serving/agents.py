@@ -14,13 +14,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ludus.actor.raw import HEAD
-from ludus.experiment import checkpoint
-from ludus.model.networks import NetworkConfig
-from ludus.model.policy import Policy
-from ludus.store.local import LocalStore
-from ludus.training.algorithms.ppo import PPO, PPOConfig
-from ludus.types import DEFAULT_MODEL
+from ludus.algorithms.ppo import PPO, PPOConfig
+from ludus.core.types import DEFAULT_MODEL
+from ludus.experiments.runs import checkpoint
+from ludus.gateway.raw_codec import HEAD
+from ludus.models.networks import NetworkConfig
+from ludus.models.policy import Policy
+from ludus.storage.local import LocalStore
 
 Array = np.ndarray[Any, Any]
 MARGIN = 2e-3  # between the two best logits, which have a spread of about 2

@@ -11,8 +11,8 @@ import torch
 
 from bench.serving import agents
 from bench.train import Row
-from ludus.model import export
-from ludus.model.onnx import OnnxPolicy
+from ludus.models.export import onnx_export
+from ludus.models.inference.onnx_policy import OnnxPolicy
 
 BLOCKS = 15
 BLOCK_S = 0.02
@@ -22,7 +22,7 @@ def measure(kind: str, batches: tuple[int, ...] = (1, 64)) -> list[Row]:
     """Medians of interleaved blocks, µs per call; both on one thread."""
     torch.set_num_threads(1)
     policy = agents.make_policy(kind, 1)
-    exported = OnnxPolicy(export.export_policy(policy, name="bench", version=1))
+    exported = OnnxPolicy(onnx_export.export_policy(policy, name="bench", version=1))
     policy.network.freeze()  # as it is served
     rows = []
     for batch in batches:

@@ -21,7 +21,7 @@ from bench.serving.generator import Driven, Load, percentile_ms
 from bench.serving.process import serving
 from bench.serving.stacks import Stack
 from bench.train import Row
-from ludus.model.policy import Policy
+from ludus.models.policy import Policy
 
 MATCH = 24
 DURING_S = 5.0

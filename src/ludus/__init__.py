@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ludus.actor.actor import Actor as Actor
     from ludus.api import battle as battle
     from ludus.api import evaluate as evaluate
     from ludus.api import load as load
@@ -24,56 +23,57 @@ if TYPE_CHECKING:
     from ludus.api import train as train
     from ludus.api import trainable as trainable
     from ludus.api import tune as tune
+    from ludus.envs.registry import register_env as register_env
     from ludus.errors import LudusError as LudusError
     from ludus.errors import Refused as Refused
-    from ludus.experiment.callbacks import Callback as Callback
-    from ludus.experiment.callbacks import TrainingRun as TrainingRun
-    from ludus.experiment.experiment import Result as Result
-    from ludus.experiment.run_agent import RunAgent as RunAgent
-    from ludus.game.gamecore import GamecoreClient as GamecoreClient
-    from ludus.game.registry import register_env as register_env
-    from ludus.model.policy import Policy as Policy
-    from ludus.remote import fake as fake
+    from ludus.experiments.control.callbacks import Callback as Callback
+    from ludus.experiments.control.callbacks import TrainingRun as TrainingRun
+    from ludus.experiments.runner import Result as Result
+    from ludus.experiments.runs.run_agent import RunAgent as RunAgent
+    from ludus.gateway.actor import Actor as Actor
+    from ludus.models.policy import Policy as Policy
+    from ludus.protocol.gamecore_client import GamecoreClient as GamecoreClient
+    from ludus.remote import fakes as fake
     from ludus.remote.actor import RemoteActor as RemoteActor
     from ludus.remote.agent import Agent as Agent
     from ludus.remote.buffer import RemoteBuffer as RemoteBuffer
+    from ludus.remote.context import init as init
+    from ludus.remote.context import metric as metric
+    from ludus.remote.context import run_until_asked_to_stop as run_until_asked_to_stop
     from ludus.remote.model import RemoteModel as RemoteModel
     from ludus.remote.model import get_torch_model_weights as get_torch_model_weights
     from ludus.remote.model import set_torch_model_weights as set_torch_model_weights
-    from ludus.remote.session import init as init
-    from ludus.remote.session import metric as metric
-    from ludus.remote.session import run_until_asked_to_stop as run_until_asked_to_stop
     from ludus.remote.trainer import RemoteTrainer as RemoteTrainer
     from ludus.remote.trainer import learner as learner
 
 _WHERE = {
-    "Actor": "ludus.actor.actor",
+    "Actor": "ludus.gateway.actor",
     "Agent": "ludus.remote.agent",
-    "Callback": "ludus.experiment.callbacks",
-    "GamecoreClient": "ludus.game.gamecore",
+    "Callback": "ludus.experiments.control.callbacks",
+    "GamecoreClient": "ludus.protocol.gamecore_client",
     "LudusError": "ludus.errors",
-    "Policy": "ludus.model.policy",
+    "Policy": "ludus.models.policy",
     "Refused": "ludus.errors",
     "RemoteActor": "ludus.remote.actor",
     "RemoteBuffer": "ludus.remote.buffer",
     "RemoteModel": "ludus.remote.model",
     "RemoteTrainer": "ludus.remote.trainer",
-    "Result": "ludus.experiment.experiment",
-    "RunAgent": "ludus.experiment.run_agent",
-    "TrainingRun": "ludus.experiment.callbacks",
+    "Result": "ludus.experiments.runner",
+    "RunAgent": "ludus.experiments.runs.run_agent",
+    "TrainingRun": "ludus.experiments.control.callbacks",
     "battle": "ludus.api",
     "evaluate": "ludus.api",
     "fake": "ludus.remote",
     "get_torch_model_weights": "ludus.remote.model",
-    "init": "ludus.remote.session",
+    "init": "ludus.remote.context",
     "learner": "ludus.remote.trainer",
     "load": "ludus.api",
-    "metric": "ludus.remote.session",
-    "register_env": "ludus.game.registry",
+    "metric": "ludus.remote.context",
+    "register_env": "ludus.envs.registry",
     "read_rollout": "ludus.api",
     "resume": "ludus.api",
     "rollout": "ludus.api",
-    "run_until_asked_to_stop": "ludus.remote.session",
+    "run_until_asked_to_stop": "ludus.remote.context",
     "set_torch_model_weights": "ludus.remote.model",
     "train": "ludus.api",
     "trainable": "ludus.api",
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name == "fake":  # a module of its own, so that `ludus.fake.FakeBuffer` reads as one
-        return importlib.import_module("ludus.remote.fake")
+        return importlib.import_module("ludus.remote.fakes")
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

@@ -6,25 +6,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludus import trust as trusts
-from ludus.actor.trained import TrainedAgent
-from ludus.experiment import checkpoint
-from ludus.experiment import experiment as experiments
-from ludus.experiment.arguments import training_data
-from ludus.experiment.callbacks import Callback, ReportFunction
-from ludus.experiment.experiment import Result
-from ludus.experiment.observing import observe_training
-from ludus.experiment.run_agent import RunAgent
-from ludus.experiment.workspace import directory_of
-from ludus.game.registry import EnvLike, env_name
-from ludus.types import DEFAULT_MODEL
+from ludus.core import trust as trusts
+from ludus.core.types import DEFAULT_MODEL
+from ludus.envs.registry import EnvLike, env_name
+from ludus.experiments import runner as experiments
+from ludus.experiments.control.callbacks import Callback, ReportFunction
+from ludus.experiments.control.observers import observe_training
+from ludus.experiments.runner import Result
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.remote_runs import directory_of
+from ludus.experiments.runs.run_agent import RunAgent
+from ludus.experiments.source.keyword_arguments import training_data
+from ludus.sampling.trained_agent import TrainedAgent
 
 if TYPE_CHECKING:
-    from ludus.actor.evaluate import Score
-    from ludus.experiment.battle_result import BattleResult
-    from ludus.experiment.outcome import SweepResult
-    from ludus.experiment.rollout import Played
-    from ludus.tree import Array
+    from ludus.core.tree import Array
+    from ludus.experiments.evaluation.rollout import Played
+    from ludus.sampling.episode_runner import Score
+    from ludus.tournament.result import BattleResult
+    from ludus.tuning.report import SweepResult
 
 
 def train(
@@ -92,7 +92,7 @@ def load(where: str | Path, model: str | None = None, seed: int = 0, *, trust: b
     `model`: which one, of a run with several. `trust`: import whatever code it names, wherever it is; without it only code of your
     project (docs/security.md). Raises NotFound, Damaged, UsageError.
     """
-    from ludus.experiment.model_choice import choose_model
+    from ludus.experiments.model_choice import choose_model
 
     trusts.allow(str(where))
     run, found = checkpoint.open_checkpoint(where)
@@ -130,11 +130,11 @@ def tune(
     this process is connected to, else in the one at `address`, else in one that is started here for as long as this takes.
     With `resume` a sweep of that name that was interrupted goes on; the same call may be made again and again.
     """
-    from ludus.experiment import tuning
+    from ludus.tuning import sweep
 
-    options = tuning.SweepOptions(Path(local_dir), experiments.cluster_of(address), max_concurrent, retry_failed)
-    if resume and (Path(local_dir).expanduser() / name / tuning.STATE).exists():
-        return tuning.resume_sweep(Path(local_dir) / name, options)
+    options = sweep.SweepOptions(Path(local_dir), experiments.cluster_of(address), max_concurrent, retry_failed)
+    if resume and (Path(local_dir).expanduser() / name / sweep.STATE).exists():
+        return sweep.resume_sweep(Path(local_dir) / name, options)
     inner = dict(config or {})
     data: dict[str, Any] = {"run": inner.pop("run", run), "stop": dict(stop or {}), "num_samples": num_samples}
     if "env" in inner:
@@ -143,7 +143,7 @@ def tune(
     data |= {} if max_failures is None else {"max_failures": max_failures}
     data["tune"] = {"scheduler": scheduler, "metric": metric, "mode": mode, **settings}
     trusts.allow(data)
-    return tuning.run_sweep({name: data}, options)[0]
+    return sweep.run_sweep({name: data}, options)[0]
 
 
 def trainable(run: str = "PPO", *, env: EnvLike | None = None, stop: Mapping[str, float] | None = None, **settings: Any) -> Any:
@@ -153,13 +153,13 @@ def trainable(run: str = "PPO", *, env: EnvLike | None = None, stop: Mapping[str
     in Tune's directory for it, and reserves a core for itself and one for every worker. It reports about once in a second: then
     Tune's `training_iteration` has gone up by one; `iterations` and `timesteps` are ours.
     """
-    from ludus.experiment import tuning
+    from ludus.tuning import sweep
 
     data: dict[str, Any] = {"run": run, "config": settings}
     data |= {"env": env_name(env)} if env is not None else {}
     data |= {"stop": dict(stop)} if stop else {}
     trusts.allow(data)
-    return tuning.plain_trainable(data)
+    return sweep.plain_trainable(data)
 
 
 def evaluate(
@@ -178,7 +178,7 @@ def evaluate(
     `what`: a run, `RUN/best`, a checkpoint, the result of a training, or an agent; `env`: another environment with the same spaces. Episode i starts from
     `seed + i`, however many processes share them. `trust`: import whatever code a stored run names (docs/security.md).
     """
-    from ludus.experiment import rollout as rollouts
+    from ludus.experiments.evaluation import rollout as rollouts
 
     name = None if env is None else env_name(env)
     with trusts.consent(trust, str(what)):
@@ -208,7 +208,7 @@ def rollout(
 
     `trust`: import whatever code the stored run names (docs/security.md).
     """
-    from ludus.experiment import rollout as rollouts
+    from ludus.experiments.evaluation import rollout as rollouts
 
     options = {"seed": seed, "deterministic": deterministic, "save_info": save_info, "depth": depth}
     name = None if env is None else env_name(env)
@@ -243,10 +243,10 @@ def battle(
     what else there is to say about where it is played: `env`, `camps`, `options`, `parallel`; of the server `token_file`, `advertise`, `limit_s`.
     `trust`: import whatever code stored runs name (docs/security.md).
     """
-    from ludus.experiment import battle as battles
-    from ludus.experiment.battle_server import Place
-    from ludus.experiment.battle_terms import Keeping, Terms, read_lineups
-    from ludus.experiment.contestants import contestant
+    from ludus.tournament import battle as battles
+    from ludus.tournament.contestants import contestant
+    from ludus.tournament.gamecore_matches import Place
+    from ludus.tournament.settings import Keeping, Terms, read_lineups
 
     terms = Terms(games, swap_sides, mode, read_lineups(lineup), every, seconds, seed, deterministic)
     keeping = Keeping(None if record is None else Path(record), films=video)
@@ -256,6 +256,6 @@ def battle(
 
 def read_rollout(path: str | Path) -> list[dict[str, Array]]:
     """The episodes of a rollout's file, each as its columns: `observation`, `action`, `reward` …, `final_observation`."""
-    from ludus.experiment import steps
+    from ludus.experiments.evaluation import rollout_file as steps
 
     return steps.read_rollout(path)

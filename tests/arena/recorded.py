@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.layout import DIRECTIONS
-from ludus.games.arena.recording import Recorder
+from ludus.games.arena.engine.layout import DIRECTIONS
+from ludus.games.arena.engine.recording import Recorder
+from ludus.games.arena.engine.vector import Arena
 
 
 def orders(arena: Arena, random: np.random.Generator) -> npt.NDArray[np.int32]:

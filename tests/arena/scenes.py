@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ludus.games.arena import layout
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.layout import (
+from ludus.games.arena.engine import layout
+from ludus.games.arena.engine.layout import (
     AIMED,
     ALIVE,
     CAMP,
@@ -34,8 +33,9 @@ from ludus.games.arena.layout import (
     creep_slot,
     hero_slot,
 )
-from ludus.games.arena.rules import observed_slot
-from ludus.games.arena.settings import ArenaSettings, Lineup
+from ludus.games.arena.engine.rules import observed_slot
+from ludus.games.arena.engine.settings import ArenaSettings, Lineup
+from ludus.games.arena.engine.vector import Arena
 
 MIDDLE = LENGTH // 2
 """Far from all towers."""

@@ -14,19 +14,19 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
-from ludus import spaces
+from ludus.core import spaces
+from ludus.core.tree import map_tree
+from ludus.envs.pettingzoo import is_multi_agent, make_match
+from ludus.envs.registry import spec_of
+from ludus.envs.vector_env import make_environments, make_one
 from ludus.errors import ConfigError, EnvironmentFault
-from ludus.game.agents import is_multi_agent, make_match
-from ludus.game.environment import make_environments, make_one
-from ludus.game.registry import spec_of
-from ludus.games.arena.gym import ArenaEnv, ArenaVectorEnv
-from ludus.games.arena.heroes import HEROES, IDS
-from ludus.games.arena.layout import ALIVE, CORE, HP, LENGTH, OUTER_X, WAVES, X, structure_slot
-from ludus.games.arena.observe import FEATURES, SCALAR_FEATURES, SCALARS
-from ludus.games.arena.zoo import parallel_env
-from ludus.model.networks import NetworkConfig
-from ludus.model.policy import Policy
-from ludus.tree import map_tree
+from ludus.games.arena.engine.heroes import HEROES, IDS
+from ludus.games.arena.engine.layout import ALIVE, CORE, HP, LENGTH, OUTER_X, WAVES, X, structure_slot
+from ludus.games.arena.engine.observations import FEATURES, SCALAR_FEATURES, SCALARS
+from ludus.games.arena.env.gym_env import ArenaEnv, ArenaVectorEnv
+from ludus.games.arena.env.pettingzoo_env import parallel_env
+from ludus.models.networks import NetworkConfig
+from ludus.models.policy import Policy
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # its own environments
@@ -440,12 +440,12 @@ def test_a_policy_of_ours_can_play_it() -> None:
 
 _WITHOUT_NUMBA = """
 import sys
-import ludus, ludus.game.registry, ludus.game.environment, ludus.game.agents
+import ludus, ludus.envs.registry, ludus.envs.vector_env, ludus.envs.pettingzoo
 assert not {"numba", "pettingzoo"} & set(sys.modules)
 sys.modules["numba"] = None
 from ludus.errors import MissingExtra
-for make in (lambda: ludus.game.environment.make_environments("ludus/Arena-1v1-v0", 1),
-             lambda: ludus.game.agents.make_match("ludus/Arena-3v3-v0")):
+for make in (lambda: ludus.envs.vector_env.make_environments("ludus/Arena-1v1-v0", 1),
+             lambda: ludus.envs.pettingzoo.make_match("ludus/Arena-3v3-v0")):
     try:
         make()
     except MissingExtra as error:

@@ -12,13 +12,13 @@ import numpy.typing as npt
 import pytest
 
 from ludus.errors import ConfigError
-from ludus.games.arena.gym import ArenaVectorEnv
-from ludus.games.arena.heroes import row_of
-from ludus.games.arena.layout import ALIVE, CORE, HP, TICK, WINNER, structure_slot
-from ludus.games.arena.observe import FEATURES, SCALARS
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.games.arena.seats import state_space
-from ludus.games.arena.states import write_state
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.engine.heroes import row_of
+from ludus.games.arena.engine.layout import ALIVE, CORE, HP, TICK, WINNER, structure_slot
+from ludus.games.arena.engine.observations import FEATURES, SCALARS
+from ludus.games.arena.engine.saved_state import write_state
+from ludus.games.arena.env.gym_env import ArenaVectorEnv
+from ludus.games.arena.env.seats import state_space
 
 SEEN_BY_THE_ENEMY = 33
 SHORT: dict[str, Any] = {"seconds": 4, "every": 15}

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from ludus.errors import ConfigError
-from ludus.games.arena.arena import MASK_BEFORE_TARGETS, Arena
-from ludus.games.arena.heroes import IDS
-from ludus.games.arena.layout import (
+from ludus.games.arena.engine.heroes import IDS
+from ludus.games.arena.engine.layout import (
     AIMED,
     ALIVE,
     CAMP,
@@ -47,7 +46,8 @@ from ludus.games.arena.layout import (
     Y,
     units_of,
 )
-from ludus.games.arena.settings import Lineup
+from ludus.games.arena.engine.settings import Lineup
+from ludus.games.arena.engine.vector import MASK_BEFORE_TARGETS, Arena
 from tests.arena.scenes import legal_play
 
 # -- from both sides --------------------------------------------------------------------------------------------------

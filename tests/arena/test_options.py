@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ludus.errors import ConfigError
-from ludus.games.arena.host import Host
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.host.match import Match, Plan, read_options, read_plan
+from ludus.games.arena.host.match_host import Host
 from ludus.games.arena.main import arena_for
-from ludus.games.arena.match import Match, Plan, read_options, read_plan
-from ludus.games.arena.scripts import SCRIPTS
 
 ACTOR = {"url": "http://127.0.0.1:9"}
 

@@ -12,15 +12,15 @@ import gymnasium as gym
 import yaml
 from typer.main import get_command
 
-from ludus.cli.games import arena
-from ludus.gamecore import catalogue
-from ludus.games.arena import match
-from ludus.games.arena.gym import ArenaVectorEnv
-from ludus.games.arena.layout import BUTTONS, HEADS
-from ludus.games.arena.observe import ENTITY_FEATURES, SCALAR_FEATURES
-from ludus.games.arena.seats import Options, action_space, observation_space
-from ludus.games.arena.settings import PARTS, USUAL
-from ludus.spaces import ACTION_MASK, from_json
+from ludus.cli.games.games import arena
+from ludus.core.spaces import ACTION_MASK, from_json
+from ludus.gamecore.server import catalogue
+from ludus.games.arena.engine.layout import BUTTONS, HEADS
+from ludus.games.arena.engine.observations import ENTITY_FEATURES, SCALAR_FEATURES
+from ludus.games.arena.engine.settings import PARTS, USUAL
+from ludus.games.arena.env.gym_env import ArenaVectorEnv
+from ludus.games.arena.env.seats import Options, action_space, observation_space
+from ludus.games.arena.host import match
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "arena.md").read_text(encoding="utf-8")

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ludus.core.tree import Array
+from ludus.core.types import Ints32
 from ludus.errors import UsageError
-from ludus.games.arena import layout
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.bands import DirtyTiles
-from ludus.games.arena.layout import ALIVE, HP, SEEN, X, Y, creep_slot, structure_slot
-from ludus.games.arena.picture import SMALL, Painter, png, save_png
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.games.arena.yuv import Yuv420
-from ludus.tree import Array
-from ludus.types import Ints32
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.engine import layout
+from ludus.games.arena.engine.layout import ALIVE, HP, SEEN, X, Y, creep_slot, structure_slot
+from ludus.games.arena.engine.vector import Arena
+from ludus.games.arena.render.bands import DirtyTiles
+from ludus.games.arena.render.renderer import SMALL, Painter, png, save_png
+from ludus.games.arena.render.yuv import Yuv420
 from tests.arena.recorded import play
 
 State = tuple[Ints32, Ints32]

@@ -23,22 +23,22 @@ import msgpack
 import numpy as np
 import pytest
 
-from ludus.actor.actor import Actor
-from ludus.actor.builtin import BuiltinActor
+from ludus.core.spaces import ACTION_MASK
 from ludus.errors import ConfigError, NotFound, Refused, UsageError
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.bodies import Form, options_of, refusal
-from ludus.games.arena.host import Host
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.engine.recording import read_recording, verify
+from ludus.games.arena.engine.saved_state import write_state
+from ludus.games.arena.engine.settings import Rewards
+from ludus.games.arena.engine.vector import Arena
+from ludus.games.arena.env.seats import action_space, observation_space
+from ludus.games.arena.host.codec import Form, options_of, refusal
+from ludus.games.arena.host.match import Match, Plan, Remote, Rule, read_plan
+from ludus.games.arena.host.match_host import Host
 from ludus.games.arena.main import arena_for, main, play
-from ludus.games.arena.match import Match, Plan, Remote, Rule, read_plan
-from ludus.games.arena.recording import read_recording, verify
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.games.arena.seats import action_space, observation_space
-from ludus.games.arena.settings import Rewards
-from ludus.games.arena.states import write_state
-from ludus.spaces import ACTION_MASK
-from tests.actor.scripted import Table, tiny_policy
-from tests.serving import gateway
+from ludus.gateway.actor import Actor
+from ludus.gateway.builtin_actor import BuiltinActor
+from tests.gateway.scripted import Table, tiny_policy
+from tests.local_servers import gateway
 
 LIMIT_S = 20.0
 FRAMES = 60

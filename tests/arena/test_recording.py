@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from ludus.errors import ConfigError, Damaged, LudusError, NotFound, StoreError, UsageError
-from ludus.games.arena import layout, recording, sealed, states
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.film import between, film, resampled, state_at, ticks
-from ludus.games.arena.layout import ALIVE, LIMIT, TICK, X, Y
-from ludus.games.arena.recording import Recorder, Recording, pack, read_recording, replay, verify, write_recording
-from ludus.games.arena.settings import ArenaSettings
-from ludus.games.arena.states import read_state, write_state
+from ludus.games.arena.engine import checksummed_file, layout, recording
+from ludus.games.arena.engine import saved_state as states
+from ludus.games.arena.engine.layout import ALIVE, LIMIT, TICK, X, Y
+from ludus.games.arena.engine.recording import Recorder, Recording, pack, read_recording, replay, verify, write_recording
+from ludus.games.arena.engine.saved_state import read_state, write_state
+from ludus.games.arena.engine.settings import ArenaSettings
+from ludus.games.arena.engine.vector import Arena
+from ludus.games.arena.render.video import between, film, resampled, state_at, ticks
 from tests.arena.recorded import play, recorded
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -171,11 +172,11 @@ def test_other_files_are_told_apart(file: Path, tmp_path: Path) -> None:
 
 def resealed(file: Path, tmp_path: Path, change: dict[str, Any], parts: dict[int, bytes] | None = None) -> Path:
     """A file whose checksum is right and whose content was made up."""
-    header, content = sealed.read_sealed(file, recording.KIND, "")
+    header, content = checksummed_file.read_sealed(file, recording.KIND, "")
     for at, part in (parts or {}).items():
         content[at] = part
     path = tmp_path / "forged.arena"
-    path.write_bytes(sealed.seal(recording.KIND, header | change, content))
+    path.write_bytes(checksummed_file.seal(recording.KIND, header | change, content))
     return path
 
 
@@ -230,9 +231,9 @@ def test_a_part_that_unpacks_to_more_than_it_says_is_not_unpacked(tmp_path: Path
     text = json.dumps({"parts": [[len(bomb), 10]]}).encode()
     body = recording.KIND + len(text).to_bytes(4, "little") + text + bomb
     path = tmp_path / "bomb.arena"
-    path.write_bytes(body + sealed._digest(body))
+    path.write_bytes(body + checksummed_file._digest(body))
     with pytest.raises(Damaged, match="another length than it says"):
-        sealed.read_sealed(path, recording.KIND, "")
+        checksummed_file.read_sealed(path, recording.KIND, "")
 
 
 def test_control_characters_in_names_do_not_reach_a_terminal(file: Path, tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:-30] + whole[-29:])
     with pytest.raises(Damaged, match="checksum"):
         read_state(path)
-    path.write_bytes(sealed.seal(states.KIND, {}, [b"LudusArenaState\0" + bytes(40)]))
+    path.write_bytes(checksummed_file.seal(states.KIND, {}, [b"LudusArenaState\0" + bytes(40)]))
     with pytest.raises(ConfigError, match=r"state: The state was saved under rules 0"):
         read_state(path)
     with pytest.raises(ConfigError):

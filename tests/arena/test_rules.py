@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ludus.games.arena import rules
-from ludus.games.arena.heroes import DASHES, HEALS, HEROES, SLOWS, STUNS, Skill
-from ludus.games.arena.layout import (
+from ludus.games.arena.engine import rules
+from ludus.games.arena.engine.heroes import DASHES, HEALS, HEROES, SLOWS, STUNS, Skill
+from ludus.games.arena.engine.layout import (
     ALIVE,
     ARMOUR,
     ASSISTS,
@@ -72,7 +72,7 @@ from ludus.games.arena.layout import (
     creep_slot,
     structure_slot,
 )
-from ludus.games.arena.settings import PARTS, ArenaSettings
+from ludus.games.arena.engine.settings import PARTS, ArenaSettings
 from tests.arena.scenes import MIDDLE, Scene, duel
 
 WIN = PARTS.index("win")

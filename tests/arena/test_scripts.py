@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ludus.core.statistics import wilson
 from ludus.errors import ConfigError, UsageError
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.ladder import Match, draw_lineup, ladder, place, play
-from ludus.games.arena.layout import (
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.bots.round_robin import Match, draw_lineup, ladder, place, play
+from ludus.games.arena.engine.layout import (
     ALIVE,
     CAMP,
     COOLDOWN_1,
@@ -27,8 +28,7 @@ from ludus.games.arena.layout import (
     X,
     Y,
 )
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.statistics import wilson
+from ludus.games.arena.engine.vector import Arena
 
 Orders = npt.NDArray[np.int32]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.games.arena.ladder import ladder
-from ludus.games.arena.settings import ArenaSettings
+from ludus.games.arena.bots.round_robin import ladder
+from ludus.games.arena.engine.settings import ArenaSettings
 from tests.cli.calling import Call, one_line
 
 SHORT = ("--games", "4", "--seconds", "200", "--lineup", "random", "--seed", "9")

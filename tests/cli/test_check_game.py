@@ -18,15 +18,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from ludus.actor.http import HttpLimits
 from ludus.cli.main import app
 from ludus.errors import Refused, UsageError
-from ludus.game.bodies import SeatSpaces, plain_spec
-from ludus.game.check import Conformance
-from ludus.game.client import Client
-from ludus.remote.fake_game import FakeGamecore
+from ludus.gateway.http_connection import HttpLimits
+from ludus.protocol.client import Client
+from ludus.protocol.codec import SeatSpaces, plain_spec
+from ludus.protocol.conformance import Conformance
+from ludus.remote.fake_peers import FakeGamecore
 from tests.cli.programs import program
-from tests.serving import LIMIT_S, Checked, checking, received, say, step
+from tests.local_servers import LIMIT_S, Checked, checking, received, say, step
 
 ONE = {"": SeatSpaces(gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(3))}
 

@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 import ludus
-from ludus.experiment import checkpoint
-from ludus.experiment.run import Run
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.run_dir import Run
+from ludus.storage.local import LocalStore
 from tests.cli.calling import Call, Said, one_line
-from tests.experiment import small
+from tests.experiments import small
 
 REPOSITORY = Path(__file__).parents[2]
 LUDUS = [sys.executable, "-m", "ludus.cli.main"]

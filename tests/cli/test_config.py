@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from ludus import config, spellings
-from ludus.cli import train
-from ludus.experiment import complaints, keys
-from ludus.experiment.conversion import RLLIB_DEFAULTS, convert
-from ludus.experiment.run import Run
+from ludus.algorithms.base import config_schemas
+from ludus.cli.training import train
+from ludus.config import schema as config
+from ludus.config.aliases import rllib_keys
+from ludus.experiments.runs.run_dir import Run
+from ludus.experiments.validation import explain, validate
+from ludus.experiments.validation.convert import RLLIB_DEFAULTS, convert
 from tests.cli.calling import Call, lines, one_line
-from tests.experiment import small
+from tests.experiments import small
 
 REPOSITORY = Path(__file__).parents[2]
 OLD = sorted((REPOSITORY / "tests" / "old").glob("*.yaml"))
@@ -81,12 +83,12 @@ def test_without_a_key_all_are_listed(call: Call) -> None:
     said = call("config", "explain")
     assert said.code == 0
     listed = {line.split()[0] for line in said.out.splitlines() if line.startswith("  ")}
-    assert listed == set(keys.catalogue())
+    assert listed == set(explain.catalogue())
 
 
 def test_every_key_of_every_schema_is_in_the_catalogue_and_says_what_it_is() -> None:
-    found = keys.catalogue()
-    for run, schema in complaints.schemas().items():
+    found = explain.catalogue()
+    for run, schema in config_schemas().items():
         for name in schema.model_fields:
             assert f"config.{name.rstrip('_')}" in found, f"{run}: {name}"
     for section, inside in config.sections().items():
@@ -96,17 +98,17 @@ def test_every_key_of_every_schema_is_in_the_catalogue_and_says_what_it_is() -> 
 
 
 def test_every_other_spelling_leads_to_its_key() -> None:
-    for section, table in spellings.RENAMED.items():
+    for section, table in rllib_keys.RENAMED.items():
         for old, new in table.items():
             if old != "lambda_":
-                assert any(key.name == new for key in keys._named(old)), f"{section}: {old}"
+                assert any(key.name == new for key in explain._named(old)), f"{section}: {old}"
 
 
 def test_the_page_of_keys_is_what_the_schemas_say() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert keys.filled(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
+    assert explain.filled(page) == page, "docs/config.md is outdated: run  python scripts/config_page.py"
     shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
-    assert {key.name for key in keys.catalogue().values()} <= shown
+    assert {key.name for key in explain.catalogue().values()} <= shown
 
 
 # -- check --------------------------------------------------------------------------------------------------------------
@@ -214,9 +216,9 @@ def test_an_old_file_becomes_one_in_present_names_that_means_the_same(file: Path
     new: dict[str, Any] = yaml.safe_load(convert(old, file.name, with_defaults=with_defaults).text)
     assert list(new) == list(old)
     for name, data in new.items():
-        assert complaints.of_experiment({"name": name, **data}, env_too=False) == []
+        assert validate.of_experiment({"name": name, **data}, env_too=False) == []
         read = config.read_experiment(data)
-        inner = config.read_config(data["config"], complaints.algorithm_of(data["run"]).Config)
+        inner = config.read_config(data["config"], validate.algorithm_of(data["run"]).Config)
         assert not read.written, "there is no old name any more"
         assert not inner.written
         assert not [*read.refusals, *read.implied, *read.ignored, *inner.refusals, *inner.implied, *inner.ignored]
@@ -276,7 +278,7 @@ def test_rllibs_defaults_are_keys_that_the_algorithm_has() -> None:
         for path, value in defaults.items():
             section, _, key = path.rpartition(".")
             (nested.setdefault(section, {}) if section else nested)[key] = value
-        config.algorithm_config(complaints.schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
+        config.algorithm_config(config_schemas()[run], nested | {"train_batch_size": defaults["train_batch_size"]})
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli import fleet
-from ludus.cli.distributed import (
+from ludus.cli.clusters import fleet
+from ludus.cli.training.distributed import (
     GRACE_S,
     LIVES,
     LUDUS,
@@ -28,16 +28,16 @@ from ludus.cli.distributed import (
     news,
     use_credentials,
 )
-from ludus.cluster.cluster import JobStatus, ProcessStatus, checked
-from ludus.cluster.fleet_file import FleetFile, read_fleet_file
-from ludus.cluster.local import LocalOrchestrator
-from ludus.cluster.supervisor import STEADY_S
+from ludus.compat.coach.fleet_ini import FleetFile, read_fleet_file
 from ludus.errors import ConfigError, MissingExtra, UsageError
-from ludus.experiment import continuing
-from ludus.experiment.run import Run
-from ludus.memory.exchange import PASSWORD
-from ludus.model import custom_class
+from ludus.experiments.runs import resume_diff
+from ludus.experiments.runs.run_dir import Run
+from ludus.launch.job import JobStatus, ProcessStatus, checked
+from ludus.launch.local import LocalOrchestrator
+from ludus.launch.supervisor import STEADY_S
+from ludus.models.custom import loader
 from ludus.testing.orchestrator_contract import ended, until
+from ludus.transport.message_stream import PASSWORD
 from tests.cli.calling import Call
 from tests.tools import need
 
@@ -69,7 +69,7 @@ def door(
 import sys
 from pathlib import Path
 import typer
-from ludus.cli import distributed
+from ludus.cli.training import distributed
 distributed.LUDUS = ("sh", "-c", {STAND_IN.replace("WORKER", worker) + learner!r}, "ludus")
 distributed.LIVES = {lives}
 config_path = Path({str(tmp_path / "dist.ini")!r})
@@ -337,7 +337,7 @@ def test_a_learner_has_time_to_save_and_its_place_is_known() -> None:
 def test_models_beside_the_file_are_found_by_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODELS, "/elsewhere")
     job = fleet_job(read_fleet_file("[ludus]\nredis_url = redis://host"), "trial", [], 1, 1, tmp_path)
-    assert MODELS == custom_class.VARIABLE
+    assert MODELS == loader.VARIABLE
     assert [role.environment[MODELS] for role in job.roles] == [f"{tmp_path}{os.pathsep}/elsewhere"] * 2
 
 
@@ -407,7 +407,7 @@ def test_other_settings_of_a_fleets_run_are_refused_with_what_a_fleet_can_do(tmp
     with pytest.raises(
         ConfigError, match=r"(?s)num_workers is 2 in the run, and is to be 3.*same -n.*ludus fleet worker"
     ) as caught:
-        continuing.changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
+        resume_diff.changes(tmp_path / "run", {"name": "exp", **config, "config": {"num_workers": 3}})
     assert "--resume" not in str(caught.value)
 
 

@@ -18,12 +18,12 @@ import torch
 import ludus
 from ludus.cli.main import main
 from ludus.errors import UsageError
-from ludus.experiment import checkpoint
-from ludus.experiment.exporting import recorded_observations
-from ludus.model import export
-from ludus.model.onnx import OnnxPolicy
-from ludus.store.local import LocalStore
-from tests.experiment import small
+from ludus.experiments.export_run import recorded_observations
+from ludus.experiments.runs import checkpoint
+from ludus.models.export import onnx_export
+from ludus.models.inference.onnx_policy import OnnxPolicy
+from ludus.storage.local import LocalStore
+from tests.experiments import small
 from tests.tools import network_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnx_only" / "play.py"
@@ -180,7 +180,7 @@ def test_the_models_of_several_agents_are_named_with_their_agents_and_compared_o
 
 def test_a_game_plays_with_onnxruntime_and_numpy_alone(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "it.onnx"
-    file.write_bytes(export.export_policy(checkpoint.open_checkpoint(run)[1].policy("model")))
+    file.write_bytes(onnx_export.export_policy(checkpoint.open_checkpoint(run)[1].policy("model")))
     program = (
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__');"
         "found = {'ludus', 'torch', 'onnx', 'gymnasium'} & {name.split('.')[0] for name in sys.modules}; assert not found, found"
@@ -196,7 +196,7 @@ def test_the_example_knows_masks_memory_and_noise(tmp_path: Path) -> None:
     """The class that games may copy, on an agent that needs all of it."""
     import runpy
 
-    from tests.model.test_export import made, traced
+    from tests.models.test_onnx_export import made, traced
 
     kind = "lstm, entities, hybrid"
     (tmp_path / "it.onnx").write_bytes(traced(kind))

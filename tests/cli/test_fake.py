@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ludus.actor.gateway import GatewaySettings
-from ludus.cli.fake import Sample, game_line, server_line, usage
 from ludus.cli.main import app
+from ludus.cli.serving.fake import Sample, game_line, server_line, usage
 from ludus.errors import Refused, UsageError
-from ludus.game.client import Client
-from ludus.remote.fake_game import FakeActor, FakeGamecore
+from ludus.gateway.server import GatewaySettings
+from ludus.protocol.client import Client
+from ludus.remote.fake_peers import FakeActor, FakeGamecore
 from tests.cli.programs import program
-from tests.serving import gateway, say
+from tests.local_servers import gateway, say
 
 
 def test_the_actor_counts_what_it_answers_and_sums_up_at_ctrl_c() -> None:

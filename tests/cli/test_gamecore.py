@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ludus.game.gamecore import ADDRESS_VARIABLE, GamecoreClient
-from ludus.gamecore.server import Running, running
-from ludus.gamecore.settings import Settings
+from ludus.gamecore.server.http.app import Running, running
+from ludus.gamecore.server.settings import Settings
+from ludus.protocol.gamecore_client import ADDRESS_VARIABLE, GamecoreClient
 from tests.cli.calling import Call, lines, one_line
-from tests.game.toy import CATALOGUE, LINEUP, save
+from tests.process.toy_game import CATALOGUE, LINEUP, save
 from tests.test_command_lines import typed
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from ludus.cli import games
-from ludus.games.arena.heroes import HEROES
-from ludus.games.arena.recording import read_recording, verify
+from ludus.cli.games import games
+from ludus.games.arena.engine.heroes import HEROES
+from ludus.games.arena.engine.recording import read_recording, verify
 from tests.arena.recorded import recorded
 from tests.cli.calling import Call, one_line
 

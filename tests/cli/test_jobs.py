@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli import jobs
+from ludus.cli.clusters import jobs
 from ludus.cli.job_argument import complete_job
-from ludus.cluster.cluster import Job, JobStatus, Role
-from ludus.cluster.local import LocalOrchestrator
 from ludus.errors import UsageError, WorkerFailed
+from ludus.launch.job import Job, JobStatus, Role
+from ludus.launch.local import LocalOrchestrator
 from ludus.testing.orchestrator_contract import ended, until
 from tests.cli.calling import Call, lines, one_line
 from tests.cli.programs import program

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ludus.experiment import checkpoint
-from ludus.experiment.run import Run, find_runs
-from ludus.runtime.surroundings import RUN
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.run_dir import Run, find_runs
+from ludus.process.job_env import RUN
+from ludus.storage.local import LocalStore
 from tests.cli.calling import Call
 from tests.cli.programs import REPOSITORY
 
@@ -219,7 +219,7 @@ def test_a_crash_in_a_library_of_the_environment_shows_the_line_that_called_it(t
         "-c",
         "from ludus.cli.main import main; main()",
         "train",
-        "tests.experiment.dying:Crashing",
+        "tests.experiments.dying:Crashing",
         "--local-dir",
         str(tmp_path),
     ]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ludus.experiment import status
-from ludus.experiment.workspace import CACHE_DIR
-from ludus.store.store import STORES
+from ludus.experiments.runs import run_status
+from ludus.experiments.runs.remote_runs import CACHE_DIR
+from ludus.storage.base import STORES
 from tests.cli.calling import Call
-from tests.experiment.boxes import AWAY, BOXES
+from tests.experiments.boxes import AWAY, BOXES
 
 TINY = (
     "--set",
@@ -28,7 +28,7 @@ TINY = (
 
 @pytest.fixture
 def boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(STORES, "box", "tests.experiment.boxes:Box")
+    monkeypatch.setitem(STORES, "box", "tests.experiments.boxes:Box")
     monkeypatch.setenv(BOXES, str(tmp_path / "boxes"))
     monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_a_run_on_a_store_is_watched_less_often_than_one_that_is_here(
     for where, place in ((boxes / "shelf/run", "box://shelf/run"), (tmp_path / "here", str(tmp_path / "here"))):
         where.mkdir(parents=True)
         (where / "config.yaml").write_text("default: {env: CartPole-v1}")
-        (where / "status.json").write_text(json.dumps({**status.identity(), "written": time.time()}))
+        (where / "status.json").write_text(json.dumps({**run_status.identity(), "written": time.time()}))
 
         def ends(pause_s: float, where: Path = where) -> None:
             waited.append(pause_s)

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli import cluster, learner, roles
-from ludus.cli.actor import address_of, host_of, is_set, number_of
-from ludus.cluster import roles as jobs
-from ludus.cluster.cluster import Job, Role, wait
-from ludus.cluster.iplist import Part, load_iplist
-from ludus.cluster.local import LocalOrchestrator
-from ludus.cluster.ssh import Entry, SshNode, SshOrchestrator, SshSettings
-from ludus.cluster.whereabouts import Here
+from ludus.cli.clusters import cluster, learner, roles
+from ludus.cli.clusters.actor import address_of, host_of, is_set, number_of
 from ludus.errors import UnknownName, UsageError
-from ludus.runtime.machine import usable_cores
-from ludus.runtime.surroundings import FIRST_PORT
+from ludus.launch import roles as jobs
+from ludus.launch.hostfile import Part, load_iplist
+from ludus.launch.job import Job, Role, wait
+from ludus.launch.local import LocalOrchestrator
+from ludus.launch.local_address import Here
+from ludus.launch.ssh.backend import Entry, SshNode, SshOrchestrator, SshSettings
+from ludus.process.host import usable_cores
+from ludus.process.job_env import FIRST_PORT
 from tests.cli.calling import Call, one_line
 
 _FOREIGN = ("NET_CARD_NAME", "ACTOR_NUM", "CPU_NUM", "NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL", "GAMECORE_SERVER_ADDR", "LOG_DIR")

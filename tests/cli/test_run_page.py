@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ludus.cli.evaluation.run_page import RunFacts, changed_settings, collect, page_lines
 from ludus.cli.main import app
-from ludus.cli.run_page import RunFacts, changed_settings, collect, page_lines
-from ludus.experiment.checkpoint import Best
-from ludus.metrics import JsonLines
-from tests.experiment.test_compare import made
+from ludus.core.metrics import JsonLines
+from ludus.experiments.runs.checkpoint import Best
+from tests.experiments.test_compare import made
 
 NOW = 1_767_225_600.0 + 7200
 META = {
@@ -96,8 +96,8 @@ def test_a_curve_fits_into_the_terminal(width: int) -> None:
 
 
 def test_only_settings_that_differ_from_the_defaults_are_changed() -> None:
-    from ludus import config as configs
-    from ludus.training.algorithm import algorithm_class
+    from ludus.algorithms.base import algorithm_class
+    from ludus.config import schema as configs
 
     schema = algorithm_class("PPO").Config
     assert changed_settings({"run": "PPO", "config": configs.dumped(configs.algorithm_config(schema, {}))}) == {}

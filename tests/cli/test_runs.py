@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ludus.cli.main import app
+from ludus.core.metrics import JsonLines
 from ludus.errors import ConfigError
-from ludus.metrics import JsonLines
-from tests.experiment.test_compare import flat_run
+from tests.experiments.test_compare import flat_run
 
 
 def call(*words: str | Path) -> Result:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from ludus.errors import NotFound
-from ludus.experiment import status
-from ludus.experiment.run import Run
-from ludus.experiment.status import Rates, StatusWriter, judge, summary
-from ludus.experiment.training_display import TrainingDisplay
+from ludus.experiments.control.training_display import TrainingDisplay
+from ludus.experiments.runs import run_status
+from ludus.experiments.runs.run_dir import Run
+from ludus.experiments.runs.run_status import Rates, StatusWriter, judge, summary
 from tests.cli.programs import program
-from tests.experiment import small
+from tests.experiments import small
 
 WORKING = {
     "timesteps": 1000.0,
@@ -124,11 +124,11 @@ def test_a_trial_of_a_script_is_known_by_its_hub(hub: dict[str, Any], lives: boo
 
 
 def test_a_process_is_told_from_another_one_with_its_number() -> None:
-    me = status.identity()
-    assert status.lives(me) is True
-    assert status.lives(me | {"started": me["started"] + 1}) is False
-    assert status.lives(me | {"host": "elsewhere"}) is None
-    assert status.lives({"pid": os.getpid(), "host": platform.node()}) is True, "one that did not say when it started"
+    me = run_status.identity()
+    assert run_status.lives(me) is True
+    assert run_status.lives(me | {"started": me["started"] + 1}) is False
+    assert run_status.lives(me | {"host": "elsewhere"}) is None
+    assert run_status.lives({"pid": os.getpid(), "host": platform.node()}) is True, "one that did not say when it started"
 
 
 # -- the file -----------------------------------------------------------------------------------------------------------
@@ -137,9 +137,15 @@ def test_a_process_is_told_from_another_one_with_its_number() -> None:
 def test_the_file_is_plain_json_and_never_half_written(tmp_path: Path) -> None:
     import numpy as np
 
-    status.write(tmp_path, {"a": np.float32(0.5), "b": float("nan"), "c": (1, np.int64(2)), "d": None, "e": 1.5e9 + 0.25})
-    assert json.loads((tmp_path / status.FILE).read_text()) == {"a": 0.5, "b": None, "c": [1, 2], "d": None, "e": 1.5e9 + 0.25}
-    assert [path.name for path in tmp_path.iterdir()] == [status.FILE]
+    run_status.write(tmp_path, {"a": np.float32(0.5), "b": float("nan"), "c": (1, np.int64(2)), "d": None, "e": 1.5e9 + 0.25})
+    assert json.loads((tmp_path / run_status.FILE).read_text()) == {
+        "a": 0.5,
+        "b": None,
+        "c": [1, 2],
+        "d": None,
+        "e": 1.5e9 + 0.25,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [run_status.FILE]
 
 
 def test_a_status_that_cannot_be_seen_does_not_disturb_the_run_and_the_next_one_is_written(tmp_path: Path) -> None:
@@ -156,7 +162,7 @@ def test_a_status_that_cannot_be_seen_does_not_disturb_the_run_and_the_next_one_
         while looks[0] < 4 and time.monotonic() < end:
             time.sleep(0.001)
         writer.final = {"state": "finished", "stopped_by": "iterations"}
-    seen = json.loads((tmp_path / status.FILE).read_text())
+    seen = json.loads((tmp_path / run_status.FILE).read_text())
     assert seen["looks"] >= 4
     assert (seen["state"], seen["stopped_by"], seen["pid"]) == ("finished", "iterations", os.getpid())
 
@@ -190,17 +196,17 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
 
 def test_a_run_without_the_file_shows_what_its_metrics_say(tmp_path: Path) -> None:
     small.train(tmp_path / "run", 2)
-    (tmp_path / "run" / status.FILE).unlink()
-    seen = status.look(tmp_path / "run")
+    (tmp_path / "run" / run_status.FILE).unlink()
+    seen = run_status.look(tmp_path / "run")
     assert (seen.state, seen.status["progress"]["iterations"]) == ("finished", 2)
     with pytest.raises(NotFound):
-        status.look(tmp_path)
+        run_status.look(tmp_path)
 
 
 def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path: Path) -> None:
     from rich.console import Console
 
-    from ludus.cli.status import page
+    from ludus.cli.evaluation.status import page
 
     Run.create(tmp_path / "run", {"name": {"env": "x"}})
     workers = [
@@ -208,11 +214,11 @@ def test_workers_stand_in_a_table_and_brackets_in_errors_are_no_markup(tmp_path:
         {"worker": 1, "node": "far", "state": "waiting", "pid": None, "restarts": 3, "error": "IndexError: [/bold] x[3]"},
     ]
     numbers = WORKING | {"memory/waiting": 4.0}
-    seen = {**status.identity(), "state": "running", "written": time.time(), "sampling": {"workers": workers}}
+    seen = {**run_status.identity(), "state": "running", "written": time.time(), "sampling": {"workers": workers}}
     nodes = [{"name": "here", "cores": 2}, {"name": "far", "cores": 1}]
-    status.write(tmp_path / "run", seen | status.described(numbers, {"workers": workers, "nodes": nodes}))
+    run_status.write(tmp_path / "run", seen | run_status.described(numbers, {"workers": workers, "nodes": nodes}))
     console = Console(width=250, record=True, file=io.StringIO())
-    console.print(page(status.look(tmp_path / "run")))
+    console.print(page(run_status.look(tmp_path / "run")))
     text = console.export_text()
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "here", "ready", "12", "1,234", "81%", "–", "–", "–", "0"] in rows

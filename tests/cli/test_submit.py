@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli.submit import allocating
-from ludus.cluster.cluster import JobStatus
-from ludus.cluster.local import LocalOrchestrator
+from ludus.cli.clusters.submit import allocating
 from ludus.errors import WorkerFailed
-from ludus.experiment import checkpoint
-from ludus.experiment.run import find_runs
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.run_dir import find_runs
+from ludus.launch.job import JobStatus
+from ludus.launch.local import LocalOrchestrator
+from ludus.storage.local import LocalStore
 from ludus.testing.orchestrator_contract import ended, until
 from tests.cli.calling import Call, Said, one_line
 from tests.cli.programs import REPOSITORY, program
@@ -289,9 +289,9 @@ def test_without_slurm_it_is_said_what_is_missing(call: Call, here: Path, monkey
 MINE = """
 import os
 from pathlib import Path
-from ludus.cli.submit import allocating
-from ludus.cluster.cluster import JobStatus
-from ludus.cluster.local import LocalOrchestrator
+from ludus.cli.clusters.submit import allocating
+from ludus.launch.job import JobStatus
+from ludus.launch.local import LocalOrchestrator
 
 class Mine(LocalOrchestrator):
     def __init__(self) -> None:

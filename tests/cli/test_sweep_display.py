@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ludus.cli import tune
-from ludus.cli.tune import Board
-from ludus.runtime.trials import Event
+from ludus.cli.training import tune
+from ludus.cli.training.tune import Board
+from ludus.tuning.messages import Event
 
 
 class Terminal(io.StringIO):

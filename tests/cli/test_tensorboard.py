@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ludus import pids
-from ludus.cli import tensorboard
-from ludus.cli.tensorboard import Forwarding, announcement
-from ludus.experiment import workspace
+from ludus.cli.evaluation import tensorboard
+from ludus.cli.evaluation.tensorboard import Forwarding, announcement
+from ludus.experiments.runs import remote_runs
+from ludus.process import identity
 from ludus.testing.orchestrator_contract import until
 from tests.cli.calling import Call, one_line
 from tests.cli.programs import program
-from tests.experiment import small
+from tests.experiments import small
 
 USER = getpass.getuser()
 
@@ -108,7 +108,7 @@ def test_it_shows_the_runs_on_loopback_and_leaves_nothing_behind(run: Path) -> N
         port = int(url.rstrip("/").rpartition(":")[2])
         assert f" -L 6006:127.0.0.1:{port} " in running.wait_for("ssh -N")
         until(lambda: json.loads(get(f"{url}data/runs")) == ["default/first"])
-        below = pids.descendants(running.process.pid)
+        below = identity.descendants(running.process.pid)
         assert below
         running.process.send_signal(signal.SIGINT)
         code, _, err = running.finish()
@@ -119,7 +119,7 @@ def test_it_shows_the_runs_on_loopback_and_leaves_nothing_behind(run: Path) -> N
 def test_when_it_is_killed_nothing_of_it_stays(run: Path) -> None:
     with program("tensorboard", run, listens=False) as running:
         running.wait_for("ssh -N")
-        below = pids.descendants(running.process.pid)
+        below = identity.descendants(running.process.pid)
         assert below
         running.process.kill()
         running.finish()
@@ -129,11 +129,11 @@ def test_when_it_is_killed_nothing_of_it_stays(run: Path) -> None:
 def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(workspace.CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote_runs.CACHE_DIR, str(tmp_path / "cache"))
     monkeypatch.setattr(tensorboard, "_AGAIN_S", 0.05)
     place, _, query = s3_url.partition("?")
     where = f"{place}/runs/first?{query}"
-    store = workspace.store_of(workspace.directory_of(where))
+    store = remote_runs.store_of(remote_runs.directory_of(where))
     store.put("config.yaml", b"name: first\n")
     store.put("events.out.tfevents.1.here", b"one")
     store.put("metrics.jsonl", b"")
@@ -144,9 +144,9 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
             assert read.read() == b"one"
             store.put("events.out.tfevents.1.here", b"one, two")
             until(lambda: read.read() == b", two")
-        assert not list(workspace.directory_of(where).glob("events.*")), "the working directory is whoever trains' own"
+        assert not list(remote_runs.directory_of(where).glob("events.*")), "the working directory is whoever trains' own"
     assert not shown.exists()
 
 
 def is_running(pid: int) -> bool:
-    return pids.started(pid) is not None and os.path.exists(f"/proc/{pid}")
+    return identity.started(pid) is not None and os.path.exists(f"/proc/{pid}")

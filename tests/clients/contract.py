@@ -20,9 +20,9 @@ from typing import ClassVar
 
 import pytest
 
-from ludus.actor.actor import Actor
-from ludus.actor.gateway import GatewaySettings
 from ludus.errors import Refused
+from ludus.gateway.actor import Actor
+from ludus.gateway.server import GatewaySettings
 from tests.clients.driving import Driver, Outcome
 from tests.clients.hostile import (
     CHUNKED,
@@ -42,7 +42,7 @@ from tests.clients.hostile import (
     refusal,
     wire,
 )
-from tests.serving import Served, checking, gateway
+from tests.local_servers import Served, checking, gateway
 from tests.tools import need
 
 SOON_S = 8.0

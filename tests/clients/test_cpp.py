@@ -16,12 +16,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from ludus.actor.actor import Actor
-from ludus.actor.gateway import GatewaySettings
+from ludus.gateway.actor import Actor
+from ludus.gateway.server import GatewaySettings
 from tests.clients.contract import SOON_S, Contract, CornerContract, HostileContract, actor, environment
 from tests.clients.driving import CLIENTS, DRIVERS, Driver, driver
 from tests.clients.hostile import OK, listening, read_request
-from tests.serving import Served, gateway
+from tests.local_servers import Served, gateway
 from tests.tools import need
 
 CLIENT = CLIENTS / "cpp"

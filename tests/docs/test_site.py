@@ -104,11 +104,32 @@ def test_decisions_are_numbered_without_gaps_and_listed() -> None:
     assert len(numbers) >= 55
 
 
-@pytest.mark.skipif("experiments" not in PACKAGES, reason="the page names the packages of the next layout")
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_every_package_is_on_the_page(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert {name for name in PACKAGES if f"`{name}`" not in text} - {"testing", "game"} == set()
+    assert {name for name in PACKAGES if f"`{name}`" not in text} - {"testing"} == set()
+
+
+def test_folders_of_tests_that_contributors_are_sent_to_exist() -> None:
+    named = re.findall(r"`(tests/\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    assert [folder for folder in named if not (ROOT / folder).is_dir()] == []
+
+
+def test_modules_that_the_design_pages_name_exist() -> None:
+    text = "\n".join(prose(page) for page in (DOCS / "architecture.md", *sorted((DOCS / "decisions").glob("*.md"))))
+    named = set(re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+)`", text))
+    assert len(named) > 15
+    assert {name for name in named if not is_importable(name)} == set()
+
+
+def is_importable(name: str) -> bool:
+    """Whether `ludus.name` is a module, or an attribute of one."""
+    parts = Path(ludus.__file__).parent.joinpath(*name.split("."))
+    inside = parts.parent.with_suffix(".py")
+    return (
+        parts.is_dir() or parts.with_suffix(".py").is_file() or (inside.is_file() and f"def {parts.name}" in inside.read_text())
+    )
 
 
 def test_every_public_name_is_in_the_reference() -> None:

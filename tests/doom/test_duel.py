@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ludus.errors import UsageError
-from ludus.games.doom.briefing import Briefing, Camp, write_result
 from ludus.games.doom.duel import Rules
 from ludus.games.doom.engine import PRESSES, Seen
+from ludus.games.doom.launch_spec import Briefing, Camp, write_result
 from ludus.games.doom.player import ScriptPlayer
 
 

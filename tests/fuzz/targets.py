@@ -23,23 +23,23 @@ import gymnasium as gym
 import msgpack
 import numpy as np
 
-from ludus.actor import builtin
-from ludus.actor.actor import Actor
-from ludus.actor.gateway import Gateway, GatewaySettings
-from ludus.actor.http import Connection, HttpLimits
-from ludus.actor.raw import RawForm
-from ludus.cluster.fleet_file import read_fleet_file
-from ludus.cluster.iplist import read_iplist
-from ludus.documents import parse_yaml
+from ludus.compat.coach.fleet_ini import read_fleet_file
+from ludus.distributed.redis.messages import Bulletin, Orders, Presence, channel_in
 from ludus.errors import ConfigError, Damaged, IncompatibleCheckpoint, Refused
-from ludus.experiment import checkpoint
-from ludus.gamecore import catalogue, order
-from ludus.memory.coding import Decoder, Rejected
-from ludus.model import saved
-from ludus.runtime.orders import Bulletin, Orders, Presence, channel_in
-from ludus.store.local import LocalStore
-from tests.actor.scripted import Table, tiny_policy
-from tests.memory.test_coding import LAYOUT, message
+from ludus.experiments.runs import checkpoint
+from ludus.gamecore.server import catalogue, request
+from ludus.gateway import builtin_actor
+from ludus.gateway.actor import Actor
+from ludus.gateway.http_connection import Connection, HttpLimits
+from ludus.gateway.raw_codec import RawForm
+from ludus.gateway.server import Gateway, GatewaySettings
+from ludus.io.yaml_documents import parse_yaml
+from ludus.launch.hostfile import read_iplist
+from ludus.models.weights import serialization
+from ludus.storage.local import LocalStore
+from ludus.transport.segment_codec import Decoder, Rejected
+from tests.gateway.scripted import Table, tiny_policy
+from tests.transport.test_segment_codec import LAYOUT, message
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -192,13 +192,13 @@ ACTIONS = gym.spaces.MultiDiscrete([3, 2])
 
 
 @functools.cache
-def _actors() -> list[builtin.BuiltinActor]:
+def _actors() -> list[builtin_actor.BuiltinActor]:
     nested = Table(tiny_policy(NESTED, ACTIONS)).seat
     plain = Table(tiny_policy()).seat
     return [
-        builtin.BuiltinActor({"": nested}),
-        builtin.BuiltinActor({"": plain}),
-        builtin.BuiltinActor({"a": plain, "b": nested}),
+        builtin_actor.BuiltinActor({"": nested}),
+        builtin_actor.BuiltinActor({"": plain}),
+        builtin_actor.BuiltinActor({"a": plain, "b": nested}),
     ]
 
 
@@ -207,7 +207,7 @@ def read_body(data: bytes) -> None:
     read = []
     for actor in _actors():
         try:
-            step, _ = builtin.decoded(data)
+            step, _ = builtin_actor.decoded(data)
             step.pop("info", None)
             read.append([actor._checked(name, part) for name, part in actor._parts(step).items()])
         except Refused:
@@ -220,7 +220,7 @@ def read_raw(data: bytes) -> None:
     """A step as raw arrays."""
     for form, seat in _raw_forms():
         step = form.read(data)
-        builtin._Part(seat, None, builtin._said(step), False)
+        builtin_actor._Part(seat, None, builtin_actor._said(step), False)
 
 
 @functools.cache
@@ -265,11 +265,11 @@ def read_notice(data: bytes) -> None:
 
 
 def read_weights(data: bytes) -> None:
-    saved.decode_weights(data, "weights")
+    serialization.decode_weights(data, "weights")
 
 
 def read_model(data: bytes) -> None:
-    saved.policy_from(data)
+    serialization.policy_from(data)
 
 
 @functools.cache
@@ -299,9 +299,9 @@ def read_checkpoint(data: bytes) -> None:
 @functools.cache
 def _stored_checkpoint() -> tuple[Path, LocalStore]:
     policy = tiny_policy()
-    weights = saved.encode_weights(policy.weights())
+    weights = serialization.encode_weights(policy.weights())
     state = {"format": 1, "models": {"default": {"description": policy.description(), "version": 1}}, "timesteps": 5}
-    empty = saved.encode_weights({})
+    empty = serialization.encode_weights({})
     store = LocalStore(_run_directory())
     store.put_bundle(
         "checkpoints/000001",
@@ -337,7 +337,7 @@ def _catalogue() -> catalogue.Catalogue:
 
 
 def read_game_order(data: bytes) -> None:
-    order.read_order(order.decoded(data), _catalogue())
+    request.read_order(request.decoded(data), _catalogue())
 
 
 def read_catalogue(data: bytes) -> None:
@@ -390,7 +390,10 @@ def targets() -> dict[str, Target]:
         Target("segment", read_segment, (Rejected,), (message(), message("lz4"), message("zstd"))),
         Target("notice", read_notice, (Damaged,), notices),
         Target(
-            "weights", read_weights, (Damaged,), (saved.encode_weights(policy.weights()), saved.encode_weights({}, {"a": "b"}))
+            "weights",
+            read_weights,
+            (Damaged,),
+            (serialization.encode_weights(policy.weights()), serialization.encode_weights({}, {"a": "b"})),
         ),
         Target("model", read_model, (Damaged, IncompatibleCheckpoint), (described,)),
         Target("checkpoint", read_checkpoint, (Damaged, IncompatibleCheckpoint), _checkpoint_seeds()),

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ludus.game.gamecore import GamecoreClient, GameState
-from ludus.gamecore import catalogue
-from ludus.gamecore.server import Settings, running
+from ludus.gamecore.server import catalogue
+from ludus.gamecore.server.http.app import Settings, running
+from ludus.protocol.gamecore_client import GamecoreClient, GameState
 
 pytest.importorskip("numba")
 
-from ludus.games.arena.recording import read_recording, verify
+from ludus.games.arena.engine.recording import read_recording, verify
 
 pytestmark = pytest.mark.system
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ludus.errors import ConfigError, UsageError
-from ludus.gamecore.server import HttpLimits, Settings, running
+from ludus.gamecore.server.http.app import HttpLimits, Settings, running
 from tests.gamecore.callers import Caller, catalogue_file, until
 
 pytestmark = pytest.mark.system
@@ -297,7 +297,7 @@ def test_what_is_wrong_is_said_before_anything_is_begun(home: Path, tmp_path: Pa
 
 PROGRAM = """
 import resource, sys
-from ludus.gamecore.server import HttpLimits, Settings
+from ludus.gamecore.server.http.app import HttpLimits, Settings
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(*(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ludus.errors import ConfigError, Refused
-from ludus.gamecore import catalogue
-from ludus.gamecore.catalogue import Catalogue, Entry, filled, holes, parse
+from ludus.gamecore.server import catalogue
+from ludus.gamecore.server.catalogue import Catalogue, Entry, filled, holes, parse
 
 
 def one(text: str) -> Entry:

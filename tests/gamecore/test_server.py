@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ludus import pids
-from ludus.gamecore.server import Settings, running
+from ludus.gamecore.server.http.app import Settings, running
+from ludus.process import identity
 from tests.gamecore.callers import Caller, catalogue_file, until
 
 pytestmark = pytest.mark.system
@@ -47,7 +47,7 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
         "runtime_id": "one", "game": "sleep", "mode": "1v1", "seed": 5, "eval_mode": True, "task_id": "t", "restarts": 0,
     }  # fmt: skip
     pid = started.json["pid"]
-    assert pids.started(pid) is not None
+    assert identity.started(pid) is not None
     seen = until(lambda: (now := state(call, "one"))["threads"] and now["last_lines"] and now, "a count of threads and a line")
     assert seen["last_lines"] == ["hello"]
     assert seen["memory_mb"] > 0
@@ -60,7 +60,7 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
     assert stopped.json["exit_code"] == -15
     assert stopped.json["last_lines"] == ["hello"]
     assert stopped.json["pid"] is None
-    assert pids.started(pid) is None
+    assert identity.started(pid) is None
     again = call("DELETE", "/v1/games/one")
     assert (again.status, again.json["state"]) == (200, "stopped")
 
@@ -180,9 +180,9 @@ def test_nothing_of_a_game_that_forks_is_left(call: Caller) -> None:
     pid = call.start("forks", "forks").json["pid"]
     until(lambda: state(call, "forks")["threads"] == 3, "its children")
     guard = parent(pid)
-    below = pids.descendants(guard)
+    below = identity.descendants(guard)
     call("DELETE", "/v1/games/forks?grace_s=0")
-    assert [one for one in below if pids.started(one) is not None] == []
+    assert [one for one in below if identity.started(one) is not None] == []
     assert call.play("leaves", "leaves")["state"] == "finished"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ludus import pids
+from ludus.process import identity
 
 READY_S = 60.0
 STOP_S = 60.0
@@ -114,7 +114,7 @@ class Server:
         assert self.process is not None
         if "--supervise" not in self._words:
             return self.process.pid
-        return until("the server below its supervisor", lambda: pids.children(self.process.pid if self.process else 0))[0]
+        return until("the server below its supervisor", lambda: identity.children(self.process.pid if self.process else 0))[0]
 
     def stop(self) -> int:
         assert self.process is not None
@@ -145,7 +145,7 @@ class Server:
         """All processes that were started by it, whoever looks after them now, with their command lines."""
         found = {}
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and self.mark in pids.environment(int(entry.name)):
+            if entry.name.isdigit() and self.mark in identity.environment(int(entry.name)):
                 with contextlib.suppress(OSError):
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
         return found

@@ -17,15 +17,15 @@ import psutil
 import pytest
 
 import ludus
+from ludus.core.tree import leaves
+from ludus.distributed.ray_nodes import HEAD_S, SILENT_S, RayNodes
+from ludus.distributed.sampling_pool import LocalNode, Plan
 from ludus.errors import WorkerFailed
-from ludus.memory.ring import Bell
-from ludus.model.policy import Policy
-from ludus.runtime.cluster import Cluster
-from ludus.runtime.ray_node import HEAD_S, SILENT_S, RayNodes
-from ludus.runtime.sampling import LocalNode, Plan
-from ludus.tree import leaves
-from tests.runtime.test_cluster import an_owner
-from tests.runtime.test_ray_node import FIRST, bell, cluster, next_block, plan, policy, until  # noqa: F401 - fixtures
+from ludus.models.policy import Policy
+from ludus.ray_cluster.cluster import Cluster
+from ludus.transport.ring_buffer import Bell
+from tests.distributed.test_ray_nodes import FIRST, bell, cluster, next_block, plan, policy, until  # noqa: F401 - fixtures
+from tests.ray_cluster.test_cluster import an_owner
 from tests.system.hosts import SHARED
 from tests.system.ray_hosts import OPTIONS, RUN, RayHosts, end, ray_hosts
 
@@ -148,8 +148,8 @@ def test_an_agent_that_nobody_calls_ends_itself_and_its_workers(tmp_path: Path) 
     script = textwrap.dedent(
         """
         import sys, threading
-        from ludus.runtime import node_agent
-        from tests.runtime.test_ray_node import SETTINGS, look_at, make_plan, make_policy
+        from ludus.distributed import node_agent
+        from tests.distributed.test_ray_nodes import SETTINGS, look_at, make_plan, make_policy
         node_agent.ORPHAN_S = 15.0
         shape = look_at("CartPole-v1", SETTINGS)
         policy = make_policy(shape.observation_space, shape.action_space, SETTINGS)

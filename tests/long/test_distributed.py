@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster.cluster import JobStatus
-from ludus.cluster.local import LocalOrchestrator
-from ludus.experiment import checkpoint
-from ludus.store.store import open_store
+from ludus.experiments.runs import checkpoint
+from ludus.launch.job import JobStatus
+from ludus.launch.local import LocalOrchestrator
+from ludus.storage.base import open_store
 from tests import s3
 from tests.long.record import record
 from tests.redis_server import require_redis

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from ludus.cluster.cluster import Job, JobStatus, Restart, wait
-from ludus.cluster.launch import LEARNER, MAIN, launch
-from ludus.cluster.local import LocalOrchestrator
-from ludus.experiment.run import find_runs
-from ludus.metrics import read_jsonl
-from ludus.runtime.surroundings import WAIT, Surroundings
+from ludus.core.metrics import read_jsonl
+from ludus.experiments.runs.run_dir import find_runs
+from ludus.launch.job import Job, JobStatus, Restart, wait
+from ludus.launch.local import LocalOrchestrator
+from ludus.launch.planner import LEARNER, MAIN, launch
+from ludus.process.job_env import WAIT, Surroundings
 from tests.long.record import record
 from tests.system.hosts import SHARED, Hosts, end, up
 
@@ -166,7 +166,7 @@ class Machines:
         self.start_far()
 
     def start_far(self) -> None:
-        self._start(1, replace(self._job, node=1, learners=0), "ludus.runtime.far_rank")
+        self._start(1, replace(self._job, node=1, learners=0), "ludus.distributed.learners.remote_rank")
 
     def _start(self, host: int, job: Surroundings, *words: str | Path) -> subprocess.Popen[bytes]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("LUDUS_")}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ludus.actor.evaluate import play
-from ludus.experiment import experiment
-from ludus.game.environment import make_environments
-from ludus.metrics import Numbers
+from ludus.core.metrics import Numbers
+from ludus.envs.vector_env import make_environments
+from ludus.experiments import runner
+from ludus.sampling.episode_runner import play
 from tests.long.record import record
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -39,15 +39,15 @@ def steps_to_goal(where: Path, seed: int, **faults: Any) -> tuple[int, dict[str,
             "worker_hang_s": 30,
         },
     }
-    resolved = experiment.resolve(data)
+    resolved = runner.resolve(data)
     fair = make_environments("CartPole-v1", 10, {})
 
     def open_run() -> Any:
-        from ludus.experiment.run import Run
+        from ludus.experiments.runs.run_dir import Run
 
         return Run.create(where / f"run-{seed}-{bool(faults)}", resolved.saved())
 
-    with experiment.assembled(resolved, open_run, environment_seed=seed) as parts:
+    with runner.assembled(resolved, open_run, environment_seed=seed) as parts:
         policy, _ = parts.pool.newest("model")
         judged = 0
 

@@ -18,11 +18,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from ludus import pids
-from ludus.actor.actor import Actor
+from ludus.gateway.actor import Actor
+from ludus.process import identity
+from tests.local_servers import gateway
 from tests.long.gamecore_rig import PACED, Answer, Server, python, until
 from tests.long.record import record
-from tests.serving import gateway
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -113,11 +113,11 @@ def server(tmp_path: Path, modules: Path) -> Iterator[Server]:
 
 def all_of(server: Server) -> dict[int, str]:
     """Every process of it, with when it began."""
-    return {pid: since for pid in server.everything() if (since := pids.started(pid)) is not None}
+    return {pid: since for pid in server.everything() if (since := identity.started(pid)) is not None}
 
 
 def alive(began: dict[int, str]) -> list[int]:
-    return [pid for pid, since in began.items() if pids.alive(pid, since)]
+    return [pid for pid, since in began.items() if identity.alive(pid, since)]
 
 
 # -- the server is killed
@@ -144,7 +144,7 @@ def test_games_end_with_a_server_that_is_killed_and_the_next_one_serves_their_id
             supervisor = {server.process.pid} if words and server.process else set()
             before = {pid: since for pid, since in all_of(server).items() if pid not in supervisor}
             assert len(before) > 2 * GAMES
-            assert len(pids.children(first)) == 2, "one keeper is warm"
+            assert len(identity.children(first)) == 2, "one keeper is warm"
             os.kill(first, signal.SIGKILL)
             killed = time.monotonic()
             until("the end of all games", lambda before=before: not alive(before), GONE_S)  # type: ignore[misc]
@@ -230,7 +230,7 @@ def test_games_that_misbehave_are_ended_and_disturb_nobody(server: Server) -> No
     server.halt("innocent")
     # The server, and its keepers: nothing of any game.
     until("that nothing is left", lambda: all("gamecore" in line or "keeper" in line for line in server.everything().values()))
-    assert len(pids.descendants(server.pid)) <= 2
+    assert len(identity.descendants(server.pid)) <= 2
     record("gamecore games misbehave", slowest_answer_s=slowest, **{f"stop_{name}_s": value for name, value in took.items()})
 
 
@@ -306,7 +306,7 @@ def test_random_parts_are_killed_and_games_go_on(tmp_path: Path, modules: Path) 
             tally[part] += 1
             os.kill(victim, signal.SIGKILL)
             began = time.monotonic()
-            until("that it is gone", lambda victim=victim: pids.started(victim) is None, 10)  # type: ignore[misc]
+            until("that it is gone", lambda victim=victim: identity.started(victim) is None, 10)  # type: ignore[misc]
             until(f"all to run after the {part} was killed", lambda: _running(server) == set(names), BACK_S)
             slowest = max(slowest, time.monotonic() - began)
         over.set()
@@ -329,20 +329,20 @@ def test_random_parts_are_killed_and_games_go_on(tmp_path: Path, modules: Path) 
 
 def _running(server: Server) -> set[str]:
     try:
-        return {state["runtime_id"] for state in server.games("running") if state["pid"] and pids.started(state["pid"])}
+        return {state["runtime_id"] for state in server.games("running") if state["pid"] and identity.started(state["pid"])}
     except (OSError, http.client.HTTPException, Answer):
         return set()
 
 
 def _victim(server: Server, chance: random.Random) -> tuple[str, int]:
-    keepers = pids.children(server.pid)
-    guards = [guard for keeper in keepers for guard in pids.children(keeper)]
-    games = [game for guard in guards for game in pids.children(guard)]
+    keepers = identity.children(server.pid)
+    guards = [guard for keeper in keepers for guard in identity.children(keeper)]
+    games = [game for guard in guards for game in identity.children(guard)]
     part = chance.choice(["server", "keeper", "guard", "game", "game"])
     return part, chance.choice({"server": [server.pid], "keeper": keepers, "guard": guards, "game": games}[part])
 
 
 def _strays(server: Server) -> list[str]:
-    keepers = set(pids.children(server.pid))
+    keepers = set(identity.children(server.pid))
     ours = {server.pid, *keepers} | ({server.process.pid} if server.process else set())
     return [line for pid, line in server.everything().items() if pid not in ours]

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ludus.actor.gateway import GatewaySettings
-from ludus.actor.session import SessionLimits
-from ludus.experiment.service import RunningService
-from ludus.experiment.serving import Offering, Source
-from ludus.model.policy import Policy
-from ludus.serve.service import ServiceSettings
-from ludus.tree import Array
+from ludus.core.tree import Array
+from ludus.gateway.server import GatewaySettings
+from ludus.gateway.sessions import SessionLimits
+from ludus.models.policy import Policy
+from ludus.serving.checkpoint_follower import Offering, Source
+from ludus.serving.launcher import RunningService
+from ludus.serving.worker import ServiceSettings
 from tests.long.record import record
-from tests.serve.releases import checkpointed, metrics, policy, total
+from tests.serving.releases import checkpointed, metrics, policy, total
 
 SESSIONS, CONNECTIONS, WORKERS, UPDATES, CALM_ROUNDS = 10_000, 32, 2, 4, 4
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ludus.actor.actor import Actor
-from ludus.actor.gateway import owner_of
+from ludus.distributed.gateway_workers import GatewayFleet
 from ludus.errors import Refused, Unreachable
-from ludus.game.client import AsyncClient
-from ludus.runtime.gateways import GatewayFleet
-from ludus.runtime.processes import Supervisor
+from ludus.gateway.actor import Actor
+from ludus.gateway.server import owner_of
+from ludus.process.workers.supervisor import Supervisor
+from ludus.protocol.client import AsyncClient
 from tests.long.record import record
 
 KILLS, GAMES, WORKERS = 40, 48, 3

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus import pids
-from ludus.cluster.local import LocalOrchestrator
-from ludus.cluster.record import JobDirectory
+from ludus.launch.job_dir import JobDirectory
+from ludus.launch.local import LocalOrchestrator
+from ludus.process import identity
 from ludus.testing.orchestrator_contract import ended, until
 from tests.long.record import record
 
@@ -27,8 +27,8 @@ TREE = "sleep 600 & setsid sleep 600 & (sleep 600 & setsid sh -c 'sleep 600; tru
 SCRIPT = """
 import sys
 from pathlib import Path
-from ludus.cluster.cluster import Job, Role
-from ludus.cluster.local import LocalOrchestrator
+from ludus.launch.job import Job, Role
+from ludus.launch.local import LocalOrchestrator
 tree = ("sh", "-c", sys.argv[2])
 roles = (Role("memory", tree, restart="always"), Role("main", tree), Role("worker", tree, 3, "on-failure"))
 orchestrator = LocalOrchestrator(Path(sys.argv[1]), attached=True)
@@ -46,7 +46,7 @@ def marked(mark: str) -> list[int]:
                 found.append(int(entry.name))
         except OSError:
             continue
-    return [pid for pid in found if pids.started(pid) is not None]
+    return [pid for pid in found if identity.started(pid) is not None]
 
 
 def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
             elif who in watchers and watchers[who] is not None:
                 watcher = watchers[who]
                 assert watcher is not None
-                pids.send(watcher.pid, watcher.started, signal.SIGKILL)
+                identity.send(watcher.pid, watcher.started, signal.SIGKILL)
             submitter.kill()
         if who == "nobody":
             orchestrator.cancel(job_id, at_once=True)

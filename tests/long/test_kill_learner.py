@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ludus.experiment import checkpoint
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.storage.local import LocalStore
 from tests.cli.programs import Program, program
 from tests.long.record import record
 

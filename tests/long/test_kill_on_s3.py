@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from ludus.core.metrics import read_jsonl
 from ludus.errors import LudusError
-from ludus.experiment import checkpoint
-from ludus.experiment.workspace import CACHE_DIR
-from ludus.metrics import read_jsonl
-from ludus.store.store import Store, open_store
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.remote_runs import CACHE_DIR
+from ludus.storage.base import Store, open_store
 from tests.cli.programs import Program, program
 from tests.long.record import record
 from tests.s3 import Server
-from tests.serve.releases import current
+from tests.serving.releases import current
 
 KILLS = 8
 SOON_S = 60.0

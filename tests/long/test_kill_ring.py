@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus.memory.ring import Bell, create_ring
+from ludus.transport.ring_buffer import Bell, create_ring
 from tests.long.record import record
-from tests.memory.killing import kill_readers, kill_writers
+from tests.transport.killing import kill_readers, kill_writers
 
 KILLS = 500
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.experiment import checkpoint
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.storage.local import LocalStore
 from tests.long.record import record
 
 KILLS = 50

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from tests.distributed.sampled import Fleet, fleet
 from tests.long.record import record
-from tests.runtime.sampled import Fleet, fleet
 
 WORKERS, SECONDS, EVERY_S = 4, 120.0, 2.0
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

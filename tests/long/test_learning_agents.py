@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from ludus import config as configs
-from ludus.experiment import experiment, gallery
+from ludus.config import schema as configs
+from ludus.experiments import runner
+from ludus.experiments.source import preset_index
 
 pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("name", ["simple-spread", "speaker-listener", "tictactoe"])
 def test_the_presets_with_several_agents_reach_their_targets(tmp_path: Path, name: str) -> None:
-    ((_, data),) = configs.load_experiments(gallery.preset(name)).items()
+    ((_, data),) = configs.load_experiments(preset_index.preset(name)).items()
     data["config"]["seed"] = 11
-    result = experiment.start(data, project=tmp_path, trial="run")
+    result = runner.start(data, project=tmp_path, trial="run")
     assert result.metrics["evaluation/return_mean"] >= data["target"]["return_mean"]
     assert result.metrics["timesteps"] <= 1.05 * data["target"]["timesteps"]
 
@@ -39,5 +40,5 @@ def test_a_speaker_and_a_listener_agree_on_words(tmp_path: Path, central: bool) 
             "multiagent": {"policies": ["speaker", "listener"], "centralized_value": central},
         },
     }
-    result = experiment.start(data, project=tmp_path, trial="run")
+    result = runner.start(data, project=tmp_path, trial="run")
     assert result.metrics["evaluation/return_mean"] >= 0.9 * 2 * (4 + 1 / 3)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus.experiment import checkpoint
-from ludus.experiment.run import Run, find_runs
-from ludus.runtime.surroundings import RUN
-from ludus.store.local import LocalStore
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.run_dir import Run, find_runs
+from ludus.process.job_env import RUN
+from ludus.storage.local import LocalStore
 from tests.long.record import record
 
 LIVES = 20

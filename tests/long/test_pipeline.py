@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ludus
-from tests.actor.test_gamecored import COUNTING, DECLARED
+from tests.gamecore.test_vector_env import COUNTING, DECLARED
 from tests.long.gamecore_rig import Server, until
 from tests.system.hosts import SHARED
 from tests.system.role_hosts import LUDUS, Machine, RoleHosts, role_hosts

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus import pids
-from ludus.cluster.cluster import Job, Orchestrator, Role
-from ludus.cluster.record import JobDirectory
-from ludus.cluster.slurm import SlurmOrchestrator, SlurmSettings
+from ludus.launch.job import Job, Orchestrator, Role
+from ludus.launch.job_dir import JobDirectory
+from ludus.launch.slurm.backend import SlurmOrchestrator, SlurmSettings
+from ludus.process import identity
 from ludus.testing.orchestrator_contract import BEATING, ended, is_still, job, main, until
 from tests.system import test_slurm
 from tests.system.slurm_rig import SlurmRig, as_user, processes_of, slurm_rig
@@ -205,7 +205,7 @@ def test_whoever_is_killed_nothing_is_left(
     found = JobDirectory(orchestrator.directory / job_id).read()
     for name in who:
         watcher = getattr(found, name)
-        pids.send(watcher.pid, watcher.started, signal.SIGKILL)
+        identity.send(watcher.pid, watcher.started, signal.SIGKILL)
     until(lambda: not processes_of(job_id), GONE_S + 5)
     status = ended(orchestrator, job_id)
     assert status.state in ("failed", "cancelled"), status
@@ -228,8 +228,8 @@ def test_two_users_at_once_do_not_see_each_other(orchestrator: SlurmOrchestrator
     os.chown(place, 65534, 65534)
     script = textwrap.dedent(f"""\
         from pathlib import Path
-        from ludus.cluster.cluster import Job, Role, wait
-        from ludus.cluster.slurm import SlurmOrchestrator, SlurmSettings
+        from ludus.launch.job import Job, Role, wait
+        from ludus.launch.slurm.backend import SlurmOrchestrator, SlurmSettings
         slurm = SlurmOrchestrator(Path({str(place / "state")!r}), SlurmSettings(python={python!r}, workdir="/"))
         roles = (Role("main", ("sh", "-c", "id -un; sleep 1")), Role("far", ("sleep", "600"), at=(1,)))
         job_id = slurm.submit(Job("his", roles, "main", nodes=2))
@@ -245,7 +245,7 @@ def test_two_users_at_once_do_not_see_each_other(orchestrator: SlurmOrchestrator
 
 
 def _can_read(path: Path, rig: SlurmRig) -> bool:
-    words = ["/usr/bin/python3.11", "-c", "import ludus.cluster.slurm"]
+    words = ["/usr/bin/python3.11", "-c", "import ludus.launch.slurm.backend"]
     try:
         return as_user("nobody", words, {"PYTHONPATH": str(path), "PATH": "/usr/bin"}, Path("/")).returncode == 0
     except OSError:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster.cluster import Job, JobStatus, Role
-from ludus.cluster.record import write_job
-from ludus.cluster.ssh import SshOrchestrator, _settings_text
 from ludus.errors import UsageError, WorkerFailed
+from ludus.launch.job import Job, JobStatus, Role
+from ludus.launch.job_dir import write_job
+from ludus.launch.ssh.backend import SshOrchestrator, _settings_text
 from ludus.testing.orchestrator_contract import BEATING, ended, is_still, until
 from tests.cli.programs import program
 from tests.long.record import record
@@ -188,7 +188,7 @@ def test_when_who_looks_after_a_part_is_killed_nothing_is_left(
 ) -> None:
     job_id, beats = begun(orchestrator, rig)
     keeper, supervisor = sorted(
-        (process for process in rig.processes(host) if "ludus.cluster.supervisor" in process.cmdline()),
+        (process for process in rig.processes(host) if "ludus.launch.supervisor" in process.cmdline()),
         key=lambda process: process.create_time(),
     )
     os.kill((keeper if whom == "keeper" else supervisor).pid, signal.SIGKILL)
@@ -224,8 +224,8 @@ def test_a_job_needs_neither_the_laptop_nor_its_network(rig: ssh_rig.SshRig, orc
 LAUNCHER = """
 import sys
 from pathlib import Path
-from ludus.cluster.record import read_job
-from ludus.cluster.ssh import SshOrchestrator, _settings_of
+from ludus.launch.job_dir import read_job
+from ludus.launch.ssh.backend import SshOrchestrator, _settings_of
 settings, job = (Path(word).read_text() for word in sys.argv[2:])
 orchestrator = SshOrchestrator(Path(sys.argv[1]), _settings_of(settings))
 print("begin", flush=True)

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 import ludus
-from ludus.config import dump_yaml
-from ludus.experiment import checkpoint
-from ludus.experiment.outcome import SweepResult
-from ludus.experiment.run import Run
-from ludus.experiment.tuning import SweepOptions, opened, resume_sweep, run_sweep
-from ludus.metrics import read_jsonl
-from ludus.runtime.trials import Event
-from ludus.store.local import LocalStore
+from ludus.config.schema import dump_yaml
+from ludus.core.metrics import read_jsonl
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.run_dir import Run
+from ludus.storage.local import LocalStore
+from ludus.tuning.messages import Event
+from ludus.tuning.report import SweepResult
+from ludus.tuning.sweep import SweepOptions, opened, resume_sweep, run_sweep
 from tests.long.record import record
 
 pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]

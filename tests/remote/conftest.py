@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ludus
-from ludus.remote.session import Session
+from ludus.remote.context import Session
 
 
 @pytest.fixture

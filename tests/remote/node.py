@@ -20,8 +20,8 @@ import numpy as np
 
 import ludus
 from ludus.errors import LudusError
-from ludus.game.client import Client
-from ludus.remote.session import init
+from ludus.protocol.client import Client
+from ludus.remote.context import init
 from tests.remote import parts
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ludus
-from ludus.actor.actor import Actor
+from ludus.gateway.actor import Actor
 
 
 class Scale(nn.Module):

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 import ludus
-from ludus.memory.ring import RingWriter
+from ludus.process.workers.supervisor import Context
 from ludus.remote.buffer import Outbox
-from ludus.remote.session import Ticket, adopt, current
-from ludus.runtime.processes import Context
+from ludus.remote.context import Ticket, adopt, current
+from ludus.transport.ring_buffer import RingWriter
 
 WORDS = 1 << 15
 """Of 8 bytes: an item of 256 KB, which goes through shared memory."""

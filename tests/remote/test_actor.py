@@ -9,8 +9,8 @@ import pytest
 
 import ludus
 from ludus.errors import Refused, UsageError
-from ludus.game.client import Client
-from ludus.remote.session import Session
+from ludus.protocol.client import Client
+from ludus.remote.context import Session
 from tests.remote.parts import Echo, Scale, scaled
 
 X = np.arange(3, dtype=np.float32)

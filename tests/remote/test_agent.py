@@ -14,11 +14,11 @@ import torch
 
 import ludus
 from ludus.errors import Refused, UsageError
-from ludus.game.client import Client
-from ludus.model.networks import NetworkConfig
+from ludus.models.networks import NetworkConfig
+from ludus.protocol.client import Client
 from ludus.remote.agent import STEPS
-from ludus.remote.session import Session
-from tests.actor.scripted import ACTION, tiny_policy
+from ludus.remote.context import Session
+from tests.gateway.scripted import ACTION, tiny_policy
 from tests.remote.parts import Scale
 
 SEEN = [0.5, -1.0, 2.0]

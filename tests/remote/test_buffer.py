@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import ludus
+from ludus.core.metrics import read_jsonl
 from ludus.errors import LudusError, UsageError, WorkerFailed
-from ludus.metrics import read_jsonl
 from ludus.remote import buffer as buffers
-from ludus.remote.session import Session
+from ludus.remote.context import Session
 
 
 def item(value: float) -> dict[str, Any]:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import ludus
+from ludus.distributed.hub.server import Hub
 from ludus.errors import Damaged, WorkerFailed
+from ludus.process.workers.supervisor import ALWAYS
 from ludus.remote import buffer as buffers
-from ludus.remote.session import Session
-from ludus.runtime.hub import Hub
-from ludus.runtime.processes import ALWAYS
+from ludus.remote.context import Session
 from tests.remote import pushing
 from tests.remote.pushing import item, outbox, shared
 
@@ -170,7 +170,7 @@ def test_an_item_that_is_larger_than_the_ring_goes_through_the_socket(run: Sessi
 
 
 def test_without_shared_memory_everything_goes_through_the_socket(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.runtime.rings.ALL_BYTES", 0)
+    monkeypatch.setattr("ludus.distributed.hub.shared_queues.ALL_BYTES", 0)
     buffer = ludus.RemoteBuffer("b")
     buffer.push(item(0)).wait(WAIT_S)
     wait_for(lambda: (task := outbox(buffer)._sharing) is not None and task.done(), "it was not asked for")

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import ludus
-from ludus.actor.agent import Agent, Seat
 from ludus.errors import IncompatibleCheckpoint, NotFound, UnknownName, UsageError
-from ludus.model import registry
-from ludus.model.policy import Policy
-from ludus.model.pool import stored_versions
-from ludus.remote.session import Session
-from ludus.store.local import LocalStore
+from ludus.gateway.agent import Agent, Seat
+from ludus.models.policy import Policy
+from ludus.models.weights import model_registry
+from ludus.models.weights.version_store import stored_versions
+from ludus.remote.context import Session
+from ludus.storage.local import LocalStore
 from tests.remote.parts import Other, Scale, scaled
 
 X = np.ones(3, np.float32)
@@ -282,9 +282,9 @@ def test_every_so_many_versions_are_kept_and_old_ones_forgotten(run: Session) ->
 def test_by_default_time_decides_what_is_kept(run: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     model.publish_weights(scaled(2))
-    monkeypatch.setattr(registry, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(model_registry, "CHECKPOINT_S", 0.0)
     model.publish_weights(scaled(3))
-    monkeypatch.setattr(registry, "CHECKPOINT_S", 600.0)
+    monkeypatch.setattr(model_registry, "CHECKPOINT_S", 600.0)
     model.publish_weights(scaled(4))
     model.publish_weights(scaled(5))
     run.close()

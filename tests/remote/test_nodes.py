@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 import ludus
+from ludus.core.metrics import read_jsonl
+from ludus.distributed.hub import join as joining
+from ludus.distributed.hub import rpc
+from ludus.distributed.hub.join import join
 from ludus.errors import UsageError, WorkerFailed
-from ludus.metrics import read_jsonl
-from ludus.model.policy import Policy
-from ludus.remote import session as sessions
-from ludus.remote import workers
-from ludus.remote.session import Session
-from ludus.runtime import joining, wire
-from ludus.runtime.guard import write_token
-from ludus.runtime.joining import join
+from ludus.models.policy import Policy
+from ludus.process.auth import write_token
+from ludus.remote import context as sessions
+from ludus.remote import inference_workers
+from ludus.remote.context import Session
 from tests.remote.node import Failed, Node
 from tests.remote.parts import Scale, Two, scaled
 
@@ -150,7 +151,7 @@ def test_the_workers_of_a_model_serve_other_machines_and_their_death_costs_nobod
         process.wait_ready(30)
     played = node.answer()
     assert played["asked"] > 20
-    assert played["longest"] < workers.PATIENCE_S
+    assert played["longest"] < inference_workers.PATIENCE_S
     assert sum(process.incarnation for process in processes) == 4
     for process in processes:
         process.stop()
@@ -269,7 +270,7 @@ def test_where_nobody_listens_a_process_on_another_machine_is_told_in_time(
     write_token(tmp_path / "token")
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setattr(joining, "JOIN_S", 0.5)
-    monkeypatch.setattr(wire, "CONNECT_S", 0.5)
+    monkeypatch.setattr(rpc, "CONNECT_S", 0.5)
     with pytest.raises(WorkerFailed, match=r"could not be reached at tcp://192\.0\.2\.1:9"):
         join(tmp_path / "t", "tcp://192.0.2.1:9")
 
@@ -348,7 +349,7 @@ def test_without_gpus_a_worker_that_wants_one_is_refused(hub: Session) -> None:
     ],
 )
 def test_workers_get_gpus_of_their_own_or_a_part_of_one(count: int, each: float, expected: list[str]) -> None:
-    assert workers.shared_out(count, each, ["4", "5", "6", "7"]) == expected
+    assert inference_workers.shared_out(count, each, ["4", "5", "6", "7"]) == expected
 
 
 def test_an_engine_computes_where_its_module_is(hub: Session) -> None:
@@ -358,7 +359,7 @@ def test_an_engine_computes_where_its_module_is(hub: Session) -> None:
         def read(self) -> tuple[int, dict[str, Any]]:
             return 1, scaled(3)
 
-    engine = workers.EngineOn(torch.device("cpu"), Scale(), Versions())
+    engine = inference_workers.EngineOn(torch.device("cpu"), Scale(), Versions())
     structure = ("tuple", (("tuple", ((X.dtype, X.shape),)), ("dict", ())))
     outputs, version = engine.run(structure, [X[None]], 1)
     np.testing.assert_array_equal(outputs, 3 * X[None])

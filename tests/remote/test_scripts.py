@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.game.client import Client
-from ludus.metrics import read_jsonl
+from ludus.core.metrics import read_jsonl
+from ludus.protocol.client import Client
 
 MODEL = """
 import asyncio, signal, threading, time
@@ -197,7 +197,7 @@ def test_a_model_of_a_script_is_found_again_by_its_file(tmp_path: Path) -> None:
 
 
 def test_a_script_that_launches_when_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
-    text = "from ludus.model.module import find_class\n"
+    text = "from ludus.models.weights.module_spec import find_class\n"
     for number, launching in enumerate(["bray.init(project='.', trial='t')", "bray.RemoteModel('x', AtariModel())"]):
         (tmp_path / f"launch{number}.py").write_text(f"{MODEL}\n{launching}\n")
         text += f"try: find_class('{tmp_path}/launch{number}.py:AtariModel')\nexcept Exception as e: print(repr(e))\n"

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ludus
+from ludus.core.metrics import read_jsonl
 from ludus.errors import UsageError, WorkerFailed
-from ludus.metrics import read_jsonl
-from ludus.model import module
-from ludus.remote.session import Session
+from ludus.models.weights import module_spec
+from ludus.remote.context import Session
 from tests.remote import parts
 
 X = np.ones(3, np.float32)
@@ -54,7 +54,7 @@ def test_gradients_are_the_mean_over_all_learners(busy: Session, tmp_path: Path)
     assert trainer.wait(60)
     for learner in notes(tmp_path):
         np.testing.assert_allclose(learner["gradients"], expected, rtol=1e-4, atol=1e-6)
-        assert learner["names"] == sorted(module.shapes_of(model.get_model())), "the wrapper's names leaked"
+        assert learner["names"] == sorted(module_spec.shapes_of(model.get_model())), "the wrapper's names leaked"
 
 
 def test_what_a_learner_publishes_is_what_others_ask_and_handles_travel(busy: Session, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import ludus
 from ludus.errors import IncompatibleCheckpoint, UsageError
-from ludus.model import module as modules
-from ludus.model.following import FLOAT32, Graph, NewestOnnx, OnnxEngine
-from ludus.model.inference import Inference, Inputs
-from ludus.model.networks import NetworkConfig
-from ludus.model.policy import Policy
-from ludus.remote.session import Session
+from ludus.models.inference.engine import Inference, Inputs
+from ludus.models.inference.onnx_hot_reload import FLOAT32, Graph, NewestOnnx, OnnxEngine
+from ludus.models.networks import NetworkConfig
+from ludus.models.policy import Policy
+from ludus.models.weights import module_spec as modules
+from ludus.remote.context import Session
 from tests.remote.parts import Scale
 
 X = np.linspace(-1, 1, 4, dtype=np.float32)

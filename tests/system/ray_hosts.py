@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.runtime.cluster import HEALTH
+from ludus.ray_cluster.cluster import HEALTH
 from tests.system import hosts as rig
 from tests.system.hosts import SHARED, Hosts
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.cluster.local import LocalOrchestrator
-from ludus.runtime.surroundings import PORTS, is_free
+from ludus.launch.local import LocalOrchestrator
+from ludus.process.job_env import PORTS, is_free
 from tests.system.hosts import SHARED, Hosts, up
 
 LUDUS = (sys.executable, "-P", "-m", "ludus.cli.main")

@@ -1,6 +1,6 @@
 """A real Slurm on this machine: munged, slurmctld and some slurmd, each node with an address of its own (127.0.0.2 …).
 
-No systemd, no cgroups, ports of its own: several can stand side by side. Every daemon runs under `ludus.cluster.member`, whose line
+No systemd, no cgroups, ports of its own: several can stand side by side. Every daemon runs under `ludus.launch.remote_process`, whose line
 this process holds: whatever happens to it, they end with all that they have started. So a node can also lose its power (`lose`).
 """
 
@@ -154,7 +154,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
         path = need(program)
         with open(self.base / "log" / f"{called or program}.out", "ab") as said:
             self._daemons[called or program] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ludus.cluster.member", "far", path, *options],
+                [sys.executable, "-P", "-m", "ludus.launch.remote_process", "far", path, *options],
                 env={**os.environ, **self.environment},
                 stdin=subprocess.PIPE,
                 stdout=said,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from ludus.cluster.ssh import SshNode, SshOrchestrator, SshSettings
+from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings
 from tests import tools
 from tests.system import hosts as namespaces
 

@@ -34,7 +34,7 @@ CLIENT = """
     import pathlib, sys, time
 
     from ludus.errors import Unreachable
-    from ludus.game.gamecore import GamecoreClient
+    from ludus.protocol.gamecore_client import GamecoreClient
 
     address, shared, case = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
     for _ in range(600):

@@ -15,15 +15,15 @@ import msgpack
 import numpy as np
 import pytest
 
-from ludus import pids
-from ludus.actor.actor import Actor
-from ludus.actor.gateway import GatewaySettings
 from ludus.errors import WorkerFailed
-from ludus.game.gamecore import GamecoreClient, GameState
-from ludus.gamecore import catalogue
-from ludus.gamecore.server import running
-from ludus.gamecore.settings import Settings
-from tests.serving import Served, gateway
+from ludus.gamecore.server import catalogue
+from ludus.gamecore.server.http.app import running
+from ludus.gamecore.server.settings import Settings
+from ludus.gateway.actor import Actor
+from ludus.gateway.server import GatewaySettings
+from ludus.process import identity
+from ludus.protocol.gamecore_client import GamecoreClient, GameState
+from tests.local_servers import Served, gateway
 from tests.tools import need
 
 CATALOGUE = Path(__file__).parents[2] / "examples" / "gamecore" / "catalogue.yaml"
@@ -92,7 +92,7 @@ def marksman() -> Iterator[Served]:
 
 def engines(state: GameState) -> list[int]:
     assert state.pid
-    return pids.descendants(state.pid)
+    return identity.descendants(state.pid)
 
 
 def instance(engine: int) -> str:
@@ -106,7 +106,7 @@ def instance(engine: int) -> str:
 
 def until_gone(processes: list[int]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while any(pids.started(pid) for pid in processes):
+    while any(identity.started(pid) for pid in processes):
         assert time.monotonic() < deadline, processes
         time.sleep(0.01)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus import pids
-from ludus.game.gamecore import GamecoreClient
-from ludus.gamecore.server import running
-from ludus.gamecore.settings import Settings
+from ludus.gamecore.server.http.app import running
+from ludus.gamecore.server.settings import Settings
+from ludus.process import identity
+from ludus.protocol.gamecore_client import GamecoreClient
 from tests.gamecore.callers import until
 from tests.tools import need
 
@@ -42,7 +42,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gamecore
 def those_of(place: Path) -> list[int]:
     """Processes that were started as games of the server whose state is there."""
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in everyone if any(str(place / "state") in variable for variable in pids.environment(pid))]
+    return [pid for pid in everyone if any(str(place / "state") in variable for variable in identity.environment(pid))]
 
 
 def says(client: GamecoreClient, name: str, word: str) -> str:

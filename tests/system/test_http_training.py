@@ -12,8 +12,8 @@ import gymnasium as gym
 import pytest
 
 import ludus
-from ludus.actor.trained import TrainedAgent
-from ludus.metrics import read_jsonl
+from ludus.core.metrics import read_jsonl
+from ludus.sampling.trained_agent import TrainedAgent
 from tests.cli.programs import REPOSITORY, program
 
 EXAMPLE = REPOSITORY / "examples" / "cartpole_http"

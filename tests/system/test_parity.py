@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.experiment import checkpoint
-from ludus.experiment.service import RunningService
-from ludus.experiment.serving import Offering, Source
-from ludus.game.client import AsyncClient, Client
-from ludus.memory.recorded import read_recorded
-from ludus.model.policy import Policy
-from ludus.serve.release import Backend
-from ludus.serve.service import Recording, ServiceSettings
-from ludus.tree import Array
+from ludus.core.tree import Array
+from ludus.experiments.runs import checkpoint
+from ludus.models.policy import Policy
+from ludus.protocol.client import AsyncClient, Client
+from ludus.serving.checkpoint_follower import Offering, Source
+from ludus.serving.launcher import RunningService
+from ludus.serving.release import Backend
+from ludus.serving.worker import Recording, ServiceSettings
+from ludus.transport.replay_log import read_recorded
 from tests.clients import test_cpp, test_csharp, test_gdscript
 from tests.clients.contract import environment
 from tests.clients.driving import CLIENTS, DRIVERS, driver
-from tests.experiment import small
+from tests.experiments import small
 from tests.tools import need
 
 pytestmark = pytest.mark.system

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.runtime.guard import LOST_S
+from ludus.process.auth import LOST_S
 from tests.remote.node import ROOT, Failed, Node
 from tests.system import hosts as rig
 from tests.system.hosts import SHARED, Hosts

@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ludus.actor.gateway import owner_of
 from ludus.errors import Refused, Unreachable
-from ludus.experiment import checkpoint, experiment
-from ludus.experiment.serving import Source
-from ludus.game.client import AsyncClient
-from ludus.memory.recorded import ReadCounts, read_recorded
-from ludus.model.policy import Policy
-from ludus.store.local import LocalStore
-from tests.actor.wire import ask, raw, step
+from ludus.experiments import runner
+from ludus.experiments.runs import checkpoint
+from ludus.gateway.server import owner_of
+from ludus.models.policy import Policy
+from ludus.protocol.client import AsyncClient
+from ludus.serving.checkpoint_follower import Source
+from ludus.storage.local import LocalStore
+from ludus.transport.replay_log import ReadCounts, read_recorded
 from tests.cli.programs import Program, program
-from tests.experiment import small
-from tests.serve.releases import SOON_S, Wanderer, checkpointed, metrics, observations, policy, total, until
+from tests.experiments import small
+from tests.gateway.wire import ask, raw, step
+from tests.serving.releases import SOON_S, Wanderer, checkpointed, metrics, observations, policy, total, until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(sys.platform != "linux", reason="finds workers in /proc")]
 
@@ -268,7 +269,7 @@ def test_a_training_is_followed_while_it_runs(tmp_path: Path) -> None:
 
     def train() -> None:
         try:
-            experiment.resume(run, stop={"iterations": 8})
+            runner.resume(run, stop={"iterations": 8})
         except BaseException as error:
             faults.append(error)
         done.set()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster.cluster import Job, Orchestrator, Role
-from ludus.cluster.slurm import SlurmGroup, SlurmOrchestrator, SlurmSettings
 from ludus.errors import UsageError, WorkerFailed
+from ludus.launch.job import Job, Orchestrator, Role
+from ludus.launch.slurm.backend import SlurmGroup, SlurmOrchestrator, SlurmSettings
 from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main, until
 from tests.system.slurm_rig import SlurmRig, processes_of, slurm_rig
 
@@ -151,8 +151,8 @@ def test_in_an_allocation_a_job_runs_in_the_foreground(rig: SlurmRig, tmp_path: 
         textwrap.dedent(f"""\
         import sys
         from pathlib import Path
-        from ludus.cluster.cluster import Job, Role
-        from ludus.cluster.slurm import SlurmOrchestrator
+        from ludus.launch.job import Job, Role
+        from ludus.launch.slurm.backend import SlurmOrchestrator
         roles = (Role("main", ("sh", "-c", "echo on $SLURMD_NODENAME; exit 6")), Role("far", ("sleep", "600"), at=(1,)))
         sys.exit(SlurmOrchestrator(Path({str(tmp_path / "state")!r})).run_here(Job("byhand", roles, "main", nodes=2)))
         """)

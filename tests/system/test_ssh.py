@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import ludus
-from ludus.cluster.cluster import Job, Orchestrator, Role
-from ludus.cluster.ssh import SshOrchestrator, SshSettings
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.launch.job import Job, Orchestrator, Role
+from ludus.launch.ssh.backend import SshOrchestrator, SshSettings
 from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main, until
 from tests.system import ssh_rig
 
@@ -149,7 +149,7 @@ def test_words_and_secrets_arrive_elsewhere_and_nobody_sees_them(
     assert len(token) == 64
     visible = b"".join(_words(process.pid) for host in range(3) for process in rig.hosts.processes(host))
     visible += b"".join(_words(process.pid) for process in psutil.Process().children(recursive=True))
-    assert b"ludus.cluster.far" in visible
+    assert b"ludus.launch.ssh.remote_agent" in visible
     assert secret.encode() not in visible
     assert token.encode() not in visible
     (shared / "over").touch()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import ludus
+from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import AlreadyExists, MemoryClosed, NotFound
-from ludus.memory.local import LocalMemory
-from ludus.store.local import LocalStore
-from ludus.store.store import MANIFEST, Bytes, Guard, Store
+from ludus.storage.base import MANIFEST, Bytes, Guard, Store
+from ludus.storage.local import LocalStore
 from ludus.testing.memory_contract import MemoryContract
 from ludus.testing.store_contract import StoreContract
-from ludus.types import Segments, SegmentSpec
+from ludus.transport.local import LocalMemory
 
 FAILED = (AssertionError, pytest.fail.Exception, NotFound, MemoryClosed)
 """How a test fails: its assertion, nothing raised where something should have been, or something lost."""

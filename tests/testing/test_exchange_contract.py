@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ludus.memory.exchange import Buffer, Delivery, Exchange
 from ludus.testing import exchange_contract
 from ludus.testing.exchange_contract import ExchangeContract, MakeExchange
+from ludus.transport.message_stream import Buffer, Delivery, Exchange
 
 # -- an exchange within one process, as simple as it can be -------------------------------------------------------------
 

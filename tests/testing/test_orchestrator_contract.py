@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster.cluster import Job, JobStatus, Role
-from ludus.cluster.local import LocalOrchestrator
-from ludus.cluster.record import JOB
 from ludus.errors import LudusError
+from ludus.launch.job import Job, JobStatus, Role
+from ludus.launch.job_dir import JOB
+from ludus.launch.local import LocalOrchestrator
 from ludus.testing import orchestrator_contract
 from ludus.testing.orchestrator_contract import OrchestratorContract
 

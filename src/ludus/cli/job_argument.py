@@ -29,10 +29,10 @@ def complete_job(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _recorded_jobs() -> Iterator[RecordedJob]:
-    from ludus.cluster import record
+    from ludus.launch import job_dir
 
     for directory, target in _DIRECTORIES.items():
-        for path in (record.state_home() / directory).glob(f"*/{record.JOB}"):
+        for path in (job_dir.state_home() / directory).glob(f"*/{job_dir.JOB}"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # removed meanwhile, or damaged
-                job = record.read_job(path.read_text(encoding="utf-8"))
+                job = job_dir.read_job(path.read_text(encoding="utf-8"))
                 yield RecordedJob(path.stat().st_mtime, path.parent.name, job.name, target)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from ludus.formatting import format_duration, format_number
+from ludus.core.formatting import format_duration, format_number
 
 LINE_EVERY_S = 10.0
 """Time between two lines where there is no terminal; an operation that is shorter prints none."""

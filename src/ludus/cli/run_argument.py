@@ -8,14 +8,14 @@ from pathlib import Path
 
 def run_place(value: str | None) -> str | None:
     """As `callback`: `last`, an experiment's name or the end of a run's name becomes the path of the run."""
-    from ludus.experiment.run_names import resolve_run
+    from ludus.experiments.runs.run_names import resolve_run
 
     return None if value is None else resolve_run(value)
 
 
 def run_places(values: list[str] | None) -> list[str] | None:
     """The same for an argument that takes several. `NAME=RUN` and directories with runs stay what they are."""
-    from ludus.experiment.run_names import resolve_run
+    from ludus.experiments.runs.run_names import resolve_run
 
     if values is None:
         return None
@@ -29,8 +29,8 @@ def complete_run(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _short_names(incomplete: str) -> Iterator[tuple[str, str]]:
-    from ludus.experiment.run import find_runs
-    from ludus.experiment.run_names import RUNS, short_names
+    from ludus.experiments.runs.run_dir import find_runs
+    from ludus.experiments.runs.run_names import RUNS, short_names
 
     for name, meaning in short_names(find_runs(RUNS)):
         if name.startswith(incomplete):

@@ -6,10 +6,10 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ludus.actor.gateway import GatewaySettings
+from ludus.distributed.gateway_workers import GatewayFleet
 from ludus.errors import UsageError
-from ludus.remote.session import Ticket, adopt, current
-from ludus.runtime.gateways import GatewayFleet
+from ludus.gateway.server import GatewaySettings
+from ludus.remote.context import Ticket, adopt, current
 
 READY_S = 60.0
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ludus.actor import agent
-from ludus.actor.agent import Seat
-from ludus.actor.recorder import session_spec
+from ludus.core.tree import Tree, map_tree
+from ludus.core.types import Segments, SegmentSpec
+from ludus.gateway import agent
+from ludus.gateway.agent import Seat
 from ludus.remote.buffer import RemoteBuffer
+from ludus.remote.context import current
 from ludus.remote.model import RemoteModel
-from ludus.remote.session import current
-from ludus.tree import Tree, map_tree
-from ludus.types import Segments, SegmentSpec
+from ludus.sampling.segment_recorder import session_spec
 
 STEPS = 64
 

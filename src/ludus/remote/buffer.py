@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from ludus import tree
+from ludus.core import tree
+from ludus.core.tree import Encoding, Tree
+from ludus.distributed.hub.rpc import MAX_BODY, Connection, Header, Reply, split
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
-from ludus.memory.ring import RingWriter, create_ring, record_bytes
-from ludus.remote.session import Session, current
-from ludus.runtime.wire import MAX_BODY, Connection, Header, Reply, split
-from ludus.tree import Encoding, Tree
+from ludus.remote.context import Session, current
+from ludus.transport.ring_buffer import RingWriter, create_ring, record_bytes
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ludus.distributed.hub.rpc import Body, Connection, Header
+from ludus.distributed.hub.server import Place
+from ludus.distributed.hub.weight_cache import upload
 from ludus.errors import WorkerFailed
-from ludus.runtime.hub import Place
-from ludus.runtime.mirror import upload
-from ludus.runtime.wire import Body, Connection, Header
 
 T = TypeVar("T")
 

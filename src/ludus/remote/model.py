@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from ludus.core.tree import Tree, map_tree
+from ludus.core.types import Bools
 from ludus.errors import UsageError
-from ludus.model import module as modules
-from ludus.model import saved
-from ludus.model.acting import Acts, ActsSource, Deciding, Decision, State
-from ludus.model.board import BoardReader
-from ludus.model.inference import MAX_BATCH_SIZE, Engine, Inference, Newest
-from ludus.model.policy import Policy
-from ludus.remote.session import Session, current
-from ludus.remote.workers import Crew, RemoteInference, gpus_of_workers
-from ludus.tree import Tree, map_tree
-from ludus.types import Bools
+from ludus.models.inference.batched_policy import Acts, ActsSource, Deciding, Decision, State
+from ludus.models.inference.engine import MAX_BATCH_SIZE, Engine, Inference, Newest
+from ludus.models.policy import Policy
+from ludus.models.weights import module_spec as modules
+from ludus.models.weights import serialization
+from ludus.models.weights.shared_weights import BoardReader
+from ludus.remote.context import Session, current
+from ludus.remote.inference_workers import Crew, RemoteInference, gpus_of_workers
 
 if TYPE_CHECKING:
-    from ludus.model.following import OnnxEngine
+    from ludus.models.inference.onnx_hot_reload import OnnxEngine
 
 get_torch_model_weights = modules.weights_of
 set_torch_model_weights = modules.load_weights
@@ -67,7 +67,7 @@ class Shared:
         return modules.shapes_in(self.reader.read()[1])
 
     def _blank(self) -> nn.Module:
-        return saved.model_from(self.description, self.session.classes.get(self.name.split("/")[0]))
+        return serialization.model_from(self.description, self.session.classes.get(self.name.split("/")[0]))
 
     def build(self) -> nn.Module:
         """Another instance of the module, with fresh weights."""
@@ -94,7 +94,7 @@ class Shared:
     def onnx_engine(self) -> OnnxEngine:
         """Another engine by onnxruntime, with the newest weights."""
         assert self.graph
-        from ludus.model.following import OnnxEngine, read_graph  # onnxruntime is an extra
+        from ludus.models.inference.onnx_hot_reload import OnnxEngine, read_graph  # onnxruntime is an extra
 
         return OnnxEngine(self.build(), self.reader, read_graph(self.session.graph(self.graph)))
 
@@ -124,7 +124,7 @@ class Shared:
         """One for each loop: they never wait for each other."""
         if not self.graph:
             return Newest(Engine(self.build(), self.reader))
-        from ludus.model.following import NewestOnnx
+        from ludus.models.inference.onnx_hot_reload import NewestOnnx
 
         return NewestOnnx(self.onnx_engine())
 
@@ -378,7 +378,7 @@ def _traced(
     session: Session, described: modules.Described, args: Sequence[Tree], kwargs: Mapping[str, Tree], precision: str
 ) -> dict[str, Any]:
     """Trace and check a model, and lay the result where all processes of the run find it. Raises UsageError."""
-    from ludus.model.following import Graph, write_graph  # onnxruntime is an extra
+    from ludus.models.inference.onnx_hot_reload import Graph, write_graph  # onnxruntime is an extra
 
     graph = Graph.of(described.module, described.description.get("inputs"), args, kwargs, precision)
     if session.place.home:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ludus.errors import UsageError, WorkerFailed
-from ludus.remote.session import Ticket, adopt, current, metric
-from ludus.runtime.machine import keep_freed_memory, usable_cores
-from ludus.runtime.processes import NEVER, Context, Process
+from ludus.process.host import keep_freed_memory, usable_cores
+from ludus.process.workers.supervisor import NEVER, Context, Process
+from ludus.remote.context import Ticket, adopt, current, metric
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ludus.memory.exchange import Delivery, Exchange
+from ludus.transport.message_stream import Delivery, Exchange
 
 MakeExchange = Callable[[str, int], Exchange]
 Open = Callable[..., Exchange]

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ludus.core.spaces import ArraySpec
+from ludus.core.tree import leaves, map_tree
+from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import MemoryClosed
-from ludus.memory.memory import Memory
-from ludus.spaces import ArraySpec
-from ludus.tree import leaves, map_tree
-from ludus.types import Segments, SegmentSpec
+from ludus.transport.base import Memory
 
 MakeMemory = Callable[[SegmentSpec, int, int], Memory]
 

@@ -8,11 +8,11 @@ from typing import Any
 import gymnasium as gym
 from torch import nn
 
-from ludus import spaces, trust
-from ludus.game.environment import make_one
-from ludus.model.custom_check import check_custom
-from ludus.model.networks import NetworkConfig
-from ludus.model.policy import PROBABILITIES, VALUES, Policy
+from ludus.core import spaces, trust
+from ludus.envs.vector_env import make_one
+from ludus.models.custom.validation import check_custom
+from ludus.models.networks import NetworkConfig
+from ludus.models.policy import PROBABILITIES, VALUES, Policy
 
 Spaces = tuple[gym.Space[Any], gym.Space[Any]]
 

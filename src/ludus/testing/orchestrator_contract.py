@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cluster.cluster import Job, JobStatus, Orchestrator, Restart, Role
-from ludus.cluster.cluster import wait as wait_for
 from ludus.errors import UnknownName, UsageError
+from ludus.launch.job import Job, JobStatus, Orchestrator, Restart, Role
+from ludus.launch.job import wait as wait_for
 
 _WAIT_S = 60.0  # how long a test waits for what must happen; never reached when it does
 _STILL_S = 0.2  # how long nothing must happen

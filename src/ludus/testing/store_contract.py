@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ludus.errors import AlreadyExists, Damaged, Fenced, NotFound, StoreError, UsageError
-from ludus.store.store import MANIFEST, Store, make_manifest
+from ludus.storage.base import MANIFEST, Store, make_manifest
 
 FILES: Mapping[str, bytes] = {"a.bin": bytes(range(256)) * 5, "b.json": b'{"n": 1}', "empty": b""}
 WRITERS = 16

@@ -22,17 +22,17 @@ from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
-from ludus.documents import read_text
 from ludus.errors import ConfigError, LudusError, UsageError
-from ludus.games.arena.arena import Arena
-from ludus.games.arena.bodies import FORMATS
-from ludus.games.arena.host import Host, set_up
-from ludus.games.arena.layout import HEADS, OVER
-from ludus.games.arena.match import CAMPS, Match, OnIllegal, OnLost, Plan, Rule, Sessions, read_plan
-from ludus.games.arena.recording import Recorder
-from ludus.games.arena.scripts import SCRIPTS
-from ludus.games.arena.sealed import write_whole
-from ludus.games.arena.settings import ArenaSettings
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.engine.checksummed_file import write_whole
+from ludus.games.arena.engine.layout import HEADS, OVER
+from ludus.games.arena.engine.recording import Recorder
+from ludus.games.arena.engine.settings import ArenaSettings
+from ludus.games.arena.engine.vector import Arena
+from ludus.games.arena.host.codec import FORMATS
+from ludus.games.arena.host.match import CAMPS, Match, OnIllegal, OnLost, Plan, Rule, Sessions, read_plan
+from ludus.games.arena.host.match_host import Host, set_up
+from ludus.io.yaml_documents import read_text
 
 if sys.platform == "win32":
     from asyncio import run

@@ -9,10 +9,10 @@ if __name__ == "__main__":
     # While an engine starts, its library takes signals for itself, and dies of them. They are to come to us alone: blocked in all
     # threads, so before there are any, such as those of NumPy.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    from ludus import pids
     from ludus.games.doom.main import main
+    from ludus.process import identity
 
     code = main()
-    pids.kill_descendants()  # an engine that was about to start does not know yet that it is to end with us
+    identity.kill_descendants()  # an engine that was about to start does not know yet that it is to end with us
     # Not by the usual way out: a thread that waits in the engine's library would be waited for by its destructors.
     os._exit(code)

@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ludus import pids
 from ludus.errors import UsageError, WorkerFailed
-from ludus.games.doom.briefing import Briefing
 from ludus.games.doom.engine import NOTHING, TICS_PER_S, Engine, reserved_port
+from ludus.games.doom.launch_spec import Briefing
 from ludus.games.doom.player import RETRIES, ActorPlayer, Player, ScriptPlayer
+from ludus.process import identity
 
 _START_S = 75.0
 """The engines give up looking for each other after a minute."""
@@ -115,7 +115,7 @@ class Duel:
                 self._engines[camp].forget_names()
                 self._players[camp].leave()
             return
-        pids.kill_descendants()  # an engine whose other half is gone waits for ever, and so does its thread
+        identity.kill_descendants()  # an engine whose other half is gone waits for ever, and so does its thread
         until = time.monotonic() + _LEAVE_S
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from ludus.envs.vizdoom import SCREEN, Bytes, Nearest, launcher, unlink_shared
 from ludus.errors import WorkerFailed
-from ludus.game.doom import SCREEN, Bytes, Nearest, launcher, unlink_shared
 
 TICS_PER_S: Final = 35
 SIDE: Final = 84

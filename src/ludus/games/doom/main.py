@@ -9,10 +9,10 @@ import sys
 import threading
 import traceback
 
-from ludus import plugins
+from ludus.core import plugins
 from ludus.errors import LudusError
-from ludus.games.doom.briefing import Briefing, write_result
 from ludus.games.doom.duel import Duel, Stopped
+from ludus.games.doom.launch_spec import Briefing, write_result
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
 

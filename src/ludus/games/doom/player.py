@@ -9,10 +9,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ludus.errors import EnvironmentFault, LudusError
-from ludus.game.bodies import decode, encode
-from ludus.game.client import Client
-from ludus.games.doom.briefing import Camp
 from ludus.games.doom.engine import NOTHING, PRESSES, Seen
+from ludus.games.doom.launch_spec import Camp
+from ludus.protocol.client import Client
+from ludus.protocol.codec import decode, encode
 
 RETRIES = 2
 _AIMED = 0.04

@@ -1,0 +1,59 @@
+"""Learning on an accelerator, acting on the CPU: two copies of one policy, the second refreshed after every update."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ludus.algorithms.base import Algorithm
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.tree import Array
+from ludus.core.types import Segments
+from ludus.models.policy import Policy
+
+
+class Twinned:
+    """To trainer, pool and checkpoint an algorithm whose policy is the acting one."""
+
+    Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+
+    def __init__(self, algorithm: Algorithm, acting: Policy) -> None:
+        """`algorithm` learns with a copy of `acting` that lives elsewhere, whose weights count."""
+        self.policy, self.optimizer = acting, algorithm.optimizer
+        self._algorithm = algorithm
+        self._copy(algorithm.policy, acting)
+
+    @property
+    def version(self) -> int | None:
+        return getattr(self._algorithm, "version", None)
+
+    @version.setter
+    def version(self, number: int | None) -> None:
+        if hasattr(self._algorithm, "version"):
+            self._algorithm.version = number
+
+    def learn(self, segments: Segments, timestep: int) -> dict[str, float]:
+        numbers = self._algorithm.learn(segments, timestep)
+        self._copy(self._algorithm.policy, self.policy)
+        return numbers
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        return self._algorithm.state()
+
+    def load_state(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        """The weights that the acting policy has now are those that learning goes on from: load them first."""
+        self._copy(self.policy, self._algorithm.policy)
+        self._algorithm.load_state(arrays, plain)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(source: Policy, target: Policy) -> None:
+        theirs = source.state_dict()
+        for name, mine in target.state_dict().items():
+            mine.copy_(theirs[name])
+
+    def close(self) -> None:
+        close = getattr(self._algorithm, "close", None)
+        if close is not None:
+            close()

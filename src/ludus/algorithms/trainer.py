@@ -1,0 +1,209 @@
+"""The trainer: takes segments from the memory, lets the algorithm of their model learn, publishes the new version."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ludus.algorithms.base import Algorithm
+from ludus.algorithms.run_clock import RunClock
+from ludus.core.statistics import results
+from ludus.core.types import Segments
+from ludus.models.policy import Policy
+from ludus.transport.base import Batches
+
+
+class Publisher(Protocol):
+    def publish(self, name: str) -> int: ...
+    def newest(self, name: str) -> tuple[Policy, int]: ...
+
+
+class _Recent:
+    """The mean of a number over the last episodes that told it, as whole batches: at least as many as were asked for."""
+
+    def __init__(self, episodes: int) -> None:
+        self._episodes = episodes
+        self._parts: deque[tuple[float, float]] = deque()
+        self._total = self._count = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        self._parts.append((total, count))
+        self._total, self._count = self._total + total, self._count + count
+        while self._count - self._parts[0][1] >= self._episodes:
+            old, few = self._parts.popleft()
+            self._total, self._count = self._total - old, self._count - few
+
+    @property
+    def told(self) -> tuple[float, float]:
+        """Their sum, and how many there are."""
+        return self._total, self._count
+
+    def to_json(self) -> list[list[float]]:
+        return [list(part) for part in self._parts]
+
+
+@dataclass
+class Progress:
+    """How far a run has come. All of it goes into a checkpoint."""
+
+    timesteps: int = 0
+    iterations: int = 0
+    training_iteration: int = 0
+    """Iterations as RLlib counts them, which take a number of steps and a time at least."""
+    iteration_began: tuple[int, float] = (0, 0.0)
+    """Timesteps and time at the beginning of the current one."""
+    episodes: int = 0
+    time_s: float = 0.0
+    recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=100))
+    returns_of: dict[str, deque[float]] = field(default_factory=dict)
+    """By model, where there are several: what one earns another may lose, so that a common mean says nothing."""
+    results: dict[str, _Recent] = field(default_factory=dict)
+    """What the last episodes said at their end, by name."""
+
+    @classmethod
+    def with_window(cls, episodes: int, models: Sequence[str] = ()) -> Progress:
+        windows: dict[str, deque[float]] = {model: deque(maxlen=episodes) for model in models} if len(models) > 1 else {}
+        return cls(recent_returns=deque(maxlen=episodes), recent_lengths=deque(maxlen=episodes), returns_of=windows)
+
+    @property
+    def episode_return_mean(self) -> float:
+        """Of the last episodes; NaN until as many have ended as the window holds. With several models: of the worst."""
+        windows = list(self.returns_of.values()) or [self.recent_returns]
+        full = all(len(window) == window.maxlen for window in windows)
+        return min(float(np.mean(window)) for window in windows) if full else float("nan")
+
+    def count_training_iteration(self, least_steps: int, least_s: float) -> None:
+        """After an update: the iteration ends if it has had at least so many steps and seconds."""
+        steps, began_s = self.iteration_began
+        if self.timesteps - steps >= least_steps and self.time_s - began_s >= least_s:
+            self.training_iteration += 1
+            self.iteration_began = (self.timesteps, self.time_s)
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {
+            "timesteps": self.timesteps,
+            "iterations": self.iterations,
+            "training_iteration": self.training_iteration,
+            "iteration_began": list(self.iteration_began),
+            "episodes": self.episodes,
+            "time_s": self.time_s,
+        }
+        plain |= {"recent_returns": list(self.recent_returns), "recent_lengths": list(self.recent_lengths)}
+        plain["results"] = {name: recent.to_json() for name, recent in self.results.items()}
+        return plain | {"returns_of": {model: list(window) for model, window in self.returns_of.items()}}
+
+    def load_json(self, data: Mapping[str, Any]) -> None:
+        self.timesteps, self.iterations = int(data["timesteps"]), int(data["iterations"])
+        self.episodes, self.time_s = int(data["episodes"]), float(data["time_s"])
+        self.training_iteration = int(data.get("training_iteration", 0))
+        steps, began_s = data.get("iteration_began", (self.timesteps, self.time_s))
+        self.iteration_began = int(steps), float(began_s)
+        self.recent_returns.extend(map(float, data["recent_returns"]))
+        self.recent_lengths.extend(map(int, data["recent_lengths"]))
+        for model, window in self.returns_of.items():
+            window.extend(map(float, data.get("returns_of", {}).get(model, [])))
+        for name, parts in data.get("results", {}).items():
+            for total, count in parts:
+                self.tell(name, float(total), float(count))
+
+    def tell(self, name: str, total: float, count: float) -> None:
+        """The sum of a number over so many episodes that ended with it."""
+        self.results.setdefault(name, _Recent(self.recent_returns.maxlen or 1)).add(total, count)
+
+
+class Trainer:
+    """One `step()` is one update from one block of segments. Several models may train side by side."""
+
+    def __init__(
+        self,
+        algorithms: Mapping[str, Algorithm],
+        memory: Batches,
+        pool: Publisher,
+        *,
+        smoothing: int = 100,
+        by_model: bool = True,
+        clock: RunClock | None = None,
+    ) -> None:
+        """`by_model`: episodes belong to the model of their segment; else to all models together, as matches do."""
+        self.algorithms = dict(algorithms)
+        self._memory, self._pool = memory, pool
+        self.clock = clock or RunClock()
+        self.progress = Progress.with_window(smoothing, list(self.algorithms) if by_model else ())
+        self.metrics: dict[str, float] = {}
+        self._learn_s = 0.0
+
+    def step(self) -> bool:
+        """Learn from the oldest waiting block; False when there is none."""
+        segments = self._memory.take(0)
+        if segments is None:
+            return False
+        self.clock.start()
+        started = self.clock.part_s
+        algorithm = self.algorithms[segments.model]
+        _, newest = self._pool.newest(segments.model)
+        algorithm.version = newest
+        numbers = algorithm.learn(segments, self.progress.timesteps)
+        self._count(segments)
+        lag = _lag(newest, segments)
+        self._memory.release(segments)
+        version = self._pool.publish(segments.model)
+        elapsed = self.clock.part_s
+        self._learn_s += elapsed - started
+        self.progress.time_s = self.clock.before_s + elapsed
+        self.metrics = self._report(segments.model, numbers | lag | {"version": float(version)}, elapsed)
+        return True
+
+    def load_progress(self, data: Mapping[str, Any]) -> None:
+        """Go on counting where a checkpoint was written."""
+        self.progress.load_json(data)
+        self.clock.before_s = self.progress.time_s
+
+    def _count(self, segments: Segments) -> None:
+        p = self.progress
+        p.timesteps += segments.steps if segments.env_steps is None else segments.env_steps
+        p.iterations += 1
+        p.episodes += len(segments.episode_return)
+        p.recent_returns.extend(segments.episode_return.tolist())
+        p.recent_lengths.extend(segments.episode_length.tolist())
+        if segments.model in p.returns_of:
+            p.returns_of[segments.model].extend(segments.episode_return.tolist())
+        for name, (total, count) in zip(segments.spec.results, segments.results.sum(axis=0).tolist(), strict=True):
+            if count:
+                p.tell(name, total, count)
+
+    def counts(self) -> dict[str, float]:
+        """How far the run has come, also before the first update."""
+        p = self.progress
+        return {"timesteps": p.timesteps, "iterations": p.iterations, "episodes": p.episodes, "time_s": p.time_s}
+
+    def _report(self, model: str, numbers: dict[str, float], elapsed: float) -> dict[str, float]:
+        p = self.progress
+        report = self.counts()
+        if p.recent_returns:
+            recent = np.fromiter(p.recent_returns, float)
+            report |= {"episode_return_mean": float(recent.mean()), "episode_return_min": float(recent.min())}
+            report |= {"episode_return_max": float(recent.max()), "episode_length_mean": float(np.mean(p.recent_lengths))}
+        means = {name: float(np.mean(window)) for name, window in p.returns_of.items() if window}
+        if means:
+            report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
+            report["episode_return_mean"] = min(means.values())
+        report |= {f"match/{name}": value for name, value in results({n: recent.told for n, recent in p.results.items()}).items()}
+        report |= {
+            "fps": p.timesteps / p.time_s if p.time_s else 0.0,
+            "learner_share": self._learn_s / elapsed if elapsed else 0.0,
+        }
+        prefix = "" if len(self.algorithms) == 1 else f"{model}/"
+        return report | {f"{prefix}learner/{name}": value for name, value in numbers.items()}
+
+
+def _lag(newest: int, segments: Segments) -> dict[str, float]:
+    """How many updates ago the weights were made that acted; over the steps that are learned from."""
+    versions = segments.version[segments.valid]
+    if not versions.size:
+        return {"lag_mean": 0.0, "lag_max": 0.0}
+    return {"lag_mean": float(newest - versions.mean()), "lag_max": float(newest - versions.min())}

@@ -1,0 +1,46 @@
+"""A replay buffer of whole blocks: bounded in blocks and in bytes, the oldest make room."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from ludus.core.tree import map_tree
+from ludus.core.types import Segments
+
+
+class Replay:
+    """Keeps copies, so that the blocks themselves can go back to whoever writes them. Counts what enters and what leaves."""
+
+    def __init__(self, blocks: int, max_bytes: int) -> None:
+        self._blocks, self._max_bytes = blocks, max_bytes
+        self._kept: deque[Segments] = deque()
+        self._sizes: deque[int] = deque()
+        self.nbytes = 0
+        self.added = self.evicted = self.refused = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, segments: Segments) -> bool:
+        """Keep a copy; False (and counted) when a single block is beyond the bound."""
+        size = segments.nbytes
+        if size > self._max_bytes:
+            self.refused += 1
+            return False
+        while self._kept and (len(self._kept) >= self._blocks or self.nbytes + size > self._max_bytes):
+            self._kept.popleft()
+            self.nbytes -= self._sizes.popleft()
+            self.evicted += 1
+        arrays = {name: map_tree(np.copy, tree) for name, tree in segments.arrays().items()}
+        self._kept.append(replace(segments, cache={}, **arrays))
+        self._sizes.append(size)
+        self.nbytes += size
+        self.added += 1
+        return True
+
+    def __getitem__(self, index: int) -> Segments:
+        """0 is the oldest."""
+        return self._kept[index]

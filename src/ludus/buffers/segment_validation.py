@@ -1,0 +1,180 @@
+"""Inspection: is a segment that came from elsewhere fit to be learned from?
+
+A worker of ours never sends anything else. What is found here was damaged on its way, or made by somebody who does not play.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ludus.core.spaces import action_leaves, array_spec, categories, choices, mask_size
+from ludus.core.tree import Array, Tree, leaves
+from ludus.core.types import Segments, SegmentSpec
+
+_FLAGS = ("terminated", "truncated", "valid", "first", "action_mask")
+_FEW = 2048
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A categorical choice of an action, or one bit of it: which number of which part, and where its options are in the mask."""
+
+    part: int
+    at: int
+    options: slice
+    bit: bool
+
+
+class Inspector:
+    """For segments of environments with these spaces; `spec` is what they were written to.
+
+    All rows are looked at, padding too: what is masked out of a loss is multiplied by zero, and NaN stays NaN.
+    """
+
+    def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any], spec: SegmentSpec) -> None:
+        self._spec = spec
+        self._ranges = {f"observation{_dotted(path)}": bounds for path, bounds in _ranges(observation_space).items()}
+        self._actions = {
+            f"action{_dotted(path)}": (np.zeros_like(low), high - low) for path, (low, high) in _ranges(action_space).items()
+        }  # kept as the policy chose them: from 0
+        trees = {"observation": spec.observation, "action": spec.action, "state": spec.state}
+        self._uncertain = [name for name, tree in trees.items() if any(leaf.dtype.kind in "fb" for _, leaf in leaves(tree))]
+        masked = spec.mask_size and spec.mask_size == mask_size(action_space)
+        self._options = choices(action_space) if masked else []
+        self._choices = _choices(action_space) if masked else []
+
+    def inspect(self, segments: Segments) -> str | None:
+        """What is wrong, in a few words of which there are not many; or None."""
+        return (
+            self._flags(segments)
+            or self._numbers(segments)
+            or self._within("observation", segments.observation, self._ranges)
+            or self._within("action", segments.action, self._actions)
+            or self._masks(segments)
+            or self._finals(segments)
+            or self._episodes(segments)
+        )
+
+    def _flags(self, segments: Segments) -> str | None:
+        """Other bytes than 0 and 1 are neither true nor false: `valid` and `~valid` could both hold."""
+        for name in _FLAGS:
+            if not _true_or_false(getattr(segments, name)):
+                return f"{name} holds something else than true and false"
+        return None
+
+    def _numbers(self, segments: Segments) -> str | None:
+        for name in ("reward", "log_prob", "value"):
+            if not np.isfinite(getattr(segments, name)).all():
+                return f"{name} is not finite"
+        for name in self._uncertain:
+            if (wrong := _not_finite(name, getattr(segments, name))) is not None:
+                return wrong
+        if segments.version.size and segments.version.min() < 0:
+            return "version is negative"
+        return None
+
+    @staticmethod
+    def _within(name: str, tree: Tree, ranges: dict[str, tuple[Array, Array]]) -> str | None:
+        if not ranges:
+            return None
+        for path, leaf in leaves(tree, name):
+            if path in ranges and leaf.size:
+                low, high = ranges[path]
+                if (leaf < low).any() or (leaf >= high).any():
+                    return f"{path} is out of range"
+        return None
+
+    def _masks(self, segments: Segments) -> str | None:
+        mask = segments.action_mask
+        for options in self._options:
+            if not mask[..., options].any(axis=-1).all():
+                return "action_mask forbids every action"
+        if not self._choices:
+            return None
+        flat = [leaf.reshape(*leaf.shape[:2], -1) for _, leaf in leaves(segments.action)]
+        for choice in self._choices:
+            chosen, allowed = flat[choice.part][..., choice.at], mask[:-1, :, choice.options]
+            if choice.bit:
+                forbidden = (chosen != 0) & ~allowed[..., 0]
+            else:
+                forbidden = ~np.take_along_axis(allowed, chosen[..., None].astype(np.int64), axis=-1)[..., 0]
+            if (forbidden & segments.valid).any():
+                return "a forbidden action was taken"
+        return None
+
+    def _finals(self, segments: Segments) -> str | None:
+        """Where the next row already shows another episode, a truncated step is worth what its own last observation is."""
+        n = segments.finals
+        if not self._spec.finals:
+            return None
+        cut = segments.truncated & ~segments.terminated
+        if n:
+            t, row = segments.final_at[:n, 0], segments.final_at[:n, 1]
+            if t.min() < 0 or row.min() < 0 or t.max() >= segments.spec.steps or row.max() >= segments.rows:
+                return "a final observation is of no step"
+            if not cut[t, row].all() or len(np.unique(t * segments.rows + row)) != n:
+                return "a final observation is of a step that was not cut off, or of one that has another"
+            for path, leaf in leaves(segments.final_observation, "observation"):
+                wrong = _not_finite("", leaf[:n]) or self._within(path, leaf[:n], self._ranges)
+                if wrong is not None:
+                    return "a final observation is not one"
+            if not np.isfinite(segments.final_value[:n]).all():
+                return "final_value is not finite"
+        if np.count_nonzero(cut & segments.valid) > np.count_nonzero(segments.valid[t, row] if n else ()):
+            return "a step that was cut off has no final observation"
+        return None
+
+    @staticmethod
+    def _episodes(segments: Segments) -> str | None:
+        if len(segments.episode_return) and not np.isfinite(segments.episode_return).all():
+            return "episode_return is not finite"
+        if len(segments.episode_length) and segments.episode_length.min() < 1:
+            return "episode_length is below 1"
+        if not np.isfinite(segments.results).all():
+            return "results are not finite"
+        if ((segments.results[..., 1] < 0) | (segments.results[..., 1] > segments.spec.steps)).any():
+            return "results are of more episodes than can have ended, or of fewer than none"
+        return None
+
+
+def _dotted(path: str) -> str:
+    return f".{path}" if path else ""
+
+
+def _not_finite(name: str, tree: Tree) -> str | None:
+    for path, leaf in leaves(tree, name):
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            return f"{path} is not finite"
+        if leaf.dtype.kind == "b" and not _true_or_false(leaf):
+            return f"{path} holds something else than true and false"
+    return None
+
+
+def _true_or_false(flags: Array) -> bool:
+    if flags.size <= _FEW:  # a fifth of what a reduction costs
+        return not flags.tobytes().translate(None, b"\0\1")
+    return bool(flags.view(np.uint8).max() <= 1)
+
+
+def _ranges(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+    """Path → (lowest, first beyond) of everything that is a category or a bit."""
+    found = dict(categories(space))
+    for (_, leaf), (path, _) in zip(action_leaves(space), leaves(array_spec(space)), strict=True):
+        if isinstance(leaf, gym.spaces.MultiBinary):
+            found[path] = np.asarray(0), np.asarray(2)
+    return found
+
+
+def _choices(space: gym.Space[Any]) -> list[_Choice]:
+    found, start = list[_Choice](), 0
+    for part, (_, leaf) in enumerate(action_leaves(space)):
+        bits = isinstance(leaf, gym.spaces.MultiBinary)
+        sizes = [1] * mask_size(leaf) if bits else [options.stop - options.start for options in choices(leaf)]
+        for at, size in enumerate(sizes):
+            found.append(_Choice(part, at, slice(start, start + size), bits))
+            start += size
+    return found

@@ -1,0 +1,224 @@
+"""`ludus fleet`: a learner, and workers that reach it through a memory and a store alone, from wherever they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from ludus.cli.help import HelpApp
+from ludus.cli.training import options as o
+from ludus.core import trust
+from ludus.errors import NotFound, UsageError
+from ludus.transport.message_stream import PASSWORD, split_password
+
+if TYPE_CHECKING:
+    from ludus.experiments.result import Result
+
+app = HelpApp(
+    help="Train on machines that share only Redis and a store (S3, NFS); workers may join and leave at any time.",
+    no_args_is_help=True,
+)
+
+_Memory = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help=f"redis://HOST:PORT/DB, redis://USER@HOST:PORT/DB, rediss://…, or module:Class. Its password: {PASSWORD}.",
+        show_default=False,
+    ),
+]
+_Store = Annotated[
+    str, typer.Option(metavar="PLACE", help="Location of the run: s3://BUCKET/PREFIX, or a shared directory.", show_default=False)
+]
+_PasswordFile = Annotated[
+    Path | None, typer.Option("--memory-password-file", help="File with the Redis password.", show_default=False)
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(
+        "-n", "--num-workers", min=1, help="Number of workers; a training batch has one segment from each.", show_default=False
+    ),
+]
+_Num = Annotated[int, typer.Option("-n", "--num", min=1, help="Number of worker processes on this machine.")]
+_OnlyEnv = Annotated[
+    str | None,
+    typer.Option(
+        "--env", help="Only run this environment: refuse a run whose settings in the store name another one.", show_default=False
+    ),
+]
+_Compression = Annotated[str, typer.Option(help="Compression of segments: none, lz4 or zstd.")]
+_WhenFull = Annotated[str, typer.Option(help="When the learner falls behind: wait, or drop segments and count them.")]
+
+
+@app.command()
+def learner(
+    memory: _Memory,
+    store: _Store,
+    env: o.Env = None,
+    file: o.File = None,
+    preset: o.Preset = None,
+    level: o.Level = None,
+    experiment: o.OneExperiment = None,
+    env_option: o.EnvOption = None,
+    run: o.Algorithm = None,
+    stop: o.Stop = None,
+    num_workers: _Workers = None,
+    num_envs: o.NumEnvs = None,
+    num_gpus: o.NumGpus = None,
+    seed: o.Seed = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    custom_parameter: o.CustomParameter = None,
+    experiment_name: o.ExperimentName = None,
+    checkpoint_freq: o.CheckpointFreq = None,
+    keep_checkpoints_num: o.KeepCheckpoints = None,
+    password_file: _PasswordFile = None,
+    trust_: o.Trust = False,
+    quiet: o.Quiet = False,
+    json_: o.Json = False,
+    verbose: o.Verbose = 0,
+    debug: o.Debug = False,
+) -> None:
+    """Train on the experience that workers send. An existing run at PLACE is resumed; rerunning the same command is safe."""
+    from ludus.cli.training import train
+    from ludus.config import schema as configs
+    from ludus.experiments.runs import remote_runs
+    from ludus.experiments.runs.run_dir import CONFIG
+
+    train.log_at(2 if debug else verbose)
+    voice = train.Voice(quiet, json_)
+    memory = _without_password(memory, password_file, voice)
+    source = train.source_of(file, preset, level)
+    if source is not None:
+        from ludus.models.custom.loader import look_in
+
+        look_in(source.parent)
+    top = {
+        "run": run, "env": env or env_option, "memory": memory, "checkpoint_freq": checkpoint_freq,
+        "keep_checkpoints_num": keep_checkpoints_num,
+    }  # fmt: skip
+    settings = {"num_workers": num_workers, "num_envs_per_worker": num_envs, "num_gpus": num_gpus, "seed": seed}
+    stops = configs.stop_values(stop or [])
+    given = (experiment, experiment_name, top, stops, settings, train.mapping_of("--config", config), set_ or [])
+    directory = remote_runs.directory_of(store)
+    remote_runs.fetch(directory)
+    starter = train.Starter(voice, (None, None, None))
+    began = (directory / CONFIG).exists()
+    if began and source is None and top["env"] is None:
+        from ludus.experiments.runs.run_dir import Run
+
+        options = {"config": config, "set": set_ or None, **settings, **top, "memory": None, "env": None}
+        others = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
+        if ignored := [name for name, value in others.items() if value is not None]:
+            raise UsageError(
+                f"{store} already holds a run, which is resumed with its own settings; {', '.join(ignored)} cannot be changed.",
+                "Name the environment or the file to see what differs, or leave the option out.",
+            )
+        data = {**Run.open(directory).config(), "memory": memory, **({"stop": stops} if stops else {})}
+        name = str(data.pop("name"))
+    else:
+        found = train.experiments_from(source, *given, custom=custom_parameter or (), say=voice)
+        if len(found) > 1:
+            raise UsageError(f"{source} holds {len(found)} experiments, and a fleet trains one.", "Add --experiment.")
+        ((name, data),) = found.items()
+    if train.is_sweep(data):
+        raise UsageError("This experiment is a sweep, and a fleet trains one run.", "Give every key one value.")
+    if began:
+        result = starter.continue_(directory, {"name": name, **data})
+        if result is None:  # whoever still waits for it may not have heard
+            from ludus.distributed.redis.messages import END
+
+            remote_runs.store_of(directory).put(END, b"")
+            if json_:
+                print(json.dumps(stored_result(directory).to_json()), flush=True)
+    else:
+        result = starter.shown(lambda experiment, told: experiment.start({"name": name, **data}, place=store, **told))
+    starter.conclude({name: result})
+
+
+@app.command()
+def worker(
+    memory: _Memory,
+    store: _Store,
+    num: _Num = 1,
+    env: _OnlyEnv = None,
+    compression: _Compression = "none",
+    when_full: _WhenFull = "wait",
+    password_file: _PasswordFile = None,
+    trust_: o.Trust = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = 0,
+    debug: o.Debug = False,
+) -> None:
+    """Sample for the learner of a run, with its newest weights, until the run ends or SIGTERM. Workers may join and leave at any time."""
+    from ludus.cli.training import train
+
+    train.log_at(2 if debug else verbose)
+    voice = train.Voice(quiet, False)
+    memory = _without_password(memory, password_file, voice)
+    if compression not in ("none", "lz4", "zstd"):
+        raise UsageError(f"--compression {compression} is not none, lz4 or zstd.")
+    if when_full not in ("wait", "drop"):
+        raise UsageError(f"--when-full {when_full} is not wait or drop.")
+    from ludus.distributed.redis.worker import run_workers
+    from ludus.transport.message_stream import check_url
+
+    check_url(memory)
+    ended = run_workers(memory, store, num, compression, when_full, env, announce=voice)
+    voice("the run is over" if ended == "over" else "stopped")
+
+
+@app.command()
+def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -> None:
+    """Delete the data of a run from Redis: unused segments and status messages."""
+    from ludus.cli.training import train
+    from ludus.distributed.redis.learner import channel_of
+    from ludus.storage.base import open_store
+    from ludus.transport.message_stream import open_exchange
+
+    memory = _without_password(memory, password_file, train.Voice(False, False))
+    try:
+        channel = channel_of(open_store(store))
+    except NotFound:
+        raise UsageError(f"{store} holds no run with a fleet.") from None
+    exchange = open_exchange(memory, channel, 1)
+    try:
+        left = exchange.waiting()
+        exchange.drop()
+    finally:
+        exchange.close()
+    print(f"removed {left} segments and the notices of {store}")
+
+
+def stored_result(directory: Path) -> Result:
+    """Of a run that is finished, as it was said when it ended; without an agent."""
+    from ludus.core.metrics import read_jsonl
+    from ludus.experiments.result import Result
+    from ludus.experiments.runs import checkpoint, remote_runs, run_status
+
+    rows = read_jsonl(directory / "metrics.jsonl")
+    metrics = {name: float(value) for name, value in (rows[-1] if rows else {}).items() if isinstance(value, (int, float))}
+    name = checkpoint.newest_name(remote_runs.store_of(directory))
+    why = run_status.look(directory, fetched=True).status.get("stopped_by", "finished")
+    nobody = cast(Any, None)  # it is not played
+    return Result(directory, directory / checkpoint.FOLDER / name if name else None, why, metrics, nobody)
+
+
+def _without_password(memory: str, file: Path | None, say: Callable[[str], None]) -> str:
+    """The URL without its password, which goes to where this process and its children look for it."""
+    if file is not None:
+        try:
+            os.environ[PASSWORD] = file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise UsageError(f"--memory-password-file {file} cannot be read: {error.strerror}.") from error
+    memory, password = split_password(memory)
+    trust.allow(memory)
+    if password is not None:
+        os.environ[PASSWORD] = password
+        say(f"a password on the command line is seen by everyone on this machine; {PASSWORD} or --memory-password-file is not")
+    return memory

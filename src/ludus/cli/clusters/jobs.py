@@ -1,0 +1,528 @@
+"""`ludus jobs`: what was submitted, wherever that was to, and how it fares."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli.help import HelpApp
+from ludus.cli.job_argument import LAST, complete_job
+from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ludus.launch.job import JobStatus, Orchestrator, ProcessStatus
+
+app = HelpApp(help="List jobs of `ludus submit`, read their logs, wait for them, cancel them.", no_args_is_help=True)
+
+TIMED_OUT = 124
+"""Exit code of `wait --timeout` for a job that is not over by then, as of timeout(1): no training ends with it."""
+
+_SHORTEST_SUFFIX = 3
+_MAINS = ("main", "learner")
+_RECENT, _LAST_LINES = 10, 15
+_FIRST_LOOK_S, _LOOK_S, _LOOK_FAR_S = 0.1, 0.5, 3.0
+_AWAY_S = 1800.0
+"""A backend that could not be asked for so long is not waited for any longer."""
+
+_CANCEL_S = 900.0
+_READ_S = 2.0
+"""What a job had written is read in this, and in twice the time that it took to count it; or is not there any more."""
+
+_COLOURS = {"pending": "yellow", "running": "green", "succeeded": "green", "cancelled": "yellow", "failed": "red"}
+
+_Id = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID",
+        help="Job id, its beginning or its end; last; the name of a job or experiment; or the Slurm job number.",
+        autocompletion=complete_job,
+    ),
+]
+_On = Annotated[
+    str | None,
+    typer.Option("--on", metavar="NAME|module:Class", help="Look only at this kind of job. Default: all.", show_default=False),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+@app.command("list")
+def list_jobs(
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help=f"Show all finished jobs, not only the last {_RECENT}.")
+    ] = False,
+    on: _On = None,
+    as_json: _Json = False,
+) -> None:
+    """List pending, running and recently finished jobs, newest last."""
+    found = all_jobs(on)
+    over = [job for job in found if job.status.over]
+    hidden = [] if everything else over[: max(0, len(over) - _RECENT)]
+    shown = [job for job in found if job not in hidden]
+    if as_json:
+        print(json.dumps([job.to_json() for job in shown]))
+        return
+    if shown:
+        _console().print(_table(shown, time.time()))
+    if hidden:
+        print(f"ludus: {len(hidden)} older ones are not shown; --all shows them", file=sys.stderr)
+    if not found:
+        print("ludus: no jobs; `ludus submit -- train CartPole-v1` makes one", file=sys.stderr)
+
+
+@app.command()
+def status(job_id: _Id, on: _On = None, as_json: _Json = False) -> None:
+    """Show the state of a job and its processes, and where its logs are."""
+    found = find(job_id, on)
+    if as_json:
+        print(json.dumps(found.to_json()))
+        return
+    _console().print(_page(found, time.time()))
+
+
+@app.command()
+def logs(
+    job_id: _Id,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job is over; Ctrl-C stops following.")] = False,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Show only these processes.", show_default=False)] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=0, help="Start with the last N lines.", show_default=False)
+    ] = None,
+    on: _On = None,
+) -> None:
+    """Print the logs of a job; with several processes each line is prefixed with the process name."""
+    found = find(job_id, on)
+    try:
+        for line in _lines(found, role, follow, tail):
+            print(line, flush=follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def cancel(
+    job_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Jobs, as for `status`.", autocompletion=complete_job)],
+    now: Annotated[bool, typer.Option("--now", help="Kill at once, without a checkpoint.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
+    on: _On = None,
+) -> None:
+    """Cancel a job: the training saves a checkpoint, then all its processes end."""
+    asked = [find(job_id, on) for job_id in job_ids]
+    for found in asked:
+        if found.status.over:
+            say(f"{found.id} is over already: {_ended(found.status)}")
+            continue
+        found.orchestrator.cancel(found.id, at_once=now)
+        say(f"{found.id} {'is being killed' if now else 'is asked to end'}")
+    for found in asked if wait else ():
+        ended = await_end(found, _CANCEL_S)
+        if ended is None:
+            raise LudusError(f"The job {found.id} is not over after {_CANCEL_S:g} s.", "Try --now.")
+        say(f"{found.id}: {_ended(ended)}")
+
+
+@app.command()
+def clean(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    on: _On = None,
+) -> None:
+    """Remove the records and logs of jobs that are over. Their runs stay; asks first."""
+    found = [job for job in all_jobs(on) if job.status.over and hasattr(job.orchestrator, "remove")]
+    if not found:
+        say("no job is over: nothing to clean")
+        return
+    for job in found:
+        print(f"{job.id}  {_ended(job.status)}")
+    if not yes:
+        typer.confirm(f"Remove the records and logs of {len(found)} jobs?", abort=True)
+    for job in found:
+        job.orchestrator.remove(job.id)  # type: ignore[attr-defined]
+        print(f"removed: {job.id}")
+
+
+@app.command()
+def mend(job_id: _Id, on: _On = None) -> None:
+    """Restart the processes that an SSH job lost with a machine that is back. Slurm does this by itself."""
+    found = find(job_id, on)
+    started = getattr(found.orchestrator, "mend", None)
+    if started is None:
+        raise UsageError(f"{found.id} runs on {found.on}, where there is nothing to mend.", "It is for jobs by SSH.")
+    hosts = started(found.id)
+    say(f"{found.id} is started again on {', '.join(hosts)}" if hosts else f"nothing is missing of {found.id}")
+
+
+@app.command()
+def wait(
+    job_id: _Id,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="S",
+            help=f"Time limit in seconds; then exit with code {TIMED_OUT}. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
+    on: _On = None,
+    as_json: _Json = False,
+) -> None:
+    """Wait until a job is over. The exit code is that of the training."""
+    found = find(job_id, on)
+    with detached_by_interrupt(found.id):
+        ended = await_end(found, math.inf if timeout is None else timeout)
+    if ended is None:
+        say(f"{found.id} is not over after {timeout:g} s")
+        raise typer.Exit(TIMED_OUT)
+    if as_json:
+        print(json.dumps(Found(found.on, found.orchestrator, ended).to_json()))
+    raise typer.Exit(conclude(Found(found.on, found.orchestrator, ended), last_lines=not as_json))
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A job, and who has it."""
+
+    on: str
+    orchestrator: Orchestrator
+    status: JobStatus
+
+    @property
+    def id(self) -> str:
+        return self.status.id
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """Experiment → where its run or sweep is, of those that the job has begun, as far as that can be seen from this machine."""
+        from ludus.experiments.runs.job_resume import Note
+        from ludus.launch.job_dir import RUN
+
+        place = Path(self.status.logs).parent
+        if not place.is_absolute() or place.name != self.id:  # on another machine; or of somebody who does it differently
+            return {}
+        return Note.read(place / RUN).places
+
+    def to_json(self) -> dict[str, Any]:
+        return {"on": self.on, **asdict(self.status), "runs": self.runs}
+
+
+def find(word: str, on: str | None = None) -> Found:
+    """The job of this id, of Slurm's number, or the only one whose id begins so. Raises UnknownName; LudusError of who could not be asked."""
+    troubles: list[LudusError] = []
+    backends = list(orchestrators(on))
+    for name, orchestrator in backends:
+        try:
+            with _of_ones_own(name):
+                return Found(name, orchestrator, orchestrator.status(word))
+        except UnknownName:
+            continue
+        except LudusError as error:  # it knows the job, and cannot say how it fares; or does not know whether it knows it
+            troubles.append(error)
+    known = sorted((job for job in _listed(backends, troubles) if word), key=lambda job: (job.status.submitted_at, job.id))
+    if (meant := _by_short_name(word, known)) is not None:
+        return meant
+    begun = [job for job in known if job.id.startswith(word)]
+    if len(begun) == 1:
+        return begun[0]
+    if begun:
+        raise UnknownName(
+            f"{len(begun)} jobs begin with {word!r}.", f"Say more of it: {', '.join(job.id for job in begun[-5:])}."
+        )
+    if troubles:
+        raise troubles[0]
+    raise UnknownName(f"There is no job {word!r}.", _nearest(word, [job.id for job in known]))
+
+
+def _by_short_name(word: str, known: Sequence[Found]) -> Found | None:
+    """`last`; the newest job of this name or experiment; or the only one whose id ends so. `known`: oldest first."""
+    named = known if word == LAST else [job for job in known if word == job.status.name or word in job.runs]
+    if named:
+        return named[-1]
+    ending = [job for job in known if len(word) >= _SHORTEST_SUFFIX and job.id.endswith(word)]
+    return ending[0] if len(ending) == 1 else None
+
+
+def all_jobs(on: str | None = None) -> list[Found]:
+    """The oldest first. Who cannot be asked is left out, and that is said."""
+    troubles: list[LudusError] = []
+    found = list(_listed(list(orchestrators(on)), troubles))
+    for error in troubles:
+        say(f"left out: {error}")
+    return sorted(found, key=lambda job: (job.status.submitted_at, job.id))
+
+
+def orchestrators(on: str | None = None) -> Iterator[tuple[str, Orchestrator]]:
+    """All that may have jobs of this user. One that cannot be opened here has none, unless it was asked for by name."""
+    from ludus.launch.job import ORCHESTRATORS, open_orchestrator
+
+    if on is not None:
+        with _of_ones_own(on):
+            opened = open_orchestrator(on)
+        yield on, opened
+        return
+    for name in ORCHESTRATORS:
+        with suppress(UsageError):
+            yield name, open_orchestrator(name)
+    for name in remembered():
+        try:
+            with _of_ones_own(name):
+                opened = open_orchestrator(name)
+        except (UnknownName, MissingExtra):  # it cannot be imported from this directory
+            continue
+        except LudusError as error:
+            say(f"left out: {error}")
+            continue
+        yield name, opened
+
+
+def _listed(backends: Sequence[tuple[str, Orchestrator]], troubles: list[LudusError]) -> Iterator[Found]:
+    for name, orchestrator in backends:
+        try:
+            with _of_ones_own(name):
+                listed = orchestrator.list()
+        except LudusError as error:
+            troubles.append(error)
+            continue
+        yield from (Found(name, orchestrator, status) for status in listed)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    from ludus.core.plugins import did_you_mean
+
+    return did_you_mean(word, known[-50:]) or "`ludus jobs list` shows those that there are."
+
+
+# -- orchestrators of the user's own --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _of_ones_own(name: str) -> Iterator[None]:
+    """What the user's code raises, which may be anything, is no end of what is asked about all other jobs. Raises WorkerFailed for it."""
+    try:
+        yield
+    except (UnknownName, MissingExtra, WorkerFailed):
+        raise
+    except Exception as error:
+        if ":" not in name:
+            raise  # ours: a bug, which is not to be hidden
+        reason = error.message if isinstance(error, LudusError) else f"{type(error).__name__}: {error}."
+        raise WorkerFailed(
+            f"The orchestrator {name} failed: {reason}", "`--on local` looks at the jobs of this machine only."
+        ) from error
+
+
+def remember(name: str) -> None:
+    """So that its jobs are found later without saying whose they are."""
+    from ludus.launch import job_dir
+    from ludus.launch.job import ORCHESTRATORS
+
+    known = remembered()
+    if name in ORCHESTRATORS or name in known:
+        return
+    home = job_dir.make_private(job_dir.state_home())
+    aside = home / f".orchestrators.{os.getpid()}"
+    aside.write_text("".join(f"{line}\n" for line in (*known, name)), encoding="utf-8")
+    aside.replace(home / "orchestrators")
+
+
+def remembered() -> list[str]:
+    from ludus.launch import job_dir
+
+    try:
+        path = job_dir.state_home() / "orchestrators"
+        if path.stat().st_uid != os.getuid():  # names of modules that are imported: only this user's own word counts
+            return []
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if ":" in line]
+    except (OSError, ValueError):
+        return []
+
+
+# -- waiting ------------------------------------------------------------------------------------------------------------
+
+
+def await_end(found: Found, timeout_s: float) -> JobStatus | None:
+    """Its status when it is over; None if it is not by then. Raises LudusError when nobody could be asked for half an hour."""
+    deadline = time.monotonic() + timeout_s
+    look_s, most_s = _FIRST_LOOK_S, _LOOK_S if found.on == "local" else _LOOK_FAR_S
+    away: float | None = None
+    while True:
+        try:
+            status = found.orchestrator.status(found.id)
+            away = None
+            if status.over:
+                return status
+        except UsageError:
+            raise
+        except LudusError as error:  # a network or a queue that is away for a moment is no end of the job
+            if away is None:
+                say(f"{found.on} cannot be asked at the moment: {error}")
+                away = time.monotonic()
+            elif time.monotonic() - away > _AWAY_S:
+                raise
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(look_s, left))
+        look_s = min(1.2 * look_s, most_s)
+
+
+def conclude(found: Found, *, last_lines: bool) -> int:
+    """Say why it did not succeed, if so, with the last that its main role wrote; its exit code."""
+    status = found.status
+    if status.state != "succeeded":
+        say(f"{found.id}: {_ended(status)}")
+        if last_lines and status.state == "failed":
+            with suppress(LudusError):  # the logs may be out of reach; how it ended is known
+                for line in _lines(found, main_role(status), False, _LAST_LINES):
+                    print(f"  {line}", file=sys.stderr)
+            print(f"  all of it: ludus jobs logs {found.id}", file=sys.stderr)
+    return 1 if status.exit_code is None else status.exit_code
+
+
+@contextmanager
+def detached_by_interrupt(job_id: str) -> Iterator[None]:
+    """Ctrl-C ends the waiting, not the job."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"{job_id} is still running; `ludus jobs wait {job_id}` waits for it, `ludus jobs cancel {job_id}` stops it")
+        raise typer.Exit(130) from None
+
+
+def main_role(status: JobStatus) -> str | None:
+    """The one whose exit code is the job's, as far as that can be told; None: any of them."""
+    roles = list(dict.fromkeys(process.role for process in status.processes))
+    if len(roles) == 1:
+        return roles[0]
+    return next((role for role in _MAINS if role in roles), None)
+
+
+# -- logs ---------------------------------------------------------------------------------------------------------------
+
+
+def _lines(found: Found, role: str | None, follow: bool, tail: int | None) -> Iterator[str]:
+    """`tail`: only so many of those that are there already. To follow, one reading gives them and what comes; another only counts."""
+    if tail is None:
+        yield from found.orchestrator.logs(found.id, role=role, follow=follow)
+        return
+    if not follow:
+        yield from deque(found.orchestrator.logs(found.id, role=role, follow=False), maxlen=tail)
+        return
+    from ludus.cli.log_tail import tailed
+
+    names = [process.name for process in found.status.processes if role in (None, process.role)]
+
+    def whose(line: str) -> str:
+        name = line.partition(": ")[0]
+        return name if len(names) > 1 and name in names else ""
+
+    began = time.monotonic()
+    there = Counter(map(whose, found.orchestrator.logs(found.id, role=role, follow=False)))
+    took_s = time.monotonic() - began
+    yield from tailed(
+        found.orchestrator.logs(found.id, role=role, follow=True), tail, there, whose, within_s=_READ_S + 2 * took_s
+    )
+
+
+# -- as people read it --------------------------------------------------------------------------------------------------
+
+
+def say(sentence: str) -> None:
+    print(f"ludus: {sentence}", file=sys.stderr, flush=True)
+
+
+def _ended(status: JobStatus) -> str:
+    code = f" with code {status.exit_code}"
+    if status.exit_code is None or code in status.reason:
+        code = ""
+    return f"{status.state}{code}{': ' if status.reason else ''}{status.reason}"
+
+
+def age(seconds: float) -> str:
+    for size, word in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {word}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    # Piped, nothing is squeezed or coloured: an id that is cut cannot be copied.
+    return console if console.is_terminal else Console(width=10_000, soft_wrap=True)
+
+
+def _table(jobs: Sequence[Found], now: float) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("id", "on", "state", "exit", "age", "place", "run"):
+        wide = name in ("place", "run")
+        table.add_column(name, no_wrap=not wide, overflow="fold", justify="right" if name in ("exit", "age") else "left")
+    for job in jobs:
+        status = job.status
+        code = "–" if status.exit_code is None else str(status.exit_code)
+        since = age(now - status.submitted_at) if status.submitted_at else "–"
+        state = Text(status.state, style=_COLOURS.get(status.state, ""))
+        runs = ", ".join(place.partition("?")[0].rstrip("/").rpartition("/")[2] for place in job.runs.values())
+        place = status.place or _hosts(status)
+        table.add_row(Text(job.id), Text(job.on), state, code, since, Text(place or "–"), Text(runs or "–"))
+    return table
+
+
+def _hosts(status: JobStatus) -> str:
+    return ", ".join(dict.fromkeys(process.host for process in status.processes if process.host))
+
+
+def _page(found: Found, now: float) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    status = found.status
+    head = Table.grid(padding=(0, 2))
+    facts = {
+        "job": status.id,
+        "on": found.on,
+        "state": status.state,
+        "exit code": "" if status.exit_code is None else str(status.exit_code),
+        "reason": status.reason,
+        "submitted": f"{age(now - status.submitted_at)} ago" if status.submitted_at else "",
+        "place": status.place,
+        "run": "\n".join(found.runs.values()),
+        "logs": status.logs,
+    }
+    for name, value in facts.items():
+        if value:
+            head.add_row(name, Text(value, style=_COLOURS.get(value, "") if name == "state" else ""))
+    return Group(head, "", _processes(status.processes)) if status.processes else head
+
+
+def _processes(processes: Sequence[ProcessStatus]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("process", "state", "exit", "restarts", "pid", "host"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("exit", "restarts", "pid") else "left")
+    for process in processes:
+        numbers = ("–" if value is None else str(value) for value in (process.exit_code, process.restarts, process.pid))
+        code, restarts, pid = numbers
+        table.add_row(Text(process.name), process.state, code, restarts, pid, Text(process.host or "–"))
+    return table

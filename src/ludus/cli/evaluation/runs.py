@@ -1,0 +1,394 @@
+"""`ludus runs`: what was trained, and how it went."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli.help import HelpApp
+from ludus.cli.run_argument import complete_run, run_place
+from ludus.core.formatting import format_duration, format_number
+from ludus.errors import LudusError, NotFound
+
+if TYPE_CHECKING:
+    from ludus.experiments.runs.compare import Comparison, Standing
+
+app = HelpApp(help="List, inspect, compare, plot, rename, tag and delete runs.", no_args_is_help=True)
+
+Directories = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PLACE]...",
+        help="Runs (also as last or the end of a name), experiments, or directories or URLs with runs. [default: runs]",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
+]
+_Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+        callback=run_place,
+        autocompletion=complete_run,
+    ),
+]
+Metric = Annotated[str, typer.Option(help="Metric of metrics.jsonl, e.g. evaluation/return_mean.")]
+Over = Annotated[str, typer.Option(help="X axis: timesteps, iterations, episodes or time_s.")]
+Smoothing = Annotated[float, typer.Option(help="Smoothing: 0 = none, 0.9 = over about ten points.")]
+METRIC = "episode_return_mean"
+EVALUATION = "evaluation/return_mean"
+_ALL_PAIRS = 5
+_OTHER_RETURNS = ("return", "best", "evaluation")
+"""Columns that a comparison leaves out: the number that is compared stands alone."""
+
+_TITLES = {
+    "return": "training return",
+    "best": "best training return",
+    "evaluation": "evaluation return",
+    "fps": "steps/s",
+    "time_s": "time",
+}
+
+
+@app.command("list")
+def list_runs(
+    directories: Directories = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only runs with this tag.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """List runs."""
+    rows = [_summary(run) for run in _found(directories)]
+    if tag is not None:
+        rows = [row for row in rows if tag in row["tags"]]
+        if not rows and not as_json:
+            raise NotFound(f"No run has the tag {tag!r}.", "`ludus runs tag RUN TAG` gives one.")
+    _print_table(rows, as_json)
+
+
+@app.command()
+def compare(
+    directories: Directories = None,
+    group_by: Annotated[
+        str, typer.Option(metavar="KEY,…", help="name, env, algorithm, lr, config.model.core …; auto: all but the seed.")
+    ] = "auto",
+    metric: Metric = METRIC,
+    over: Over = "timesteps",
+    at: Annotated[
+        str,
+        typer.Option(metavar="last|best|NUMBER", help="Value to compare: mean of the last tenth, the best, or at N timesteps."),
+    ] = "last",
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="Lower is better, as for a loss, cost, length or time.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("compare.png"),
+    smoothing: Smoothing = 0.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Compare runs: the settings that differ, and groups of seeds with mean, interval and whether the difference is significant."""
+    from ludus.experiments.runs import compare as comparing
+    from ludus.experiments.runs.plot import curves, draw_panels
+
+    runs = _found(directories)
+    lowest = lower_is_better and metric == METRIC
+    rows = [_summary(run, lowest) | settings for run, settings in zip(runs, _differences(runs, every=as_json), strict=True)]
+    try:
+        groups = comparing.grouped(curves(runs, metric, over), group_by)
+    except NotFound as error:  # nothing to draw yet; what there is can be listed all the same
+        _print_comparison(_best_first(rows, "best", lowest), None, [str(error)], None, as_json)
+        return
+    result = comparing.compared(groups, at, lower_is_better=lower_is_better)
+    compared = {run: value for standing in result.standings for run, value in standing.values.items()}
+    column = f"{metric} ({at})"
+    rows = _best_first([_beside(row, column, compared.get(row["run"])) for row in rows], column, lower_is_better)
+    title = "" if all(len(g.curves) == 1 for g in groups) else "mean over seeds, 95 % interval (bootstrap)"
+    envs = dict.fromkeys(g.env for g in groups)
+    panels = {
+        "; ".join(part for part in (env if len(envs) > 1 else "", title) if part): {
+            g.label: g.curves for g in groups if g.env == env
+        }
+        for env in envs
+    }
+    picture = draw_panels(panels, out, metric, over, smoothing)
+    notes = list(result.notes)
+    if len(groups) == 1 and group_by == comparing.AUTO:
+        notes.append("all runs have the same settings but for their seed; --group-by name compares experiments")
+    if not as_json:
+        print(f"Compared: {comparing.describe_values(metric, at)}.\n")
+        rows = [{name: value for name, value in row.items() if name not in _OTHER_RETURNS} for row in rows]
+    _print_comparison(rows, result, notes, picture, as_json)
+
+
+@app.command()
+def show(
+    run: _Run,
+    full: Annotated[bool, typer.Option("--full", help="Also the whole configuration, metadata and last report.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Configuration, metadata, last report and checkpoints as JSON.")
+    ] = False,
+) -> None:
+    """One run on a page: what, when, how long, its curves, checkpoints and changed settings."""
+    import shutil
+    import time
+
+    from ludus.cli.evaluation.run_page import collect, page_lines
+    from ludus.experiments.runs.remote_runs import directory_of, fetch
+
+    directory = directory_of(run)
+    fetch(directory)
+    facts = collect(directory)
+    dump = {
+        "meta": facts.meta,
+        "last": facts.rows[-1] if facts.rows else None,
+        "checkpoints": facts.checkpoints,
+        "best": facts.best.checkpoint if facts.best is not None else None,
+    }
+    if as_json:
+        print(json.dumps({"run": facts.place, "config": facts.config, "changed": facts.changed, **dump}))
+        return
+    for line in page_lines(facts, time.time(), shutil.get_terminal_size((100, 24)).columns):
+        print(line)
+    if full:
+        print()
+        if facts.config:
+            print((directory / "config.yaml").read_text(encoding="utf-8"))
+        print(json.dumps(dump, indent=1))
+
+
+@app.command()
+def rename(
+    run: _Run,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="New name of the run's directory, in the same experiment.")],
+) -> None:
+    """Rename the directory of a run that is not being trained."""
+    from ludus.experiments.runs.run_edit import rename_run
+
+    print(f"renamed: {rename_run(Path(run), name)}")
+
+
+@app.command()
+def tag(
+    run: _Run,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.", show_default=False)] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Tags to remove.", show_default=False)
+    ] = None,
+) -> None:
+    """Add or remove tags of a run; `ludus runs list --tag TAG` selects by them. Without tags: print those it has."""
+    from ludus.experiments.runs.remote_runs import directory_of, shown
+    from ludus.experiments.runs.run_edit import tag_run
+
+    directory = directory_of(run)
+    print(f"{shown(directory)}: {', '.join(tag_run(directory, tags or (), remove or ())) or 'no tags'}")
+
+
+@app.command()
+def delete(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Directories of runs, last, or the ends of names.", autocompletion=complete_run),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs with everything in their directories. Asks first; refuses a run that is being trained."""
+    from ludus.experiments.runs import run_edit
+    from ludus.experiments.runs.run_names import resolve_one_run
+
+    found = list(dict.fromkeys(Path(resolve_one_run(word)) for word in runs))
+    for run in found:  # all of them before the first is deleted
+        run_edit.check_run_directory(run)
+        run_edit.check_not_trained(run)
+        sweep = run_edit.sweep_of(run)
+        trial = "" if sweep is None else f", a trial of the sweep {sweep.name}"
+        print(f"{run}  ({run_edit.size_bytes(run) / 1e6:,.1f} MB{trial})")
+    if not yes:
+        typer.confirm(f"Delete {'this run' if len(found) == 1 else f'these {len(found)} runs'}?", abort=True)
+    for run in found:
+        run_edit.delete_run(run)
+        print(f"deleted: {run}")
+
+
+@app.command()
+def plot(
+    directories: Directories = None,
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curves.png"),
+    metric: Metric = METRIC,
+    over: Over = "timesteps",
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY,…",
+            help="Group runs: auto (by settings, seeds together), name, env, lr … [default: no groups]",
+            show_default=False,
+        ),
+    ] = None,
+    smoothing: Smoothing = 0.0,
+) -> None:
+    """Plot learning curves of several runs, or of groups with mean and interval, to a PNG."""
+    from ludus.experiments.runs import compare as comparing
+    from ludus.experiments.runs import plot as plotting
+
+    runs = _found(directories)
+    if group_by is None:
+        print(plotting.plot(runs, out, metric, over, smoothing))
+        return
+    groups = comparing.grouped(plotting.curves(runs, metric, over), group_by)
+    print(plotting.draw({group.label: group.curves for group in groups}, out, metric, over, smoothing))
+
+
+def _found(directories: list[str] | None) -> list[Path]:
+    from ludus.experiments.runs.run_dir import find_runs
+    from ludus.experiments.runs.run_names import resolve_runs
+
+    asked = [resolve_runs(word) for word in directories or ["runs"]]
+    found = dict.fromkeys(run for directory in asked for run in find_runs(directory))  # one named twice is one run
+    runs = [run for run in found if _readable(run)]
+    if not runs:
+        raise NotFound(f"No runs in {', '.join(asked)}.", "`ludus train CartPole-v1` makes one.")
+    return runs
+
+
+def _readable(run: Path) -> bool:
+    from ludus.experiments.runs.run_dir import Run, is_script
+
+    try:
+        return is_script(run) or bool(Run(run).config())
+    except LudusError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return False
+
+
+def _summary(run: Path, lowest: bool = False) -> dict[str, Any]:
+    """`lowest`: less return is better."""
+    from ludus.core.metrics import read_jsonl
+    from ludus.experiments.runs.compare import settings_of
+    from ludus.experiments.runs.remote_runs import shown
+    from ludus.experiments.runs.run_dir import Run
+    from ludus.experiments.runs.run_edit import tags_of
+    from ludus.experiments.runs.run_status import look
+
+    settings = settings_of(run)
+    rows = read_jsonl(run / "metrics.jsonl")
+    means = [float(row["episode_return_mean"]) for row in rows if row.get("episode_return_mean") is not None]
+    last = next((row for row in reversed(rows) if "time_s" in row), rows[-1] if rows else {})  # an evaluation has no time
+    return {
+        "run": shown(run),
+        "env": settings["env"],
+        "algorithm": settings["run"],
+        "status": look(run, fetched=True).state,
+        "timesteps": last.get("timesteps"),
+        "return": means[-1] if means else None,
+        "best": (min if lowest else max)(means, default=None),
+        "evaluation": next((float(row[EVALUATION]) for row in reversed(rows) if row.get(EVALUATION) is not None), None),
+        "fps": last.get("fps"),
+        "time_s": last.get("time_s"),
+        "tags": tags_of(Run(run)),
+    }
+
+
+def _beside(row: dict[str, Any], column: str, value: float | None) -> dict[str, Any]:
+    """The row with one more number, where people look for it: after the status."""
+    names = list(row)
+    at = names.index("status") + 1
+    return {name: row[name] for name in names[:at]} | {column: value} | {name: row[name] for name in names[at:]}
+
+
+def _best_first(rows: list[dict[str, Any]], column: str, lower_is_better: bool = False) -> list[dict[str, Any]]:
+    sign = 1.0 if lower_is_better else -1.0
+    return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0.0)))
+
+
+def _differences(runs: list[Path], every: bool) -> list[dict[str, Any]]:
+    """The settings in which runs differ: `every` one, or those that define an experiment and differ within a kind of run.
+
+    A kind is an environment and an algorithm: another algorithm has other keys altogether.
+    """
+    from ludus.experiments.runs.compare import EXECUTION, all_settings, differing
+
+    settings = all_settings(runs)
+    kinds: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    for one in settings:
+        kinds.setdefault((one["env"], one["run"]), []).append(one)
+    within = dict.fromkeys(key for alike in kinds.values() for key in differing(alike) if key not in EXECUTION)
+    keys = [key for key in (differing(settings) if every else within) if key.startswith("config.")]
+    return [{key.removeprefix("config."): one.get(key) for key in keys} for one in settings]
+
+
+def _print_comparison(
+    rows: list[dict[str, Any]], result: Comparison | None, notes: list[str], picture: Path | None, as_json: bool
+) -> None:
+    if as_json:
+        judged = {"groups": [], "differences": []} if result is None else result.to_json()
+        print(json.dumps({"runs": rows, **judged, "notes": notes, "picture": None if picture is None else str(picture)}))
+        return
+    _print_table(rows, as_json=False)
+    if result is not None:
+        print()
+        _print_table([_standing(s) for s in result.standings], as_json=False)
+        print()
+        best = {verdict.a: None for verdict in result.verdicts if verdict.a not in {other.b for other in result.verdicts}}
+        few = len(result.standings) <= _ALL_PAIRS
+        for verdict in result.verdicts:
+            if few or verdict.a in best:
+                print(verdict.said)
+        if not few:
+            print(f"({len(result.verdicts)} comparisons were made and corrected for; --json has them all)")
+    for note in notes:
+        print(f"note: {note}")
+    if picture is not None:
+        print(f"written: {picture}")
+
+
+def _standing(s: Standing) -> dict[str, Any]:
+    numbers = {"mean": s.mean, "from": s.low, "to": s.high, "std": s.std}
+    shown = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+    return {
+        "group": s.label,
+        "n": s.n,
+        "mean": shown["mean"],
+        "95 %: from": shown["from"],
+        "to": shown["to"],
+        "std": shown["std"],
+    }
+
+
+def _print_table(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [name for name in rows[0] if name != "tags" or any(row[name] for row in rows)]
+    if "run" in names:
+        names = [*(name for name in names if name != "run"), "run"]  # the longest last, where it may break
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in names:
+        number = any(isinstance(row[name], (int, float)) for row in rows)
+        table.add_column(_title(name), no_wrap=name != "run", overflow="fold", justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(format_duration(row[name]) if name == "time_s" else _cell(row[name]) for name in names))
+    Console(width=10_000).print(table)  # never squeezed: a path that is cut cannot be copied
+
+
+def _title(name: str) -> str:
+    """`training return (last)` for `episode_return_mean (last)`."""
+    known = {METRIC: _TITLES["return"], EVALUATION: _TITLES["evaluation"], **_TITLES}
+    return next(
+        (title + name.removeprefix(key) for key, title in known.items() if name == key or name.startswith(f"{key} (")), name
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return format_number(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

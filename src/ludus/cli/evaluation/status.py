@@ -1,0 +1,155 @@
+"""`ludus status RUN`: what a run is doing at this moment, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli.run_argument import complete_run, run_place
+from ludus.core.formatting import format_duration, format_number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ludus.experiments.runs.run_status import Look
+
+_WATCH_S, _WATCH_FAR_S = 1.0, 5.0  # a run on a store has carried its status there no more often than that
+_LIVING = ("running", "starting", "restarting")
+_COLOURS = {"running": "green", "finished": "green", "starting": "yellow", "restarting": "yellow", "interrupted": "yellow"}
+
+
+def status(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run: its directory or URL, last, EXPERIMENT or the end of its name.",
+            callback=run_place,
+            autocompletion=complete_run,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one line of JSON.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh every second (every 5 s on a remote store) until the run has ended.")
+    ] = False,
+) -> None:
+    """Show the state of a run, its workers and what limits its speed."""
+    from ludus.experiments.runs.run_status import look
+
+    seen = look(run)
+    if as_json:
+        print(json.dumps(seen.to_json()), flush=True)
+        while watch and seen.state in _LIVING:
+            seen = _look_again(run)
+            print(json.dumps(seen.to_json()), flush=True)
+        return
+    _show(run, seen, watch=watch)
+
+
+def _show(run: str, seen: Look, *, watch: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if not watch or not console.is_terminal:
+        console = Console(width=10_000, soft_wrap=True) if not console.is_terminal else console
+        console.print(page(seen))
+        while watch and seen.state in _LIVING:
+            seen = _look_again(run)
+            console.print(page(seen))
+        return
+    with Live(page(seen), console=console, auto_refresh=False) as live:
+        while seen.state in _LIVING:
+            seen = _look_again(run)
+            live.update(page(seen), refresh=True)
+
+
+def _look_again(run: str) -> Look:
+    from ludus.experiments.runs.remote_runs import directory_of, is_remote
+    from ludus.experiments.runs.run_status import look
+
+    time.sleep(_WATCH_FAR_S if is_remote(directory_of(run)) else _WATCH_S)
+    return look(run)
+
+
+def page(seen: Look) -> RenderableType:
+    """One look as a person reads it."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from ludus.experiments.runs.remote_runs import shown
+
+    head = Table.grid(padding=(0, 2))
+    head.add_row("run", Text(shown(seen.run)))
+    head.add_row("state", Text(seen.said, style=_COLOURS.get(seen.state, "red")))
+    for name, value in _facts(seen):
+        head.add_row(name, Text(value))
+    parts: list[RenderableType] = [head]
+    sampling = seen.status.get("sampling") or {}
+    if seen.state in _LIVING and sampling.get("workers"):
+        parts += ["", _workers(sampling["workers"])]
+    return Group(*parts)
+
+
+def _facts(seen: Look) -> Iterable[tuple[str, str]]:
+    from ludus.experiments.runs.run_status import many, summary
+
+    known, progress = seen.status, seen.status.get("progress") or {}
+    numbers = {name: value for name, value in (known.get("numbers") or {}).items() if isinstance(value, (int, float))}
+    if progress:
+        mean = progress.get("episode_return_mean")
+        shown = "no episode has ended" if mean is None else f"mean return {format_number(mean)}"
+        speed = f", {progress['fps']:,.0f} steps/s" if progress.get("fps") else ""
+        steps, took = f"{progress.get('timesteps', 0):,.0f} steps", format_duration(progress.get("time_s", 0.0))
+        yield "progress", f"{steps} in {took}{speed}, {shown}"
+    if known.get("env"):
+        yield "training", f"{known.get('algorithm', '')} on {known['env']}".strip()
+    if known.get("checkpoint"):
+        yield "checkpoint", str(known["checkpoint"])
+    if seen.state in _LIVING:
+        nodes = (known.get("sampling") or {}).get("nodes") or []
+        if len(nodes) > 1:
+            yield "nodes", ", ".join(f"{node.get('name')} ({many(node.get('cores', 0), 'core')})" for node in nodes)
+        if parts := summary(numbers):
+            yield "parts", parts
+        if "memory/waiting" in numbers:
+            yield "queue", f"{numbers['memory/waiting']:,.0f} blocks wait for the learner"
+        if known.get("bottleneck"):
+            yield "limit", str(known["bottleneck"])
+    if restarts := seen.meta.get("learner_restarts"):
+        last = (seen.meta.get("learner_failures") or [{}])[-1]
+        why = f", the last time at {last['at']}: {last.get('why', '')}" if last.get("at") else ""
+        yield "learner", f"restarted {restarts}×{why}"
+
+
+_COLUMNS = (
+    ("worker", "worker", "{:.0f}"),
+    ("node", "node", "{}"),
+    ("state", "state", "{}"),
+    ("pid", "pid", "{:.0f}"),
+    ("fps", "steps/s", "{:,.0f}"),
+    ("env_share", "environment", "{:.0%}"),
+    ("policy_share", "policy", "{:.0%}"),
+    ("blocked_share", "blocked", "{:.0%}"),
+    ("weights_wait_share", "waits for weights", "{:.0%}"),
+    ("restarts", "restarts", "{:.0f}"),
+    ("error", "last error", "{}"),
+)
+
+
+def _workers(workers: Iterable[Mapping[str, Any]]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for key, title, form in _COLUMNS:
+        table.add_column(title, justify="left" if form == "{}" else "right", overflow="fold", no_wrap=key != "error")
+    for worker in workers:
+        cells = [form.format(worker[key]) if worker.get(key) is not None else "–" for key, _, form in _COLUMNS]
+        table.add_row(*(Text(cell) for cell in cells))
+    return table

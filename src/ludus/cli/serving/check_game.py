@@ -1,0 +1,139 @@
+"""`ludus check-game`: a server that a game team points its client at, and that says what the client does wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ludus.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from ludus.cli.serving.conformance_server import CheckServer
+    from ludus.protocol.codec import SeatSpaces
+    from ludus.protocol.conformance import Finding, Summary
+
+_LOOK_S = 0.05
+
+
+def check_game(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")] = "127.0.0.1",
+    form: Annotated[
+        Literal["raw", "json", "msgpack"] | None,
+        typer.Option(
+            "--format",
+            help="Format of request bodies; json and msgpack need --spec. [default: json with --spec, else raw]",
+            show_default=False,
+        ),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="File with the spaces: a reply of GET /spec, or the experiment's YAML.", show_default=False),
+    ] = None,
+    matches: Annotated[int | None, typer.Option(min=1, help="Stop after N matches.", show_default=False)] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Stop after this many seconds. [default: at Ctrl-C]", show_default=False)
+    ] = None,
+    silent: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a request after which a session counts as abandoned.")
+    ] = 60.0,
+    think_ms: Annotated[float, typer.Option(min=0.0, help="Delay of every reply, to imitate a model.")] = 5.0,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that the game must send.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; findings go to stderr.")] = False,
+) -> None:
+    """Start a server that checks a game's client against the protocol; exit code 1 on errors."""
+    from ludus.cli.serving.conformance_server import CheckServer
+    from ludus.distributed.gateway_workers import bind, check_exposure, run_loop
+    from ludus.process.host import stop_on_signals
+    from ludus.protocol.conformance import Conformance
+    from ludus.protocol.spec import read_token
+
+    seats = None if spec is None else read_spec(spec)
+    form = form or ("raw" if spec is None else "json")
+    if form != "raw" and seats is None:
+        raise UsageError(f"--format {form} needs the spaces of the game.", "Give --spec FILE.")
+    token = read_token(token_file)
+    check_exposure(host, token)
+
+    def tell(finding: Finding) -> None:
+        line = f"{finding.check.level:<8} {finding.check.rule}: {finding.seen}\n         → {finding.check.remedy}"
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    if form == "raw":
+        conformance, seats = Conformance(), None
+    else:
+        conformance = Conformance(form, seats)
+    server = CheckServer(conformance, tell, seats, token=token, silent_s=silent, think_s=think_ms / 1e3)
+    bound = bind(host, port)
+    print(f"checking on http://{host}:{bound.getsockname()[1]}", file=sys.stderr if as_json else sys.stdout, flush=True)
+    with stop_on_signals() as stop:
+        deadline = None if seconds is None else time.monotonic() + seconds
+
+        def over() -> bool:
+            late = deadline is not None and time.monotonic() >= deadline
+            return stop() or late or (matches is not None and conformance.matches >= matches)
+
+        run_loop(_serve(server, bound, over))
+    summary = server.summary
+    print_summary(summary, as_json)
+    if summary.mistakes:
+        raise typer.Exit(1)
+
+
+async def _serve(server: CheckServer, bound: Any, over: Callable[[], bool]) -> None:
+    await server.start(bound)
+    try:
+        while not over():
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        await server.close()
+
+
+def read_spec(file: Path) -> dict[str, SeatSpaces]:
+    """Raises UsageError, ConfigError."""
+    import yaml
+
+    from ludus.protocol.codec import seats_from
+
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"Cannot read {file}: {error}.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} does not hold a mapping.", "Give observation_space and action_space, or seats.")
+    return seats_from(data)
+
+
+def print_summary(summary: Summary, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary.to_json()), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warning": "yellow", "mistake": "bold red"}
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("", "count", "check", "what to do"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "count" else "left")
+    for row in summary.rows:
+        shown = (str(row.count), row.check.rule, row.check.remedy) if row.count else ("", row.check.rule, "")
+        table.add_row(Text(row.state, style=colours[row.state]), *map(Text, shown))
+    print()
+    Console(width=10_000).print(table)
+    retries = f", {summary.retries} retries" if summary.retries else ""
+    print(f"\n{summary.matches} matches, {summary.requests} requests{retries}: ", end="")
+    print(
+        f"{summary.mistakes} mistakes, {summary.warnings} warnings"
+        if summary.mistakes
+        else f"no mistakes, {summary.warnings} warnings"
+    )

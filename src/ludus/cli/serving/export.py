@@ -1,0 +1,74 @@
+"""`ludus export`: a trained agent as a file that games run without ludus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.cli.progress import ProgressBar
+from ludus.cli.run_argument import complete_run, run_place
+from ludus.cli.training import options as o
+from ludus.errors import NotFound, UsageError
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A run (its newest checkpoint), RUN/best, or a checkpoint directory; a run also as last, EXPERIMENT or the end of its name.",
+            callback=run_place,
+            autocompletion=complete_run,
+        ),
+    ],
+    format_: Annotated[str, typer.Option("--format", help="Output format; only onnx.")] = "onnx",
+    quantize: Annotated[
+        str | None, typer.Option(help="int8: smaller, and faster for large networks.", show_default=False)
+    ] = None,
+    opset: Annotated[int, typer.Option(help="ONNX opset version; older runtimes need an older one.")] = 18,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory or .onnx file to write. [default: RUN/exports]", show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to export, if the run has several.", show_default=False)] = None,
+    observations: Annotated[
+        Path | None,
+        typer.Option(help="steps.npz of a rollout, used to verify the export. [default: the run's newest]", show_default=False),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON on the last line.")] = False,
+    trust: o.Trust = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Export a trained agent to ONNX, with a report that compares it with the original."""
+    from ludus.cli.output import say
+    from ludus.experiments.export_run import export_checkpoint
+
+    if format_ != "onnx":
+        raise UsageError(f"--format {format_} is not known.", "Use onnx.")
+    if quantize not in (None, "int8"):
+        raise UsageError(f"--quantize {quantize} is not known.", "Use int8, or leave it out for float32.")
+    try:
+        with ProgressBar("exporting, and comparing the export with the original", quiet=json_):
+            told = export_checkpoint(
+                checkpoint, model=model, int8=quantize == "int8", opset=opset, out=out, observations=observations
+            )  # fmt: skip
+    except NotFound as error:
+        raise UsageError(error.message, error.hint) from error
+    report = told.report
+    say(
+        f"{report.model} version {report.version}, {report.precision}, opset {report.opset}: {report.equal_actions:.3%} of "
+        f"{report.decisions} actions equal, logits within {report.max_logit_difference:.2g}",
+        to_stderr=json_,
+    )
+    for note in report.notes:
+        say(f"note: {note}", to_stderr=json_)
+    if told.file is not None:
+        files = told.to_json()
+        say(f"model   {files['file']}", to_stderr=json_)
+        say(f"report  {files['report_file']}", to_stderr=json_)
+    if json_:
+        print(json.dumps(told.to_json()), flush=True)
+    if told.file is None:
+        say(f"ludus: It does not act like the original, so nothing was written: {report.reason}", to_stderr=True)
+        raise typer.Exit(1)

@@ -1,0 +1,262 @@
+"""`ludus serve`: trained agents answer games over HTTP."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from ludus.cli.run_argument import complete_run, run_places
+from ludus.cli.training import options as o
+from ludus.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from ludus.gateway.server import GatewaySettings
+    from ludus.serving.checkpoint_follower import Source
+    from ludus.serving.launcher import RunningService
+    from ludus.serving.release import Backend
+
+_Word = TypeVar("_Word", bound=str)
+_OPS, _VERSIONS = "Operations", "Versions"
+
+
+_Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]RUN|CONFIG …",
+        help="Run (its newest checkpoint), RUN/best, a checkpoint, or the YAML file of a run. Several named ones (NAME=RUN) share the port; a game chooses by the header `model` or the path /step/NAME.",
+        show_default=False,
+        callback=run_places,
+        autocompletion=complete_run,
+    ),
+]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free port.")]
+_Host = Annotated[str, typer.Option(help="Address to listen on; one beyond this machine requires --token-file.")]
+_Workers = Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")]
+_Backend = Annotated[str, typer.Option(help="Inference backend: torch, onnx or onnx-int8; ONNX is verified against torch first.")]
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the tokens that games must send, one per line: TOKEN, NAME TOKEN, or NAME TOKEN REQUESTS_PER_S. Reloaded when it changes.",
+        show_default=False,
+        rich_help_panel=_OPS,
+    ),
+]
+_Rate = Annotated[
+    float,
+    typer.Option(min=0, help="Maximum requests per second of each token in each worker; 0 = unlimited.", rich_help_panel=_OPS),
+]
+_TlsCert = Annotated[
+    Path | None, typer.Option(help="Certificate chain (PEM); enables https.", show_default=False, rich_help_panel=_OPS)
+]
+_TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM).", show_default=False, rich_help_panel=_OPS)]
+_DrainS = Annotated[
+    float, typer.Option(min=0, help="Seconds that open sessions may continue after SIGTERM.", rich_help_panel=_OPS)
+]
+_AccessLog = Annotated[
+    str | None,
+    typer.Option(
+        help="Access log with one JSON line per start, end and refusal; - = stdout.", show_default=False, rich_help_panel=_OPS
+    ),
+]
+_LogTicks = Annotated[bool, typer.Option("--log-ticks", help="Also log every tick.", rich_help_panel=_OPS)]
+_LogFormat = Annotated[str, typer.Option(help="Format of the log on stderr: text or json.", rich_help_panel=_OPS)]
+_Record = Annotated[
+    Path | None,
+    typer.Option(help="Directory for recorded matches, to train from.", show_default=False, rich_help_panel=_OPS),
+]
+_RecordFraction = Annotated[float, typer.Option(min=0, max=1, help="Fraction of sessions to record.", rich_help_panel=_OPS)]
+_RecordMb = Annotated[int, typer.Option(min=1, help="Maximum size of that directory in MB.", rich_help_panel=_OPS)]
+_Follow = Annotated[
+    bool, typer.Option("--follow", help="Load new checkpoints of the run as they appear.", rich_help_panel=_VERSIONS)
+]
+_Version = Annotated[
+    int | None, typer.Option(help="Serve this version instead of the newest.", show_default=False, rich_help_panel=_VERSIONS)
+]
+_Level = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Additional version that a session may ask for; repeatable.", show_default=False, rich_help_panel=_VERSIONS
+    ),
+]
+_Temperature = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=100,
+        help="0 = most probable action, 1 = sample as in training; a session may set its own.",
+        rich_help_panel=_VERSIONS,
+    ),
+]
+_MaxLiveVersions = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Versions served at once; beyond it the oldest sessions move to a newer one.", rich_help_panel=_VERSIONS
+    ),
+]
+_OnMove = Annotated[
+    str,
+    typer.Option(help="Recurrent state of a session that moves to another version: carry or reset.", rich_help_panel=_VERSIONS),
+]
+_Canary = Annotated[
+    float,
+    typer.Option(min=0, max=100, help="Percentage of new sessions that get a new version first.", rich_help_panel=_VERSIONS),
+]
+_CanaryS = Annotated[float, typer.Option(min=0, help="Minimum duration of a canary, in seconds.", rich_help_panel=_VERSIONS)]
+_CanaryRequests = Annotated[int, typer.Option(min=1, help="Minimum number of requests of a canary.", rich_help_panel=_VERSIONS)]
+_TickTimeoutS = Annotated[
+    float | None, typer.Option(help="Time limit of a reply, in seconds. [default: as in training]", show_default=False)
+]
+_SilentS = Annotated[
+    float | None,
+    typer.Option(help="Seconds without a request after which a session is ended. [default: as in training]", show_default=False),
+]
+_MaxSessions = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum number of open sessions of each worker. [default: as in training]", show_default=False),
+]
+_MaxConnections = Annotated[int, typer.Option(min=1, help="Maximum number of connections of each worker.")]
+_MaxPerAddress = Annotated[
+    int, typer.Option(min=0, help="Open connections of one client address in each worker; 0 = any number, as behind a proxy.")
+]
+_LocalDir = Annotated[str, typer.Option(metavar="DIR|URL", help="Directory with the runs of a YAML file.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")]
+
+
+def serve(
+    runs: _Runs,
+    port: _Port = 8000,
+    host: _Host = "127.0.0.1",
+    workers: _Workers = 1,
+    backend: _Backend = "torch",
+    token_file: _TokenFile = None,
+    rate: _Rate = 0.0,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    drain_s: _DrainS = 30.0,
+    access_log: _AccessLog = None,
+    log_ticks: _LogTicks = False,
+    log_format: _LogFormat = "text",
+    record: _Record = None,
+    record_fraction: _RecordFraction = 0.01,
+    record_mb: _RecordMb = 1024,
+    follow: _Follow = False,
+    version: _Version = None,
+    level: _Level = None,
+    temperature: _Temperature = 0.0,
+    max_live_versions: _MaxLiveVersions = 2,
+    on_move: _OnMove = "carry",
+    canary: _Canary = 0.0,
+    canary_s: _CanaryS = 300.0,
+    canary_requests: _CanaryRequests = 500,
+    tick_timeout_s: _TickTimeoutS = None,
+    silent_s: _SilentS = None,
+    max_sessions: _MaxSessions = None,
+    max_connections: _MaxConnections = 10_000,
+    max_connections_per_address: _MaxPerAddress = 0,
+    local_dir: _LocalDir = "runs",
+    trust: o.Trust = False,
+    json_: _Json = False,
+) -> None:
+    """Serve trained agents to games over HTTP, with the protocol used in training."""
+    import logging
+    import time
+
+    from ludus.cli.output import say
+    from ludus.gateway.server import GatewaySettings
+    from ludus.process.host import stop_on_signals
+    from ludus.serving import log_format as logs
+    from ludus.serving.canary import CanarySettings
+    from ludus.serving.checkpoint_follower import Offering, named_sources
+    from ludus.serving.launcher import RunningService
+    from ludus.serving.worker import Recording, ServiceSettings
+
+    form = _one_of("--log-format", log_format, logs.FORMS)
+    logs.configure(form, "main")
+    if (tls_cert is None) != (tls_key is None):
+        raise UsageError("--tls-cert and --tls-key go together.")
+    if canary and not follow:
+        raise UsageError("--canary tries new versions, and without --follow there are none.", "Add --follow.")
+    if log_ticks and access_log is None:
+        raise UsageError("--log-ticks adds to the access log, and there is none.", "Add --access-log FILE.")
+    if follow and version is not None:
+        raise UsageError("--follow and --version do not go together.", "Leave one of them out, or offer the version by --level.")
+    recording = None if record is None else Recording(record, record_fraction, record_mb << 20)
+    settings = ServiceSettings(
+        temperature=temperature,
+        max_live_versions=max_live_versions,
+        carry_state=_one_of("--on-move", on_move, ("carry", "reset")) == "carry",
+        access_log=access_log,
+        log_ticks=log_ticks,
+        recording=recording,
+        log_form=form,
+    )
+    trial = CanarySettings(hold_s=canary_s, min_requests=canary_requests)
+    offering = Offering(_backend(backend), version, tuple(level or ()), follow, canary_percent=canary, canary=trial)
+    gateway = GatewaySettings(
+        token_file=token_file,
+        token_rate=rate,
+        tls=None if tls_cert is None or tls_key is None else (tls_cert, tls_key),
+        drain_s=drain_s,
+    )
+    with stop_on_signals() as stop:
+        try:
+            sources = named_sources(runs, local_dir)
+            if not json_:
+                proven = "" if backend == "torch" else f", as {backend}, and comparing it with the network"
+                say(f"loading {', '.join(source.where for source in sources.values())}{proven} …")
+            gateway = _limited(gateway, sources, tick_timeout_s, silent_s, max_sessions)
+            connections = replace(gateway.http, connections=max_connections, connections_per_address=max_connections_per_address)
+            gateway = replace(gateway, http=connections)
+            running = RunningService(sources, offering, settings, gateway, host=host, port=port, workers=workers)
+        except NotFound as error:
+            raise UsageError(error.message, error.hint) from error
+        with running:
+            _announce(running, workers, tls_cert is not None, json_)
+            running.follow()
+            while not stop():
+                time.sleep(0.1)
+            if not json_:
+                logging.getLogger(__name__).info("draining: sessions in play may go on for %g s", drain_s)
+
+
+def _limited(
+    gateway: GatewaySettings, sources: dict[str, Source], tick_s: float | None, silent_s: float | None, most: int | None
+) -> GatewaySettings:
+    """What the first run accepted in training, unless the command line says otherwise."""
+    http, limits = next(iter(sources.values())).limits()
+    limits = limits if most is None else replace(limits, sessions=most)
+    limits = limits if tick_s is None else replace(limits, tick_s=tick_s)
+    limits = limits if silent_s is None else replace(limits, silent_s=silent_s)
+    return replace(gateway, http=http, sessions=limits)
+
+
+def _announce(running: RunningService, workers: int, secure: bool, as_json: bool) -> None:
+    from ludus.cli.output import say
+
+    host, port = running.fleet.address
+    versions = {name: agent.current for name, agent in running.follower.lineup.agents.items()}
+    if as_json:
+        print(json.dumps({"host": host, "port": port, "workers": workers, "versions": versions}), flush=True)
+        return
+    origins = {name: found.origin for name, found in running.follower.serving().items()}
+    told = ", ".join(f"{name} version {number} ({origins[name]})" for name, number in versions.items())
+    scheme = "https" if secure else "http"
+    say(f"serving {told} at {scheme}://{host}:{port}/step with {workers} worker{'s' if workers > 1 else ''}")
+
+
+def _backend(given: str) -> Backend:
+    from ludus.serving.release import BACKENDS
+
+    found: Backend = _one_of("--backend", given, BACKENDS)
+    return found
+
+
+def _one_of(option: str, given: str, known: tuple[_Word, ...]) -> _Word:
+    for word in known:
+        if word == given:
+            return word
+    raise UsageError(f"{option} is {given!r}.", f"Use {' or '.join(known)}.")

@@ -1,0 +1,397 @@
+"""`ludus tune`: many trials of one experiment, and a table of what came of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.cli.training import options as o
+from ludus.core.formatting import format_number
+from ludus.errors import UsageError
+
+if TYPE_CHECKING:
+    from ludus.cli.training.train import Starter
+    from ludus.experiments.runs.job_resume import Note
+    from ludus.tuning.messages import Event
+    from ludus.tuning.report import SweepResult
+
+_REDRAW_S = 0.2
+_LINE_EVERY_S = 10.0
+_ROWS = 40
+_STATES = {"failed": "failed", "running": "running", "again": "starting again"}
+"""State of a trial → what it is called in the summary of a sweep."""
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    from ludus.cli.output import say as written  # imports what --help can do without
+
+    written(text, to_stderr=to_stderr)
+
+
+def tune(
+    env: o.Env = None,
+    file: o.File = None,
+    preset: o.Preset = None,
+    level: o.Level = None,
+    experiment: o.OneExperiment = None,
+    env_option: o.EnvOption = None,
+    run: o.Algorithm = None,
+    stop: o.Stop = None,
+    num_samples: o.NumSamples = None,
+    num_workers: o.NumWorkers = None,
+    num_gpus: o.NumGpus = None,
+    seed: o.Seed = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    experiment_name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", "--experiment-name", help="Name of the sweep, its directory. Default: default.", show_default=False
+        ),
+    ] = None,
+    local_dir: Annotated[Path, typer.Option(help="Directory for sweeps.")] = Path("runs"),
+    scheduler: Annotated[
+        str | None, typer.Option(metavar="asha|pbt", help="Trial scheduler; same as tune.scheduler.", show_default=False)
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="Metric to optimise; same as tune.metric.", show_default=False)] = None,
+    mode: Annotated[
+        str | None, typer.Option(metavar="max|min", help="max or min; same as tune.mode.", show_default=False)
+    ] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Trials to run at once. Default: as many as fit.", show_default=False)
+    ] = None,
+    max_failures: Annotated[int | None, typer.Option(min=0, help="Retries of a failed trial.", show_default=False)] = None,
+    checkpoint_freq: o.CheckpointFreq = None,
+    keep_checkpoints_num: o.KeepCheckpoints = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Resume the sweep in this directory.", show_default=False)
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: rerun failed trials as well.")] = False,
+    trust: o.Trust = False,
+    quiet: o.Quiet = False,
+    json_: o.Json = False,
+    debug: o.Debug = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            "--ray-address",
+            metavar="HOST:PORT|auto",
+            help="Ray cluster to run trials on. Default: one started here for the sweep. [RAY_ADDRESS, ip_head]",
+            show_default=False,
+            rich_help_panel=o.RAY,
+        ),
+    ] = None,
+    ray_num_cpus: o.RayNumCpus = None,
+    ray_object_store_memory: o.RayMemory = None,
+) -> None:
+    """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
+    from ludus.cli.training.train import experiments_from, log_at, mapping_of, note_of_job, source_of
+    from ludus.config import schema as configs
+
+    log_at(2 if debug else 0)
+    shell = Shell(quiet, json_, local_dir, (address, ray_num_cpus, ray_object_store_memory), max_concurrent)
+    shell.note = note_of_job(shell.say)
+    top = {
+        "env": env or env_option, "run": run, "num_samples": num_samples, "max_failures": max_failures,
+        "checkpoint_freq": checkpoint_freq, "keep_checkpoints_num": keep_checkpoints_num,
+    }  # fmt: skip
+    section = {"scheduler": scheduler, "metric": metric, "mode": mode}
+    settings = {"num_workers": _number(num_workers), "num_gpus": num_gpus, "seed": seed}
+    if resume is not None:
+        others: dict[str, Any] = {
+            "-f": file,
+            "-p": preset,
+            "-lvl": level,
+            "--experiment": experiment,
+            "--stop": stop,
+            "--set": set_,
+            "--config": config,
+        }
+        others |= {"--name": experiment_name, "--max-failures": max_failures}
+        others |= {"--" + name.replace("_", "-"): value for name, value in (top | section | settings).items()}
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise UsageError(f"--resume continues a sweep with its own settings; {', '.join(given)} cannot be changed.")
+        shell.resume(resume, retry_failed)
+        return
+    if retry_failed:
+        raise UsageError("--retry-failed is for a sweep that has failed trials.", "Add --resume DIR.")
+    source = source_of(file, preset, level)
+    if source is not None:
+        from ludus.models.custom.loader import look_in
+
+        look_in(source.parent)
+    stops = configs.stop_values(stop or [])
+    found = experiments_from(
+        source, experiment, experiment_name, top, stops, settings, mapping_of("--config", config), set_ or []
+    )
+    for data in found.values():
+        chosen = {name: value for name, value in section.items() if value is not None}
+        if chosen:
+            data["tune"] = {**(data.get("tune") or {}), **chosen}
+    from ludus.cli.training.config_check import require_no_complaints
+
+    require_no_complaints(found, source.file if source is not None else None)
+    shell.run(found)
+
+
+def sweep(experiments: Mapping[str, Mapping[str, Any]], starter: Starter, resources: Mapping[str, Any]) -> None:
+    """As `ludus train` hands it over, when an experiment turns out to be a sweep."""
+    shell = Shell(starter.voice.quiet, starter.voice.as_json, Path(starter.local_dir), starter.ray, note=starter.note)
+    data = {name: dict(given) for name, given in experiments.items()}
+    unknown = [key for key in resources if key not in ("cpu", "gpu")]
+    if unknown:
+        raise UsageError(f"--resources-per-trial names {', '.join(unknown)}.", "Known are cpu and gpu.")
+    for given in data.values():
+        if "cpu" in resources:
+            given["tune"] = {**(given.get("tune") or {}), "cpus_per_trial": resources["cpu"]}
+        if "gpu" in resources:
+            given["config"] = {**(given.get("config") or {}), "num_gpus": resources["gpu"]}
+    if starter.newest:
+        from ludus.tuning.sweep import STATE
+
+        for name in list(data):
+            directory = Path(starter.local_dir) / name
+            if (directory / STATE).exists():
+                shell.resume(directory, retry_failed=False)
+                del data[name]
+    if data:
+        shell.run(data)
+
+
+def _number(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+@dataclass
+class Shell:
+    """Runs sweeps and tells people about them."""
+
+    quiet: bool
+    as_json: bool
+    local_dir: Path
+    ray: tuple[str | None, int | None, int | None]
+    max_concurrent: int | None = None
+    note: Note | None = None
+
+    def run(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
+        """Those that an earlier life of this job has begun go on first."""
+        from ludus.tuning.sweep import resume_sweeps, run_sweep
+
+        begun = self._begun(experiments)
+        new = {name: data for name, data in experiments.items() if name not in begun}
+        results: list[SweepResult] = []
+        with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
+            options = self._options(board)
+            if begun:
+                self.say(f"this job ran before: resuming {', '.join(map(str, begun.values()))}")
+                results = resume_sweeps(list(begun.values()), options)
+            if new and not any(result.interrupted for result in results):
+                results += run_sweep(new, options)
+        self._conclude(results)
+
+    def _begun(self, experiments: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+        from ludus.tuning.sweep import STATE
+
+        found = dict[str, Path]()
+        for name in experiments:
+            place = self.note.place(name) if self.note is not None else None
+            if self.note is not None and place is not None:
+                if (Path(place) / STATE).exists():
+                    found[name] = Path(place)
+                else:
+                    self.say(f"{place}, which {self.note.path} names, holds no sweep: starting a new one")
+        return found
+
+    def _noted(self, name: str, directory: Path) -> None:
+        if self.note is not None and (trouble := self.note.write(name, str(directory.absolute()))):
+            self.say(f"if this job is restarted, it will not resume: {self.note.path} cannot be written: {trouble}")
+
+    def resume(self, directory: Path, retry_failed: bool) -> None:
+        from ludus.tuning.sweep import resume_sweep
+
+        with Board(quiet=self.quiet, to_stderr=self.as_json) as board:
+            result = resume_sweep(directory, self._options(board, retry_failed))
+        self._conclude([result])
+
+    def _options(self, board: Board, retry_failed: bool = False) -> Any:
+        from ludus.experiments.runner import cluster_of
+        from ludus.ray_cluster.cluster import LOCAL
+        from ludus.tuning.sweep import SweepOptions
+
+        address, cpus, memory = self.ray
+        named = cluster_of(address)
+        cluster = cluster_of(named.address if named is not None else LOCAL, cpus, memory)
+        return SweepOptions(
+            self.local_dir, cluster, self.max_concurrent, retry_failed, self.say, board.hear, self._noted, board.begin
+        )
+
+    def say(self, sentence: str) -> None:
+        if not self.quiet:
+            say(sentence, to_stderr=self.as_json)
+
+    def _conclude(self, results: Sequence[SweepResult]) -> None:
+        for result in results:
+            if not self.quiet:
+                _print_table(result, to_stderr=self.as_json)
+        if self.as_json:
+            shown = [_as_json(result) for result in results]
+            print(json.dumps(shown[0] if len(shown) == 1 else shown, default=str), flush=True)
+        if any(result.interrupted for result in results):
+            self.say(f"go on      ludus tune --resume {next(r.directory for r in results if r.interrupted)}")
+            raise typer.Exit(130)
+        failed = [row for result in results for row in result.failed]
+        for row in failed:
+            print(f"ludus: {row['trial']} failed: {row['error'] or 'see ' + row['run_dir'] + '/logs'}", file=sys.stderr)
+        if failed and len(failed) == sum(len(result.results) for result in results):
+            raise typer.Exit(1)
+
+
+def _as_json(result: SweepResult) -> dict[str, Any]:
+    best = result.best
+    return {
+        "name": result.name,
+        "directory": str(result.directory),
+        "metric": result.metric,
+        "best": best["trial"] if best else None,
+        "best_run": best["run_dir"] if best else None,
+        "settings": result.settings,
+        "interrupted": result.interrupted,
+        "startup_s": round(result.startup_s, 3),
+        "wall_s": round(result.wall_s, 3),
+        "trials": result.results,
+    }
+
+
+def _print_table(result: SweepResult, *, to_stderr: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ludus.config.search_space import brief
+
+    console = Console(file=sys.stderr if to_stderr else sys.stdout, soft_wrap=False)
+    names = list(dict.fromkeys(name for row in result.results for name in row["settings"]))
+    table = Table(title=f"{result.name}: {len(result.results)} trials", title_justify="left", header_style="bold")
+    table.add_column("trial", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right")
+    repeated = any(row["value_n"] > 1 for row in result.results)
+    for name in (_short(result.metric), *(["mean (seeds)"] if repeated else []), "steps", "time", "status"):
+        table.add_column(name, justify="right")
+    for number, row in enumerate(result.results[:_ROWS]):
+        settings = [brief(row["settings"].get(name, "")) for name in names]
+        values = [_value(row["value"])]
+        if repeated:
+            values.append("–" if row["value_mean"] is None else f"{_value(row['value_mean'])} ({row['value_n']})")
+        cells = [row["trial"].split("_")[0], *settings, *values, f"{row['timesteps']:,}", f"{row['time_s']:.1f} s", row["status"]]
+        table.add_row(*cells, style="green" if number == 0 and result.best is row else None)
+    if len(result.results) > _ROWS:
+        table.caption = f"… and {len(result.results) - _ROWS} more in results.csv"
+    console.print(table)
+    if result.best is not None:
+        say(f"best       {result.best['run_dir']}", to_stderr=to_stderr)
+        say(f"train it   ludus train -f {result.directory / 'best.yaml'}", to_stderr=to_stderr)
+    say(f"all of it  {result.directory}  (results.csv, results.json, sweep.png)", to_stderr=to_stderr)
+    say(f"{result.wall_s:.1f} s, and {result.startup_s:.1f} s for Ray to start", to_stderr=to_stderr)
+
+
+def _value(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _short(metric: str) -> str:
+    return {"episode_return_mean": "return", "evaluation/return_mean": "evaluated"}.get(metric, metric)
+
+
+class Board:
+    """What the trials are doing: a table on a terminal, now and then a line everywhere else."""
+
+    def __init__(self, *, quiet: bool, to_stderr: bool) -> None:
+        self._quiet, self._stream = quiet, sys.stderr if to_stderr else sys.stdout
+        self._seen: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self._done_before = self._total = 0
+        self._live: Any = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+
+    def begin(self, done: int, total: int) -> None:
+        """A sweep of `total` trials begins, or continues after `done` of them; the trials of an earlier sweep are forgotten."""
+        self._seen, self._done_before, self._total = {}, done, total
+        if not self._quiet and self._stream.isatty():  # the first trial takes a while to start
+            self._draw(True)
+
+    def hear(self, event: Event) -> None:
+        before = self._seen.get(event.name, ("", {}))[1]
+        word = {"started": "running", "reported": "running", "retried": "again"}.get(event.kind, event.kind)
+        self._seen[event.name] = (word, {**before, **event.numbers})
+        if self._quiet:
+            return
+        if event.kind == "retried":
+            self._line(f"{event.name} failed and is tried again: {event.error}")
+        if self._stream.isatty():
+            self._draw(event.kind != "reported")
+        elif event.kind in ("ended", "failed"):
+            error = f": {event.error}" if event.error else ""
+            self._line(f"{event.name} {event.kind}{error}  {self._numbers(event.name)}  ({self._done()})")
+        elif time.monotonic() > self._drawn + _LINE_EVERY_S:
+            self._line(self._summary())
+
+    def _line(self, text: str) -> None:
+        self._drawn = time.monotonic()
+        if self._live is not None:
+            self._live.console.print(text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def _draw(self, at_once: bool) -> None:
+        if self._live is None:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True)
+            self._live.start()
+        if at_once or time.monotonic() > self._drawn + _REDRAW_S:
+            self._drawn = time.monotonic()
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        order = sorted(self._seen, key=lambda name: (self._seen[name][0] not in ("running", "again"), name))
+        for name in order[:_ROWS]:
+            table.add_row(name, self._seen[name][0], self._numbers(name))
+        return Group(table, Text(self._summary()))
+
+    def _numbers(self, name: str) -> str:
+        numbers = self._seen[name][1]
+        mean = numbers.get("episode_return_mean", math.nan)
+        return f"{int(numbers.get('timesteps', 0)):>10,} steps  return {format_number(mean)}"
+
+    def _done(self) -> str:
+        done = self._done_before + sum(word in ("ended", "failed") for word, _ in self._seen.values())
+        return f"{done} of {self._total} trials done"
+
+    def _summary(self) -> str:
+        words = Counter(word for word, _ in self._seen.values())
+        others = [f"{words[word]} {name}" for word, name in _STATES.items() if words[word]]
+        return ", ".join((self._done(), *others))

@@ -1,0 +1,233 @@
+"""The file that says where a fleet runs and what stands between its machines: an INI file with a section `[ludus]` or `[coach]`.
+
+    [coach]
+    memory_backend = redispubsub
+    data_store = s3
+    s3_end_point = s3.amazonaws.com
+    s3_bucket_name = games
+    s3_creds_file = ~/.aws/credentials
+
+It is read, never executed, and holds no secrets: they are in files that it names, or in the environment.
+"""
+
+from __future__ import annotations
+
+import configparser
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ludus.core.plugins import did_you_mean
+from ludus.errors import ConfigError, UsageError
+from ludus.io.yaml_documents import read_text
+from ludus.launch.job import ORCHESTRATORS, PLANNED
+from ludus.storage.s3_url import Address, check_endpoint
+from ludus.transport.message_stream import PASSWORD, split_password
+
+SECTIONS = ("ludus", "coach")
+MEMORIES = ("redis", "redispubsub")
+STORES = ("local", "nfs", "s3", "redis")
+AMAZON = "amazonaws.com"
+
+KEYS: Mapping[str, str] = {
+    "image": "an image of containers; none are started, so it has no meaning",
+    "orchestrator": "local",
+    "memory_backend": "redis (or redispubsub: the same)",
+    "redis_url": "redis://[USER@]HOST[:PORT][/DB]; without it a private server is started",
+    "redis_password_file": "a file with the password of redis_url; else LUDUS_MEMORY_PASSWORD",
+    "data_store": "local, nfs or s3",
+    "local_path": "where runs go with data_store = local; default: runs",
+    "nfs_path": "where the file system that all machines share is mounted",
+    "s3_bucket_name": "the name of your bucket, with data_store = s3",
+    "s3_prefix": "what runs have before their name: BUCKET/PREFIX/NAME; default: BUCKET/NAME",
+    "s3_end_point": "the address of a server that is not Amazon's: HOST:PORT (TLS) or http://HOST:PORT",
+    "s3_region": "the region of the bucket; else AWS_REGION",
+    "s3_creds_file": "a file like ~/.aws/credentials; else the usual places",
+}
+
+_MAX_BYTES = 100_000
+
+
+@dataclass(frozen=True)
+class FleetFile:
+    """Paths are absolute, or below the directory that the command is run in. `notices`: what is different from what was written."""
+
+    orchestrator: str = "local"
+    redis_url: str | None = None
+    redis_password: str | None = field(repr=False, default=None)
+    """Of a URL that had one in it."""
+    redis_password_file: Path | None = None
+    data_store: str = "local"
+    path: Path = Path("runs")
+    s3: Address | None = None
+    credentials: Path | None = None
+    notices: tuple[str, ...] = ()
+
+    def place(self, name: str) -> str:
+        """Where the run of that name lives."""
+        return self.s3.below(name).url if self.s3 is not None else str(self.path.absolute() / name)
+
+
+def load_fleet_file(path: Path) -> FleetFile:
+    """Raises ConfigError with the key that is wrong."""
+    text = read_text(Path(path), _MAX_BYTES, "It is meant to have a section [ludus] or [coach], and a few keys.")
+    try:
+        return read_fleet_file(text, Path(path).parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", error.hint) from error
+
+
+def read_fleet_file(text: str, beside: Path = Path()) -> FleetFile:
+    """`beside`: where files that it names are looked for too."""
+    values = _values(text)
+    found = FleetFile()
+    notices: list[str] = []
+    found = _orchestrator(found, values, notices.append)
+    found = _memory(found, values, beside, notices.append)
+    found = _store(found, values, beside, notices.append)
+    if found.orchestrator != "local" and (found.redis_url is None or found.data_store == "local"):
+        raise ConfigError(
+            f"With orchestrator = {found.orchestrator} roles may run on other machines, and could not reach the memory or the store.",
+            "Add redis_url, and data_store = nfs or s3.",
+        )
+    unused = sorted(values.keys() - _used(found))
+    if unused:
+        notices.append(f"{', '.join(unused)}: without meaning with data_store = {found.data_store}")
+    return replace(found, notices=tuple(notices))
+
+
+def _values(text: str) -> dict[str, str]:
+    parser = configparser.ConfigParser(interpolation=None, default_section="\0")  # a password may contain %
+    try:
+        parser.read_string(text)
+    except configparser.Error as error:
+        said = str(error).replace("<string>", "the file").splitlines()[0]
+        raise ConfigError(f"{said.rstrip('.')}.", "It is a section [ludus] or [coach] with lines `key = value`.") from error
+    ours = [name for name in parser.sections() if name.lower() in SECTIONS]
+    others = [name for name in parser.sections() if name not in ours]
+    if others:
+        raise ConfigError(f"There is no section [{others[0]}].", did_you_mean(others[0].lower(), SECTIONS))
+    if len(ours) != 1:
+        raise ConfigError(
+            "It has no section [ludus] or [coach]." if not ours else f"It has {len(ours)} sections: {', '.join(ours)}."
+        )
+    values = {key.replace("-", "_").replace(" ", "_"): value.strip() for key, value in parser.items(ours[0])}
+    for key, value in values.items():
+        if key not in KEYS:
+            raise ConfigError(f"Unknown key {key!r}.", did_you_mean(key, KEYS))
+        if value.startswith("<") and value.endswith(">"):
+            raise ConfigError(f"{key} = {value} is still what the example says.", f"It is {KEYS[key]}.")
+        if "\n" in value:
+            raise ConfigError(f"{key} has more than one line.")
+    return {key: value for key, value in values.items() if value}
+
+
+def _orchestrator(found: FleetFile, values: Mapping[str, str], notice: Callable[[str], None]) -> FleetFile:
+    name = values.get("orchestrator", "")
+    if name in ("ssh", "slurm"):
+        raise ConfigError(
+            f"orchestrator = {name} needs more than this file can say: which machines, which account, how long.",
+            f"Submit the roles: `ludus submit --on {name} … -- fleet learner …` and `ludus submit --on {name} --nodes N … -- fleet worker …`, "
+            "with the same --memory and --store.",
+        )
+    if name in PLANNED:
+        raise ConfigError(
+            f"orchestrator = {name} is not available in this version.",
+            "orchestrator = local runs all roles on this machine; on others start `ludus fleet worker` there, with the same --memory and --store.",
+        )
+    if name and name not in ORCHESTRATORS and ":" not in name:
+        raise ConfigError(f"orchestrator = {name} is unknown.", did_you_mean(name, ORCHESTRATORS))
+    if not name:
+        notice("orchestrator: none is named, so all roles are processes of this machine (local)")
+    if "image" in values:
+        notice(f"image = {values['image']}: without meaning, since no containers are started from here")
+    return replace(found, orchestrator=name or "local")
+
+
+def _memory(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:
+    backend = values.get("memory_backend", "redis")
+    if backend not in MEMORIES:
+        raise ConfigError(f"memory_backend = {backend} is unknown.", did_you_mean(backend, MEMORIES))
+    if backend == "redispubsub":
+        notice("memory_backend = redispubsub: Redis Streams are used, which lose nothing while nobody listens")
+    if "redis_url" not in values:
+        if "redis_password_file" in values:
+            raise ConfigError(
+                "redis_password_file is for a server that redis_url names.", "A private server has a password of its own."
+            )
+        return found
+    try:
+        url = urlsplit(values["redis_url"])
+        if url.scheme not in ("redis", "rediss") or not url.hostname or (url.port is not None and url.port < 1):
+            raise ValueError
+    except ValueError:
+        # Not shown: it may have a password in it.
+        raise ConfigError("redis_url is not of the form redis://[USER@]HOST[:PORT][/DB].") from None
+    try:
+        plain, password = split_password(values["redis_url"])
+    except UsageError as error:
+        raise ConfigError(f"redis_url: {error.message}", error.hint) from None
+    if password is not None:
+        notice(f"redis_url: its password is in the file; redis_password_file or {PASSWORD} keeps it apart")
+    file = _file("redis_password_file", values, beside)
+    if password is not None and file is not None:
+        raise ConfigError("redis_url has a password, and redis_password_file names another.", "Keep one.")
+    return replace(found, redis_url=plain, redis_password=password, redis_password_file=file)
+
+
+def _store(found: FleetFile, values: Mapping[str, str], beside: Path, notice: Callable[[str], None]) -> FleetFile:
+    kind = values.get("data_store", "local")
+    if kind not in STORES:
+        raise ConfigError(f"data_store = {kind} is unknown.", did_you_mean(kind, STORES))
+    if kind == "redis":
+        notice("data_store = redis: weights and checkpoints are kept in a directory (local); they would not survive the server")
+        kind = "local"
+    if kind == "local":
+        return replace(found, data_store=kind, path=Path(values.get("local_path", "runs")).expanduser())
+    if kind == "nfs":
+        if "nfs_path" not in values:
+            raise ConfigError("data_store = nfs needs nfs_path.", f"It is {KEYS['nfs_path']}; no server is deployed.")
+        path = Path(values["nfs_path"]).expanduser()
+        if not path.is_dir():
+            raise ConfigError(f"nfs_path = {path} is not a directory.", "Is it mounted?")
+        return replace(found, data_store=kind, path=path)
+    bucket = values.get("s3_bucket_name", "").removeprefix("s3://").rstrip("/")
+    if not bucket:
+        raise ConfigError("data_store = s3 needs s3_bucket_name.")
+    if "/" in bucket:
+        raise ConfigError(f"s3_bucket_name = {bucket} is more than a bucket.", "What follows it is s3_prefix.")
+    prefix = values.get("s3_prefix", "").strip("/")
+    try:
+        address = Address.parse(f"s3://{bucket}{'/' if prefix else ''}{prefix}")
+        end_point = _end_point(values.get("s3_end_point", ""))
+    except UsageError as error:
+        raise ConfigError(error.message, error.hint) from error
+    address = replace(address, endpoint=end_point, region=values.get("s3_region"))
+    return replace(found, data_store=kind, s3=address, credentials=_file("s3_creds_file", values, beside))
+
+
+def _end_point(written: str) -> str | None:
+    """As a URL; None: Amazon's, which needs none. Without a scheme it is TLS, as it was for those who wrote it so."""
+    if not written:
+        return None
+    url = check_endpoint(written if "://" in written else f"https://{written}")
+    host = urlsplit(url).hostname or ""
+    return None if host == AMAZON or host.endswith(f".{AMAZON}") else url
+
+
+def _file(key: str, values: Mapping[str, str], beside: Path) -> Path | None:
+    if key not in values:
+        return None
+    path = Path(values[key]).expanduser()
+    for candidate in (path, beside / path):
+        if candidate.is_file():
+            return candidate.absolute()
+    raise ConfigError(f"{key} = {path} is not a file.")
+
+
+def _used(found: FleetFile) -> set[str]:
+    of_store = {"local": {"local_path"}, "nfs": {"nfs_path"}, "s3": {key for key in KEYS if key.startswith("s3_")}}
+    return {"image", "orchestrator", "memory_backend", "redis_url", "redis_password_file", "data_store"} | of_store[
+        found.data_store
+    ]

@@ -1,0 +1,319 @@
+"""`-cp "a.b=c; …"`: keys and values as Coach's users write them. They are read, and nothing of them is ever run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.config import schema as configs
+from ludus.config.aliases import rllib_keys
+from ludus.core.plugins import did_you_mean
+from ludus.errors import ConfigError
+from ludus.io.yaml_documents import parse_yaml
+
+_MAX_CHARACTERS = 20_000
+_OPTION = "-cp"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    path: str
+    """Dotted; `['main']` is `.main`."""
+    value: Any
+
+
+def assignments(text: str) -> list[Assignment]:
+    """All that stand between semicolons. Raises ConfigError for what is no assignment, or no value."""
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigError(f"{_OPTION} has {len(text)} characters; that is no list of settings.")
+    return [_assignment(part) for part in _parts(text) if part.strip()]
+
+
+def settings(text: str, run: str) -> list[tuple[str, Any]]:
+    """The same by our own names: dotted path below the experiment → value. `run` is its algorithm. Raises ConfigError."""
+    return [found for each in assignments(text) for found in _ours(each, run).items()]
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def _top_level(text: str) -> Iterator[tuple[int, str]]:
+    """The characters outside of quotes and brackets, with their places. Raises ConfigError where one is not closed."""
+    quote, open_ = "", list[str]()
+    escaped = False
+    for at, character in enumerate(text):
+        if quote:
+            if escaped:
+                escaped = False
+            elif character == "\\" and quote == '"':
+                escaped = True
+            elif character == quote:
+                quote = ""
+        elif character in "'\"":
+            quote = character
+        elif character in _OPENING:
+            open_.append(character)
+        elif character in _CLOSING:
+            if not open_ or _OPENING.index(open_.pop()) != _CLOSING.index(character):
+                raise ConfigError(f"{_OPTION} {_short(text)}: {character!r} closes nothing.")
+        elif not open_:
+            yield at, character
+    if quote or open_:
+        raise ConfigError(f"{_OPTION} {_short(text)}: {(quote or open_[-1])!r} is not closed.")
+
+
+def _parts(text: str) -> Iterator[str]:
+    begin = 0
+    for at, character in _top_level(text):
+        if character == ";":
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
+
+
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\s*(?:'\w+'|\"\w+\"|\d+)\s*\])*")
+
+
+def _assignment(part: str) -> Assignment:
+    at = next((at for at, character in _top_level(part) if character == "="), None)
+    if at is None:
+        raise ConfigError(f"{_OPTION} {_short(part.strip())} is no assignment.", "Write  path.to.key=value; another.key=value")
+    path, value = part[:at].strip(), part[at + 1 :].strip()
+    if not _PATH.fullmatch(path):
+        raise ConfigError(f"{_OPTION}: {_short(path)} is not the name of a key.", "Names have letters, digits, _ and dots.")
+    plain = re.sub(r"\[\s*['\"]?(\w+)['\"]?\s*\]", r".\1", path)
+    return Assignment(plain.removeprefix("graph_manager."), _value(value, path))
+
+
+_NUMBER = r"\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
+_LINEAR = re.compile(rf"LinearSchedule\({_NUMBER},{_NUMBER},{_NUMBER}\)")
+_CONSTANT = re.compile(rf"ConstantSchedule\({_NUMBER}\)")
+_SIZE = re.compile(r"\(\s*MemoryGranularity\.Transitions\s*,\s*(\d[\d_]*)\s*\)")
+_SYNCHRONIZATION = re.compile(r"DistributedCoachSynchronizationType\.(SYNC|ASYNC)")
+_QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
+
+
+def _value(text: str, path: str) -> Any:
+    if not text:
+        raise ConfigError(f"{_OPTION} {path}= has no value.")
+    counted = rllib_keys.counted(text)
+    if counted is not None:
+        return text  # read together with its key
+    if found := _LINEAR.fullmatch(text):
+        first, last, steps = (float(number) for number in found.groups())
+        return [[0, first], [int(steps), last]]
+    if found := _CONSTANT.fullmatch(text):
+        return float(found[1])
+    if found := _SIZE.fullmatch(text):
+        return int(found[1])
+    if found := _SYNCHRONIZATION.fullmatch(text):
+        return found[1].lower()
+    if text == "None":
+        return None
+    unquoted = _QUOTED.sub("", text)
+    if re.search(r"[()`]|__|\blambda\b|\w\s*\.\s*[A-Za-z_]", unquoted):
+        raise ConfigError(
+            f"{_OPTION} {path}={_short(text)}: values are read, not run.",
+            "They are numbers, words, [lists], {mappings}, EnvironmentSteps(n), EnvironmentEpisodes(n), TrainingSteps(n), "
+            "LinearSchedule(from, to, steps) or ConstantSchedule(x); any other text stands in quotes: 'my.game:make'.",
+        )
+    return parse_yaml(text, f"{_OPTION} {path}")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "…")
+
+
+# -- Coach's names ------------------------------------------------------------------------------------------------------
+
+Meaning = Callable[[Any, str], Mapping[str, Any]]
+"""(value, algorithm) → what it is here. Raises ValueError with the reason."""
+
+
+def _is(path: str) -> Meaning:
+    return lambda value, _: {path: value}
+
+
+def _by_run(otherwise: str, dqn: str) -> Meaning:
+    return lambda value, run: {dqn if run == "DQN" else otherwise: value}
+
+
+def _so_anyway(*same: Any, why: str) -> Meaning:
+    def meaning(value: Any, _: str) -> Mapping[str, Any]:
+        if any(type(value) is type(one) and value == one for one in same):
+            return {}
+        raise ValueError(why)
+
+    return meaning
+
+
+def _not_here(why: str) -> Meaning:
+    return _so_anyway(why=why)
+
+
+def _number_of_steps(path: str, dqn: str) -> Meaning:
+    """A number of steps of the environment, however it is written."""
+
+    def meaning(value: Any, run: str) -> Mapping[str, Any]:
+        found = rllib_keys.counted(value)
+        if found is None or found[0] != "timesteps":
+            raise ValueError("is counted in steps of the environment here: EnvironmentSteps(…)")
+        return {dqn if run == "DQN" else path: found[1]}
+
+    return meaning
+
+
+def _huber(value: Any, _: str) -> Mapping[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError("is true or false")
+    return {"td_error_loss_fn": "huber" if value else "mse"}
+
+
+def _on_cpu(value: Any, _: str) -> Mapping[str, Any]:
+    if value is not True:
+        return {}
+    return {"learner_device": "cpu", "num_gpus": 0}
+
+
+def _optimizer(value: Any, _: str) -> Mapping[str, Any]:
+    if str(value).lower() == "adam":
+        return {}
+    raise ValueError("is Adam here: lr, adam_epsilon")
+
+
+def _synchronization(value: Any, _: str) -> Mapping[str, Any]:
+    if value not in ("sync", "async"):
+        raise ValueError("is DistributedCoachSynchronizationType.SYNC or .ASYNC")
+    return {"sampling": value}
+
+
+def _scheduled(key: str) -> Meaning:
+    return lambda value, _: configs.scheduled(key, value) or {}
+
+
+_FILMS = "is done afterwards: ludus rollout RUN --video"
+_LAYERS = "is written  config.model.fcnet_hiddens: [64, 64]  here"
+_SCHEDULE = (*rllib_keys.SCHEDULE, "improve_steps")
+_MAIN = "agent_params.network_wrappers.main"
+
+COACH: Mapping[str, Meaning] = {
+    # -- the schedule
+    **{key: _scheduled(key) for key in _SCHEDULE},
+    **{f"schedule_params.{key}": _scheduled(key) for key in _SCHEDULE},
+    # -- algorithms
+    "agent_params.algorithm.discount": _is("gamma"),
+    "agent_params.algorithm.gae_lambda": _is("lambda"),
+    "agent_params.algorithm.clip_likelihood_ratio_using_epsilon": _is("clip_param"),
+    "agent_params.algorithm.beta_entropy": _is("entropy_coeff"),
+    "agent_params.algorithm.optimization_epochs": _is("num_epochs"),
+    "agent_params.algorithm.initial_kl_coefficient": _is("kl_coeff"),
+    "agent_params.algorithm.target_kl_divergence": _is("kl_target"),
+    "agent_params.algorithm.num_consecutive_playing_steps": _number_of_steps("train_batch_size", "rollout_fragment_length"),
+    "agent_params.algorithm.num_steps_between_copying_online_weights_to_target": _number_of_steps(
+        "target_network_update_freq", "target_network_update_freq"
+    ),
+    "agent_params.algorithm.rate_for_copying_weights_to_target": _is("tau"),
+    "agent_params.algorithm.n_step": _is("n_step"),
+    "agent_params.algorithm.distributed_coach_synchronization_type": _synchronization,
+    "agent_params.algorithm.estimate_state_value_using_gae": _so_anyway(True, why="is so here: lambda: 1 is the plain return"),
+    "agent_params.algorithm.normalization_stats": _not_here("is config.observation_filter: MeanStdFilter here"),
+    "agent_params.algorithm.heatup_using_network_decisions": _so_anyway(True, why="is so here: the policy that begins plays"),
+    "agent_params.algorithm.clipping_decay_schedule": _so_anyway(1.0, 1, why="is not here: clip_param is a number"),
+    # -- networks
+    f"{_MAIN}.learning_rate": _is("lr"),
+    f"{_MAIN}.batch_size": _by_run("minibatch_size", "train_batch_size"),
+    f"{_MAIN}.clip_gradients": _is("grad_clip"),
+    f"{_MAIN}.optimizer_epsilon": _is("adam_epsilon"),
+    f"{_MAIN}.optimizer_type": _optimizer,
+    f"{_MAIN}.replace_mse_with_huber_loss": _huber,
+    f"{_MAIN}.l2_regularization": _so_anyway(0, 0.0, why="is not here"),
+    f"{_MAIN}.force_cpu": _on_cpu,
+    f"{_MAIN}.middleware_parameters.activation_function": _is("model.fcnet_activation"),
+    f"{_MAIN}.input_embedders_parameters.observation.activation_function": _is("model.fcnet_activation"),
+    f"{_MAIN}.middleware_parameters.scheme": _not_here(_LAYERS),
+    f"{_MAIN}.input_embedders_parameters.observation.scheme": _not_here(_LAYERS),
+    f"{_MAIN}.adam_optimizer_beta1": _so_anyway(0.9, why="is 0.9 here"),
+    f"{_MAIN}.adam_optimizer_beta2": _so_anyway(0.999, why="is 0.999 here"),
+    # -- what is stored, and how is explored
+    "agent_params.memory.max_size": _is("replay_buffer_config.capacity"),
+    "agent_params.memory.alpha": _is("replay_buffer_config.alpha"),
+    "agent_params.memory.beta": _is("replay_buffer_config.beta"),
+    "agent_params.memory.epsilon": _is("replay_buffer_config.eps"),
+    "agent_params.exploration.epsilon_schedule": _is("epsilon"),
+    "agent_params.exploration.evaluation_epsilon": _so_anyway(0, 0.0, why="is 0 here; or config.evaluation_config.explore: true"),
+    # -- environments
+    "env_params.level": _is("env"),
+    "env_params.seed": _is("seed"),
+    "env_params.frame_skip": _is("preprocess.frame_skip"),
+    "env_params.random_initialization_steps": _is("preprocess.noop_max"),
+    "env_params.additional_simulator_parameters": _is("env_config"),
+    "env_params.custom_reward_threshold": _is("stop.episode_return_mean"),
+    "env_params.target_success_rate": _not_here("is a return here: stop.episode_return_mean, or -asc"),
+    # -- the rest
+    "task_parameters.seed": _is("seed"),
+    "task_parameters.use_cpu": _on_cpu,
+    "task_parameters.checkpoint_save_secs": _is("checkpoint_time_s"),
+    "task_parameters.checkpoint_restore_path": _not_here("is the option -crd here"),
+    "visualization_parameters.tensorboard": lambda value, _: {},
+    "visualization_parameters.dump_csv": _is("track.csv"),
+    "visualization_parameters.render": _so_anyway(False, why=_FILMS),
+    "visualization_parameters.dump_gifs": _so_anyway(False, why=_FILMS),
+    "visualization_parameters.dump_mp4": _so_anyway(False, why=_FILMS),
+    "visualization_parameters.print_summary": _so_anyway(False, why="is in config.yaml of the run"),
+    "preset_validation_params.min_reward_threshold": _is("target.return_mean"),
+    "preset_validation_params.test": lambda value, _: {},
+}
+"""Path in Coach → what it is here."""
+
+_ROOTS = {path.partition(".")[0] for path in COACH}
+
+
+def _ours(given: Assignment, run: str) -> Mapping[str, Any]:
+    path = re.sub(r"^visualization(?=\.)", "visualization_parameters", given.path.removeprefix("agent_params."))
+    path = path if path in COACH or path.startswith("visualization_parameters.") else given.path
+    if path in COACH:
+        try:
+            return COACH[path](given.value, run)
+        except ValueError as error:
+            raise ConfigError(f"{_OPTION} {given.path} ({given.value!r}) {error}.") from error
+    if given.path.partition(".")[0] in _ROOTS - set(_SCHEDULE):
+        raise ConfigError(f"{_OPTION}: nothing here is what Coach calls {given.path!r}.", _nearest(given.path))
+    if not _is_a_key(given.path):
+        raise ConfigError(f"{_OPTION}: there is no key {given.path!r}.", _nearest(given.path))
+    if rllib_keys.counted(given.value) is not None and not isinstance(given.value, int):
+        raise ConfigError(f"{_OPTION} {given.path}={given.value}: it is a number.", f"Write  {given.path}={_bare(given.value)}")
+    return {given.path: given.value}
+
+
+def _bare(value: Any) -> int:
+    found = rllib_keys.counted(value)
+    return 0 if found is None else found[1]
+
+
+def _names() -> set[str]:
+    """Of all keys of experiments and their algorithms, by any spelling; below `config` without saying so."""
+    from ludus.algorithms.base import config_schemas
+
+    found = {name for schema in config_schemas().values() for name in configs.names_of(schema)} - {"lambda_"}
+    for section in (rllib_keys.EXPERIMENT, rllib_keys.CONFIG):
+        found |= {*rllib_keys.RENAMED[section], *rllib_keys.TRANSLATED[section], *rllib_keys.FOREIGN[section]}
+    return found | {"lambda", *configs.names_of(configs.ExperimentConfig)}
+
+
+def _is_a_key(path: str) -> bool:
+    """Whether it begins with one; what is below is checked with the whole experiment."""
+    first, *rest = path.split(".")
+    return first in _names() and (first != "config" or not rest or rest[0] in _names())
+
+
+def _nearest(path: str) -> str:
+    last = path.rpartition(".")[2]
+    tails = {known.rpartition(".")[2]: known for known in COACH}
+    if last in tails:
+        return f"Did you mean {tails[last]!r}?"
+    near = did_you_mean(path, COACH) if "." in path else did_you_mean(last, _names())
+    return near if near.startswith("Did") else did_you_mean(last, [*_names(), *tails])

@@ -1,0 +1,125 @@
+"""From a name to an object: `"local"`, or `"package.module:Name"`, imported only when asked for.
+
+One table per kind of plugin stands next to the protocol it serves; this module only resolves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from ludus.core import trust
+from ludus.core.renamed import current_name
+from ludus.errors import LudusError, MissingExtra, UnknownName, Untrusted, UsageError, place_of
+
+Accepts = Callable[[Any, bool], bool]
+"""Whether an object is of the kind that is asked for; the flag says that it was found in the user's own project."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest known names, or with all of them when none is near."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    lowered = {n.lower(): n for n in names}
+    if name.lower() in lowered:
+        close = [lowered[name.lower()]]
+    if close:
+        return f"Did you mean {' or '.join(repr(c) for c in close)}?"
+    if not names:
+        return ""
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f"Known: {shown}."
+
+
+def import_object(path: str, kind: str, accepts: Accepts) -> Any:
+    """`"package.module:attribute.path"` → the object. Raises UnknownName with what is missing, Untrusted.
+
+    The name may come from a stored run of somebody else: `trust.check` decides before anything is imported, and unless the user
+    gave the name, `accepts` decides on what was found. What Python itself brings (`os:system`) is never meant.
+    """
+    path = current_name(path)
+    module_name, attribute = _split(path)
+    verdict = trust.check(path, kind)
+    target, around = _lookup(path, module_name, attribute)
+    if not verdict.given and (not all(isinstance(each, type) for each in around) or not accepts(target, verdict.project)):
+        raise Untrusted(
+            f"{path!r}, which stored data names, is {_described(target)}, which nothing declares to be of the kind {kind!r}.",
+            f"Annotate what a function returns; if you trust it, add --trust or set {trust.VARIABLE}={path}.",
+        )
+    return target
+
+
+def load_object(path: str) -> Any:
+    """The object that a table of ours or a command line names. Raises UnknownName, MissingExtra."""
+    path = current_name(path)
+    return _lookup(path, *_split(path))[0]
+
+
+def is_class(found: Any, _: bool = False) -> bool:
+    return isinstance(found, type)
+
+
+def _split(path: str) -> tuple[str, str]:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute or module_name.startswith("."):
+        raise UsageError(f"{path!r} is not of the form 'module:Name'.")
+    return module_name, attribute
+
+
+def _lookup(path: str, module_name: str, attribute: str) -> tuple[Any, list[Any]]:
+    """The object, and those between it and its module."""
+    found: list[Any] = [import_module(module_name, path)]
+    for part in attribute.split("."):
+        if not hasattr(found[-1], part):
+            known = [n for n in dir(found[-1]) if not n.startswith("_")]
+            raise UnknownName(f"{module_name!r} has no {part!r}.", did_you_mean(part, known))
+        found.append(getattr(found[-1], part))
+    target = found[-1]
+    if inspect.isroutine(target) or isinstance(target, type):
+        trust.refuse_python(path, str(getattr(target, "__module__", "") or ""))
+    return target, found[1:-1]
+
+
+def _described(target: Any) -> str:
+    if isinstance(target, type):
+        return f"the class {target.__name__}"
+    return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
+
+
+def import_module(module_name: str, path: str) -> ModuleType:
+    """The module that `path` names before its colon. Raises UnknownName, MissingExtra, UsageError when its code fails."""
+    trust.refuse_python(path, module_name)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
+            package = "'ray[rllib]'" if module_name.startswith("ray.rllib") else error.name
+            raise MissingExtra(f"{path!r} needs the package {error.name!r}.", f"pip install {package}") from error
+        raise UnknownName(f"There is no module {module_name!r} (from {path!r}).", "Is it on PYTHONPATH?") from error
+    except LudusError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"Importing {module_name!r} (from {path!r}) raised {type(error).__name__}: {error}{place_of(error)}."
+        ) from error
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str], accepts: Accepts = is_class) -> Any:
+    """Look `name` up in `table` (name → "module:Class"), or import it when it is a path itself. Raises UnknownName, Untrusted."""
+    if name in table:
+        return load_object(table[name])
+    if ":" in name and "://" not in name:
+        return import_object(name, kind, accepts)
+    raise UnknownName(f"Unknown {kind} {name!r}.", did_you_mean(name, table))
+
+
+def require(module: str, extra: str, what: str) -> Any:
+    """Import an optional dependency, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{what} needs the package {module!r}.", f"pip install 'ludus[{extra}]'") from error

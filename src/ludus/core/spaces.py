@@ -1,0 +1,429 @@
+"""Gymnasium spaces as data: array specifications, JSON, comparison, and the action mask that hides in an observation.
+
+Everything that must know the shape of an observation or an action asks here, so that a space is taken apart in one place.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from ludus.core.tree import Array, Tree, leaves
+from ludus.errors import ConfigError
+
+ACTION_MASK = "action_mask"
+
+
+_MOST_ELEMENTS = 1 << 27
+"""Numbers in one part of an observation or action: 400 pictures of 640 × 480 in colour."""
+_MOST_PARTS = 10_000
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def zeros(self, *leading: int) -> Array:
+        return np.zeros((*leading, *self.shape), dtype=self.dtype)
+
+
+_STORED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.uint16): np.dtype(np.int32),
+    np.dtype(np.uint32): np.dtype(np.int64),
+    np.dtype(np.uint64): np.dtype(np.float32),
+}
+
+
+def array_spec(space: gym.Space[Any], where: str = "observation") -> Tree:
+    """The tree of ArraySpecs in which values of `space` are stored: float64 becomes float32, discrete ones int64.
+
+    Unsigned types of more than a byte become wider signed ones (uint64 float32): torch cannot select rows of them.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        return {key: array_spec(item, f"{where}.{key}") for key, item in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(array_spec(item, f"{where}.{i}") for i, item in enumerate(space.spaces))
+    if isinstance(space, gym.spaces.Box):
+        dtype = np.dtype(np.float32) if np.issubdtype(space.dtype, np.floating) else np.dtype(space.dtype)
+        return ArraySpec(space.shape, _STORED_AS.get(dtype, dtype))
+    if isinstance(space, gym.spaces.Discrete):
+        return ArraySpec((), np.dtype(np.int64))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return ArraySpec(space.nvec.shape, np.dtype(np.int64))
+    if isinstance(space, gym.spaces.MultiBinary):
+        return ArraySpec(_binary_shape(space), np.dtype(np.int8))
+    raise ConfigError(f"{where} is a {type(space).__name__} space, which has no fixed array shape.", _remedy(where))
+
+
+def _remedy(where: str) -> str:
+    """What to do about a part of a space that no network takes, such as a text."""
+    what, _, part = where.partition(".")
+    if what == "observation" and part:
+        return (
+            f"Leave it out with config.preprocess: {{drop: [{part}]}} (environments with one agent), or encode it as numbers in a "
+            "wrapper: config.wrappers."
+        )
+    return "Use Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple; a wrapper (config.wrappers) can encode it as numbers."
+
+
+def check_usable(space: gym.Space[Any], what: str) -> None:
+    """Raises ConfigError for an observation or action space of which no agent can be made, saved and loaded again."""
+    _check_keys(space, what)
+    found = list(leaves(array_spec(space, what)))
+    if not any(math.prod(spec.shape) for _, spec in found):
+        raise ConfigError(f"The {what} space has no elements: {space}.", f"Give it at least one number as {what}.")
+    if what == "action" and _has_empty_part(space):
+        raise ConfigError(f"A part of the action space has no elements: {space}.", "Leave the empty part out.")
+    paths = [path for path, _ in found]
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ConfigError(f"The {what} space has two parts that are called {twice[0]!r}.", "Leave the dot out of its keys.")
+
+
+def _has_empty_part(space: gym.Space[Any]) -> bool:
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        parts = list(space.spaces.values()) if isinstance(space, gym.spaces.Dict) else list(space.spaces)
+        return not parts or any(map(_has_empty_part, parts))
+    return 0 in (space.shape or ())
+
+
+def _check_keys(space: gym.Space[Any], where: str) -> None:
+    if isinstance(space, gym.spaces.Dict):
+        for key, item in space.spaces.items():
+            if not isinstance(key, str) or not key:
+                raise ConfigError(f"{where} has the key {key!r}.", "Keys of a Dict space are strings that are not empty.")
+            _check_keys(item, f"{where}.{key}")
+    elif isinstance(space, gym.spaces.Tuple):
+        for i, item in enumerate(space.spaces):
+            _check_keys(item, f"{where}.{i}")
+
+
+def _binary_shape(space: gym.spaces.MultiBinary) -> tuple[int, ...]:
+    return tuple(int(n) for n in np.atleast_1d(np.asarray(space.shape)))
+
+
+def split_mask(space: gym.Space[Any]) -> tuple[gym.Space[Any], gym.Space[Any] | None]:
+    """Take the `action_mask` entry out of a Dict observation: (what the network sees, the mask's space or None)."""
+    if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
+        return space, None
+    rest = {key: item for key, item in space.spaces.items() if key != ACTION_MASK}
+    if not rest:
+        raise ConfigError(f"The observation holds nothing but {ACTION_MASK!r}.", "Add what the agent sees.")
+    seen: gym.Space[Any] = rest["observation"] if set(rest) == {"observation"} else gym.spaces.Dict(rest)
+    return seen, space.spaces[ACTION_MASK]
+
+
+def without_mask(observation: Tree, unwrap: bool) -> Tree:
+    """The part of a masked observation that the network sees; `unwrap` when only `observation` is left beside the mask."""
+    if unwrap:
+        return observation["observation"]
+    return {key: item for key, item in observation.items() if key != ACTION_MASK}
+
+
+def action_leaves(space: gym.Space[Any], where: str = "action") -> list[tuple[str, gym.Space[Any]]]:
+    """The elementary spaces of a (possibly hybrid) action, with their paths, in the order of `tree.leaves`."""
+    if isinstance(space, gym.spaces.Dict):
+        return [pair for key in sorted(space.spaces) for pair in action_leaves(space.spaces[key], f"{where}.{key}")]
+    if isinstance(space, gym.spaces.Tuple):
+        return [pair for i, item in enumerate(space.spaces) for pair in action_leaves(item, f"{where}.{i}")]
+    return [(where, space)]
+
+
+def mask_size(space: gym.Space[Any]) -> int:
+    """How many options a flat action mask of this action space has: one per discrete choice, one per bit, none for Box."""
+    total = 0
+    for _, leaf in action_leaves(space):
+        if isinstance(leaf, gym.spaces.Discrete):
+            total += int(leaf.n)
+        elif isinstance(leaf, gym.spaces.MultiDiscrete):
+            total += int(leaf.nvec.sum())
+        elif isinstance(leaf, gym.spaces.MultiBinary):
+            total += math.prod(_binary_shape(leaf))
+    return total
+
+
+def choices(space: gym.Space[Any]) -> list[slice]:
+    """The part of a flat action mask that each categorical choice owns; at least one option of each must be allowed."""
+    parts: list[slice] = []
+    at = 0
+    for _, leaf in action_leaves(space):
+        sizes: list[int] = []
+        if isinstance(leaf, gym.spaces.Discrete):
+            sizes = [int(leaf.n)]
+        elif isinstance(leaf, gym.spaces.MultiDiscrete):
+            sizes = [int(n) for n in leaf.nvec.reshape(-1)]
+        for size in sizes:
+            parts.append(slice(at, at + size))
+            at += size
+        if isinstance(leaf, gym.spaces.MultiBinary):
+            at += math.prod(_binary_shape(leaf))
+    return parts
+
+
+def categories(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+    """Path → (lowest value, first value beyond) of the parts of an observation that are categories."""
+    found: dict[str, tuple[Array, Array]] = {}
+    for path, leaf in leaves(_space_tree(space)):
+        if isinstance(leaf, gym.spaces.Discrete):
+            found[path] = np.asarray(leaf.start), np.asarray(leaf.start + leaf.n)
+        elif isinstance(leaf, gym.spaces.MultiDiscrete):
+            found[path] = np.asarray(leaf.start), np.asarray(leaf.start) + leaf.nvec
+    return found
+
+
+def space_leaves(space: gym.Space[Any]) -> list[tuple[str, Any]]:
+    """(path, elementary space) of all parts, in the order of `tree.leaves`."""
+    return list(leaves(_space_tree(space)))
+
+
+def _space_tree(space: gym.Space[Any]) -> Tree:
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _space_tree(item) for key, item in space.spaces.items()}
+    return tuple(map(_space_tree, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
+
+
+def flat_mask(mask: Tree, space: gym.Space[Any], batch: int | None = None) -> npt.NDArray[np.bool_]:
+    """One boolean vector from a mask given flat, or in the structure of the action (a Dict or Tuple of masks); also as raw bytes."""
+    lead = () if batch is None else (batch,)
+    _check_names(mask, space)
+    parts = [np.asarray(part).reshape(*lead, -1) for _, part in leaves(_as_tree(mask))] or [np.zeros((*lead, 0))]
+    flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    if flat.dtype.kind != "b" and (flat.dtype.kind not in "iuf" or not ((flat == 0) | (flat == 1)).all()):
+        raise ConfigError("The action mask holds something else than 0 (forbidden) and 1 (allowed).")
+    if flat.shape[-1] != mask_size(space):
+        raise ConfigError(f"The action mask has {flat.shape[-1]} entries, the actions have {mask_size(space)} options.")
+    return flat.astype(np.bool_, copy=False)
+
+
+def _check_names(mask: Any, space: gym.Space[Any]) -> None:
+    """A misspelt part would be taken for another one."""
+    if isinstance(mask, Mapping):
+        parts = space.spaces if isinstance(space, gym.spaces.Dict) else {}
+        unknown = sorted(str(key) for key in mask.keys() - parts.keys())
+        if unknown:
+            raise ConfigError(f"The action mask has {unknown}, the parts of the action are {sorted(parts)}.")
+        for key, item in mask.items():
+            _check_names(item, parts[key])
+    elif isinstance(mask, (tuple, list)) and isinstance(space, gym.spaces.Tuple):
+        for item, part in zip(mask, space.spaces, strict=False):  # their number shows in the size
+            _check_names(item, part)
+
+
+def _as_tree(mask: Any) -> Tree:
+    if isinstance(mask, Mapping):
+        return {key: _as_tree(item) for key, item in mask.items() if item is not None}
+    if isinstance(mask, bytes):
+        return np.frombuffer(mask, np.uint8)
+    if isinstance(mask, (tuple, list)) and mask and not np.isscalar(mask[0]):
+        return tuple(_as_tree(item) for item in mask if item is not None)
+    return np.asarray(mask)
+
+
+class Fit:
+    """Turns what somebody gives as a value of a space into arrays of its shapes and dtypes, or says what is wrong with it.
+
+    Lists, arrays, numbers, and raw bytes (for a Box, in C order) are taken. Nothing that is not a finite number, or not of
+    its category, gets through. Bounds of a Box are not enforced: environments do not keep them either.
+    """
+
+    def __init__(self, space: gym.Space[Any], where: str = "observation") -> None:
+        self.spec = array_spec(space, where)
+        self._categories = categories(space) | bits(space)
+        self._where = where
+        self._lone = self.spec if isinstance(self.spec, ArraySpec) else None
+        plain = self._lone is not None and self._lone.dtype == np.float32 and len(self._lone.shape) == 1
+        self._short = self._lone.shape[0] if self._lone is not None and plain and self._lone.shape[0] <= 256 else -1
+
+    def __call__(self, value: Any) -> Tree:
+        """Raises ValueError."""
+        if self._lone is not None:
+            if value.__class__ is list and len(value) == self._short:
+                quick = _quick(value, self._lone.dtype)
+                if quick is not None:
+                    return quick
+            return self._leaf(self._lone, value, "")
+        return self._tree(self.spec, value, "")
+
+    def _tree(self, spec: Tree, value: Any, path: str) -> Tree:
+        here = f"{path}." if path else ""
+        if isinstance(spec, dict):
+            if not isinstance(value, Mapping) or value.keys() != spec.keys():
+                found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                raise ValueError(f"{self._name(path)} has {found}, the keys are {sorted(spec)}")
+            return {key: self._tree(item, value[key], f"{here}{key}") for key, item in spec.items()}
+        if isinstance(spec, tuple):
+            if not isinstance(value, (list, tuple)) or len(value) != len(spec):
+                raise ValueError(f"{self._name(path)} is not a list of {len(spec)} parts")
+            return tuple(self._tree(item, value[i], f"{here}{i}") for i, item in enumerate(spec))
+        return self._leaf(spec, value, path)
+
+    def _leaf(self, spec: ArraySpec, value: Any, path: str) -> Array:
+        try:
+            if isinstance(value, (bytes, bytearray, memoryview)):
+                array: Array = np.frombuffer(value, spec.dtype).reshape(spec.shape).copy()
+            else:
+                given = np.asarray(value)
+                if given.dtype.kind not in "biuf" or not (spec.dtype.kind == "f" or _whole(given)):
+                    raise ValueError(f"holds {_KINDS.get(given.dtype.kind, given.dtype.name)}")
+                with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+                    array = given.astype(spec.dtype)
+                if spec.dtype.kind != "f" and not np.array_equal(array, given):
+                    raise ValueError(f"does not fit into {spec.dtype}")
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"{self._name(path)}: {error}; it takes {spec.dtype}{list(spec.shape)}") from None
+        if array.shape != spec.shape:
+            raise ValueError(f"{self._name(path)} has shape {list(array.shape)}, it takes {spec.dtype}{list(spec.shape)}")
+        if spec.dtype.kind == "f":
+            if not np.isfinite(array).all():
+                raise ValueError(f"{self._name(path)} holds {_not_finite(array, value)}")
+        elif path in self._categories:
+            low, high = self._categories[path]
+            if ((array < low) | (array >= high)).any():
+                raise ValueError(f"{self._name(path)} is {array.tolist()}, categories run from {low} to below {high}")
+        return array
+
+    def _name(self, path: str) -> str:
+        return f"{self._where}.{path}" if path else self._where
+
+
+def _not_finite(array: Array, value: Any) -> str:
+    """The first number of an array that is not finite, as it was given: one that is too large for the array's type is finite."""
+    bad = ~np.isfinite(array)
+    given = array[bad][0] if isinstance(value, (bytes, bytearray, memoryview)) else np.asarray(value)[bad][0]
+    return f"{given}, which is too large for {array.dtype}" if np.isfinite(given) else str(given)
+
+
+def bits(space: gym.Space[Any]) -> dict[str, tuple[Array, Array]]:
+    """The same as `categories` for parts of zeros and ones."""
+    parts = [path for path, leaf in leaves(_space_tree(space)) if isinstance(leaf, gym.spaces.MultiBinary)]
+    return {path: (np.asarray(0), np.asarray(2)) for path in parts}
+
+
+_FLOAT32, _EXACT = float(np.finfo(np.float32).max), 1 << 53
+
+
+def _quick(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
+    """A short list of plain, finite numbers, as most games send it; None: look closer. (A tenth of a small request's cost.)"""
+    for value in values:
+        if value.__class__ is float:
+            if not -_FLOAT32 <= value <= _FLOAT32:  # nor is NaN
+                return None
+        elif value.__class__ is not int or not -_EXACT <= value <= _EXACT:
+            return None
+    return np.array(values, dtype)
+
+
+_KINDS = {"U": "text", "S": "text", "O": "something that is not a number", "f": "fractions"}
+
+
+def _whole(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all() and (array == np.floor(array)).all())
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------------
+
+
+def to_json(space: gym.Space[Any]) -> dict[str, Any]:
+    """A plain description from which `from_json` builds an equal space; bounds that are all equal become one number."""
+    if isinstance(space, gym.spaces.Dict):
+        return {"type": "Dict", "spaces": {key: to_json(item) for key, item in space.spaces.items()}}
+    if isinstance(space, gym.spaces.Tuple):
+        return {"type": "Tuple", "spaces": [to_json(item) for item in space.spaces]}
+    if isinstance(space, gym.spaces.Box):
+        bounds = {"low": _bound(space.low), "high": _bound(space.high)}
+        return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
+    if isinstance(space, gym.spaces.Discrete):
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start), **_dtype(space)}
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        starts = np.asarray(space.start).tolist()
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": starts, **_dtype(space)}
+    if isinstance(space, gym.spaces.MultiBinary):
+        return {"type": "MultiBinary", "shape": list(_binary_shape(space))}
+    raise ConfigError(f"A {type(space).__name__} space cannot be written as JSON.")
+
+
+def from_json(data: Mapping[str, Any]) -> gym.Space[Any]:
+    """The space that `to_json` described. Raises ConfigError on anything else, and on one of an absurd size."""
+    try:
+        _check_size(data)
+        space: gym.Space[Any] = _BUILDERS[data["type"]](data)
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        shown = "" if isinstance(error, RecursionError) else reprlib.repr(data)
+        raise ConfigError(f"This is not the description of a space: {shown} ({error}).") from error
+    return space
+
+
+def _check_size(data: Mapping[str, Any]) -> None:
+    """Before anything is allocated for it. Raises ValueError."""
+    shape = data.get("shape", ())
+    if data["type"] in ("Box", "MultiBinary") and math.prod(int(n) for n in shape) > _MOST_ELEMENTS:
+        raise ValueError(f"more than {_MOST_ELEMENTS:,} numbers")
+    inner = data.get("spaces", ())
+    if len(inner) > _MOST_PARTS:
+        raise ValueError(f"{len(inner):,} parts; at most {_MOST_PARTS:,} are read")
+
+
+def _bound(values: Array) -> Any:
+    plain = [_number(v) for v in values.reshape(-1).tolist()]
+    return plain[0] if plain and all(v == plain[0] for v in plain) else plain
+
+
+def _dtype(space: gym.Space[Any]) -> dict[str, str]:
+    return {} if space.dtype == np.int64 else {"dtype": str(space.dtype)}
+
+
+def _integers(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"dtype": np.dtype(data["dtype"]).type} if "dtype" in data else {}
+
+
+def _number(value: Any) -> Any:
+    plain = float(value) if isinstance(value, np.floating) else value  # tolist() leaves a long double as it is
+    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def _array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    flat = [float(v) if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])]
+    return np.broadcast_to(np.asarray(flat, dtype=dtype).reshape(shape if len(flat) != 1 else ()), shape)
+
+
+def dtype_bounds(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The lowest and the highest value of a boolean, integer or floating type."""
+    if dtype.kind == "b":
+        return False, True
+    return (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+
+
+def _box(data: Mapping[str, Any]) -> gym.Space[Any]:
+    shape, dtype = tuple(data["shape"]), np.dtype(data.get("dtype", "float32"))
+    widest = dtype_bounds(dtype)
+    low, high = (_array(data.get(key, bound), shape, dtype) for key, bound in zip(("low", "high"), widest, strict=True))
+    return gym.spaces.Box(low, high, shape, dtype.type)
+
+
+_BUILDERS: dict[str, Any] = {
+    "Dict": lambda d: gym.spaces.Dict({key: from_json(item) for key, item in d["spaces"].items()}),
+    "Tuple": lambda d: gym.spaces.Tuple([from_json(item) for item in d["spaces"]]),
+    "Box": _box,
+    "Discrete": lambda d: gym.spaces.Discrete(int(d["n"]), start=int(d.get("start", 0)), **_integers(d)),
+    "MultiDiscrete": lambda d: gym.spaces.MultiDiscrete(
+        np.asarray(d["nvec"]), start=np.asarray(d.get("start", np.zeros_like(d["nvec"]))), **_integers(d)
+    ),
+    "MultiBinary": lambda d: gym.spaces.MultiBinary(d["shape"] if len(d["shape"]) > 1 else int(d["shape"][0])),
+}

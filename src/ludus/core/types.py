@@ -1,0 +1,161 @@
+"""The values that travel: above all the segment, the one form in which experience reaches a learner.
+
+Shapes are named by their letters: T steps, B rows (a row is one seat of one match), K kept final observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.core.tree import Array, Tree, map_tree
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
+
+DEFAULT_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """What a segment of one model looks like; enough to allocate one anywhere."""
+
+    steps: int
+    observation: Tree
+    action: Tree
+    mask_size: int = 0
+    state: Tree = ()
+    state_every: int = 0
+    """The recurrent state is kept at rows 0, state_every, 2·state_every, …; 0 when the model has none."""
+    finals: int = 0
+    """Room for final observations of truncated episodes whose next row already belongs to the next episode."""
+    model: str = DEFAULT_MODEL
+    results: tuple[str, ...] = ()
+    """Names of the numbers that episodes end with."""
+
+    @property
+    def states(self) -> int:
+        return -(-self.steps // self.state_every) if self.state_every else 0
+
+
+@dataclass
+class Segments:
+    """A block of B segments side by side: a struct of arrays over time, written in place, never copied per step.
+
+    Row t holds what was seen before step t, what was done, and what came of it. The row after the last valid step holds the
+    bootstrap observation and its value. `valid` is False for padding and for the row in which an environment only resets.
+    """
+
+    spec: SegmentSpec
+    observation: Tree  # [T+1, B, …]
+    action: Tree  # [T, B, …] as the policy chose it
+    reward: Floats  # [T, B] earned by the action of the same row
+    terminated: Bools  # [T, B]
+    truncated: Bools  # [T, B]
+    valid: Bools  # [T, B]
+    first: Bools  # [T+1, B] this row starts an episode: the recurrent state before it is the initial one
+    log_prob: Floats  # [T, B] under the policy that acted
+    value: Floats  # [T+1, B] as estimated by the policy that acted
+    version: Ints  # [T, B] of the weights that acted
+    action_mask: Bools  # [T+1, B, M]
+    state: Tree  # [states, B, …]
+    origin: Ints  # [B] which row of which worker wrote it, stable over the run
+    final_at: Ints  # [K, 2] (t, b) of the kept final observations; the first `finals` entries count
+    final_observation: Tree  # [K, …]
+    final_value: Floats  # [K]
+    results: Floats  # [B, R, 2] of the episodes that ended here: the sum of each number, and how many told it
+    finals: int = 0
+    episode_return: Floats = field(default_factory=lambda: np.zeros(0, np.float32))  # [E] of the episodes that ended here
+    episode_length: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # [E]
+    model: str = DEFAULT_MODEL
+    env_steps: int | None = None
+    """Steps of the environments behind it, where several agents share one; None: as many as are valid."""
+    cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Views of these arrays in another library, kept by whoever writes the block; never travels."""
+
+    @classmethod
+    def empty(cls, spec: SegmentSpec, rows: int) -> Segments:
+        """Freshly allocated and zeroed; `valid` False everywhere."""
+        t, b, k = spec.steps, rows, spec.finals
+
+        def tree(lead: tuple[int, ...], specs: Tree) -> Tree:
+            return map_tree(lambda s: s.zeros(*lead), specs)
+
+        return cls(
+            spec=spec,
+            observation=tree((t + 1, b), spec.observation),
+            action=tree((t, b), spec.action),
+            reward=np.zeros((t, b), np.float32),
+            terminated=np.zeros((t, b), np.bool_),
+            truncated=np.zeros((t, b), np.bool_),
+            valid=np.zeros((t, b), np.bool_),
+            first=np.zeros((t + 1, b), np.bool_),
+            log_prob=np.zeros((t, b), np.float32),
+            value=np.zeros((t + 1, b), np.float32),
+            version=np.zeros((t, b), np.int64),
+            action_mask=np.ones((t + 1, b, spec.mask_size), np.bool_),
+            state=tree((spec.states, b), spec.state),
+            origin=np.zeros(b, np.int64),
+            final_at=np.zeros((k, 2), np.int64),
+            final_observation=tree((k,), spec.observation),
+            final_value=np.zeros(k, np.float32),
+            results=np.zeros((b, len(spec.results), 2), np.float32),
+            model=spec.model,
+        )
+
+    @property
+    def rows(self) -> int:
+        return int(self.reward.shape[1])
+
+    @property
+    def steps(self) -> int:
+        """How many valid steps are inside."""
+        return int(np.count_nonzero(self.valid))
+
+    def trimmed(self) -> Segments:
+        """The same segments without the padding that all rows share; views of the same arrays. Kept finals are not carried."""
+        valid = np.flatnonzero(self.valid.any(axis=1))
+        used = int(valid[-1]) + 1 if len(valid) else 0
+        if used == self.spec.steps:
+            return self
+        spec = replace(self.spec, steps=used)
+
+        def cut(name: str, rows: int) -> Tree:
+            return map_tree(lambda x: x[:rows], getattr(self, name))
+
+        over_steps = {name: cut(name, used) for name in OVER_STEPS}
+        after_steps = {name: cut(name, used + 1) for name in OVER_STEPS_AND_AFTER}
+        return replace(self, spec=spec, state=cut("state", spec.states), **over_steps, **after_steps)
+
+    def arrays(self) -> dict[str, Tree]:
+        """All arrays by field name: what a transport must carry."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_ARRAYS}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(leaf.nbytes) for leaf in _leaves(self.arrays()))
+
+
+OVER_STEPS = ("action", "reward", "terminated", "truncated", "valid", "log_prob", "version")
+"""Arrays [T, B, …]."""
+OVER_STEPS_AND_AFTER = ("observation", "first", "value", "action_mask")
+"""Arrays [T+1, B, …]."""
+
+_NOT_ARRAYS = frozenset({"spec", "finals", "model", "env_steps", "cache"})
+
+
+def _leaves(tree: Tree) -> Iterator[Array]:
+    if isinstance(tree, dict):
+        for item in tree.values():
+            yield from _leaves(item)
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from _leaves(item)
+    else:
+        yield tree

@@ -1,0 +1,148 @@
+"""Looks after a private X server: run as a program, with a pipe from its owner as its input.
+
+    screen_keeper.py OWNER XVFB SIZE       reads one line: the authority file, in hex; writes one: NUMBER FILE, or `- WHY`
+
+The server ends when the pipe does, or the owner, however that happened, and its files with it. If the keeper is killed, the kernel
+ends the server. Only what Python itself brings is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+START_S = 20.0
+_END_S = 3.0
+_LINE = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+def main(owner: int, xvfb: str, size: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the owner's terminal
+    signal.signal(signal.SIGTERM, _leave)
+    alive = os.pidfd_open(owner)
+    if os.getppid() != owner:
+        return
+    entry = bytes.fromhex(_line(sys.stdin.fileno()).decode())
+    home = Path(tempfile.gettempdir()) / _name()
+    home.mkdir(mode=0o700)
+    try:
+        authority = home / "authority"
+        with open(os.open(authority, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(entry)
+        with _server(xvfb, size, authority, home / "log") as (server, told):
+            number = _number(told)
+            if number is None:
+                _say(f"- {_last_words(home / 'log') or 'it does not say which display it has'}")
+                return
+            try:
+                _say(f"{number} {authority}")
+                _wait([sys.stdin.fileno(), alive, os.pidfd_open(server.pid)])
+            finally:
+                _end(server, number)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The process, and where it says its number."""
+    reader, writer = os.pipe()
+    words = [xvfb, "-displayfd", str(writer), "-screen", "0", size, "-nolisten", "tcp", "-auth", str(authority), "-noreset"]
+    parent = os.getpid()
+
+    def bound() -> None:  # safe between fork and exec: this program has one thread
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with open(log, "wb") as out:
+        server = subprocess.Popen(  # noqa: S603 - the owner found the program
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[writer], preexec_fn=bound
+        )
+    os.close(writer)
+    try:
+        yield server, reader
+    finally:
+        os.close(reader)
+        _end(server, None)
+
+
+def _number(told: int) -> int | None:
+    """None: the server ended, or took too long."""
+    data, deadline = b"", time.monotonic() + START_S
+    while not data.endswith(b"\n"):
+        ready, _, _ = select.select([told], [], [], max(0.0, deadline - time.monotonic()))
+        more = os.read(told, 64) if ready else b""
+        if not more:
+            return None
+        data += more
+    return int(data)
+
+
+def _wait(ends: list[int]) -> None:
+    """Until one of them has something to say: the pipe (its end), or a process (that it is gone)."""
+    poll = select.poll()
+    for end in ends:
+        poll.register(end, select.POLLIN)
+    poll.poll()
+
+
+def _end(server: subprocess.Popen[bytes], number: int | None) -> None:
+    if server.poll() is None:
+        server.terminate()  # then it removes its socket itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_END_S)
+    if server.poll() is None:
+        server.kill()
+        server.wait(_END_S)
+        if number is not None:
+            for left in (f"/tmp/.X11-unix/X{number}", f"/tmp/.X{number}-lock"):  # noqa: S108 - where X servers put them
+                Path(left).unlink(missing_ok=True)
+
+
+def _name() -> str:
+    """Says whose it is, as process/temp_dirs.py reads it: if we are killed together with the owner, the next run sweeps it away."""
+    space = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"ludus-{os.getuid()}-{space or 0}-{os.getpid()}-{started}-{os.urandom(4).hex()}"
+
+
+def _line(file: int) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        more = os.read(file, 1)  # no more than the line: the rest is waited for
+        if not more or len(data) > _LINE:
+            raise SystemExit(1)
+        data += more
+    return data.strip()
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")[:300]
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, f"{line}\n".encode())
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,150 @@
+"""Gathering from workers: games play in other processes and never wait for the learner.
+
+What they did arrives through shared memory, a version or two old; weights go the other way in the same manner.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ludus.buffers.collate import Collated
+from ludus.core.tree import Array
+from ludus.distributed.gateway_workers import GatewayFleet
+from ludus.distributed.hub.server import shared_memory
+from ludus.errors import WorkerFailed
+from ludus.gateway.server import GatewaySettings
+from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
+from ludus.models.policy import Policy
+from ludus.models.weights.shared_weights import Board, stage
+from ludus.models.weights.version_store import LocalPool
+from ludus.process.temp_dirs import Scratch
+from ludus.process.workers.supervisor import Supervisor
+from ludus.sampling.segment_recorder import session_spec
+from ludus.transport.multi_producer import GatheredMemory
+
+_TURN_S = 0.25
+_START_S = 60.0
+_PAUSE_S = 0.002  # workers commit hundreds of segments a second: the learner need not look at each as it comes
+
+
+class Boards:
+    """Where workers find the weights of every model, and how segments come back. Removed when closed."""
+
+    def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
+        self._scratch = Scratch(shared_memory())
+        self.boards = {name: Board(self._scratch.path / name) for name in policies}
+        specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
+        segments = self._scratch.path / ".segments"  # no model has such a name
+        segments.mkdir(mode=0o700)
+        self.memory = GatheredMemory(specs, segments, capacity, COUNTED, CURRENT)
+        self._policies = dict(policies)
+
+    def publish(self, name: str, version: int) -> None:
+        board = self.boards[name]
+        board.publish(version, stage(self._scratch.path, self._policies[name].weights()))
+
+    def close(self) -> None:
+        self.memory.close()
+        self._scratch.close()
+
+
+class PublishingPool:
+    """The pool of the run, whose versions also reach the workers."""
+
+    def __init__(self, pool: LocalPool, boards: Boards) -> None:
+        self._pool, self._boards = pool, boards
+        for name in pool.names():
+            boards.publish(name, pool.newest(name)[1])
+
+    def newest(self, name: str) -> tuple[Policy, int]:
+        return self._pool.newest(name)
+
+    def publish(self, name: str) -> int:
+        version = self._pool.publish(name)
+        self._boards.publish(name, version)
+        return version
+
+
+class FleetGathering:
+    """One `step()` waits until the workers have sent a batch, or a moment has passed."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        settings: GatewaySettings,
+        seats: Mapping[str, str],
+        workers: int,
+        steps: int,
+        boards: Boards,
+        pool: PublishingPool,
+        memory: Collated,
+        log_dir: Path,
+        *,
+        explore: bool = True,
+    ) -> None:
+        self._boards, self._memory = boards, memory
+        models = {name: (_described(pool.newest(name)[0]), str(board.directory)) for name, board in boards.boards.items()}
+        played = Played(dict(seats), models, steps, boards.memory.add_lanes(workers), explore)
+        self._supervisor = Supervisor(log_dir=log_dir)
+        try:
+            self._fleet = GatewayFleet(
+                self._supervisor,
+                played,
+                listening=listening,
+                workers=workers,
+                settings=settings,
+                prepare=played.load,
+                report=played.report,
+            )
+            self.address = self._fleet.address
+            self._fleet.wait_ready(_START_S)
+        except BaseException:
+            self._supervisor.close()
+            raise
+
+    def step(self) -> bool:
+        deadline = time.monotonic() + _TURN_S
+        while not self._memory.ready() and (left := deadline - time.monotonic()) > 0:
+            self._boards.memory.wait(left)
+            time.sleep(_PAUSE_S)
+        for pid in self._boards.memory.cut_off():
+            for worker in self._fleet.workers:
+                if worker.pid == pid:
+                    worker.kill()
+        for worker in self._fleet.workers:
+            if worker.state == "failed":
+                raise WorkerFailed(f"{worker.name} failed: {worker.error}")
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        memory = self._boards.memory
+        report = {f"games/{name}": memory.total(name) for name in (*COUNTED, *CURRENT)}
+        report["games/dropped_segments"] = float(memory.stats().dropped)
+        return report
+
+    def has_sampled(self) -> bool:
+        return self._boards.memory.total("requests") > 0
+
+    def awaited(self) -> str:
+        return f"a game to connect to http://{self.address[0]}:{self.address[1]}/step"
+
+    def unlearned_steps(self) -> int:
+        return self._memory.waiting_steps
+
+    def state(self) -> dict[str, Array]:
+        return {}  # workers draw their own random numbers; what they play is not repeatable anyway
+
+    def load_state(self, state: dict[str, Array]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._fleet.close()
+        self._supervisor.close()
+
+
+def _described(policy: Policy) -> bytes:
+    return json.dumps(policy.description()).encode()

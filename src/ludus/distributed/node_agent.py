@@ -1,0 +1,283 @@
+"""The agent of a machine: runs workers there on behalf of a learner elsewhere, and hands it their blocks in large pieces.
+
+Nothing here knows of Ray: `ray_node.py` places an agent on each machine and calls it. What a learner asks for last, it must go
+on asking for: an agent that nobody has called for `ORPHAN_S` ends itself and its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import ludus
+from ludus.core.tree import Array, copy_into
+from ludus.core.types import Segments
+from ludus.distributed.sampling_pool import LocalNode, Node, Plan, WorkerReport
+from ludus.process.temp_dirs import Scratch
+from ludus.ray_cluster.cluster import NODE_LOG_DIR
+from ludus.transport.ring_buffer import Bell
+from ludus.transport.shared_memory import Layout
+
+log = logging.getLogger(__name__)
+
+BUNDLE_BYTES = 1 << 20
+"""A bundle is sent when it has this many bytes; what Ray costs per object is then little beside the bytes themselves."""
+
+MAX_BUNDLE_BYTES = 16 << 20
+"""And never has more than this, unless a single block has: an object store is small, and others wait for the wire."""
+
+LINGER_S = 0.02
+"""A smaller one is sent this long after its first block."""
+
+ORPHAN_S = 30.0
+_REPORT_S = 0.25
+_TAIL_BYTES = 4000
+_EPISODES = ("episode_return", "episode_length")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Served(Node, Protocol):
+    """A node whose workers ring a bell when they have made a block."""
+
+    bell: Path
+
+
+Make = Callable[[Plan, Path | None, str], Served]
+"""(plan, directory for logs, name) → the node that an agent runs."""
+
+
+def local_node(plan: Plan, log_dir: Path | None, name: str) -> Served:
+    return LocalNode(plan, log_dir=log_dir, name=name, worker_name=worker_name)
+
+
+def worker_name(index: int) -> str:
+    """As the logs of this machine are called."""
+    return f"actor_{index}" if os.environ.get(NODE_LOG_DIR) else f"sampler-{index}"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What comes with the bytes: whose blocks they are, one after the other, and how the workers are doing."""
+
+    blocks: tuple[tuple[int, int], ...] = ()
+    """(worker, life): a life begins with each `start` of that worker."""
+    reports: Mapping[int, tuple[int, WorkerReport]] | None = None
+    tails: tuple[tuple[int, str], ...] = ()
+    """The last lines of the logs of workers that failed, where the learner cannot read the logs themselves."""
+
+
+class _Failures:
+    """Which failures of workers were told already."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[int, int, bool]] = {}
+
+    def new(self, reports: Mapping[int, tuple[int, WorkerReport]]) -> list[int]:
+        """Workers that have failed since the last call. (A worker that is started again may begin with restarts of before.)"""
+        now = {i: (life, report.restarts, report.state == "failed") for i, (life, report) in reports.items()}
+        failed = []
+        for index, (life, restarts, over) in now.items():
+            known = self._told.get(index)
+            if known is None or known[0] != life:
+                known = (life, restarts, False)
+            if restarts > known[1] or over > known[2]:
+                failed.append(index)
+        self._told = now
+        return failed
+
+
+class NodeAgent:
+    """Its `next_bundle` is called by one thread at a time, everything else by another one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._node: Served | None = None
+        self._lives: dict[int, int] = {}
+        self._turn = 0
+        self._called_at = time.monotonic()
+        self._closed = threading.Event()
+        self._reported_at = 0.0
+        self._failures = _Failures()
+        self._logs: Path | None = None
+        self._private_logs: Scratch | None = None
+        threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
+
+    def hello(self) -> dict[str, str]:
+        """Who it is: the learner compares before it sends anything that needs the same code on both sides."""
+        return {"ludus": ludus.__version__, "python": platform.python_version(), "pid": str(os.getpid())}
+
+    def open(self, plan: Plan, make: Make, log_dir: str | None, mark: str) -> None:
+        """Be ready to start workers. Logs go below `log_dir` if the file `mark` in it is seen from here."""
+        self._called_at = time.monotonic()
+        self._layout = plan.layout
+        self._in_turn = plan.ahead is not None
+        self._enough = max(1, -(-BUNDLE_BYTES // self._layout.nbytes))
+        self._most = max(1, MAX_BUNDLE_BYTES // self._layout.nbytes)
+        node = make(plan, self._log_dir(log_dir, mark), self._name)
+        self._bell = Bell(node.bell)
+        self._node = node
+
+    def _log_dir(self, log_dir: str | None, mark: str) -> Path:
+        own = os.environ.get(NODE_LOG_DIR)
+        if own:
+            with contextlib.suppress(OSError):  # as below
+                Path(own).mkdir(parents=True, exist_ok=True)
+                self._logs = Path(own)
+                return self._logs
+        if log_dir is not None and (Path(log_dir) / mark).exists():
+            shared = Path(log_dir) / self._name
+            with contextlib.suppress(OSError):  # seen, but not to be written by us
+                shared.mkdir(exist_ok=True)
+                return shared
+        self._private_logs = Scratch(Path(tempfile.gettempdir()))
+        self._logs = self._private_logs.path
+        return self._logs
+
+    # -- control
+
+    def start(self, index: int, begin: int, life: int) -> None:
+        with self._lock:
+            assert self._node is not None
+            self._node.start(index, begin)
+            self._lives[index] = life
+
+    def stop(self, index: int) -> None:
+        with self._lock:
+            assert self._node is not None
+            self._lives.pop(index, None)
+            self._node.stop(index)
+
+    def publish(self, version: int, weights: Mapping[str, Array]) -> None:
+        with self._lock:
+            assert self._node is not None
+            self._node.publish(version, weights)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._closed.set()
+        with self._lock:
+            node, self._node = self._node, None
+        if node is not None:
+            node.close()
+        if self._private_logs is not None:
+            self._private_logs.close()
+
+    # -- data
+
+    def next_bundle(self, most: int, timeout_s: float) -> tuple[Bundle, Bytes]:
+        """The blocks that are there, at most `most`, as soon as they are many enough or have waited long enough.
+
+        After `timeout_s` whatever there is, also nothing: an answer is a sign of life.
+        """
+        self._called_at = now = time.monotonic()
+        deadline, due = now + timeout_s, now + timeout_s
+        size, most = self._layout.nbytes, min(most, self._most)
+        room: Bytes = np.empty(most * size, np.uint8)  # pages that are not written to cost nothing
+        blocks: list[tuple[int, int]] = []
+        while True:
+            had = len(blocks)
+            if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # else a worker is being stopped
+                try:
+                    self._gather(room, blocks, most)
+                    complete = self._complete(blocks, most)
+                finally:
+                    self._lock.release()
+                now = time.monotonic()
+                if blocks and not had:
+                    due = min(deadline, now + LINGER_S)
+                if complete:
+                    break
+            now = time.monotonic()
+            if now >= due:
+                break
+            self._bell.wait(due - now)
+        return self._bundle(blocks), room[: len(blocks) * size]
+
+    def _gather(self, room: Bytes, blocks: list[tuple[int, int]], most: int) -> None:
+        """One block of each worker in turn, so that a fast one does not fill the bundle alone."""
+        if self._node is None:
+            return
+        size, workers = self._layout.nbytes, list(self._lives)
+        idle = 0
+        while workers and len(blocks) < most and idle < len(workers):
+            index = workers[self._turn % len(workers)]
+            self._turn += 1
+            block = self._node.take(index)
+            if block is None:
+                idle += 1
+                continue
+            idle = 0
+            at = len(blocks) * size
+            pack(self._layout, block, room.data[at : at + size])
+            self._node.release(index, block)
+            blocks.append((index, self._lives[index]))
+
+    def _complete(self, blocks: list[tuple[int, int]], most: int) -> bool:
+        if len(blocks) >= min(most, self._enough):
+            return True
+        # Workers that take turns with the learner make one block and wait: when all have, there is nothing to linger for.
+        return self._in_turn and bool(self._lives) and {index for index, _ in blocks} >= set(self._lives)
+
+    def _bundle(self, blocks: list[tuple[int, int]]) -> Bundle:
+        now = time.monotonic()
+        if now < self._reported_at + _REPORT_S or not self._lock.acquire(timeout=_REPORT_S):
+            return Bundle(tuple(blocks))
+        try:
+            self._reported_at = now
+            reports = dict(self._node.workers()) if self._node is not None else {}
+            lives = dict(self._lives)
+        finally:
+            self._lock.release()
+        living = {i: (lives[i], report) for i, report in reports.items() if i in lives}
+        failed = self._failures.new(living)
+        tails = tuple((index, self._tail(index)) for index in failed) if self._logs is not None else ()
+        return Bundle(tuple(blocks), living, tails)
+
+    def _tail(self, index: int) -> str:
+        assert self._logs is not None
+        try:
+            with open(self._logs / f"{worker_name(index)}.log", "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    # -- nobody calls any more
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._called_at + ORPHAN_S:
+            if self._closed.wait(1.0):  # nothing is left that would need somebody
+                return
+        log.error("no learner has called for %.0f s: the agent of %s ends", ORPHAN_S, self._name)
+        with contextlib.suppress(Exception):  # whatever is in the way: the workers die with this process
+            self.close()
+        os._exit(1)
+
+
+def pack(layout: Layout, block: Segments, buffer: memoryview) -> None:
+    """Copy a block into a record of its own."""
+    target = layout.views(buffer).arrays()
+    for name, tree in block.arrays().items():
+        if name not in _EPISODES:
+            copy_into(target[name], tree)
+    layout.seal(block, buffer)
+
+
+def unpack(layout: Layout, count: int, data: Bytes) -> list[Segments]:
+    """The blocks of a bundle: read-only views of its bytes, which stay as long as one of them. Raises Damaged."""
+    buffer = data.data
+    return [layout.load(buffer[i * layout.nbytes : (i + 1) * layout.nbytes]) for i in range(count)]

@@ -1,0 +1,141 @@
+"""`num_workers: auto`: step the environment and learn from it for a moment, then choose the number that promises most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from ludus.algorithms.base import Algorithm
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.types import Segments
+from ludus.envs.vector_env import Environments, make_environments
+from ludus.experiments.assembly.components import make_algorithm, make_policy
+from ludus.models.policy import Policy
+from ludus.sampling.sampler import Sampler, segment_spec
+from ludus.sampling.self_play import with_past
+from ludus.transport.local import LocalMemory
+
+_MOMENT_S = 0.5
+_STEPS = 16
+_SLOW_STEP_S = 0.2
+_FEW_STEPS = 2
+"""Are enough where one step of all environments takes longer than that."""
+_LONG_S = 2.0
+"""Where the first block took longer, it is all that is measured."""
+_WORTH_IT = 1.15
+"""Workers cost memory and a longer start: they must promise this much over none."""
+_NEARLY = 0.95
+_PER_CORE = 4
+"""More than this many workers for a core are never chosen, however long environments wait."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds for one environment step: of sampling, of that merely waiting, and of learning."""
+
+    sample_s: float
+    wait_s: float
+    learn_s: float
+
+    def speed(self, workers: int, cores: int, sampling: str) -> float:
+        """Steps per second that so many workers promise."""
+        if workers == 0:
+            return 1 / (self.sample_s + self.learn_s)
+        computed = self.sample_s - self.wait_s
+        sampled_s = max(self.sample_s / workers, computed / min(workers, cores))
+        if sampling == "sync":  # the two take turns
+            return 1 / (sampled_s + self.learn_s)
+        return 1 / max(sampled_s, self.learn_s, (computed + self.learn_s) / cores)
+
+
+def best(cost: Cost, cores: int, sampling: str, possible: Iterable[int]) -> int:
+    """The smallest number of workers that is nearly as fast as any; 0 unless they are worth it."""
+    speeds = {workers: cost.speed(workers, cores, sampling) for workers in possible}
+    most = max(speeds.values(), default=0.0)
+    if most < _WORTH_IT * cost.speed(0, cores, sampling):
+        return 0
+    return min(workers for workers, speed in speeds.items() if speed >= _NEARLY * most)
+
+
+def possible_workers(given: Mapping[str, Any], envs: int, sampling: str, cores: int) -> list[int]:
+    """Numbers with which the batch that was asked for comes out even. `given` is `config:` as the user wrote it."""
+    every = range(1, _PER_CORE * cores + 1)
+    batch, steps = given.get("train_batch_size"), given.get("rollout_fragment_length")
+    if batch is None or sampling == "async":
+        return list(every)
+    return [n for n in every if (batch == n * envs * steps if steps else batch % (n * envs) == 0)]
+
+
+def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> Cost:
+    """Sample and learn in this process for a moment, with everything thrown away afterwards.
+
+    A very slow environment is measured by a few steps, and no longer than it takes to know that it is.
+    """
+    threads = torch.get_num_threads()
+    environments = make_environments(
+        env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers
+    )
+    try:
+        environments.reset(config.seed)
+        policy = make_policy(environments.observation_space, environments.action_space, config)
+        learner = make_algorithm(algorithm, policy, config, None)
+        try:
+            return _measured(environments, policy, learner, config)
+        finally:
+            if hasattr(learner, "close"):
+                learner.close()
+    finally:
+        environments.close()
+        torch.set_num_threads(threads)  # the caller's process is not ours
+
+
+def _measured(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> Cost:
+    memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
+    facing = with_past(environments, _Fixed(policy), config.self_play, config.seed)
+    sampler = Sampler(environments, facing, memory, config.seed)
+    sampler.step()
+    steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)
+    block = Segments.empty(segment_spec(policy, environments, steps), environments.num)
+    began = time.perf_counter()
+    cost = _one_block(sampler, policy, learner, block)
+    if time.perf_counter() - began > _LONG_S:
+        return cost
+    began, costs = time.perf_counter(), list[Cost]()  # the first of everything is slow: it does not count
+    while not costs or time.perf_counter() - began < _MOMENT_S:
+        costs.append(_one_block(sampler, policy, learner, block))
+    return Cost(*(sum(values) / len(costs) for values in zip(*map(astuple, costs), strict=True)))
+
+
+def _one_block(sampler: Sampler, policy: Policy, learner: Algorithm, block: Segments) -> Cost:
+    before, busy = sampler.times.environment_s + sampler.times.policy_s, time.thread_time()
+    with policy.acting():
+        sampler.fill(block, policy, 1)
+    busy_s = time.thread_time() - busy
+    sample_s = sampler.times.environment_s + sampler.times.policy_s - before
+    at = time.perf_counter()
+    learner.learn(block, 0)
+    learn_s = time.perf_counter() - at
+    steps = block.spec.steps * len(block.origin)
+    return Cost(sample_s / steps, max(0.0, sample_s - busy_s) / steps, learn_s / steps)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    policy: Policy
+
+    def newest(self) -> tuple[Policy, int]:
+        return self.policy, 1
+
+
+def choose_workers(
+    env: str, algorithm: type[Algorithm], config: AlgorithmConfig, given: Mapping[str, Any], cores: int
+) -> tuple[int, str]:
+    """How many workers, and why."""
+    cost = measure(env, algorithm, config)
+    chosen = best(cost, cores, config.sampling, possible_workers(given, config.num_envs_per_worker, config.sampling, cores))
+    why = f"a step takes {1e6 * cost.sample_s:.0f} µs to sample and {1e6 * cost.learn_s:.0f} µs to learn from, on {cores} cores"
+    return chosen, why

@@ -1,0 +1,104 @@
+"""Chooses what the network of a run divides uint8 observations by: plays its environment for a moment where the space does not tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.tree import Tree, leaves, map_tree
+from ludus.core.types import DEFAULT_MODEL
+from ludus.envs.pettingzoo import Match, at_random
+from ludus.envs.vector_env import make_environments
+from ludus.errors import EnvironmentFault
+from ludus.experiments.runs.checkpoint import Checkpoint
+from ludus.models import byte_scales
+from ludus.models.byte_scales import Seen
+from ludus.models.centralized_critic import OWN
+from ludus.sampling.episode_runner import undisturbed
+from ludus.sampling.multi_agent import plain_action
+
+log = logging.getLogger(__name__)
+
+STEPS = 200
+"""Steps of random actions that are looked at: several episodes of a small grid."""
+
+Scales = tuple[tuple[str, float], ...]
+Announce = Callable[[str], None]
+
+
+def choose(
+    space: gym.Space[Any],
+    config: AlgorithmConfig,
+    look: Callable[[], Seen] | None,
+    before: Checkpoint | None = None,
+    announce: Announce | None = None,
+    model: str = DEFAULT_MODEL,
+) -> Scales:
+    """The scales of one model's network, announced unless they are obvious.
+
+    Weights of an earlier checkpoint keep the scales that they were learned with; a custom model scales its observations itself.
+    """
+    setting = config.preprocess.scale
+    if config.model.custom_model is not None:
+        return ()
+    if before is not None and (setting is None or isinstance(setting, bool)):
+        return before.byte_scales(model)
+    choice = byte_scales.choose(space, setting, look)
+    for scale in choice:
+        log.info("%s", scale)
+        if announce is not None and not scale.obvious:
+            announce(str(scale))
+    return byte_scales.stored(choice)
+
+
+def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
+    """The largest value in each uint8 part of the observations of one environment that is played at random; no more if it fails."""
+    seen: dict[str, int] = {}
+    random = np.random.default_rng(config.seed)
+    with undisturbed():
+        one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
+        try:
+            shown = one.reset(config.seed)
+            _note(seen, shown.observation)
+            for _ in range(STEPS):
+                mask = None if shown.mask is None or not shown.mask[0].any() else shown.mask[0]
+                action = at_random(one.action_space, mask, random)
+                shown = one.step(map_tree(lambda x: np.asarray(x)[None], action)).seen
+                _note(seen, shown.observation)
+        except EnvironmentFault as fault:  # training meets it as well, and says so
+            log.warning("%s failed while its observations were looked at: %s", env, fault)
+        finally:
+            one.close()
+    return seen
+
+
+def largest_seen_of_agents(make: Callable[[], Match], cast: Mapping[str, str], seed: int, *, central: bool) -> dict[str, Seen]:
+    """The same by model, in matches of several agents; of a centralised value what the agents themselves see."""
+    seen: dict[str, dict[str, int]] = {model: {} for model in cast.values()}
+    random = np.random.default_rng(seed)
+    with undisturbed():
+        match = make()
+        try:
+            moved = match.reset(seed)
+            for number in range(STEPS):
+                for turn in moved.turns:
+                    _note(seen[cast[turn.agent]], {OWN: turn.observation} if central else turn.observation)
+                drawn = {turn.agent: at_random(match.agents[turn.agent].action, turn.mask, random) for turn in moved.turns}
+                actions = {agent: plain_action(action) for agent, action in drawn.items()}
+                moved = match.reset(seed + 1 + number) if moved.over else match.step(actions)
+        except EnvironmentFault as fault:
+            log.warning("%s failed while its observations were looked at: %s", match.name, fault)
+        finally:
+            match.close()
+    return dict(seen)
+
+
+def _note(seen: dict[str, int], observation: Tree) -> None:
+    for path, part in leaves(observation):
+        if getattr(part, "dtype", None) == np.uint8 and part.size:
+            seen[path] = max(seen.get(path, 0), int(part.max()))

@@ -1,0 +1,198 @@
+"""Callbacks of `ludus.train`: the user's code that is called while a run goes on, always in the process that called `ludus.train`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from ludus.core.metrics import Numbers, Sink
+from ludus.errors import UsageError
+from ludus.experiments.runs.checkpoint import FOLDER
+
+if TYPE_CHECKING:
+    from ludus.experiments.result import Result
+
+log = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """A run under way, as callbacks see it."""
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        """Where the run is, or will be; set before `on_start`."""
+        self.metrics: dict[str, float] = {}
+        """The newest value of every number that was reported."""
+        self.stop_reason: str | None = None
+
+    @property
+    def timesteps(self) -> int:
+        """Environment steps so far."""
+        return int(self.metrics.get("timesteps", 0))
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """End the run in order, as if one of its stop conditions held: a checkpoint is written, and `ludus.train` returns.
+
+        It takes effect after the update under way; called in `on_start`, after the first one.
+        """
+        self.stop_reason = self.stop_reason or reason
+
+
+class Callback:
+    """Base class of callbacks: override what you need.
+
+    `on_end` is always called when `on_start` was. An exception in any of the others ends the run: a checkpoint is written, and
+    `ludus.train` raises it.
+    """
+
+    def on_start(self, run: TrainingRun) -> None:
+        """The run is about to begin, and its configuration is right. An exception here prevents it."""
+
+    def on_report(self, run: TrainingRun, metrics: Mapping[str, float]) -> None:
+        """An update was made (or some, see `min_time_s_per_iteration`). `metrics`: a line of metrics.jsonl."""
+
+    def on_checkpoint(self, run: TrainingRun, checkpoint: Path) -> None:
+        """A checkpoint was written. `ludus.load(checkpoint)` reads it."""
+
+    def on_evaluation(self, run: TrainingRun, metrics: Mapping[str, float]) -> None:
+        """An evaluation ended: `evaluation/return_mean`, `evaluation/return_low` …, and the `timesteps` that it belongs to."""
+
+    def on_end(self, run: TrainingRun, result: Result | None) -> None:
+        """The run has ended; `result` is None when it failed."""
+
+
+ReportFunction = Callable[[TrainingRun, Mapping[str, float]], Any]
+"""A function in the place of a callback is its `on_report`."""
+
+
+class _OnReport(Callback):
+    def __init__(self, function: ReportFunction) -> None:
+        self._function = function
+
+    def on_report(self, run: TrainingRun, metrics: Mapping[str, float]) -> None:
+        self._function(run, metrics)
+
+
+# -- what a training asks of its sinks --------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class CheckpointListener(Protocol):
+    """A sink that wants to know of checkpoints."""
+
+    def checkpoint_written(self, name: str) -> None: ...
+
+
+@runtime_checkable
+class StopRequester(Protocol):
+    """A sink that may end the run."""
+
+    def stop_requested(self) -> str | None:
+        """The reason, or None."""
+        ...
+
+    def stops_in_order(self) -> bool:
+        """Whether the run counts as finished then; otherwise as interrupted."""
+        ...
+
+
+@runtime_checkable
+class VideoSink(Protocol):
+    """A sink that shows videos."""
+
+    def show_video(self, path: Path, name: str, timesteps: int) -> None:
+        """`name`: of the series that this video continues; `timesteps`: of the version that plays in it."""
+        ...
+
+
+def notify_checkpoint(sinks: Iterable[Sink], name: str) -> None:
+    for sink in sinks:
+        if isinstance(sink, CheckpointListener):
+            sink.checkpoint_written(name)
+
+
+def find_stop_request(sinks: Iterable[Sink]) -> tuple[str, bool] | None:
+    """(why, whether the run counts as finished) of the first sink that wants the run to end."""
+    for sink in sinks:
+        if isinstance(sink, StopRequester) and (reason := sink.stop_requested()) is not None:
+            return f"callback: {reason}", sink.stops_in_order()
+    return None
+
+
+class CallbackSink:
+    """Calls callbacks with what is reported. The first exception of one is kept and ends the run; `raise_error` raises it."""
+
+    def __init__(self, callbacks: Iterable[Callback | ReportFunction]) -> None:
+        """Raises UsageError."""
+        self._callbacks = [_as_callback(each) for each in callbacks]
+        self.run = TrainingRun()
+        self.error: Exception | None = None
+        self._is_started = self._is_reported = False
+
+    def start(self, directory: Path) -> None:
+        self.run.directory, self._is_started = directory, True
+        for callback in self._callbacks:
+            callback.on_start(self.run)
+
+    def write(self, numbers: Numbers) -> None:
+        news = dict(numbers)
+        evaluated = "evaluation/episodes" in news  # of an earlier version, maybe: its counters are not those of now
+        self.run.metrics |= {key: value for key, value in news.items() if not evaluated or "/" in key}
+        self._call("on_evaluation" if evaluated else "on_report", news)
+        self._is_reported = True
+
+    def checkpoint_written(self, name: str) -> None:
+        assert self.run.directory is not None
+        self._call("on_checkpoint", self.run.directory / FOLDER / name)
+
+    def stop_requested(self) -> str | None:
+        """Not before the first report: until then there is nothing to keep."""
+        return self.run.stop_reason if self._is_reported else None
+
+    def stops_in_order(self) -> bool:
+        return self.error is None
+
+    def close(self) -> None:
+        """A sink is closed with the run; callbacks are told by `end`."""
+
+    def end(self, result: Result | None) -> None:
+        """Call every `on_end`. Raises the first exception of one, unless there is one already, which is more important."""
+        if not self._is_started:
+            return
+        for callback in self._callbacks:
+            try:
+                callback.on_end(self.run, result)
+            except Exception as error:
+                if self.error is not None or result is None:
+                    log.exception("%s.on_end failed", type(callback).__name__)
+                self.error = self.error or error
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _call(self, name: str, value: Any) -> None:
+        for callback in self._callbacks:
+            if self.error is not None:
+                return
+            try:
+                getattr(callback, name)(self.run, value)
+            except Exception as error:  # kept until the run is saved; then the caller gets it
+                log.warning("%s.%s raised %r: the run ends", type(callback).__name__, name, error)
+                self.error = error
+                self.run.stop_reason = f"{type(callback).__name__}.{name} raised {type(error).__name__}"
+
+
+def _as_callback(given: Any) -> Callback:
+    if isinstance(given, Callback):
+        return given
+    if isinstance(given, type) and issubclass(given, Callback):
+        raise UsageError(f"callbacks has the class {given.__name__}.", f"Give an object: {given.__name__}().")
+    if callable(given):
+        return _OnReport(given)
+    raise UsageError(
+        f"callbacks has a {type(given).__name__}, which is no callback.",
+        "Give a ludus.Callback, or a function (run, metrics) that is called with every report.",
+    )

@@ -1,0 +1,61 @@
+"""Who watches a training that Python code started: the progress display and the user's callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from ludus.experiments.control.callbacks import Callback, CallbackSink, ReportFunction
+from ludus.experiments.control.notebook import is_notebook, updating_output
+from ludus.experiments.control.training_display import TrainingDisplay
+from ludus.experiments.result import Result
+
+
+class Observers:
+    """Made by `observe_training`. `arguments` are those of `experiment.start` and `experiment.resume`."""
+
+    def __init__(self, callbacks: CallbackSink, display: TrainingDisplay | None) -> None:
+        self._callbacks = callbacks
+        sinks = [callbacks] if display is None else [display, callbacks]
+        self.arguments: dict[str, Any] = {"sinks": sinks, "announce": None if display is None else _print_to_stderr}
+
+    def start(self, directory: Path) -> None:
+        self._callbacks.start(directory)
+
+    def conclude(self, result: Result) -> Result:
+        """Raises what a callback raised."""
+        self._callbacks.end(result)
+        self._callbacks.raise_error()
+        return result
+
+
+@contextlib.contextmanager
+def observe_training(callbacks: Sequence[Callback | ReportFunction], progress: bool | None) -> Iterator[Observers]:
+    """`progress` None: in a terminal and in a notebook. When the block fails, callbacks are told that there is no result."""
+    sink = CallbackSink(callbacks)
+    with contextlib.ExitStack() as stack:
+        display = make_display(progress)
+        if display is not None:
+            stack.enter_context(display)
+        try:
+            yield Observers(sink, display)
+        except BaseException as error:
+            if error is not sink.error:
+                sink.end(None)
+            raise
+
+
+def make_display(progress: bool | None) -> TrainingDisplay | None:
+    """On standard error, whose last line is replaced where that is possible; None: nothing is to be shown."""
+    if progress is False:
+        return None
+    if is_notebook():
+        return TrainingDisplay(stream=cast(TextIO, updating_output()), live=False)
+    return TrainingDisplay(stream=sys.stderr) if progress or sys.stderr.isatty() else None
+
+
+def _print_to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)  # noqa: T201 - for whoever asked for progress

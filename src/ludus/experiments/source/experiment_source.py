@@ -1,0 +1,181 @@
+"""Where the experiments of a command come from: a YAML file, a Python file or a preset; and what its options make of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+Experiments = dict[str, dict[str, Any]]
+_TENSORFLOW = ("tensorflow", "mxnet")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Experiments that have been read, unchecked."""
+
+    experiments: Experiments
+    shown: str
+    parent: Path
+    """Where models of the user's own are looked for."""
+    preset: bool = False
+    """It has a name in the gallery."""
+    file: Path | None = None
+    """The YAML file in which the lines of errors are counted."""
+
+    def __str__(self) -> str:
+        return self.shown
+
+
+def source_of(file: Path | None, preset: str | None, level: str | None = None) -> Source | None:
+    """What -f or -p names. Raises UsageError, ConfigError, NotFound."""
+    from ludus.compat.coach import preset_file
+    from ludus.config import schema as configs
+    from ludus.experiments.source import preset_index
+
+    if file is not None and str(file) in _TENSORFLOW and not file.exists():
+        raise UsageError(f"-f {file}: here it is a YAML file; networks are always PyTorch's.", "Leave it out.")
+    if preset is not None and file is not None:
+        raise UsageError(f"-f {file} and -p {preset} both name an experiment.", "Keep one.")
+    if preset is not None and preset_file.split(preset) is not None:
+        path, found = preset_file.load(preset)
+        return _levelled(Source(found, str(path), path.parent), level)
+    if preset is not None and (preset.endswith((".yaml", ".yml")) or Path(preset).is_file()):
+        file = Path(preset)
+    if file is not None:
+        return _levelled(Source(configs.load_experiments(file), str(file), file.parent, file=file), level)
+    if preset is None:
+        return None
+    return Source(preset_index.experiments(preset, level), f"the preset {preset}", Path(), preset=True)
+
+
+def _levelled(source: Source, level: str | None) -> Source:
+    if level is not None:
+        for data in source.experiments.values():
+            data.pop("environment", None)
+            data["env"] = level
+    return source
+
+
+def experiments_from(
+    source: Source | Path | None,
+    one: str | None,
+    called: str | None,
+    top: Mapping[str, Any],
+    stop: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    custom: Sequence[str] = (),
+    say: Callable[[str], None] = log.warning,
+) -> Experiments:
+    """The experiments that the options describe: the file first, then --config, then single options, then -cp, then --set."""
+    from ludus.config import schema as configs
+
+    if isinstance(source, Path):
+        source = source_of(source, None)
+    found: Experiments = dict(source.experiments) if source is not None else {called or "default": {}}
+    if one is not None:
+        if one not in found:
+            from ludus.core.plugins import did_you_mean
+
+            raise UsageError(f"There is no experiment {one!r} in {source}.", did_you_mean(one, found))
+        found = {one: found[one]}
+    if called is not None and source is not None:
+        if len(found) > 1:
+            raise UsageError(f"--experiment-name is one name, and {source} holds {len(found)} experiments.", "Add --experiment.")
+        found = {called: next(iter(found.values()))}
+    for data in found.values():
+        before, env = _batch_of(data), data.get("env")
+        _apply(data, top, stop, settings, config)
+        _customize(data, custom)
+        for assignment in overrides:
+            configs.override(data, assignment)
+        if "env" not in configs.read_experiment(data).data and source is None:
+            raise UsageError("Which environment?", "ludus train CartPole-v1   or   ludus train -f experiment.yaml")
+        if source is not None and source.preset and data.get("env") != env:
+            data.pop("target", None)  # which says nothing of another environment
+        if source is not None and source.preset and _batch_of(data) == before:
+            _fit(data, source, say)
+    from ludus.experiments.validation.validate import trust_names
+
+    trust_names(found)
+    return found
+
+
+def _apply(
+    data: dict[str, Any],
+    top: Mapping[str, Any],
+    stop: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> None:
+    from ludus.config import schema as configs
+
+    given = {key: value for key, value in top.items() if value is not None}
+    configs.give_way(data, "", [*given, *(["stop"] if stop else [])])
+    data |= given | ({"stop": dict(stop)} if stop else {})
+    inner = data.get("config")
+    if inner is None or isinstance(inner, dict):
+        data["config"] = inner = dict(inner or {})
+        for given_keys in (config, {key: value for key, value in settings.items() if value is not None}):
+            more = _named_for(given_keys, data)
+            configs.give_way(inner, "config", more)
+            inner.update(more)
+
+
+def _named_for(settings: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """SB3's keys that mean one thing with PPO and another with DQN, by the name that they have for the algorithm of `data`."""
+    from ludus.config import schema as configs
+    from ludus.config.aliases import rllib_keys, sb3_cleanrl
+    from ludus.experiments.validation import validate
+
+    run = configs.read_experiment(data).data.get("run", "PPO")
+    if not sb3_cleanrl.DEPENDING.keys() & settings.keys() or not isinstance(run, str):
+        return dict(settings)
+    try:
+        names = configs.names_of(validate.algorithm_of(run).Config)
+    except UsageError:  # an unknown algorithm, which is said when the experiment is checked
+        return dict(settings)
+    return {rllib_keys.name_for(key, names): value for key, value in settings.items()}
+
+
+def _customize(data: dict[str, Any], custom: Sequence[str]) -> None:
+    if not custom:
+        return
+    from ludus.compat.coach.overrides import settings
+    from ludus.config import schema as configs
+
+    run = str(configs.read_experiment(data).data.get("run", "PPO"))
+    for text in custom:
+        for path, value in settings(text, run):
+            configs.assign(data, path, value, f"-cp {path}")
+
+
+def _batch_of(data: Mapping[str, Any]) -> Any:
+    inner = data.get("config")
+    return inner.get("train_batch_size") if isinstance(inner, Mapping) else None
+
+
+def _fit(data: dict[str, Any], source: Source, say: Callable[[str], None]) -> None:
+    """A preset was written for one process: with more workers its batch is the nearest that they can make up together."""
+    inner = data["config"]
+    workers, batch = inner.get("num_workers"), inner.get("train_batch_size")
+    envs, steps = inner.get("num_envs_per_worker", 1), inner.get("rollout_fragment_length") or 1
+    numbers = (workers, batch, envs, steps)
+    if data.get("run") == "DQN" or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        return
+    unit = max(1, workers) * envs * steps
+    if batch % unit:
+        inner["train_batch_size"] = max(1, round(batch / unit)) * unit
+        say(
+            f"train_batch_size is {inner['train_batch_size']}, not {batch} as in {source}: {workers} workers with {envs} environments "
+            "make it up together"
+        )

@@ -1,0 +1,113 @@
+"""The presets: experiments that come with the package, each with the return that it is known to reach within its budget.
+
+They have names of their own; the names of Coach's presets stand for them, too (`familiar.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ludus.compat.coach import preset_names
+from ludus.compat.coach.preset_names import Missing
+from ludus.config import schema as configs
+from ludus.config.schema import TargetConfig
+from ludus.core.plugins import did_you_mean
+from ludus.errors import UnknownName
+
+_FOLDER = "presets"
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    description: str
+    env: str
+    run: str
+    target: TargetConfig
+
+
+@dataclass(frozen=True)
+class Synonym:
+    """A name of Coach."""
+
+    name: str
+    preset: str
+    """Which of ours it is."""
+    run: str
+    levels: tuple[str, ...]
+    target: TargetConfig | None
+    """None: nobody has measured it, or it depends on the level."""
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def preset(name: str) -> Path:
+    """The file of a preset. Raises UnknownName."""
+    if name in names():
+        return _folder() / f"{name}.yaml"
+    if preset_names.canonical(name) is not None:
+        raise UnknownName(f"{name} is a name of Coach, which has no file of its own.", f"ludus presets show {name} writes one.")
+    near = did_you_mean(name, [*names(), *preset_names.names()])
+    raise UnknownName(f"There is no preset {name!r}.", near if near.startswith("Did") else did_you_mean(name, names()))
+
+
+def experiments(name: str, level: str | None = None) -> dict[str, dict[str, Any]]:
+    """What is trained under this name, ours or Coach's, by its name; unchecked. `level`: which environment.
+
+    Raises UnknownName with the reason and the nearest, UsageError when the level is missing or is none of its levels.
+    """
+    called = None if name in names() else preset_names.canonical(name)
+    if called is None:
+        found = configs.load_experiments(preset(name))
+        if level is not None:
+            for data in found.values():
+                data["env"] = level
+                data.pop("target", None)
+        return found
+    entry = preset_names.found(called)
+    if not isinstance(entry, preset_names.Familiar):
+        assert isinstance(entry, Missing)
+        raise preset_names.refusal(called, entry)
+    needed = {each: _experiment(each) for each in (entry.preset, *entry.own.values())}
+    return {called: preset_names.experiment(called, entry, level, needed)}
+
+
+def summary(name: str) -> Preset:
+    """What a preset with a target says of itself. Raises UnknownName, ConfigError."""
+    ((_, data),) = experiments(name).items()
+    checked = configs.experiment({"name": name, **data})
+    if checked.target is None:
+        raise UnknownName(f"No result has been measured for {name} reaches.")
+    return Preset(name, checked.description or "", checked.env, checked.run, checked.target)
+
+
+def synonyms() -> list[Synonym]:
+    """The names of Coach under which something is trained."""
+    return [_synonym(name) for name in preset_names.names()]
+
+
+def _synonym(name: str) -> Synonym:
+    entry = preset_names.FAMILIAR[name]
+    data = experiments(name, next(iter(entry.levels), None))[name]
+    target = None if entry.levels or "target" not in data else TargetConfig.model_validate(data["target"])
+    return Synonym(name, entry.preset, data["run"], tuple(entry.levels), target)
+
+
+def missing() -> dict[str, Missing]:
+    """The names of Coach under which nothing can be trained."""
+    return dict(preset_names.MISSING)
+
+
+def _experiment(name: str) -> dict[str, Any]:
+    ((_, data),) = configs.load_experiments(preset(name)).items()
+    return data
+
+
+def _folder() -> Path:
+    """On disk: the package is never run from an archive, as its networks and clients could not be either."""
+    return Path(str(resources.files("ludus.experiments") / _FOLDER))

@@ -1,0 +1,71 @@
+"""A directory to begin with: an environment, a model, an experiment and a test that pass at once."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+import gymnasium as gym
+
+from ludus.core import spaces, trust
+from ludus.envs.vector_env import make_one
+from ludus.errors import AlreadyExists, StoreFull, UsageError
+
+OWN = "environment:Catch"
+_FILES = {
+    "environment.py": "environment.py.txt",
+    "model/customnet.py": "customnet.py.txt",
+    "experiment.yaml": "experiment.yaml.txt",
+    "test_project.py": "test_project.py.txt",
+    "README.md": "README.md.txt",
+}
+_ROW = "| `environment.py` | the world: a Gymnasium environment of this project |\n"
+
+
+def scaffold(directory: Path, env: str | None = None) -> list[Path]:
+    """Write a project that trains on `env`, or on an environment of its own; returns its files. Nothing is overwritten.
+
+    Raises AlreadyExists, StoreFull, and UsageError of some kind when there is no such environment, or none that fits.
+    """
+    if env is not None:
+        _check(env)
+    wanted = [name for name in _FILES if env is None or name != "environment.py"]
+    there = [name for name in wanted if (directory / name).exists()]
+    if there:
+        raise AlreadyExists(f"{directory} has {', '.join(there)} already.", "Name a new directory; nothing was written.")
+    words = {
+        "name": re.sub(r"[^\w.+-]", "-", directory.resolve().name, flags=re.ASCII).strip("._+-") or "project",
+        "env": env or OWN,
+        "timesteps": "1000000" if env else "50000",
+        "environment_row": "" if env else _ROW,
+    }
+    templates = resources.files("ludus.experiments") / "templates"
+    written = []
+    try:
+        for name in wanted:
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = (templates / _FILES[name]).read_text(encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                file.write(Template(text).substitute(words))
+            written.append(path)
+    except OSError as error:
+        raise StoreFull(f"Cannot write {path}: {error.strerror}.", "Name a directory that can be written.") from error
+    return written
+
+
+def _check(env: str) -> None:
+    """The model that is written takes arrays of numbers."""
+    trust.allow(env)
+    made = make_one(env)
+    try:
+        seen, _ = spaces.split_mask(made.observation_space)
+    finally:
+        made.close()
+    if not isinstance(seen, gym.spaces.Box):
+        raise UsageError(
+            f"{env} shows a {type(seen).__name__}, and the model to begin with takes an array (Box).",
+            "Begin without --env, then name the environment in experiment.yaml and write a model for it.",
+        )

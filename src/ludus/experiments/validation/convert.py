@@ -1,0 +1,257 @@
+"""Old experiments in their present form: RLlib's names become ours, and what is left out is said, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from ludus.config import schema as configs
+from ludus.config.aliases.rllib_keys import Refusal
+from ludus.config.problem import ConfigErrors
+from ludus.envs.legacy_names import current_name
+from ludus.errors import ConfigError, UsageError
+from ludus.experiments.validation import iteration_units, validate
+from ludus.io.yaml_documents import Dumper, parse_yaml
+
+_COMMON = {
+    "num_envs_per_worker": 1,
+    "model.fcnet_hiddens": [256, 256],
+    "model.cell_size": 256,
+    "model.max_seq_len": 20,
+    "model.vf_share_layers": False,
+    "model.free_log_std": False,
+    "evaluation_duration": 0,
+}
+RLLIB_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "PPO": {
+        **_COMMON,
+        "num_workers": 2,
+        "train_batch_size": 4000,
+        "minibatch_size": 128,
+        "num_epochs": 30,
+        "lr": 5e-5,
+        "lambda": 1.0,
+        "clip_param": 0.3,
+        "vf_clip_param": 10.0,
+        "vf_loss_coeff": 1.0,
+        "kl_coeff": 0.2,
+        "kl_target": 0.01,
+        "grad_clip": None,
+    },
+    "IMPALA": {
+        **_COMMON,
+        "num_workers": 2,
+        "train_batch_size": 500,
+        "rollout_fragment_length": 50,
+        "grad_clip": 40.0,
+        "normalize_advantage": False,
+        "max_lag": None,
+    },
+    "APPO": {
+        **_COMMON,
+        "num_workers": 2,
+        "train_batch_size": 500,
+        "rollout_fragment_length": 50,
+        "grad_clip": 40.0,
+        "clip_param": 0.4,
+        "lambda": 1.0,
+        "max_lag": None,
+    },
+    "DQN": {
+        **_COMMON,
+        "rollout_fragment_length": 4,
+        "train_batch_size": 32,
+        "training_intensity": None,
+        "grad_clip": 40.0,
+        "hiddens": [256],
+        "replay_buffer_config.capacity": 50_000,
+        "target_network_update_freq": 500,
+    },
+}
+"""What RLlib takes where a file says nothing, and we would take something else."""
+
+
+@dataclass
+class Converted:
+    """One experiment in present names, with what there is to say about its keys."""
+
+    name: str
+    data: dict[str, Any]
+    notes: dict[str, str] = field(default_factory=dict)
+    """Path → comment behind the key."""
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    """Section → comments about keys that are not there any more."""
+    lost: list[str] = field(default_factory=list)
+    """What was dropped although it changes the experiment."""
+
+
+@dataclass(frozen=True)
+class ConvertedFile:
+    """The text of a new file, and what the old one asked for and the new one does not."""
+
+    text: str
+    lost: list[str]
+
+
+def convert(experiments: Mapping[str, Mapping[str, Any]], source: str, *, with_defaults: bool = False) -> ConvertedFile:
+    """The new file. Raises ConfigError for whatever is neither right nor understood."""
+    out, wrong = [], []
+    for name, data in experiments.items():
+        try:
+            out.append(converted(name, data, with_defaults=with_defaults))
+        except UsageError as error:
+            wrong += [f"{name}: {line}" for line in str(error).splitlines()]
+    if wrong:
+        raise ConfigError("\n".join(wrong), "Correct these first: nothing can be said about what was meant.")
+    text = "\n".join([*_header(source, with_defaults), *(line for each in out for line in _written(each))]) + "\n"
+    for name, data in parse_yaml(text, "the converted file").items():  # what we write is read by the same rules
+        left = validate.of_experiment({"name": name, **data}, env_too=False)
+        if left:
+            raise ConfigErrors(left)
+    several = len(out) > 1
+    return ConvertedFile(text, [f"{each.name}: " * several + line for each in out for line in each.lost])
+
+
+def _header(source: str, with_defaults: bool) -> Iterator[str]:
+    yield f"# Converted from {source}, whose comments are not carried over."
+    if with_defaults:
+        yield "# Where it said nothing, RLlib's defaults are written out."
+    else:
+        yield "# What it did not say has the defaults of Ludus, not RLlib's: `ludus config convert --with-defaults` writes RLlib's."
+
+
+def converted(name: str, data: Mapping[str, Any], *, with_defaults: bool = False) -> Converted:
+    top = configs.read_experiment({"name": name, **data})
+    run = top.data.get("run", "PPO")
+    schema = validate.algorithm_of(run).Config if isinstance(run, str) else configs.AlgorithmConfig
+    inner = top.data.get("config", {})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config is {inner!r}: it is a section.")
+    below = configs.read_config(inner, schema)
+    if top.clashes or below.clashes:
+        raise ConfigErrors([*top.clashes, *below.clashes])
+    new = {key: value for key, value in top.data.items() if key not in ("name", "config")} | {"config": below.data}
+    out = Converted(name, new)
+    out.notes = {path: f"was {old.rpartition('.')[2]}" for path, old in top.written.items()}
+    out.notes |= {f"config.{path}": f"was {old.rpartition('.')[2]}" for path, old in below.written.items()}
+    _name_environment(out)
+    for each in (*top.implied, *below.implied):
+        _drop(out, each, f"it {each.why}")
+    for each in (*top.ignored, *below.ignored):
+        _drop(out, each, each.why)
+    for each in (*top.refusals, *below.refusals):
+        _drop(out, each, f"it {each.why}")
+        out.lost.append(str(each))
+    if "max_worker_restarts" in below.data and "max_worker_restarts" not in inner:
+        out.notes["config.max_worker_restarts"] = "a worker that is lost ends the run"
+    if with_defaults and run in RLLIB_DEFAULTS:
+        _add_defaults(out, RLLIB_DEFAULTS[run])
+    _fit_the_batch(out, schema)
+    left = validate.of_experiment({"name": name, **out.data}, env_too=False)
+    if left:
+        raise ConfigErrors(left)
+    _tell_of_iterations(out, run, schema)
+    return out
+
+
+def _tell_of_iterations(out: Converted, run: str, schema: type[configs.AlgorithmConfig]) -> None:
+    if configs.has_search(out.data):
+        return
+    sentence = iteration_units.notice_of(run, schema, out.data, out.data["config"])
+    if sentence is not None:
+        out.dropped.setdefault("", []).append(sentence)
+
+
+def _drop(out: Converted, key: Refusal, why: str) -> None:
+    """A comment, as a whole sentence, in place of a key."""
+    section, _, name = _split(key.path)
+    reason = why.rstrip(".").removesuffix(" Leave it out").rstrip(".")
+    out.dropped.setdefault(section, []).append(f"{name}: {_inline(key.value)} was removed: {reason}.")
+
+
+def _name_environment(out: Converted) -> None:
+    env = out.data.get("env")
+    if isinstance(env, str) and current_name(env).name != env:
+        out.data["env"] = current_name(env).name
+        out.notes["env"] = f"was {env}"
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    """A section and its key; those of stop may have dots and slashes of their own."""
+    return ("stop", ".", path.removeprefix("stop.")) if path.startswith("stop.") else path.rpartition(".")
+
+
+def _add_defaults(out: Converted, defaults: Mapping[str, Any]) -> None:
+    config = out.data["config"]
+    recurrent = bool((config.get("model") or {}).get("use_lstm"))
+    for path, value in defaults.items():
+        section, _, key = path.rpartition(".")
+        if (key in ("cell_size", "max_seq_len")) > recurrent or (key == "vf_share_layers" and recurrent):
+            continue
+        if key == "evaluation_duration" and "evaluation_interval" in config:
+            continue
+        place = config
+        if section:
+            place = config[section] = dict(config.get(section) or {})
+        if key not in place:
+            place[key] = value
+            out.notes[f"config.{path}"] = "RLlib's default"
+
+
+def _fit_the_batch(out: Converted, schema: type[configs.AlgorithmConfig]) -> None:
+    """RLlib collected whole fragments until there were at least `train_batch_size` steps."""
+    config = out.data["config"]
+    if configs.has_search(config) or schema.replays:
+        return
+    batch, steps = config.get("train_batch_size"), config.get("rollout_fragment_length")
+    workers, envs = config.get("num_workers", 0), config.get("num_envs_per_worker", 1)
+    numbers = [batch, workers, envs, *([] if steps is None else [steps])]
+    if (
+        not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+        or config.get("num_workers") == "auto"
+    ):
+        return
+    try:
+        made = configs.algorithm_config(schema, config)
+    except ConfigError:
+        return
+    if made.train_batch_size != batch:
+        config["train_batch_size"] = made.train_batch_size
+        config.setdefault("num_envs_per_worker", made.num_envs_per_worker)
+        out.notes["config.train_batch_size"] = f"was {batch}, rounded up to whole fragments, as RLlib does"
+
+
+# -- text ---------------------------------------------------------------------------------------------------------------
+
+
+def _written(each: Converted) -> Iterator[str]:
+    yield ""
+    yield f"{_inline(each.name)}:"
+    yield from _section(each, each.data, "", "  ")
+
+
+def _section(each: Converted, data: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
+    for key, value in data.items():
+        here = f"{path}.{key}" if path else key
+        note = f"  # {each.notes[here]}" if here in each.notes else ""
+        if isinstance(value, Mapping) and (value or here in each.dropped) and not configs.is_search(value):
+            yield f"{indent}{_inline(key)}:{note}"
+            yield from _section(each, value, here, indent + "  ")
+        else:
+            yield f"{indent}{_inline(key)}: {_inline(value)}{note}"
+    for comment in each.dropped.get(path, []):
+        yield f"{indent}# {comment}"
+    for section, comments in each.dropped.items():  # of a section of which nothing is left
+        parent, _, name = section.rpartition(".")
+        if section and parent == path and name not in data:
+            yield from (f"{indent}# {name}.{comment}" for comment in comments)
+
+
+def _inline(value: Any) -> str:
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text  # a comment is one line

@@ -1,0 +1,62 @@
+"""What an iteration is: `iterations` counts updates; `training_iteration`, RLlib's name, counts iterations as RLlib does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludus.config import schema as configs
+from ludus.config.schema import AlgorithmConfig, StopConfig
+
+_IN_RLLIB: Mapping[str, str] = {"DQN": "1,000 steps or more", "APPO": "10 seconds or more", "IMPALA": "10 seconds or more"}
+"""min_sample_timesteps_per_iteration and min_time_s_per_iteration of its defaults; PPO's iteration is one batch, as here."""
+
+
+def resolved(stop: StopConfig, config: AlgorithmConfig) -> tuple[StopConfig, AlgorithmConfig]:
+    """The same with `training_iteration` as `iterations` where both mean updates, and the time between reports as a number."""
+    if stop.training_iteration is not None and config.least_iteration == (0, 0.0):
+        fewer = min(stop.training_iteration, stop.iterations or stop.training_iteration)
+        stop = stop.model_copy(update={"iterations": fewer, "training_iteration": None})
+    if stop.training_iteration is None:
+        config = config.model_copy(update={"min_time_s_per_iteration": config.report_every_s})
+    return stop, config
+
+
+def counted(experiment: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The keys, by present names, that count updates in this experiment, and iterations in RLlib."""
+    return [
+        *(["checkpoint_freq"] if experiment.get("checkpoint_freq") else []),
+        *(["evaluation_interval"] if _counts_iterations(config) else []),
+    ]
+
+
+def _counts_iterations(config: Mapping[str, Any]) -> bool:
+    by = config.get("evaluation_interval_unit", "iterations")
+    return config.get("evaluation_interval") not in (None, 0, "checkpoint") and by == "iterations"
+
+
+def notice(run: str, config: AlgorithmConfig, keys: list[str]) -> str | None:
+    """The sentence for somebody who knows the keys from RLlib; None where they mean the same."""
+    if run not in _IN_RLLIB or not keys:
+        return None
+    count = "counts" if len(keys) == 1 else "count"
+    return (
+        f"{' and '.join(keys)} {count} updates ({steps_of_update(config):,} steps sampled for each); "
+        f"an iteration of RLlib's {run} is {_IN_RLLIB[run]}."
+    )
+
+
+def notice_of(run: str, schema: type[AlgorithmConfig], experiment: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """The same for an experiment that is only read: `config` as it is written, without search values."""
+    keys = counted(experiment, config)
+    if run not in _IN_RLLIB or not keys:
+        return None
+    return notice(run, configs.algorithm_config(schema, config, collated=True), keys)  # whether a batch fits is no matter here
+
+
+def steps_of_update(config: AlgorithmConfig) -> int:
+    """Environment steps that are sampled for one update."""
+    if not config.replays:
+        return config.train_batch_size
+    workers = 0 if config.num_workers == "auto" else config.num_workers
+    return config.num_envs_per_worker * config.steps * (1 if config.sampling == "async" else max(1, workers))

@@ -1,0 +1,229 @@
+"""Which keys of `config:` have an effect in which mode of a run, and why not in the others: one table, for checks and for the docs.
+
+A key that has no effect where it is given is refused with the reason, if its value is not the default. A key that another setting
+switches off is noticed by name. What a run has saved is not checked: it names every key.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ludus.config import schema as configs
+from ludus.config.problem import Complaint
+from ludus.config.schema import AlgorithmConfig
+from ludus.envs.vector_env import said_of_rows
+from ludus.transport.message_stream import EMBEDDED
+
+
+class Mode(enum.Enum):
+    """How the experience of a run comes about. Workers are the same on this machine and on a Ray cluster."""
+
+    IN_PROCESS = "in this process (num_workers: 0)"
+    IN_TURN = "workers, sampling: sync"
+    PIPELINED = "workers, sampling: pipelined"
+    ASYNC = "workers, sampling: async"
+    FLEET = "a fleet, sampling: sync"
+    FLEET_ASYNC = "a fleet, sampling: async"
+    EXTERNAL = "env: external"
+    AGENTS = "several agents"
+
+
+def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) -> Mode:
+    if env == configs.EXTERNAL:
+        return Mode.EXTERNAL
+    if several:
+        return Mode.AGENTS
+    if memory != EMBEDDED:
+        return Mode.FLEET_ASYNC if config.sampling == "async" else Mode.FLEET
+    if not config.num_workers:
+        return Mode.IN_PROCESS
+    return {"sync": Mode.IN_TURN, "pipelined": Mode.PIPELINED, "async": Mode.ASYNC}[config.sampling]
+
+
+_ON_DEMAND = "batches are sampled on demand here, so none waits for the learner"
+_ALWAYS_FRESH = "experience is at most one update old here"
+_NO_WORKERS = "this process samples without workers"
+_GAMES_PLAY = "games connect over HTTP; the run has no environments of its own"
+_NO_EVALUATION = "games connect over HTTP; the run has no environment for evaluations. Play evaluation games with `ludus serve`"
+_NO_VIDEO_OF_AGENTS = "matches of several agents are recorded after training, with `ludus rollout RUN --video`"
+_FLEET_WORKERS = "fleet workers are started and restarted outside of this run"
+_GATEWAYS = "it applies to workers that step environments; here games connect over HTTP"
+
+_LOCAL_WORKERS: Mapping[Mode, str] = {
+    Mode.IN_PROCESS: _NO_WORKERS,
+    Mode.FLEET: _FLEET_WORKERS,
+    Mode.FLEET_ASYNC: _FLEET_WORKERS,
+    Mode.EXTERNAL: _GATEWAYS,
+    Mode.AGENTS: _NO_WORKERS,
+}
+
+WITHOUT_EFFECT: Mapping[str, Mapping[Mode, str]] = {
+    "blocks_ahead": {
+        Mode.IN_PROCESS: _ON_DEMAND,
+        Mode.IN_TURN: _ON_DEMAND,
+        Mode.EXTERNAL: _GAMES_PLAY,
+        Mode.AGENTS: _ON_DEMAND,
+    },
+    "max_lag": {
+        Mode.IN_PROCESS: _ALWAYS_FRESH,
+        Mode.IN_TURN: _ALWAYS_FRESH,
+        Mode.PIPELINED: _ALWAYS_FRESH,
+        Mode.FLEET: _ALWAYS_FRESH,
+        Mode.EXTERNAL: "batches of games are trained on as they arrive",
+        Mode.AGENTS: _ALWAYS_FRESH,
+    },
+    "sampling": {Mode.EXTERNAL: "games decide when they play"},
+    "inference_device": {Mode.EXTERNAL: "requests of games are answered on the CPU"},
+    "restart_failed_sub_environments": {Mode.EXTERNAL: _GAMES_PLAY},
+    "max_worker_restarts": _LOCAL_WORKERS,
+    "worker_restart_backoff_s": _LOCAL_WORKERS,
+    "worker_hang_s": _LOCAL_WORKERS,
+    "num_envs_per_worker": {Mode.EXTERNAL: _GAMES_PLAY},
+    "self_play": {
+        Mode.EXTERNAL: "games decide who plays whom",
+        Mode.AGENTS: "all agents use their newest policies; earlier versions as opponents need an environment with one agent",
+    },
+    "evaluation_interval": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_interval_unit": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_duration": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_duration_unit": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_num_workers": {Mode.EXTERNAL: _NO_EVALUATION},
+    "evaluation_video": {Mode.EXTERNAL: _NO_EVALUATION, Mode.AGENTS: _NO_VIDEO_OF_AGENTS},
+    "evaluation_config": {Mode.EXTERNAL: _NO_EVALUATION},
+}
+"""Key → the modes in which it has no effect, with the reason."""
+
+REFUSED_BY_RULES: Mapping[str, frozenset[Mode]] = {
+    "num_workers": frozenset({Mode.AGENTS}),
+    "batch_mode": frozenset({Mode.PIPELINED, Mode.FLEET, Mode.FLEET_ASYNC, Mode.EXTERNAL, Mode.AGENTS}),
+    "preprocess": frozenset({Mode.EXTERNAL, Mode.AGENTS}),
+    "wrappers": frozenset({Mode.EXTERNAL}),
+    "multiagent": frozenset(Mode) - {Mode.AGENTS},
+    "evaluation_duration_unit": frozenset({Mode.AGENTS}),
+    "evaluation_num_workers": frozenset({Mode.AGENTS}),
+}
+"""Key → modes in which it is refused where the experiment is resolved, by a rule with a sentence of its own."""
+
+EVERYWHERE = frozenset(
+    {
+        "seed", "num_learners", "gradient_accumulation", "mixed_precision", "learner_device", "num_gpus", "rollout_fragment_length",
+        "train_batch_size", "gamma", "explore", "observation_filter", "env_config", "model", "metrics_num_episodes_for_smoothing",
+        "min_time_s_per_iteration", "min_sample_timesteps_per_iteration", "learner_threads", "torch_threads", "start_timeout_s",
+    }
+)  # fmt: skip
+"""Keys that every mode uses."""
+
+_OF_EVALUATION_WORKERS = frozenset({"max_worker_restarts", "worker_restart_backoff_s", "worker_hang_s"})
+
+
+def complaints_of(env: str, memory: str, config: AlgorithmConfig, given: Mapping[str, str], *, several: bool) -> list[Complaint]:
+    """Keys without effect in the mode of this experiment. `given`: key → as it is written, of the keys that somebody set."""
+    mode = mode_of(env, memory, config, several=several)
+    found = []
+    for key, written in given.items():
+        reason = WITHOUT_EFFECT.get(key, {}).get(mode)
+        if reason is None or is_default(config, key) or _is_used(key, config, mode):
+            continue
+        path = f"config.{written}"
+        found.append(Complaint(f"{path} has no effect with {mode.value}: {reason}. Leave it out.", path))
+    if _divides_for_nobody(config) and "preprocess" in given:
+        path = "config.preprocess.scale"
+        found.append(
+            Complaint(f"{path} has no effect beside model.custom_model: a model of your own scales its observations.", path)
+        )
+    return found
+
+
+def is_default(config: AlgorithmConfig, key: str) -> bool:
+    field = type(config).model_fields[key]
+    return bool(getattr(config, key) == field.get_default(call_default_factory=True))
+
+
+def _is_used(key: str, config: AlgorithmConfig, mode: Mode) -> bool:
+    """Exceptions: evaluations may have workers of their own; 0 evaluations is what a game that calls us gets."""
+    if key == "evaluation_duration":
+        return config.evaluation_duration == 0
+    return key in _OF_EVALUATION_WORKERS and mode is not Mode.EXTERNAL and config.evaluation_num_workers > 0
+
+
+def _divides_for_nobody(config: AlgorithmConfig) -> bool:
+    return config.model.custom_model is not None and config.preprocess.scale not in (None, True)
+
+
+def refuse_idle_self_play(env: str, config: AlgorithmConfig) -> str | None:
+    """Why `self_play` has no effect in an environment; None: it has, or nothing was set. Makes the environment to find out."""
+    if is_default(config, "self_play") or env in (configs.EXTERNAL, configs.GAMECORE):
+        return None
+    rows = said_of_rows(
+        env, config.num_envs_per_worker, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers
+    )
+    if rows.opposed:
+        return None
+    return (
+        f"config.self_play has no effect: {env} has no opponents from the past. Leave it out, or give the environment some in "
+        "config.env_config, as {opponent: past}; for PettingZoo environments all agents learn anyway."
+    )
+
+
+# -- keys that another setting switches off ------------------------------------------------------------------------------
+
+_Switch = Callable[[Any], str | None]
+
+
+def _not_recurrent(config: Any) -> str | None:
+    recurrent = config.model.core or config.model.use_lstm or config.model.custom_model is not None
+    return None if recurrent else "the model has no recurrent layer (model.core)"
+
+
+def _never_evaluated(config: Any) -> str | None:
+    return None if config.evaluation_duration else "evaluation_duration is 0"
+
+
+def _no_interval(config: Any) -> str | None:
+    with_checkpoints = config.evaluation_interval == "checkpoint" and config.evaluation_duration
+    return "evaluation_interval is checkpoint" if with_checkpoints else _never_evaluated(config)
+
+
+def _drawn_alike(config: Any) -> str | None:
+    return (
+        None if config.replay_buffer_config.prioritized else "replay_buffer_config.type is ReplayBuffer, which has no priorities"
+    )
+
+
+def _no_penalty(config: Any) -> str | None:
+    return None if config.kl_coeff else "kl_coeff is 0"
+
+
+SWITCHED_OFF: Mapping[str, _Switch] = {
+    "model.cell_size": _not_recurrent,
+    "model.max_seq_len": _not_recurrent,
+    "evaluation_interval": _never_evaluated,
+    "evaluation_interval_unit": _no_interval,
+    "evaluation_duration_unit": _never_evaluated,
+    "evaluation_num_workers": _never_evaluated,
+    "evaluation_video": _never_evaluated,
+    "evaluation_config": _never_evaluated,
+    "replay_buffer_config.alpha": _drawn_alike,
+    "replay_buffer_config.beta": _drawn_alike,
+    "replay_buffer_config.eps": _drawn_alike,
+    "kl_target": _no_penalty,
+}
+"""Key → why another key of the same experiment makes it useless, or None."""
+
+
+def notices_of(config: AlgorithmConfig, given: Mapping[str, Any], written: Mapping[str, str]) -> Iterator[Complaint]:
+    """Of the keys that were given, those that another key switches off."""
+    for key, switch in SWITCHED_OFF.items():
+        section, _, inner = key.rpartition(".")
+        there = given.get(section) if section else given
+        name = inner or key
+        if not isinstance(there, Mapping) or name not in there or (section or key) not in type(config).model_fields:
+            continue
+        owner = getattr(config, section) if section else config
+        default = type(owner).model_fields[name].get_default(call_default_factory=True)
+        reason = switch(config)
+        if reason is not None and getattr(owner, name) != default:
+            path = f"config.{written.get(key, key)}"
+            yield Complaint(f"{path} has no effect: {reason}.", path)

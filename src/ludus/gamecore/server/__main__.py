@@ -1,0 +1,36 @@
+"""The server as a process of its own, as `supervise.py` starts it: `python -m ludus.gamecore.server SETTINGS SOCKET READY`.
+
+Others use `ludus gamecore serve`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+from ludus.errors import LudusError
+from ludus.gamecore.server.http.app import Settings, serve
+
+
+def main(words: list[str]) -> int:
+    told = logging.StreamHandler()  # the rest is in its log
+    told.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[told], format="%(asctime)s %(levelname)s %(message)s")
+    ready = int(words[2])
+
+    def announce(host: str, port: int) -> None:
+        os.write(ready, b".")
+        os.close(ready)
+
+    try:
+        serve(Settings.from_json(words[0]), listening=socket.socket(fileno=int(words[1])), announce=announce)
+    except LudusError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

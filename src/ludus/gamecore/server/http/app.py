@@ -1,0 +1,294 @@
+"""The gamecore server: games are started, watched and stopped over HTTP.
+
+    serve(Settings(port=23432, games=Path("games.yaml")))           # until SIGTERM
+    with running(Settings(port=0, state_dir=tmp)) as server: …      # in a thread; server.url
+
+What it answers is in `pages.py` and `v2.py`, who may ask in `http.py`, the games themselves are in `hall.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludus.errors import UsageError, WorkerFailed
+from ludus.gamecore.server import catalogue
+from ludus.gamecore.server.settings import HttpLimits, Settings
+from ludus.gamecore.server.state_dir import Home, default_directory
+from ludus.gateway.auth import Caller
+from ludus.io.rotating_log import LogWriter
+
+if TYPE_CHECKING:
+    from ludus.gamecore.server.http.middleware import Clients
+
+__all__ = ["HttpLimits", "Running", "Settings", "running", "serve"]
+
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0
+_START_S, _END_S = 60.0, 60.0
+_BACKLOG = 1024
+_NONSENSE_PER_S = 2.0
+Announce = Callable[[str, int], object]
+
+
+def serve(
+    settings: Settings, *, supervise: bool = False, announce: Announce | None = None, listening: socket.socket | None = None
+) -> None:
+    """Blocks until SIGTERM or SIGINT; then its games are stopped. Raises UsageError, ConfigError, MissingExtra before it listens.
+
+    `supervise`: in a process of its own that is started again when it dies; `listening`: a socket that is bound already.
+    """
+    settings.check()
+    bound = listen(settings.host, settings.port) if listening is None else listening
+    with contextlib.closing(bound):
+        if supervise:
+            from ludus.gamecore.server.watchdog import keep_going
+
+            keep_going(settings, bound, announce)
+            return
+        with _opened(settings, bound) as home:
+            asyncio.run(_run(settings, bound, home, announce))
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        settings.check()
+        self._bound = listen(settings.host, settings.port)
+        self.host, self.port = self._bound.getsockname()[:2]
+        self._settings = settings
+        self._ready, self._stop = threading.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="gamecore-server")
+
+    @property
+    def url(self) -> str:
+        return f"http://{_bracketed(self.host)}:{self.port}"
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._ready.wait(_START_S):
+            raise WorkerFailed(f"The gamecore server at {self.url} did not begin within {_START_S:g} s.")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            raise WorkerFailed(f"The gamecore server at {self.url} did not end within {_END_S:g} s.")
+        if self._error is not None:
+            raise self._error
+
+    def _main(self) -> None:
+        try:
+            with contextlib.closing(self._bound), _opened(self._settings, self._bound) as home:
+                asyncio.run(self._run(home))
+        except BaseException as error:  # for whoever started the thread
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _run(self, home: Home) -> None:
+        self._loop = asyncio.get_running_loop()
+        await _run(self._settings, self._bound, home, lambda host, port: self._ready.set(), self._stop)
+
+
+@contextlib.contextmanager
+def running(settings: Settings) -> Iterator[Running]:
+    server = Running(settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises UsageError."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, number)
+    except OSError as error:
+        raise UsageError(f"{host} is no address of this machine: {error.strerror}.", "Use 127.0.0.1.") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        hint = "Choose another port, or stop the process that uses it."
+        raise UsageError(f"Cannot listen on {host}:{port}: {error.strerror}.", hint) from error
+    return bound
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings, bound: socket.socket) -> Iterator[Home]:
+    """Its directory, locked, and its log there."""
+    directory = default_directory(bound.getsockname()[1]) if settings.state_dir is None else settings.state_dir.expanduser()
+    with Home(directory) as home, _logging_to(home.log):
+        yield home
+
+
+async def _run(
+    settings: Settings, bound: socket.socket, home: Home, announce: Announce | None, stop: asyncio.Event | None = None
+) -> None:
+    from ludus.gamecore.server.http.middleware import Clients, Doorkeeper
+    from ludus.gamecore.server.http.routes import application
+    from ludus.gamecore.server.process_table import Bounds, Hall
+
+    offered = catalogue.read(settings.games)
+    host, port = bound.getsockname()[:2]
+    ended = asyncio.Event() if stop is None else stop
+    async with Hall(offered, home, Bounds(settings.max_games, settings.keep)) as hall:
+        replies: Counter[int] = Counter()
+        limits = settings.affordable()
+        clients = Clients(limits, tokens=settings.token_file is not None)
+        app = Doorkeeper(application(hall, limits, replies), settings.token_file, limits, replies, clients)
+        server, started = _server(app, limits, clients)
+        with _signals(ended, server):
+            serving = asyncio.create_task(server.serve([bound]))
+            await _first(started.wait(), serving)
+            log.info("serving %s at %s:%d, process state in %s", ", ".join(offered.games), host, port, home.directory)
+            if announce is not None:
+                announce(host, port)
+            await _first(ended.wait(), serving)
+            log.info("ending: %d games are stopped", len(hall.running))
+            await hall.close(STOP_S)
+            server.should_exit = True
+            await serving
+    log.info("ended")
+
+
+def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asyncio.Event]:
+    import uvicorn
+
+    from ludus.gamecore.server.http.middleware import connection
+
+    started = asyncio.Event()
+
+    class Server(uvicorn.Server):
+        """Signals are ours, and we are told when it listens."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    config = uvicorn.Config(
+        app,
+        http=connection(limits, clients),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=max(1, int(limits.idle_s)),
+        timeout_graceful_shutdown=int(STOP_S),
+        h11_max_incomplete_event_size=limits.head_bytes,
+    )
+    return Server(config), started
+
+
+async def _first(awaited: Any, serving: asyncio.Task[None]) -> None:
+    """Until this happens; whatever ends the server meanwhile ends the wait."""
+    waiting = asyncio.ensure_future(awaited)
+    try:
+        await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if serving.done():
+        serving.result()
+
+
+@contextlib.contextmanager
+def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
+    """The first asks games to end; a second one does not wait for connections any more."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def heard() -> None:
+        server.force_exit = ended.is_set()
+        ended.set()
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, heard)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class _LogFile(logging.Handler):
+    """Bounded by its size, and by that of the one before it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.INFO)
+        self._log = LogWriter(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.line(self.format(record))
+
+    def close(self) -> None:
+        self._log.close()
+        super().close()
+
+
+class _Seldom(logging.Filter):
+    """Whoever sends nonsense does not fill the log with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allowed = Caller("log", _NONSENSE_PER_S)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING or self._allowed.allow(time.monotonic())
+
+
+@contextlib.contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    try:
+        handler = _LogFile(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Choose another --state-dir.") from error
+    heard = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.game", "uvicorn.error")]
+    before = [logger.level for logger in heard]
+    for logger in heard:
+        logger.addHandler(handler)
+        logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()) if logger.name != "uvicorn.error" else logging.WARNING)
+    seldom = _Seldom()
+    heard[-1].addFilter(seldom)
+    try:
+        yield
+    finally:
+        heard[-1].removeFilter(seldom)
+        for logger, level in zip(heard, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+        handler.close()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,161 @@
+"""The older form of the server's pages, which clients of gamecore servers use: POST /v2/newGame, stopGame, exists, task…"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ludus.errors import Refused
+from ludus.gamecore.server.http.middleware import answer, read_body
+from ludus.gamecore.server.process_table import Hall
+from ludus.gamecore.server.request import ANY, decoded, read_id, read_order, read_task, shown
+from ludus.gamecore.server.settings import HttpLimits
+
+FRESH = ("remote", "", None)
+RESUMING = ("repeat", "repeat_only", "remote_repeat")
+Verb = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+def routes(hall: Hall, limits: HttpLimits) -> list[Route]:
+    verbs = V2(hall)
+    named: dict[str, Verb] = {
+        "newGame": verbs.new_game,
+        "stopGame": verbs.stop_game,
+        "exists": verbs.exists,
+        "taskList": verbs.task_list,
+        "taskDetail": verbs.task_detail,
+        "taskRemove": verbs.task_remove,
+        "taskClear": verbs.task_clear,
+    }
+    return [Route(f"/v2/{name}", _page(verb, limits), methods=["POST"]) for name, verb in named.items()]
+
+
+def _page(verb: Verb, limits: HttpLimits) -> Callable[[Request], Awaitable[Response]]:
+    async def page(request: Request) -> Response:
+        try:
+            told = await verb(decoded(await read_body(request, limits)))
+        except Refused as refused:
+            return answer(refused, code=refused.status, msg=str(refused))
+        return JSONResponse({"code": 0, "msg": "", **told})
+
+    return page
+
+
+class V2:
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+
+    async def new_game(self, data: dict[str, Any]) -> dict[str, Any]:
+        order = read_order(translated(data), self._hall.catalogue)
+        match, _ = await self._hall.start(order)
+        return {"data": match.shown()}
+
+    async def stop_game(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Also of one that never was: clients stop first, to be sure."""
+        runtime_id = read_id(data.get("runtime_id"))
+        return {"data": await self._hall.stop(runtime_id) if self._hall.exists(runtime_id) else {}}
+
+    async def exists(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {"exists": self._hall.exists(read_id(data.get("runtime_id")))}
+
+    async def task_list(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {"data": {"task_ids": self._hall.tasks.ids()}}
+
+    async def task_detail(self, data: dict[str, Any]) -> dict[str, Any]:
+        games = await self._hall.task(_task(data))
+        return {"data": {"game_states": [{**game, "Camp": _scores(game.get("result"))} for game in games]}}
+
+    async def task_remove(self, data: dict[str, Any]) -> dict[str, Any]:
+        await self._hall.forget_task(_task(data))
+        return {"data": {}}
+
+    async def task_clear(self, data: dict[str, Any]) -> dict[str, Any]:
+        await self._hall.forget_task(None)
+        return {"data": {}}
+
+
+def _task(data: dict[str, Any]) -> str:
+    task_id = read_task(data.get("task_id"))
+    if task_id is None:
+        raise Refused(400, "bad_request", "task_id is missing.")
+    return task_id
+
+
+def _scores(result: Any) -> list[dict[str, int]]:
+    """1 for the camp that has won."""
+    winner = result.get("winner") if isinstance(result, dict) else None
+    camps = max(2, winner + 1) if isinstance(winner, int) and 0 <= winner < 16 else 2
+    return [{"Score": int(camp == winner and not isinstance(winner, bool))} for camp in range(camps)]
+
+
+def translated(data: dict[str, Any]) -> dict[str, Any]:
+    """An order in the newer form. Raises Refused for what cannot be meant."""
+    kind, config = data.get("simulator_type"), data.get("simulator_config")
+    if kind not in (*FRESH, *RESUMING):
+        raise Refused(400, "bad_request", f"simulator_type is {shown(kind)}.", f"It is remote, {', '.join(RESUMING)}.")
+    if not isinstance(config, dict):
+        raise Refused(400, "bad_request", f"simulator_config is {shown(config)}: an object is expected.")
+    heroes, camps = _camps(config.get("hero_conf"))
+    frames = config.get("max_frame_num")
+    unlimited = isinstance(frames, int) and not isinstance(frames, bool) and frames <= 0
+    return {
+        "runtime_id": data.get("runtime_id"),
+        "mode": config.get("game_mode"),
+        "heroes": heroes,
+        "camps": camps,
+        "eval_mode": data.get("eval_mode", False),
+        "max_frames": None if unlimited else frames,
+        "start_from": ANY if kind in RESUMING else None,
+        "must_resume": kind == "repeat_only",
+        "task_id": config.get("task_id"),
+    }
+
+
+def _camps(value: Any) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any] | None]]:
+    """From one list of heroes to one list per camp. The first hero of a camp says who plays it, the others refer to him.
+
+    Heroes of a camp without an actor all say nothing: then the list is two camps of one size.
+    """
+    if not isinstance(value, list) or not value or len(value) % 2 or not all(isinstance(hero, dict) for hero in value):
+        raise Refused(400, "bad_request", f"hero_conf is {shown(value)}: a list of the heroes of both camps is expected.")
+    half = len(value) // 2
+    heroes: list[list[dict[str, Any]]] = []
+    camps: list[dict[str, Any] | None] = []
+    for camp, listed in enumerate((value[:half], value[half:])):
+        heroes.append(
+            [{key: hero[key] for key in ("hero_id", "skill_id", "symbol") if hero.get(key) is not None} for hero in listed]
+        )
+        for index, hero in enumerate(listed):
+            where = f"hero_conf[{camp * half + index}].request_info"
+            asked = _actor(hero.get("request_info") or {}, where, camp * half)
+            if index == 0:
+                camps.append(asked)
+            elif asked not in (None, camps[camp]):
+                raise Refused(
+                    400, "bad_request", f"{where} names another actor than the first hero of its camp.", "One plays a camp."
+                )
+    return heroes, camps
+
+
+def _actor(info: Any, where: str, first: int) -> dict[str, Any] | None:
+    if not isinstance(info, dict) or not info.keys() <= {"ip", "port", "timeout", "request_id"}:
+        raise Refused(400, "bad_request", f"{where} is {shown(info)}.", "It is {}, {ip, port, timeout} or {request_id}.")
+    if "request_id" in info:
+        if info["request_id"] != first or isinstance(info["request_id"], bool):
+            raise Refused(
+                400, "bad_request", f"{where}.request_id is {shown(info['request_id'])}.", f"It is {first} in this camp."
+            )
+        return None
+    if not info.get("ip") or not info.get("port"):
+        return None
+    port, timeout = info["port"], info.get("timeout", 30_000)
+    if not isinstance(info["ip"], str) or isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65_536:
+        raise Refused(400, "bad_request", f"{where} is {shown(info)}: ip and port are meant.")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise Refused(400, "bad_request", f"{where}.timeout is {shown(timeout)}: milliseconds are meant.")
+    host = f"[{info['ip']}]" if ":" in info["ip"] else info["ip"]
+    return {"address": f"{host}:{port}", "timeout_s": timeout / 1000}

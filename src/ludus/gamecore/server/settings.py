@@ -1,0 +1,92 @@
+"""What a server is given, and what can be known to be wrong with it before it begins."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ludus.core.plugins import require
+from ludus.errors import UsageError
+from ludus.gamecore.server import catalogue
+from ludus.gateway.auth import Tokens
+from ludus.process.commands.thread_limits import raise_open_file_limit
+
+HOST, PORT = "127.0.0.1", 23432
+MAX_GAMES = 200
+_OWN_FILES, _FILES_PER_GAME, _LEAST_CONNECTIONS = 64, 1, 32
+_PATHS = ("games", "token_file", "state_dir")
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    body_bytes: int = 1_000_000
+    head_bytes: int = 32_768
+    connections: int = 4096
+    receive_s: float = 10.0
+    """For the body of a request."""
+    send_s: float = 10.0
+    """For a caller to read what he asked for."""
+    idle_s: float = 30.0
+    """For a caller to say what he wants, from the first byte on, and between two requests."""
+    unauthorized_idle_s: float = 10.0
+    """The same for a connection that has not yet sent a valid token."""
+    connections_per_address: int = 0
+    """Connections of one client address; 0 = any number."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    host: str = HOST
+    port: int = PORT
+    """0 = any free one."""
+    games: Path | None = None
+    """The catalogue; None: the games that we bring."""
+    max_games: int = MAX_GAMES
+    token_file: Path | None = None
+    state_dir: Path | None = None
+    keep: int = 1000
+    """Games that are over, and are remembered with their directories."""
+    http: HttpLimits = field(default_factory=HttpLimits)
+
+    def check(self) -> None:
+        """Raises UsageError, ConfigError, MissingExtra."""
+        for module in ("starlette", "uvicorn"):
+            require(module, "gamecore", "The gamecore server")
+        if self.max_games < 1:
+            raise UsageError(f"--max-games is {self.max_games}.", "At least one game must be allowed.")
+        catalogue.read(self.games)
+        if self.token_file is not None:
+            Tokens.read(self.token_file)
+        elif not _is_here(self.host):
+            raise UsageError(
+                f"Listening on {self.host} without a token would let anyone in.",
+                "Give a token (--token-file FILE), or listen on 127.0.0.1.",
+            )
+
+    def affordable(self) -> HttpLimits:
+        """With no more connections than there are files for, once all games run: each of them takes one."""
+        others = _FILES_PER_GAME * self.max_games + _OWN_FILES
+        limit = raise_open_file_limit(self.http.connections + others)
+        if limit is None:
+            return self.http
+        room = limit - others
+        return replace(self.http, connections=min(self.http.connections, max(_LEAST_CONNECTIONS, room)))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        data: dict[str, Any] = json.loads(text)
+        data |= {key: Path(data[key]) for key in _PATHS if data[key] is not None}
+        return cls(**{**data, "http": HttpLimits(**data["http"])})
+
+
+def _is_here(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,0 +1,408 @@
+"""What a player of the Arena looks at before it decides: distances, dangers, chances. Kernels; questions only, no orders.
+
+Everything here is what the camp of hero `h` sees: enemies that are not SEEN do not exist, and neither do their purses and
+cooldowns. Lengths "ahead" are along the lane, from the hero's own end of the field.
+"""
+
+from __future__ import annotations
+
+from ludus.core.types import Ints32
+from ludus.games.arena.engine.geometry import DX, DY, ONE, distance, gap, root, towards_zero, within
+from ludus.games.arena.engine.heroes import (
+    HEALS,
+    S_ALLY,
+    S_EFFECT,
+    S_MANA,
+    S_RANGE,
+    S_SIZE,
+    S_WINDUP,
+    SKILL_COLUMNS,
+    SKILLS_AT,
+)
+from ludus.games.arena.engine.jit import inner
+from ludus.games.arena.engine.layout import (
+    ALIVE,
+    ARMOUR,
+    ATTACK,
+    CAMP,
+    CAST,
+    CAST_LEFT,
+    CAST_X,
+    CAST_Y,
+    COOLDOWN_1,
+    CORE,
+    CREEPS,
+    DIRECTIONS,
+    HERO_ROW,
+    HP,
+    LANE_Y,
+    MANA,
+    MAX_HP,
+    PERIOD,
+    RADIUS,
+    RANGE,
+    SEEN,
+    SHIELD,
+    SIZE,
+    STRUCTURES,
+    STUN,
+    TARGET,
+    X,
+    Y,
+)
+from ludus.games.arena.engine.rules import SECOND, can_cast, is_building, power, side, speed_of
+
+FIGHT = 5 * SECOND
+"""How long a fight is thought to last."""
+NEAR = 11_000
+"""Whoever is this near takes part in it."""
+NOBODY = -1
+
+
+# -- who and where ----------------------------------------------------------------------------------------------------
+
+
+@inner
+def sees(units: Ints32, h: int, j: int) -> bool:
+    """Whether unit j is an enemy of h that is there and seen."""
+    return bool(units[ALIVE, j] == 1 and units[CAMP, j] != units[CAMP, h] and units[SEEN, j] == 1)
+
+
+@inner
+def first_enemy(match: Ints32, h: int) -> int:
+    """Enemies are the slots from here, as many as the match has on a side."""
+    size = int(match[SIZE])
+    return size if h < size else 0
+
+
+@inner
+def first_ally(match: Ints32, h: int) -> int:
+    size = int(match[SIZE])
+    return 0 if h < size else size
+
+
+@inner
+def creeps_of(match: Ints32, camp: int) -> int:
+    return 2 * (int(match[SIZE]) + STRUCTURES) + camp * CREEPS
+
+
+@inner
+def buildings_of(match: Ints32, camp: int) -> int:
+    return 2 * int(match[SIZE]) + camp * STRUCTURES
+
+
+@inner
+def ahead(units: Ints32, h: int, i: int) -> int:
+    """How far unit i is along the lane, as h's camp sees it."""
+    return side(int(units[CAMP, h]), int(units[X, i]))
+
+
+@inner
+def share(units: Ints32, i: int) -> int:
+    """Of health, in percent."""
+    return 100 * int(units[HP, i]) // max(1, int(units[MAX_HP, i]))
+
+
+@inner
+def next_building(units: Ints32, match: Ints32, camp: int) -> int:
+    """Of a camp's buildings the one that can be attacked."""
+    first = buildings_of(match, camp)
+    for s in range(first, first + CORE):
+        if units[ALIVE, s] == 1:
+            return s
+    return first + CORE
+
+
+@inner
+def front(units: Ints32, match: Ints32, h: int, camp: int) -> int:
+    """The creep of `camp` that has come farthest towards the other, as far as h's camp sees it; or NOBODY."""
+    first = creeps_of(match, camp)
+    own = camp == units[CAMP, h]
+    best, best_far = NOBODY, -1
+    for c in range(first, first + CREEPS):
+        if units[ALIVE, c] == 0 or (not own and units[SEEN, c] == 0):
+            continue
+        far = side(camp, int(units[X, c]))
+        if far > best_far:
+            best, best_far = c, far
+    return best
+
+
+@inner
+def nearest_hero(units: Ints32, match: Ints32, h: int, reach: int) -> int:
+    """Of the enemy, within reach; or NOBODY."""
+    first = first_enemy(match, h)
+    best, best_far = NOBODY, reach
+    for j in range(first, first + int(match[SIZE])):
+        if sees(units, h, j):
+            far = gap(units, h, j)
+            if far <= best_far:
+                best, best_far = j, far
+    return best
+
+
+@inner
+def count_creeps(units: Ints32, match: Ints32, camp: int, i: int, reach: int) -> int:
+    """Creeps of a camp within reach of unit i, as far as the other camp sees them too."""
+    first = creeps_of(match, camp)
+    own = camp == units[CAMP, i]
+    found = 0
+    for c in range(first, first + CREEPS):
+        found += int(units[ALIVE, c] == 1 and (own or units[SEEN, c] == 1) and within(units, c, i, reach))
+    return found
+
+
+@inner
+def count_alive(units: Ints32, match: Ints32, first: int) -> int:
+    found = 0
+    for i in range(first, first + int(match[SIZE])):
+        found += int(units[ALIVE, i] == 1)
+    return found
+
+
+# -- towers -----------------------------------------------------------------------------------------------------------
+
+
+@inner
+def tower_over(units: Ints32, match: Ints32, h: int, x: int, y: int, spare: int) -> int:
+    """A building of the enemy that could shoot hero h at a point, or at `spare` from it; or NOBODY."""
+    first = buildings_of(match, 1 - int(units[CAMP, h]))
+    for s in range(first, first + STRUCTURES):
+        if units[ALIVE, s] == 0:
+            continue
+        dx, dy = x - int(units[X, s]), y - int(units[Y, s])
+        most = int(units[RANGE, s]) + int(units[RADIUS, s]) + int(units[RADIUS, h]) + spare
+        if dx * dx + dy * dy <= most * most:
+            return s
+    return NOBODY
+
+
+@inner
+def shields_in(units: Ints32, match: Ints32, h: int, tower: int) -> int:
+    """Blows that the tower has to spend on h's creeps before it turns to heroes."""
+    first = creeps_of(match, int(units[CAMP, h]))
+    blows = 0
+    for c in range(first, first + CREEPS):
+        if units[ALIVE, c] == 1 and within(units, c, tower, int(units[RANGE, tower])):
+            blows += 1 + int(units[HP, c]) // max(1, int(units[ATTACK, tower]))
+    return blows
+
+
+@inner
+def covered(units: Ints32, match: Ints32, i: int) -> bool:
+    """Whether a hero stands where its own buildings shoot."""
+    first = buildings_of(match, int(units[CAMP, i]))
+    for s in range(first, first + STRUCTURES):
+        if units[ALIVE, s] == 1 and within(units, i, s, int(units[RANGE, s])):
+            return True
+    return False
+
+
+# -- strength ---------------------------------------------------------------------------------------------------------
+
+
+@inner
+def after_armour(units: Ints32, j: int, amount: int) -> int:
+    return amount * 100 // (100 + int(units[ARMOUR, j]))
+
+
+@inner
+def toughness(units: Ints32, i: int) -> int:
+    """Damage that a unit takes before it dies, armour included."""
+    return (int(units[HP, i]) + int(units[SHIELD, i])) * (100 + int(units[ARMOUR, i])) // 100
+
+
+@inner
+def offence(units: Ints32, table: Ints32, h: int, i: int) -> int:
+    """What hero i does in a fight, before armour. Of an enemy nobody knows which skills are ready: two of three, if it has mana."""
+    row = units[HERO_ROW, i]
+    total = int(units[ATTACK, i]) * FIGHT // max(1, int(units[PERIOD, i]))
+    for skill in range(3):
+        at = SKILLS_AT + skill * SKILL_COLUMNS
+        if units[MANA, i] < table[row, at + S_MANA]:
+            continue
+        worth = power(units, table, i, at)
+        if units[CAMP, i] != units[CAMP, h]:
+            total += worth * 2 // 3
+        elif units[COOLDOWN_1 + skill, i] <= FIGHT // 3:
+            total += worth
+    return total
+
+
+@inner
+def balance(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
+    """How the fight around hero h stands: 100 is even, more is better. Damage times toughness of either side, as Lanchester has it,
+    creeps and towers included; 1,000 if there is no enemy."""
+    size = int(match[SIZE])
+    offence_0 = offence_1 = tough_0 = tough_1 = 0
+    shots_0 = False
+    tower = tower_over(units, match, h, int(units[X, h]), int(units[Y, h]), 500)
+    shots_1 = tower >= 0 and (units[TARGET, tower] == h or shields_in(units, match, h, tower) < 2)
+    for i in range(2 * size):
+        own = units[CAMP, i] == units[CAMP, h]
+        if units[ALIVE, i] == 0 or (not own and units[SEEN, i] == 0) or not within(units, h, i, NEAR):
+            continue
+        if own:
+            offence_0 += offence(units, table, h, i)
+            tough_0 += toughness(units, i)
+        else:
+            offence_1 += offence(units, table, h, i)
+            tough_1 += toughness(units, i)
+            shots_0 = shots_0 or tower_over(units, match, i, int(units[X, i]), int(units[Y, i]), 0) >= 0
+    if tough_1 == 0:
+        return 1_000
+    camp = int(units[CAMP, h])
+    offence_0 += 50 * count_creeps(units, match, camp, h, 6_000) + (400 if shots_0 else 0)
+    offence_1 += 50 * count_creeps(units, match, 1 - camp, h, 6_000) + (400 if shots_1 else 0)
+    return min(1_000, 100 * (offence_0 * tough_0) // max(1, offence_1 * tough_1))
+
+
+@inner
+def burst(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
+    """What hero h can do to unit j in the next second and a half, if it can reach it."""
+    row = units[HERO_ROW, h]
+    total = 0
+    if within(units, h, j, int(units[RANGE, h]) + 1_500):
+        total += int(units[ATTACK, h]) * (1 + (SECOND + SECOND // 2) // max(1, int(units[PERIOD, h])))
+    mana = int(units[MANA, h])
+    for skill in range(3):
+        at = SKILLS_AT + skill * SKILL_COLUMNS
+        cost = int(table[row, at + S_MANA])
+        if units[COOLDOWN_1 + skill, h] > 0 or mana < cost or table[row, at + S_EFFECT] == HEALS:
+            continue
+        if within(units, h, j, int(table[row, at + S_RANGE])):
+            total += power(units, table, h, at)
+            mana -= cost
+    return after_armour(units, j, total)
+
+
+@inner
+def is_ready(units: Ints32, table: Ints32, h: int, skill: int) -> bool:
+    """A skill of its own that hurts."""
+    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
+    return can_cast(units, table, h, skill) and table[units[HERO_ROW, h], at + S_ALLY] == 0
+
+
+# -- aiming -----------------------------------------------------------------------------------------------------------
+
+
+@inner
+def heading(units: Ints32, h: int, dx: int, dy: int) -> int:
+    """The direction, as h's camp counts them, that is nearest to a vector of the field."""
+    sign = 1 if units[CAMP, h] == 0 else -1
+    best, best_along = 0, -(1 << 60)
+    for d in range(DX.shape[0]):
+        along = sign * (dx * int(DX[d]) + dy * int(DY[d]))
+        if along > best_along:
+            best, best_along = d, along
+    return best
+
+
+@inner
+def expected(units: Ints32, match: Ints32, j: int, ticks: int) -> tuple[int, int]:
+    """Where unit j will be: whoever strikes, casts or is stunned stays, whoever follows goes on, and the weak run home."""
+    x, y = int(units[X, j]), int(units[Y, j])
+    goal = int(units[TARGET, j])
+    if units[STUN, j] >= ticks or units[CAST, j] != 0:
+        return x, y
+    if goal >= 0:
+        if within(units, j, goal, int(units[RANGE, j])):
+            return x, y
+        to_x, to_y = int(units[X, goal]), int(units[Y, goal])
+    elif j < 2 * int(match[SIZE]) and share(units, j) < 35:
+        to_x, to_y = side(int(units[CAMP, j]), 0), LANE_Y
+    else:
+        return x, y
+    dx, dy = to_x - x, to_y - y
+    far = max(1, root(dx * dx + dy * dy))
+    go = min(far, speed_of(units, j) * ticks)
+    return x + towards_zero(dx * go, far), y + towards_zero(dy * go, far)
+
+
+@inner
+def is_caught(units: Ints32, table: Ints32, h: int, d: int, j: int, x: int, y: int) -> bool:
+    """Whether a line of h in direction d would meet unit j at a point."""
+    row, at = units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS
+    sign = 1 if units[CAMP, h] == 0 else -1
+    ux, uy = sign * int(DX[d]), sign * int(DY[d])
+    dx, dy = x - int(units[X, h]), y - int(units[Y, h])
+    along, across = towards_zero(dx * ux + dy * uy, ONE), towards_zero(dx * uy - dy * ux, ONE)
+    radius = int(units[RADIUS, j])
+    return 0 <= along <= int(table[row, at + S_RANGE]) + radius and abs(across) <= int(table[row, at + S_SIZE]) + radius
+
+
+@inner
+def best_line(units: Ints32, match: Ints32, table: Ints32, h: int, focus: int, lead: bool) -> tuple[int, int]:
+    """The direction of skill 2 that is worth most, and its worth: 100 for a hero, 50 more for `focus`, 10 for a creep."""
+    ticks = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_WINDUP]) if lead else 0
+    reach = int(table[units[HERO_ROW, h], SKILLS_AT + SKILL_COLUMNS + S_RANGE]) + 2_000
+    best, best_worth = 0, 0
+    for d in range(DX.shape[0]):
+        worth = 0
+        for j in range(units.shape[1]):
+            if not sees(units, h, j) or is_building(units, j) or not within(units, h, j, reach):
+                continue
+            x, y = expected(units, match, j, ticks)
+            if is_caught(units, table, h, d, j, x, y):
+                worth += (150 if j == focus else 100) if j < 2 * int(match[SIZE]) else 10
+        if worth > best_worth:
+            best, best_worth = d, worth
+    return best, best_worth
+
+
+@inner
+def area_worth(units: Ints32, match: Ints32, table: Ints32, h: int, j: int) -> int:
+    """What h's skill 3 around unit j would catch: 100 for a hero, 10 for a creep."""
+    most = int(table[units[HERO_ROW, h], SKILLS_AT + 2 * SKILL_COLUMNS + S_SIZE])
+    worth = 0
+    for k in range(units.shape[1]):
+        if sees(units, h, k) and not is_building(units, k) and distance(units, j, k) <= most + int(units[RADIUS, k]):
+            worth += 100 if k < 2 * int(match[SIZE]) else 10
+    return worth
+
+
+# -- what is coming ---------------------------------------------------------------------------------------------------
+
+
+@inner
+def threatened(units: Ints32, table: Ints32, h: int, by: int, x: int, y: int) -> bool:
+    """Whether the skill that enemy hero `by` is about to release would catch hero h at a point."""
+    row, skill = units[HERO_ROW, by], int(units[CAST, by])
+    at = SKILLS_AT + (skill - 1) * SKILL_COLUMNS
+    if table[row, at + S_ALLY] == 1:
+        return False
+    most = int(table[row, at + S_SIZE]) + int(units[RADIUS, h])
+    if skill == 3:
+        dx, dy = x - int(units[CAST_X, by]), y - int(units[CAST_Y, by])
+        return dx * dx + dy * dy <= most * most
+    dx, dy = x - int(units[X, by]), y - int(units[Y, by])
+    ux, uy = int(units[CAST_X, by]), int(units[CAST_Y, by])
+    along, across = towards_zero(dx * ux + dy * uy, ONE), towards_zero(dx * uy - dy * ux, ONE)
+    radius = int(units[RADIUS, h])
+    return -radius <= along <= int(table[row, at + S_RANGE]) + radius and abs(across) <= most
+
+
+@inner
+def way_out(units: Ints32, match: Ints32, table: Ints32, h: int) -> int:
+    """The direction that leads out of every line and area in wind-up around hero h; -1 if there is none, or no need."""
+    first = first_enemy(match, h)
+    x, y = int(units[X, h]), int(units[Y, h])
+    in_danger = False
+    for j in range(first, first + int(match[SIZE])):
+        if sees(units, h, j) and 2 <= units[CAST, j] <= 3 and threatened(units, table, h, j, x, y):
+            in_danger = True
+    if not in_danger:
+        return -1
+    sign, speed = (1 if units[CAMP, h] == 0 else -1), speed_of(units, h)
+    # Homewards first: of several ways out the one that leads back.
+    for k in range(DIRECTIONS):
+        d = (DIRECTIONS // 2 + (k + 1) // 2 * (1 if k % 2 == 0 else -1)) % DIRECTIONS
+        safe = True
+        for j in range(first, first + int(match[SIZE])):
+            if sees(units, h, j) and 2 <= units[CAST, j] <= 3:
+                go = sign * speed * max(0, int(units[CAST_LEFT, j]) - 1)
+                to_x, to_y = x + towards_zero(go * int(DX[d]), ONE), y + towards_zero(go * int(DY[d]), ONE)
+                safe = safe and not threatened(units, table, h, j, to_x, to_y)
+        if safe:
+            return d
+    return -1

@@ -1,0 +1,163 @@
+"""Who beats whom: matches between scripts, with random line-ups, each played from both sides."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ludus.core.plugins import did_you_mean
+from ludus.core.statistics import wilson
+from ludus.errors import ConfigError
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.engine.heroes import HEROES, IDS
+from ludus.games.arena.engine.layout import TICKS_PER_SECOND
+from ludus.games.arena.engine.settings import ArenaSettings
+from ludus.games.arena.engine.vector import Arena
+
+Pair = tuple[str, str]
+PAIRS: Final[tuple[Pair, ...]] = (
+    ("hard", "medium"),
+    ("medium", "easy"),
+    ("random", "medium"),
+    ("nearest", "medium"),
+    ("hard", "hard"),
+    ("medium", "medium"),
+)
+_AT_ONCE: Final = 64
+_SURE: Final = 1.96
+
+
+@dataclass(frozen=True)
+class Match:
+    """One match to be played: the scripts and the heroes of both camps."""
+
+    scripts: Pair
+    lineup: tuple[tuple[int, ...], tuple[int, ...]]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the first of two scripts fared against the second. Won is whoever destroyed the base; nobody, if time was up."""
+
+    pair: Pair
+    size: int
+    games: int
+    won: int
+    lost: int
+    seconds: tuple[float, ...]
+
+    @property
+    def drawn(self) -> int:
+        return self.games - self.won - self.lost
+
+    @property
+    def rate(self) -> float:
+        """Draws are not won."""
+        return self.won / self.games
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of the rate: 95 %."""
+        return wilson(self.won, self.games, _SURE)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    def row(self) -> dict[str, Any]:
+        low, high = self.bounds
+        lengths = sorted(self.seconds)
+        return {
+            "first": self.pair[0],
+            "second": self.pair[1],
+            "mode": f"{self.size}v{self.size}",
+            "games": self.games,
+            "won": self.won,
+            "lost": self.lost,
+            "drawn": self.drawn,
+            "rate": round(self.rate, 4),
+            "low": round(low, 4),
+            "high": round(high, 4),
+            "seconds": [round(lengths[len(lengths) * k // 4]) for k in (1, 2, 3)],
+        }
+
+
+def ladder(
+    games: int, size: int, seed: int, pairs: Sequence[Pair] = PAIRS, settings: ArenaSettings | None = None
+) -> list[Standing]:
+    """`games` of every pair: half of them line-ups drawn at random, the other half the same ones with the camps exchanged.
+
+    Raises ConfigError for a script that there is not.
+    """
+    results = []
+    for turn, pair in enumerate(pairs):
+        rng = np.random.default_rng([seed, size, turn])
+        matches = []
+        for _ in range((games + 1) // 2):
+            lineup = draw_lineup(rng, size)
+            matches += [Match(who, lineup, int(rng.integers(1 << 31))) for who in (pair, (pair[1], pair[0]))]
+        matches = matches[:games]
+        winners, seconds = play(matches, size, settings)
+        won = sum(winner == number % 2 for number, winner in enumerate(winners))
+        lost = sum(winner == 1 - number % 2 for number, winner in enumerate(winners))
+        results.append(Standing(pair, size, len(matches), won, lost, tuple(seconds)))
+    return results
+
+
+def draw_lineup(rng: np.random.Generator, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Heroes of both camps; none twice in a camp as long as there are enough."""
+    camps = [tuple(IDS[k] for k in rng.choice(len(IDS), size, replace=size > len(IDS))) for _ in range(2)]
+    return camps[0], camps[1]
+
+
+def play(matches: Sequence[Match], size: int, settings: ArenaSettings | None = None) -> tuple[list[int], list[float]]:
+    """Winners (camps, or -1) and lengths in seconds of the game."""
+    winners, seconds = [], []
+    for begun in range(0, len(matches), _AT_ONCE):
+        part = matches[begun : begun + _AT_ONCE]
+        arena = Arena(size, len(part), settings)
+        arena.reset([match.seed for match in part], lineups=[match.lineup for match in part])
+        who = np.array([[place(match.scripts[camp]) for camp in (0, 1) for _ in range(size)] for match in part], np.int8)
+        while not arena.over.all():
+            arena.step(arena.script(who))
+        winners += arena.winner.tolist()
+        seconds += (arena.tick / TICKS_PER_SECOND).tolist()
+    return winners, seconds
+
+
+def place(script: str) -> int:
+    """In SCRIPTS. Raises ConfigError."""
+    if script not in SCRIPTS:
+        raise ConfigError(f"There is no script {script!r}.", did_you_mean(script, SCRIPTS))
+    return SCRIPTS.index(script)
+
+
+def round_robin(games: int, seed: int, script: str = "hard") -> dict[str, Any]:
+    """Every hero against every other, 1v1, `games` of each pair of heroes, half from either side: `wins[i][j]` of i over j."""
+    rng = np.random.default_rng(seed)
+    matches, who = [], []
+    for i in range(len(IDS)):
+        for j in range(i):
+            for number in range(games):
+                a, b = (i, j) if number % 2 == 0 else (j, i)
+                matches.append(Match((script, script), ((IDS[a],), (IDS[b],)), int(rng.integers(1 << 31))))
+                who.append((a, b))
+    winners, seconds = play(matches, 1)
+    wins = np.zeros((len(IDS), len(IDS)), np.int64)
+    for (a, b), winner in zip(who, winners, strict=True):
+        if winner >= 0:
+            wins[(a, b)[winner], (b, a)[winner]] += 1
+    decided = wins + wins.T
+    return {
+        "heroes": [hero.name for hero in HEROES],
+        "wins": wins.tolist(),
+        "rate": {hero.name: round(float(wins[k].sum() / max(1, decided[k].sum())), 3) for k, hero in enumerate(HEROES)},
+        "drawn": int(sum(winner < 0 for winner in winners)),
+        "games": len(matches),
+        "median_s": statistics.median(seconds),
+    }

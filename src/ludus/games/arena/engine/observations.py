@@ -1,0 +1,294 @@
+"""What a hero sees, and what it may do: features and masks, as its own camp sees the field. Kernels."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ludus.core.types import Bools, Floats, Ints32
+from ludus.games.arena.engine.geometry import bush_at, distance, within
+from ludus.games.arena.engine.heroes import ARCHETYPES, H_ARCHETYPE, S_COOLDOWN, S_MANA, SKILL_COLUMNS, SKILLS_AT
+from ludus.games.arena.engine.jit import inner
+from ludus.games.arena.engine.layout import (
+    ALIVE,
+    ATTACK,
+    CAMP,
+    CAST,
+    CAST_LEFT,
+    COOLDOWN_1,
+    COOLDOWN_HEAL,
+    DEATHS,
+    DIRECTIONS,
+    GOLD,
+    HERO,
+    HERO_ROW,
+    HP,
+    ITEMS,
+    KILLS,
+    KIND,
+    KINDS,
+    LENGTH,
+    LEVEL,
+    LIMIT,
+    MANA,
+    MAX_HP,
+    MAX_MANA,
+    MEND,
+    MOVE,
+    RANGE,
+    READY,
+    RECALL,
+    RECALLING,
+    RESPAWN,
+    SEEN,
+    SHIELD,
+    SIZE,
+    SKILL_1,
+    SKILL_2,
+    SKILL_3,
+    SLOW,
+    SPEED,
+    STRIKE,
+    STRUCTURES,
+    STUN,
+    TARGET,
+    TICK,
+    WIDTH,
+    XP,
+    X,
+    Y,
+)
+from ludus.games.arena.engine.rules import (
+    FIRST_WAVE,
+    MAX_ITEMS,
+    MAX_LEVEL,
+    MEND_COOLDOWN,
+    RECALL_TICKS,
+    SECOND,
+    WAVE_EVERY,
+    at_fountain,
+    is_allowed,
+    is_free,
+    is_vulnerable,
+    may_aim,
+    may_strike,
+    needed,
+    observed_slot,
+    price,
+)
+
+ENTITY_FEATURES: Final = (
+    "present",
+    "self",
+    "ally",
+    "enemy",
+    *(f"is {kind}" for kind in KINDS),
+    "dx",
+    "dy",
+    "distance",
+    "x",
+    "y",
+    "health share",
+    "health",
+    "mana share",
+    "level",
+    "attack",
+    "range",
+    "speed",
+    "in my range",
+    "may be attacked",
+    "stunned",
+    "slowed",
+    "casting",
+    "ready to strike",
+    "seen by its enemy",
+    "attacks me",
+    *(f"is {archetype}" for archetype in ARCHETYPES),
+    "items",
+    "shield",
+    "back in",
+)
+FEATURES: Final = len(ENTITY_FEATURES)
+
+SCALAR_FEATURES: Final = (
+    "time",
+    "next wave",
+    "health share",
+    "mana share",
+    "level",
+    "experience",
+    "gold",
+    "items",
+    "cooldown 1",
+    "cooldown 2",
+    "cooldown 3",
+    "cooldown heal",
+    "may use skill 1",
+    "may use skill 2",
+    "may use skill 3",
+    *(f"is {archetype}" for archetype in ARCHETYPES),
+    "own kills",
+    "own deaths",
+    "kills of the camp",
+    "kills of the enemy",
+    "own outer tower",
+    "own inner tower",
+    "own base",
+    "enemy's outer tower",
+    "enemy's inner tower",
+    "enemy's base",
+    "at the fountain",
+    "in a bush",
+    "seen by the enemy",
+    "recalling",
+    "back in",
+    "free to act",
+    "allies alive",
+    "enemies alive",
+    "x",
+    "y",
+)
+SCALARS: Final = len(SCALAR_FEATURES)
+BEYOND_ONE: Final = {
+    "dx": (-5.0, 5.0),
+    "dy": (-2.0, 2.0),
+    "distance": (0.0, 6.0),
+    "health": (0.0, 3.0),
+    "attack": (0.0, 3.0),
+    "shield": (0.0, 3.0),
+    "back in": (0.0, 2.0),
+    "experience": (0.0, 3.0),
+    "gold": (0.0, 3.0),
+    "own kills": (0.0, 10.0),
+    "own deaths": (0.0, 12.0),
+    "kills of the camp": (0.0, 36.0),
+    "kills of the enemy": (0.0, 36.0),
+    "allies alive": (0.0, 1.001),
+    "enemies alive": (0.0, 1.001),
+}
+"""Lowest and highest of the features that are not from 0 to 1, in matches of a usual length."""
+
+_F_KIND = 4
+_F_SPACE = _F_KIND + len(KINDS)
+_F_ARCHETYPE = _F_SPACE + 20
+_SCALE = 20_000.0
+_TIME = 30.0 * SECOND
+
+
+@inner
+def see_unit(units: Ints32, match: Ints32, table: Ints32, h: int, i: int, out: Floats) -> None:
+    """Features of unit i as hero h sees it; nothing but zeros for who is not there, or not seen."""
+    out[:] = 0
+    ally = units[CAMP, i] == units[CAMP, h]
+    if units[KIND, i] == HERO and i < 2 * int(match[SIZE]):
+        out[_F_ARCHETYPE + int(table[units[HERO_ROW, i], H_ARCHETYPE])] = 1.0
+        out[_F_ARCHETYPE + 8] = units[RESPAWN, i] / _TIME
+    if units[ALIVE, i] == 0 or (not ally and units[SEEN, i] == 0):
+        return
+    sign = 1 if units[CAMP, h] == 0 else -1
+    x, y = int(units[X, i]), int(units[Y, i])
+    out[0] = 1.0
+    out[1] = 1.0 if i == h else 0.0
+    out[2] = 1.0 if ally and i != h else 0.0
+    out[3] = 0.0 if ally else 1.0
+    out[_F_KIND + int(units[KIND, i])] = 1.0
+    at = _F_SPACE
+    out[at] = sign * (x - int(units[X, h])) / _SCALE
+    out[at + 1] = sign * (y - int(units[Y, h])) / _SCALE
+    out[at + 2] = distance(units, h, i) / _SCALE
+    out[at + 3] = (x if sign == 1 else LENGTH - x) / LENGTH
+    out[at + 4] = (y if sign == 1 else WIDTH - y) / WIDTH
+    out[at + 5] = units[HP, i] / max(1, int(units[MAX_HP, i]))
+    out[at + 6] = units[HP, i] / 2000.0
+    out[at + 7] = units[MANA, i] / max(1, int(units[MAX_MANA, i]))
+    out[at + 8] = units[LEVEL, i] / MAX_LEVEL
+    out[at + 9] = units[ATTACK, i] / 200.0
+    out[at + 10] = units[RANGE, i] / 10_000.0
+    out[at + 11] = units[SPEED, i] / 300.0
+    out[at + 12] = 1.0 if not ally and within(units, h, i, int(units[RANGE, h])) else 0.0
+    out[at + 13] = 1.0 if is_vulnerable(units, match, i) else 0.0
+    out[at + 14] = min(1.0, units[STUN, i] / SECOND)
+    out[at + 15] = min(1.0, units[SLOW, i] / (2.0 * SECOND))
+    out[at + 16] = 1.0 if units[CAST, i] != 0 else 0.0
+    out[at + 17] = 1.0 if units[READY, i] == 0 else 0.0
+    out[at + 18] = 1.0 if units[SEEN, i] == 1 else 0.0
+    out[at + 19] = 1.0 if units[TARGET, i] == h else 0.0
+    out[_F_ARCHETYPE + 6] = units[ITEMS, i] / MAX_ITEMS
+    out[_F_ARCHETYPE + 7] = units[SHIELD, i] / 500.0
+
+
+@inner
+def see_whole(units: Ints32, match: Ints32, table: Ints32, h: int, out: Floats) -> None:
+    size, camp, row = int(match[SIZE]), int(units[CAMP, h]), int(units[HERO_ROW, h])
+    out[:] = 0
+    out[0] = match[TICK] / match[LIMIT]
+    out[1] = ((FIRST_WAVE - int(match[TICK])) % WAVE_EVERY) / WAVE_EVERY
+    out[2] = units[HP, h] / units[MAX_HP, h]
+    out[3] = units[MANA, h] / units[MAX_MANA, h]
+    out[4] = units[LEVEL, h] / MAX_LEVEL
+    out[5] = min(3.0, units[XP, h] / needed(int(units[LEVEL, h])))  # at the highest level it goes on and leads nowhere
+    out[6] = min(3.0, units[GOLD, h] / price(int(units[ITEMS, h])))
+    out[7] = units[ITEMS, h] / MAX_ITEMS
+    for s in range(3):
+        at = SKILLS_AT + s * SKILL_COLUMNS
+        out[8 + s] = units[COOLDOWN_1 + s, h] / max(1, int(table[row, at + S_COOLDOWN]))
+        out[12 + s] = 1.0 if units[COOLDOWN_1 + s, h] == 0 and units[MANA, h] >= table[row, at + S_MANA] else 0.0
+    out[11] = units[COOLDOWN_HEAL, h] / MEND_COOLDOWN
+    out[15 + int(table[row, H_ARCHETYPE])] = 1.0
+    out[21] = units[KILLS, h] / 10.0
+    out[22] = units[DEATHS, h] / 10.0
+    for i in range(2 * size):
+        own = units[CAMP, i] == camp
+        out[23 if own else 24] += units[KILLS, i] / 10.0
+        out[37 if own else 38] += units[ALIVE, i] / size
+    for which in range(STRUCTURES):
+        s = 2 * size + camp * STRUCTURES + which
+        out[25 + which] = units[HP, s] / units[MAX_HP, s]
+        s = 2 * size + (1 - camp) * STRUCTURES + which
+        out[28 + which] = units[HP, s] / units[MAX_HP, s]
+    x, y = int(units[X, h]), int(units[Y, h])
+    out[31] = 1.0 if at_fountain(units, h) else 0.0
+    out[32] = 1.0 if bush_at(x, y) >= 0 else 0.0
+    out[33] = 1.0 if units[SEEN, h] == 1 else 0.0
+    out[34] = 1.0 - units[CAST_LEFT, h] / RECALL_TICKS if units[CAST, h] == RECALLING else 0.0
+    out[35] = units[RESPAWN, h] / _TIME
+    out[36] = 1.0 if is_free(units, h) else 0.0
+    out[39] = (x if camp == 0 else LENGTH - x) / LENGTH
+    out[40] = (y if camp == 0 else WIDTH - y) / WIDTH
+
+
+@inner
+def allow(units: Ints32, match: Ints32, table: Ints32, h: int, mask: Bools, target_mask: Bools) -> None:
+    """`mask`: the options of all heads, side by side; `target_mask[3, U]`: the targets of attack, skill 1 and skill 3.
+
+    Every head has an option: what does not matter now has its first.
+    """
+    rows = target_mask.shape[1]
+    mask[:] = False
+    target_mask[:] = False
+    move, skill, target = RECALL + 1, RECALL + 1 + DIRECTIONS, RECALL + 1 + 2 * DIRECTIONS
+    mask[0] = mask[move] = mask[skill] = True
+    found_any = False
+    if is_free(units, h):
+        casts_1 = is_allowed(units, match, table, h, SKILL_1)
+        casts_3 = is_allowed(units, match, table, h, SKILL_3)
+        for row in range(rows):
+            j = observed_slot(match, h, row)
+            if units[ALIVE, j] == 0:
+                continue
+            if may_strike(units, match, h, j):
+                target_mask[0, row] = mask[STRIKE] = mask[target + row] = found_any = True
+            if casts_1 and may_aim(units, match, table, h, 1, j):
+                target_mask[1, row] = mask[SKILL_1] = mask[target + row] = found_any = True
+            if casts_3 and may_aim(units, match, table, h, 3, j):
+                target_mask[2, row] = mask[SKILL_3] = mask[target + row] = found_any = True
+        mask[MOVE] = True
+        for d in range(DIRECTIONS):
+            mask[move + d] = True
+        if is_allowed(units, match, table, h, SKILL_2):
+            mask[SKILL_2] = True
+            for d in range(DIRECTIONS):
+                mask[skill + d] = True
+        mask[MEND] = is_allowed(units, match, table, h, MEND)
+        mask[RECALL] = is_allowed(units, match, table, h, RECALL)
+    if not found_any:
+        mask[target] = True

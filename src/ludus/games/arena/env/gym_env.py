@@ -1,0 +1,207 @@
+"""The Arena as Gymnasium environments: heroes of many matches stepped together, or a single hero of a single match.
+
+gymnasium.make_vec("ludus/Arena-1v1-v0", 64, opponent="medium")
+ArenaVectorEnv(96, mode="3v3", opponent={"self": 0.6, "past": 0.2, "medium": 0.2}, whole=True)
+gymnasium.make("ludus/Arena-1v1-v0", opponent=["easy", "hard"], side=0, lineup=[["mage"], ["tank"]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from ludus.core.types import Bools, Floats, Ints32
+from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, SELF, groups
+from ludus.errors import ConfigError
+from ludus.games.arena.bots.bots import SCRIPTS
+from ludus.games.arena.engine.layout import TICKS_PER_SECOND
+from ludus.games.arena.env.seats import CAMPS, STATISTICS, Observation, Options, Seats, action_space, observation_space, row_of
+
+Actions = npt.NDArray[np.integer]
+RENDER_WIDTH: Final = 1280
+_RENDER_MODES: Final = ("rgb_array",)
+
+
+class ArenaVectorEnv(gym.vector.VectorEnv[Observation, Actions, Any]):
+    """Rows that each play one hero. A *group* is the rows of one side of a match, as many as it has heroes.
+
+    With a script as its opponent every group has a match of its own; with `self` groups 2k and 2k + 1 play each other; shares of
+    both, and of `past`, are dealt out over the groups for good. Rows that play for `past` come after the `num_envs` that were asked for
+    and are marked in `opponent_rows`: whoever plays them is not learned from. What remains of a group that is not whole has
+    scripts beside it.
+
+    After the end of a match the next step only begins a new one (next-step autoreset). Observations are arrays of their own.
+    """
+
+    only_training: Final = ("repeat", "states", "matchmaking")
+    """Evaluations play whole matches, and those that were asked for."""
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        mode: str | int = 1,
+        render_mode: str | None = None,
+        render_width: int = RENDER_WIDTH,
+        **keywords: Any,
+    ) -> None:
+        """Keywords: `Options`. Raises ConfigError."""
+        options = Options(mode=mode, **keywords)
+        size = options.size
+        self.pictures = Pictures(size, render_mode, render_width)
+        self.metadata = metadata(options) | {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.render_mode = render_mode
+        self.kinds, seated, opposed = _dealt(num_envs, size, options.shares)
+        """Of each match: `self`, `past`, or that a script plays."""
+        self.seats = Seats(options, seated, opposed)
+        self.num_envs = self.seats.rows
+        self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
+        self.group_rows = size
+        whole = np.arange(self.num_envs) < num_envs // size * size
+        self._tells: Bools = whole & (np.arange(self.num_envs) % size == 0)
+        """Whether a match was won is told once by each whole group, however many heroes it has."""
+        against = [kind.removeprefix(RULE) for kind in options.shares if kind != SELF]  # the same for any number of rows
+        told = [f"{how}/{who}" for who in against for how in ("win", "loss")]
+        self.result_names = (*told, "seconds", *STATISTICS, *((PAST_VERSION,) if PAST in options.shares else ()))
+        """What `infos` says of matches that are over: against whom they were won or lost, how long they took, and of heroes."""
+        self.single_observation_space = observation_space(size, whole=options.whole)
+        self.single_action_space = action_space(size)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """`seed`: of the first match, the others follow; or one for each match."""
+        matches = self.seats.arena.matches
+        if seed is None or isinstance(seed, (int, np.integer)):
+            seed = [None if seed is None else int(seed) + m for m in range(matches)]
+        if len(seed) != matches:
+            raise ConfigError(f"{len(seed)} seeds for {matches} matches.", "One for each.")
+        self.seats.seed(seed)
+        self.seats.begin()
+        return self.seats.observe(), {}
+
+    def step(self, actions: Actions) -> tuple[Observation, Floats, Bools, Bools, dict[str, Any]]:
+        over = self.seats.over()
+        reward, terminated, truncated = self.seats.step(actions)
+        infos: dict[str, Any] = {}
+        ended = terminated | truncated
+        if ended.any():
+            result = self.seats.result()
+            for name, values in result.items():
+                infos[name], infos[f"_{name}"] = np.where(ended, values, 0), ended
+            infos |= self._told(result, ended)
+        if len(over):
+            self.seats.begin(over)
+        return self.seats.observe(), reward, terminated, truncated, infos
+
+    def set_timesteps(self, timesteps: int) -> None:
+        """Of training: rewards may change with it."""
+        self.seats.set_timesteps(timesteps)
+
+    def _told(self, result: Mapping[str, npt.NDArray[Any]], ended: Bools) -> dict[str, Any]:
+        """The results by whom the matches were played against; `self` always wins and loses."""
+        matches = self.seats.match_of
+        against = np.array([kind or SCRIPTS[int(script)] for kind, script in zip(self.kinds, self.seats.script_of, strict=True)])
+        told = {"seconds": result["ticks"] / TICKS_PER_SECOND, "_seconds": ended}
+        for name in (name for name in self.result_names if "/" in name):
+            how, _, who = name.partition("/")
+            told[name] = (result["won"] == (1 if how == "win" else -1)).astype(np.float32)
+            told[f"_{name}"] = ended & self._tells & (against[matches] == who)
+        if PAST_VERSION in self.result_names:
+            told[PAST_VERSION], told[f"_{PAST_VERSION}"] = (
+                np.zeros(self.num_envs),
+                ended & self._tells & (against[matches] == PAST),
+            )
+        return told
+
+    def render(self) -> tuple[Any, ...] | None:
+        """A picture of every row's match."""
+        if self.render_mode is None:
+            return None
+        arena = self.seats.arena
+        pictures = [self.pictures.of(arena.units[m], arena.match[m]) for m in range(arena.matches)]
+        return tuple(pictures[m] for m in self.seats.match_of)
+
+
+def _dealt(rows: int, size: int, shares: Mapping[str, float]) -> tuple[list[str], list[range], list[range]]:
+    """Of each match: the kind of its opponent (empty: a script), who sits in it, and who sits opposite as `past`."""
+    by_script = sum(share for kind, share in shares.items() if kind.startswith(RULE))
+    by_kind = {SELF: shares.get(SELF, 0.0), PAST: shares.get(PAST, 0.0), "": by_script}  # `self` first: its groups are pairs
+    dealt = groups(rows // size, by_kind, stand_in="")
+    matches = [kind for i, kind in enumerate(dealt) if kind != SELF or i % 2 == 0]
+    seated = [range(2 * size if kind == SELF else size) for kind in matches]
+    opposed = [range(size, 2 * size) if kind == PAST else range(0) for kind in matches]
+    if rows % size:
+        matches, seated, opposed = [*matches, ""], [*seated, range(rows % size)], [*opposed, range(0)]
+    return matches, seated, opposed
+
+
+class ArenaEnv(gym.Env[Observation, Actions]):
+    """One hero of one match."""
+
+    metadata = {"render_modes": list(_RENDER_MODES), "render_fps": TICKS_PER_SECOND // 3}  # noqa: RUF012 - Gymnasium declares it so
+
+    def __init__(self, *, render_mode: str | None = None, render_width: int = RENDER_WIDTH, **keywords: Any) -> None:
+        """Keywords: `Options`, but for its mode. Raises ConfigError."""
+        options = Options(mode=1, **keywords)
+        if any(not kind.startswith(RULE) for kind in options.shares):
+            raise ConfigError(
+                f"A single match of one hero has the opponent {options.opponent!r}.",
+                "Scripts alone; vectors play against themselves.",
+            )
+        self.pictures = Pictures(1, render_mode, render_width)
+        self.metadata, self.render_mode = metadata(options), render_mode
+        self.seats = Seats(options, [(0,)])
+        self.observation_space, self.action_space = observation_space(1, whole=options.whole), action_space(1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seats.seed([seed])
+        self.seats.begin()
+        return self._seen(), self._info()
+
+    def step(self, action: Actions) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        reward, terminated, truncated = self.seats.step(np.asarray(action)[None])
+        return self._seen(), float(reward[0]), bool(terminated[0]), bool(truncated[0]), self._info()
+
+    def render(self) -> Any:
+        arena = self.seats.arena
+        return None if self.render_mode is None else self.pictures.of(arena.units[0], arena.match[0])
+
+    def _seen(self) -> Observation:
+        seen: Observation = row_of(self.seats.observe(), 0)
+        return seen
+
+    def _info(self) -> dict[str, Any]:
+        return {name: int(values[0]) for name, values in self.seats.result().items()}
+
+
+def metadata(options: Options) -> dict[str, Any]:
+    return {"render_modes": list(_RENDER_MODES), "render_fps": max(1, TICKS_PER_SECOND // options.every)}
+
+
+class Pictures:
+    """Of matches of `size` against `size`. The painter is made for the first: it brings Pillow, which only pictures need."""
+
+    def __init__(self, size: int, render_mode: str | None, width: int) -> None:
+        if render_mode is not None and render_mode not in _RENDER_MODES:
+            raise ConfigError(f"The Arena has no render_mode {render_mode!r}.", f"It has {', '.join(_RENDER_MODES)}.")
+        self._size, self._width = size, width
+        self._painter: Any = None
+
+    def of(self, units: Ints32, match: Ints32) -> Any:
+        """uint8 [height, width, 3]."""
+        if self._painter is None:
+            from ludus.games.arena.render.renderer import Painter
+
+            first, second = (name.capitalize() for name in CAMPS)
+            self._painter = Painter(self._size, self._width, names=(first, second))
+        return self._painter.rgb(units, match)

@@ -1,0 +1,349 @@
+"""A surface to draw on: smooth shapes and text in the measures of a design, whatever the size of the picture.
+
+Everything is drawn twice as large as it is shown and averaged at the end, which makes edges smooth and moves things by half pixels.
+The letters are those that come with matplotlib: the same on every machine, so that the same state is the same picture.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from ludus.core.tree import Array
+from ludus.errors import MissingExtra
+
+OVERSAMPLING: Final = 2
+_SPRITE_OVERSAMPLING: Final = 4
+_TEXTS: Final = 1024  # that are kept; a picture has about a hundred
+_SPRITES: Final = 512
+_REGIONS: Final = 1024  # of some 10 kB each
+
+Colour = tuple[int, ...]
+"""Red, green, blue, and if it is translucent its opacity."""
+Anchor = Literal["left", "middle", "right"]
+Point = tuple[float, float]
+
+
+def mixed(a: Colour, b: Colour, share: float) -> Colour:
+    """`share` of b, the rest of a."""
+    return tuple(round(x + (y - x) * share) for x, y in zip(a[:3], b[:3], strict=True))
+
+
+def faded(colour: Colour, opacity: float) -> Colour:
+    return (*colour[:3], round(255 * max(0.0, min(1.0, opacity))))
+
+
+def lay(target: Image.Image, source: Image.Image | Colour, at: tuple[int, int], mask: Image.Image | None = None) -> None:
+    """As `target.paste(source, at, mask)`, which takes three times as long for a small source: a picture has over a hundred of them. Both
+    images are in memory, of the same mode (or the source has opacity and is its own mask)."""
+    sized = mask if mask is not None else source
+    assert isinstance(sized, Image.Image)
+    box = at[0], at[1], at[0] + sized.width, at[1] + sized.height
+    core: Any = target.im
+    found = source.im if isinstance(source, Image.Image) else source
+    if mask is None:
+        core.paste(found, box)
+    else:
+        core.paste(found, box, mask.im)
+
+
+class Marks(Protocol):
+    """Is told which pixels of the image are painted on, margins included."""
+
+    def mark(self, left: float, top: float, right: float, bottom: float) -> None: ...
+
+
+class Canvas:
+    """`scale`: pixels of the finished picture for one of the design. `origin`: where in the whole picture the image begins, in
+    oversampled pixels, both even; what is painted outside of it is clipped."""
+
+    def __init__(
+        self,
+        ground: Image.Image,
+        scale: float,
+        store: Store | None = None,
+        origin: tuple[int, int] = (0, 0),
+        marks: Marks | None = None,
+    ) -> None:
+        self.image = ground
+        self.k = scale * OVERSAMPLING
+        self.store = store or Store()
+        self._left, self._top = origin
+        self._marks = marks
+        self._draw = ImageDraw.Draw(ground, "RGBA")
+        self._opaque = ImageDraw.Draw(ground)
+        """Does not blend, which takes a tenth of the time."""
+
+    def pixel(self, at: Point) -> Point:
+        """Where a point of the design is in the image."""
+        return at[0] * self.k - self._left, at[1] * self.k - self._top
+
+    def mark(self, left: float, top: float, right: float, bottom: float) -> None:
+        if self._marks is not None:
+            self._marks.mark(left - 1, top - 1, right + 1, bottom + 1)
+
+    def _square(self, at: Point, radius: float) -> tuple[float, float, float, float]:
+        """Around a circle; marked."""
+        r = radius * self.k
+        x, y = at[0] * self.k - self._left, at[1] * self.k - self._top
+        self.mark(x - r, y - r, x + r, y + r)
+        return x - r, y - r, x + r, y + r
+
+    # -- shapes -------------------------------------------------------------------------------------------------------
+
+    def circle(self, at: Point, radius: float, fill: Colour | None = None, edge: Colour | None = None, width: float = 1) -> None:
+        self._draw.ellipse(self._square(at, radius), fill, edge, max(1, round(width * self.k)) if edge else 0)
+
+    def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
+        """Angles in degrees, clockwise from three o'clock."""
+        self._draw.arc(self._square(at, radius), start, end, colour, max(1, round(width * self.k)))
+
+    def pie(self, at: Point, radius: float, start: float, end: float, colour: Colour) -> None:
+        self._draw.pieslice(self._square(at, radius), start, end, colour)
+
+    def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
+        """A broken circle."""
+        step = 360 / count
+        for i in range(count):
+            start = turn + i * step
+            self.arc(at, radius, start, start + step * 0.55, colour, width)
+
+    def line(self, a: Point, b: Point, colour: Colour, width: float) -> None:
+        (ax, ay), (bx, by), thick = self.pixel(a), self.pixel(b), max(1, round(width * self.k))
+        self.mark(min(ax, bx) - thick, min(ay, by) - thick, max(ax, bx) + thick, max(ay, by) + thick)
+        self._draw.line((ax, ay, bx, by), colour, thick)
+
+    def polygon(self, points: Sequence[Point], fill: Colour | None, edge: Colour | None = None, width: float = 1) -> None:
+        scaled = [(x * self.k - self._left, y * self.k - self._top) for x, y in points]
+        thick = max(1, round(width * self.k)) if edge is not None else 0
+        across, down = [x for x, _ in scaled], [y for _, y in scaled]
+        self.mark(min(across) - thick, min(down) - thick, max(across) + thick, max(down) + thick)
+        self._draw.polygon(scaled, fill)
+        if edge is not None:
+            self._draw.line([*scaled, scaled[0]], edge, thick, joint="curve")
+
+    def box(
+        self,
+        left: float,
+        top: float,
+        width: float,
+        height: float,
+        fill: Colour | None = None,
+        edge: Colour | None = None,
+        round_by: float = 0.0,
+        edge_width: float = 1,
+    ) -> None:
+        k, dx, dy = self.k, self._left, self._top
+        where = (
+            round(left * k) - dx,
+            round(top * k) - dy,
+            round((left + width) * k) - dx - 1,
+            round((top + height) * k) - dy - 1,
+        )
+        if where[2] < where[0] or where[3] < where[1]:
+            return
+        self.mark(*where)
+        if fill is not None and len(fill) == 3 and edge is None and not round_by:
+            self._opaque.rectangle(where, fill)
+            return
+        thick = max(1, round(edge_width * k)) if edge else 0
+        if round_by:
+            self._draw.rounded_rectangle(where, round_by * k, fill, edge, thick)
+        else:
+            self._draw.rectangle(where, fill, edge, thick)
+
+    def tint(self, colour: Colour, upper_left: Point, lower_right: Point, opacity: Image.Image) -> None:
+        """Lay a colour over a rectangle; `opacity` ("L") is stretched to it."""
+        (left, top), (right, bottom) = self.pixel(upper_left), self.pixel(lower_right)
+        box = round(left), round(top), round(right), round(bottom)
+        self.mark(*box)
+        self.image.paste(colour, box, opacity.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.BILINEAR))
+
+    # -- text and sprites ---------------------------------------------------------------------------------------------
+
+    def text(
+        self, at: Point, text: str, size: float, colour: Colour, anchor: Anchor = "left", bold: bool = True, halo: float = 0.0
+    ) -> None:
+        """Centred vertically on `at`; `halo`: a dark rim, so that it can be read on anything."""
+        mask, rise = self.store.text(text, max(1, round(size * self.k)), bold, 0)
+        x, y = self.pixel(at)
+        x, y = x - {"left": 0.0, "middle": mask.width / 2, "right": float(mask.width)}[anchor], y - rise
+        self.mark(x, y, x + mask.width, y + mask.height)
+        if halo:
+            rim = max(1, round(halo * self.k))
+            shade, _ = self.store.text(text, max(1, round(size * self.k)), bold, rim)
+            self.mark(x - rim, y - rim, x - rim + shade.width, y - rim + shade.height)
+            lay(self.image, (8, 12, 16), (round(x) - rim, round(y) - rim), shade)
+        lay(self.image, colour[:3], (round(x), round(y)), mask)
+
+    def text_width(self, text: str, size: float, bold: bool = True) -> float:
+        return self.store.text(text, max(1, round(size * self.k)), bold, 0)[0].width / self.k
+
+    def cached(self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[], None]) -> None:
+        """Paint a rectangle of this canvas, or bring back what `paint` has painted there for the same key. What lies below must always be
+        the same."""
+        (x, y), (width, height) = self.pixel(upper_left), size
+        left, top = math.floor(x), math.floor(y)
+        right, bottom = math.ceil(x + width * self.k), math.ceil(y + height * self.k)
+        whole = (*key, left, top, self._left, self._top)
+        found = self.store.region(whole)
+        if found is None:
+            paint()
+            self.store.keep_region(whole, self.image.crop((left, top, right, bottom)))
+        else:
+            self.mark(left, top, right, bottom)
+            lay(self.image, found, (left, top))
+
+    def sprite(self, key: tuple[object, ...], at: Point, half: float, paint: Callable[[SpriteCanvas], None]) -> None:
+        """Paint once, show often: `paint` draws into a square from −half to half, and is told apart from others by its key."""
+        image = self.store.sprite((*key, half), half * self.k, half, paint)
+        x, y = self.pixel(at)
+        left, top = round(x - image.width / 2), round(y - image.height / 2)
+        self.mark(left, top, left + image.width, top + image.height)
+        lay(self.image, image, (left, top), image)
+
+    def label(
+        self, key: tuple[object, ...], upper_left: Point, size: Point, paint: Callable[[Canvas, Point], None], margin: float = 0.0
+    ) -> None:
+        """Paint once, show often: `paint` draws onto a transparent canvas, where the upper left corner is told to it."""
+        image = self.store.region(key)
+        if image is None:
+            pixels = [math.ceil((side + 2 * margin) * self.k) for side in size]
+            image = Image.new("RGBA", (pixels[0], pixels[1]))
+            paint(Canvas(image, self.k / OVERSAMPLING, self.store), (margin, margin))
+            self.store.keep_region(key, image)
+        x, y = self.pixel((upper_left[0] - margin, upper_left[1] - margin))
+        left, top = round(x), round(y)
+        self.mark(left, top, left + image.width, top + image.height)
+        lay(self.image, image, (left, top), image)
+
+
+class Store:
+    """Texts and sprites that were drawn before, the newest of them. Of one scale."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[tuple[str, int, bool, int], tuple[Image.Image, float]] = OrderedDict()
+        self._sprites: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
+        self._regions: OrderedDict[tuple[object, ...], Image.Image] = OrderedDict()
+
+    def text(self, text: str, size: int, bold: bool, rim: int) -> tuple[Image.Image, float]:
+        """Its opacity, and how far its middle is below its upper edge."""
+        key = text, size, bold, rim
+        found = self._texts.get(key)
+        if found is None:
+            font = _font(size, bold)
+            width = max(1, math.ceil(font.getlength(text)))
+            ascent, descent = font.getmetrics()
+            mask = Image.new("L", (width + 2 * rim, ascent + descent + 2 * rim))
+            ImageDraw.Draw(mask).text((rim, rim), text, 255, font, stroke_width=rim)
+            found = mask, ascent - 0.36 * size  # capitals are 0.73 of the size high
+            self._texts[key] = found
+            if len(self._texts) > _TEXTS:
+                self._texts.popitem(last=False)
+        else:
+            self._texts.move_to_end(key)
+        return found
+
+    def region(self, key: tuple[object, ...]) -> Image.Image | None:
+        found = self._regions.get(key)
+        if found is not None:
+            self._regions.move_to_end(key)
+        return found
+
+    def keep_region(self, key: tuple[object, ...], image: Image.Image) -> None:
+        self._regions[key] = image
+        if len(self._regions) > _REGIONS:
+            self._regions.popitem(last=False)
+
+    def sprite(
+        self, key: tuple[object, ...], half_pixels: float, half: float, paint: Callable[[SpriteCanvas], None]
+    ) -> Image.Image:
+        found = self._sprites.get(key)
+        if found is None:
+            side = 2 * math.ceil(half_pixels)
+            large = Image.new("RGBA", (side * _SPRITE_OVERSAMPLING, side * _SPRITE_OVERSAMPLING))
+            canvas = SpriteCanvas(large, side * _SPRITE_OVERSAMPLING / (2 * half), half)
+            paint(canvas)
+            found = canvas.image.reduce(_SPRITE_OVERSAMPLING)
+            self._sprites[key] = found
+            if len(self._sprites) > _SPRITES:
+                self._sprites.popitem(last=False)
+        else:
+            self._sprites.move_to_end(key)
+        return found
+
+
+class SpriteCanvas(Canvas):
+    """Its origin is in its middle. Translucent layers are laid over one another, which drawing into an RGBA image does not do."""
+
+    def __init__(self, image: Image.Image, k: float, half: float) -> None:
+        super().__init__(image, k / OVERSAMPLING)
+        self._half = half
+
+    def _over(self, draw: Callable[[Canvas], None]) -> None:
+        layer = Canvas(Image.new("RGBA", self.image.size), self.k / OVERSAMPLING)
+        draw(layer)
+        self.image.alpha_composite(layer.image)
+
+    def _at(self, at: Point) -> Point:
+        return at[0] + self._half, at[1] + self._half
+
+    def circle(self, at: Point, radius: float, fill: Colour | None = None, edge: Colour | None = None, width: float = 1) -> None:
+        self._over(lambda layer: layer.circle(self._at(at), radius, fill, edge, width))
+
+    def arc(self, at: Point, radius: float, start: float, end: float, colour: Colour, width: float) -> None:
+        self._over(lambda layer: layer.arc(self._at(at), radius, start, end, colour, width))
+
+    def dashes(self, at: Point, radius: float, colour: Colour, width: float, count: int, turn: float = 0.0) -> None:
+        self._over(lambda layer: layer.dashes(self._at(at), radius, colour, width, count, turn))
+
+    def line(self, a: Point, b: Point, colour: Colour, width: float) -> None:
+        self._over(lambda layer: layer.line(self._at(a), self._at(b), colour, width))
+
+    def polygon(self, points: Sequence[Point], fill: Colour | None, edge: Colour | None = None, width: float = 1) -> None:
+        self._over(lambda layer: layer.polygon([self._at(point) for point in points], fill, edge, width))
+
+    def glow(self, radius: float, colour: Colour, opacity: float, power: float = 2.0) -> None:
+        """Light around the middle that fades outwards."""
+        side = self.image.width
+        offsets = (np.arange(side) + 0.5 - side / 2) / (radius * self.k)
+        distance = np.sqrt(offsets[:, None] ** 2 + offsets[None, :] ** 2)
+        strength = np.clip(1.0 - distance, 0.0, 1.0) ** power * opacity
+        self.image.alpha_composite(_tinted(strength, colour))
+
+    def shade(self, at: Point, radius: float, opacity: float) -> None:
+        """A soft shadow on the ground."""
+        side = self.image.width
+        reach = (np.arange(side) + 0.5 - side / 2) / self.k
+        distance = np.hypot((reach - at[0])[None, :], (reach - at[1])[:, None]) / radius
+        strength = np.clip((1.0 - distance) * 2.5, 0.0, 1.0) * opacity
+        self.image.alpha_composite(_tinted(strength, (0, 0, 0)))
+
+
+def _tinted(strength: Array, colour: Colour) -> Image.Image:
+    pixels = np.empty((*strength.shape, 4), np.uint8)
+    pixels[..., :3] = colour[:3]
+    pixels[..., 3] = (strength * 255).astype(np.uint8)
+    return Image.fromarray(pixels, "RGBA")
+
+
+@lru_cache(maxsize=64)
+def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
+    path = _letters() / ("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf")
+    return ImageFont.truetype(str(path), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+@lru_cache(maxsize=1)
+def _letters() -> Path:
+    spec = importlib.util.find_spec("matplotlib")  # found, not imported: that would take longer than the picture
+    if spec is None or spec.origin is None:
+        raise MissingExtra("Pictures need matplotlib, for its letters.", "pip install matplotlib")
+    return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"

@@ -1,0 +1,318 @@
+"""From network outputs to actions: one distribution per action space, hybrid ones composed of parts.
+
+A distribution is a pure function of (outputs, mask, noise). The noise is an argument, so that a policy is reproducible, can
+be exported with its randomness outside, and a sampler may draw the noise of a whole segment at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ludus.core.spaces import ArraySpec, array_spec
+from ludus.core.tree import Tree
+from ludus.errors import ConfigError
+
+MASKED = -1e9  # finite, so that probability·log-probability of a masked option is 0 and never NaN
+_LOG_STD_RANGE = (-20.0, 2.0)
+_INT64 = np.dtype(np.int64)
+_RARE = 1e-12  # a probability that is taken for 0: its logarithm is a number
+
+
+class Distribution(Protocol):
+    """Sizes are per row; every tensor may have any leading dimensions."""
+
+    num_outputs: int
+    noise_size: int
+    mask_size: int
+    free_outputs: list[int]
+    """Outputs that need not depend on the observation: the log standard deviations."""
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard noise of shape [*lead, noise_size]."""
+        ...
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        """(action, log-probability); without noise the most probable action."""
+        ...
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of given actions."""
+        ...
+
+    def to_environment(self, action: Tree) -> Tree:
+        """NumPy actions as the environment takes them: shifted, scaled and clipped into the space."""
+        ...
+
+
+def make_distribution(space: gym.Space[Any], where: str = "action") -> Distribution:
+    if isinstance(space, gym.spaces.Discrete):
+        return Categorical(int(space.n), int(space.start), np.dtype(space.dtype))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return MultiCategorical(space.nvec, np.asarray(space.start))
+    if isinstance(space, gym.spaces.MultiBinary):
+        return Bernoulli(array_spec(space))
+    if isinstance(space, gym.spaces.Box):
+        if not np.issubdtype(space.dtype, np.floating):
+            raise ConfigError(f"{where} is a Box of {space.dtype}.", "Use MultiDiscrete for whole numbers.")
+        return Gaussian(space)
+    if isinstance(space, gym.spaces.Dict):
+        keys = sorted(space.spaces)
+        return Composite(keys, [make_distribution(space.spaces[key], f"{where}.{key}") for key in keys])
+    if isinstance(space, gym.spaces.Tuple):
+        return Composite(None, [make_distribution(item, f"{where}.{i}") for i, item in enumerate(space.spaces)])
+    raise ConfigError(
+        f"{where} is a {type(space).__name__} space; actions may be Discrete, MultiDiscrete, MultiBinary, Box, Dict, Tuple."
+    )
+
+
+def make_values(space: gym.Space[Any]) -> EpsilonGreedy:
+    """How actions are chosen by what they are worth."""
+    if not isinstance(space, gym.spaces.Discrete):
+        raise ConfigError(
+            f"DQN learns what each action is worth, which needs Discrete actions; these are {space}.",
+            "Use PPO, APPO or IMPALA, or make the actions discrete by a wrapper.",
+        )
+    return EpsilonGreedy(int(space.n), int(space.start), np.dtype(space.dtype))
+
+
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.empty(shape).exponential_(generator=generator).log_().neg_()
+
+
+def categorical(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    log_p = F.log_softmax(logits, dim=-1)
+    choice = (log_p if noise is None else log_p + noise).argmax(dim=-1)  # the Gumbel-max trick
+    return choice, log_p.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+
+
+def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return logits if mask is None else torch.where(mask, logits, MASKED)
+
+
+class Categorical:
+    def __init__(self, n: int, start: int = 0, dtype: np.dtype[Any] = _INT64) -> None:
+        self.num_outputs = self.noise_size = self.mask_size = n
+        self.free_outputs: list[int] = []
+        self._start, self._dtype = start, dtype
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return gumbel((*lead, self.noise_size), generator)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        return categorical(masked(outputs, mask), noise)
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_p = F.log_softmax(masked(outputs, mask), dim=-1)
+        log_prob = log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return log_prob, -(log_p.exp() * log_p).sum(dim=-1)
+
+    def to_environment(self, action: Tree) -> Tree:
+        return (action + self._start if self._start else action).astype(self._dtype, copy=False)
+
+
+class EpsilonGreedy(nn.Module):
+    """The action that is worth most or, with probability `epsilon`, any of the allowed ones; outputs are what each is worth.
+
+    `epsilon` is a buffer: part of the weights, so that it reaches whoever acts with them. Noise is uniform in [0, 1): its first
+    number explores from 1 − epsilon on, the others choose by the largest. So none is greedy, and less of it explores less.
+    """
+
+    epsilon: Tensor
+
+    def __init__(self, n: int, start: int = 0, dtype: np.dtype[Any] = _INT64) -> None:
+        super().__init__()
+        self.num_outputs = self.mask_size = n
+        self.noise_size = 1 + n
+        self.free_outputs: list[int] = []
+        self._start, self._dtype = start, dtype
+        self.register_buffer("epsilon", torch.ones(()))
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.empty((*lead, self.noise_size)).uniform_(generator=generator)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        best = masked(outputs, mask).argmax(dim=-1)
+        chosen = best
+        if noise is not None:
+            wanders = noise[..., 0] > 1 - self.epsilon
+            chosen = torch.where(wanders, masked(noise[..., 1:], mask).argmax(dim=-1), best)
+        return chosen, self._log_prob(chosen == best, self._any(mask))
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        each = self._any(mask)
+        best = masked(outputs, mask).argmax(dim=-1)
+        count = self.num_outputs if mask is None else mask.sum(dim=-1)
+        greedy, other = 1 - self.epsilon + each, each
+        entropy = -(greedy * greedy.clamp(min=_RARE).log() + (count - 1) * other * other.clamp(min=_RARE).log())
+        return self._log_prob(action == best, each), entropy.expand(best.shape)
+
+    def best(self, outputs: Tensor, mask: Tensor | None) -> Tensor:
+        """What the best allowed action is worth."""
+        return masked(outputs, mask).amax(dim=-1)
+
+    def _any(self, mask: Tensor | None) -> Tensor:
+        """The probability with which exploration takes one certain action."""
+        return self.epsilon / (self.num_outputs if mask is None else mask.sum(dim=-1))
+
+    def _log_prob(self, greedy: Tensor, each: Tensor) -> Tensor:
+        return torch.where(greedy, 1 - self.epsilon + each, each).clamp(min=_RARE).log()
+
+    def to_environment(self, action: Tree) -> Tree:
+        return (action + self._start if self._start else action).astype(self._dtype, copy=False)
+
+
+class MultiCategorical:
+    def __init__(self, nvec: np.ndarray[Any, Any], start: np.ndarray[Any, Any]) -> None:
+        self._shape = nvec.shape
+        self._sizes = [int(n) for n in nvec.reshape(-1)]
+        self._start = start
+        self.num_outputs = self.noise_size = self.mask_size = sum(self._sizes)
+        self.free_outputs: list[int] = []
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return gumbel((*lead, self.noise_size), generator)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        logits = masked(outputs, mask).split(self._sizes, dim=-1)
+        noises = noise.split(self._sizes, dim=-1) if noise is not None else [None] * len(logits)
+        picks = [categorical(part, n) for part, n in zip(logits, noises, strict=True)]
+        action = torch.stack([choice for choice, _ in picks], dim=-1)
+        log_prob = torch.stack([lp for _, lp in picks], dim=-1).sum(dim=-1)
+        return action.unflatten(-1, self._shape), log_prob
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        flat = action.flatten(-len(self._shape))
+        log_probs, entropies = [], []
+        for i, part in enumerate(masked(outputs, mask).split(self._sizes, dim=-1)):
+            log_p = F.log_softmax(part, dim=-1)
+            log_probs.append(log_p.gather(-1, flat[..., i : i + 1]).squeeze(-1))
+            entropies.append(-(log_p.exp() * log_p).sum(dim=-1))
+        return torch.stack(log_probs, dim=-1).sum(dim=-1), torch.stack(entropies, dim=-1).sum(dim=-1)
+
+    def to_environment(self, action: Tree) -> Tree:
+        return (action + self._start if self._start.any() else action).astype(self._start.dtype, copy=False)
+
+
+class Bernoulli:
+    """Independent bits; a mask entry of False keeps its bit at 0."""
+
+    def __init__(self, spec: ArraySpec) -> None:
+        self._shape = spec.shape
+        self.num_outputs = self.noise_size = self.mask_size = math.prod(spec.shape)
+        self.free_outputs: list[int] = []
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        uniform = torch.empty((*lead, self.noise_size)).uniform_(1e-7, 1 - 1e-7, generator=generator)
+        return torch.logit(uniform)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        logits = masked(outputs, mask)
+        bits = (logits if noise is None else logits + noise) > 0
+        return bits.to(torch.int8).unflatten(-1, self._shape), self._log_prob(logits, bits)
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = masked(outputs, mask)
+        p = torch.sigmoid(logits)
+        entropy = -(p * F.logsigmoid(logits) + (1 - p) * F.logsigmoid(-logits))
+        return self._log_prob(logits, action.flatten(-len(self._shape)) > 0), entropy.sum(dim=-1)
+
+    @staticmethod
+    def _log_prob(logits: Tensor, bits: Tensor) -> Tensor:
+        # −softplus(−x) is logsigmoid(x); as ONNX the latter would be log(sigmoid(x)), which is −∞ from −88 on.
+        return -F.softplus(torch.where(bits, -logits, logits)).sum(dim=-1)
+
+    def to_environment(self, action: Tree) -> Tree:
+        return action
+
+
+class Gaussian:
+    """Independent normals in a space where [-1, 1] is the Box; outputs are means, then log standard deviations.
+
+    The unclipped sample is what is recorded and learned from; only the environment sees it clipped into its bounds.
+    """
+
+    def __init__(self, space: gym.spaces.Box) -> None:
+        self._shape = space.shape
+        self._n = math.prod(space.shape)
+        self._low, self._high, self._dtype = space.low, space.high, space.dtype
+        self._bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+        if self._bounded:
+            self._middle, self._half = 0.5 * space.high + 0.5 * space.low, 0.5 * space.high - 0.5 * space.low
+        self.num_outputs, self.noise_size, self.mask_size = 2 * self._n, self._n, 0
+        self.free_outputs = list(range(self._n, 2 * self._n))
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.empty((*lead, self.noise_size)).normal_(generator=generator)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        mean, log_std = self._split(outputs)
+        action = mean if noise is None else mean + log_std.exp() * noise
+        return action.reshape(*action.shape[:-1], *self._shape), self._log_prob(mean, log_std, action)
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        mean, log_std = self._split(outputs)
+        entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(dim=-1)
+        return self._log_prob(mean, log_std, action.reshape(mean.shape)), entropy
+
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = outputs.split(self._n, dim=-1)
+        return mean, log_std.clamp(*_LOG_STD_RANGE)
+
+    @staticmethod
+    def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
+        z = (action - mean) * (-log_std).exp()
+        return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+    def to_environment(self, action: Tree) -> Tree:
+        if self._bounded:
+            action = self._middle + np.clip(action, -1.0, 1.0) * self._half
+        return np.clip(action, self._low, self._high).astype(self._dtype, copy=False)  # rounding may leave the bounds
+
+
+class Composite:
+    """Independent parts of a Dict (`keys` given) or Tuple action; log-probabilities and entropies add up."""
+
+    def __init__(self, keys: list[str] | None, parts: list[Distribution]) -> None:
+        self._keys, self._parts = keys, parts
+        self._outputs = [part.num_outputs for part in parts]
+        self._noises = [part.noise_size for part in parts]
+        self._masks = [part.mask_size for part in parts]
+        self.num_outputs, self.noise_size, self.mask_size = sum(self._outputs), sum(self._noises), sum(self._masks)
+        starts = np.cumsum([0, *self._outputs[:-1]]).tolist()
+        self.free_outputs = [at + i for at, part in zip(starts, parts, strict=True) for i in part.free_outputs]
+
+    def noise(self, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.cat([part.noise(lead, generator) for part in self._parts], dim=-1)
+
+    def sample(self, outputs: Tensor, mask: Tensor | None, noise: Tensor | None) -> tuple[Tree, Tensor]:
+        noises = noise.split(self._noises, dim=-1) if noise is not None else [None] * len(self._parts)
+        inputs = zip(self._parts, outputs.split(self._outputs, dim=-1), self._split_mask(mask), noises, strict=True)
+        picks = [part.sample(o, m, n) for part, o, m, n in inputs]
+        return self._join([action for action, _ in picks]), torch.stack([lp for _, lp in picks]).sum(dim=0)
+
+    def evaluate(self, outputs: Tensor, action: Tree, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        inputs = zip(self._parts, outputs.split(self._outputs, dim=-1), self._items(action), self._split_mask(mask), strict=True)
+        pairs = [part.evaluate(o, a, m) for part, o, a, m in inputs]
+        return torch.stack([lp for lp, _ in pairs]).sum(dim=0), torch.stack([e for _, e in pairs]).sum(dim=0)
+
+    def to_environment(self, action: Tree) -> Tree:
+        return self._join([part.to_environment(a) for part, a in zip(self._parts, self._items(action), strict=True)])
+
+    def _split_mask(self, mask: Tensor | None) -> list[Tensor | None]:
+        if mask is None:
+            return [None] * len(self._parts)
+        pieces = mask.split(self._masks, dim=-1)
+        return [piece if size else None for piece, size in zip(pieces, self._masks, strict=True)]
+
+    def _items(self, action: Tree) -> list[Any]:
+        return list(action) if self._keys is None else [action[key] for key in self._keys]
+
+    def _join(self, items: list[Any]) -> Tree:
+        return tuple(items) if self._keys is None else dict(zip(self._keys, items, strict=True))

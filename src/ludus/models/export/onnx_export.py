@@ -1,0 +1,469 @@
+"""From PyTorch to ONNX: a policy as one graph, observation in and action out, or a user's own module.
+
+The weights enter the tracer as inputs and become initialisers afterwards, under the names that they have in `state_dict`. So
+nothing about them is folded into the graph, and `with_weights` puts newer ones in without another trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ludus
+from ludus.core import plugins, spaces
+from ludus.core.spaces import ArraySpec, array_spec
+from ludus.core.tree import Array, Tree, leaves
+from ludus.errors import IncompatibleCheckpoint, UsageError
+from ludus.models.custom.loader import own_line
+from ludus.models.policy import Policy
+from ludus.models.weights import module_spec as modules
+
+EXTRA = "serve"
+OPSET, OLDEST_OPSET, NEWEST_OPSET = 18, 15, 22
+META = "ludus"
+"""The key of the model file's metadata under which the facts about it stand, as JSON."""
+_NO_FUNCTION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_EXAMPLE_ROWS = 3  # a batch of 0 or 1 would be taken for a constant
+
+Feed = dict[str, Array]
+Arguments = Callable[[Iterator[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def require_onnx(what: str) -> tuple[Any, Any]:
+    """(onnx, onnxruntime). Raises MissingExtra."""
+    return plugins.require("onnx", EXTRA, what), plugins.require("onnxruntime", EXTRA, what)
+
+
+# -- names --------------------------------------------------------------------------------------------------------------
+
+
+def named(prefix: str, tree: Tree) -> list[tuple[str, Any]]:
+    """(name in the graph, leaf): `observation`, or `observation.key` and so on for nested ones."""
+    return [(f"{prefix}.{path}" if path else prefix, leaf) for path, leaf in leaves(tree)]
+
+
+def regrown(like: Tree, flat: Iterator[Any]) -> Tree:
+    """A tree with the structure of `like`, whose leaves are the next ones of `flat` in the order of `tree.leaves`."""
+    if isinstance(like, Mapping):
+        return {key: regrown(like[key], flat) for key in sorted(like)}
+    if isinstance(like, tuple):
+        return tuple(regrown(item, flat) for item in like)
+    return next(flat)
+
+
+# -- a policy -----------------------------------------------------------------------------------------------------------
+
+
+class _Deciding(nn.Module):
+    """One decision of a policy for N rows, without the dimension of time that learning needs."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.network = policy.network
+        self.distribution = policy.distribution  # by this name: what it has learned is a weight like any other
+        self._worth, self._action_space = policy.worth, policy.action_space
+
+    def forward(self, observation: Tree, mask: Tensor | None, noise: Tensor | None, state: tuple[Tensor, ...]) -> dict[str, Tree]:
+        logits, value, after = self.network.decide(observation, state)
+        chosen, log_prob = self.distribution.sample(logits, mask, noise)
+        return {
+            "action": _for_environment(self._action_space, chosen),
+            "chosen": chosen,
+            "log_prob": log_prob,
+            "value": self._worth(logits, value, mask),
+            "logits": logits,
+            "next_state": after,
+        }
+
+
+def _for_environment(space: gym.Space[Any], chosen: Tree) -> Tree:
+    """`Distribution.to_environment` on tensors."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _for_environment(space.spaces[key], chosen[key]) for key in sorted(space.spaces)}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_for_environment(item, chosen[i]) for i, item in enumerate(space.spaces))
+    if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        start = np.asarray(space.start)
+        shifted = chosen + torch.as_tensor(start.astype(np.int64)) if start.any() else chosen + 0
+        return shifted.to(_torch_dtype(np.dtype(space.dtype)))
+    if isinstance(space, gym.spaces.Box):
+        low, high = torch.from_numpy(space.low.copy()), torch.from_numpy(space.high.copy())
+        action = chosen
+        if space.is_bounded("both"):
+            action = (0.5 * high + 0.5 * low) + chosen.clamp(-1.0, 1.0).to(low.dtype) * (0.5 * high - 0.5 * low)
+        return torch.minimum(torch.maximum(action.to(low.dtype), low), high)  # rounding may leave the bounds
+    return chosen + 0  # an output of its own, not another name of `chosen`
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.zeros((), dtype)).dtype
+
+
+def policy_inputs(policy: Any) -> dict[str, ArraySpec]:
+    """The inputs of a policy's graph, by name and in order; shapes are per row."""
+    inputs = dict(named("observation", array_spec(policy.observation_space)))
+    distribution = policy.distribution
+    if distribution.mask_size:
+        inputs["mask"] = ArraySpec((distribution.mask_size,), np.dtype(np.bool_))
+    if distribution.noise_size:
+        inputs["noise"] = ArraySpec((distribution.noise_size,), np.dtype(np.float32))
+    return inputs | dict(named("state", policy.state_spec()))
+
+
+def export_policy(
+    policy: Policy, *, opset: int = OPSET, name: str = "model", version: int = 0, trained: Mapping[str, Any] | None = None
+) -> bytes:
+    """The whole policy as the bytes of an ONNX file, which needs nothing else to be run. Raises UsageError, MissingExtra.
+
+    `trained`: what a player has to know of its training, such as how often it decides; plain values.
+    """
+    inputs = policy_inputs(policy)
+    seen = array_spec(policy.observation_space)
+    masks, noises = "mask" in inputs, "noise" in inputs
+
+    def arguments(flat: Iterator[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        observation = regrown(seen, flat)
+        mask, noise = next(flat) if masks else None, next(flat) if noises else None
+        return (observation, mask, noise, tuple(flat)), {}
+
+    facts = {
+        "kind": "policy",
+        "model": name,
+        "version": version,
+        "observation_space": spaces.to_json(policy.observation_space),
+        "action_space": spaces.to_json(policy.action_space),
+        "state": [list(spec.shape) for spec in policy.state_spec()],
+        "decides_by": policy.kind,
+        "trained": dict(trained or {}),
+    }
+    example = {name: spec.zeros(_EXAMPLE_ROWS) for name, spec in inputs.items()}
+    for path, (lowest, _) in spaces.categories(policy.observation_space).items():
+        example[f"observation.{path}" if path else "observation"] += lowest
+    return _traced(_Deciding(policy), example, arguments, "", opset, facts)
+
+
+# -- any module ---------------------------------------------------------------------------------------------------------
+
+
+def export_module(module: nn.Module, inputs: Mapping[str, Any], *, opset: int = OPSET, name: str = "model") -> bytes:
+    """A user's module with the declared inputs of `module.inputs_of`. Raises UsageError when it cannot be traced."""
+    specs = dict(named("args", _argument_specs(inputs)[0])) | dict(named("kwargs", _argument_specs(inputs)[1]))
+    example = {key: spec.zeros(_EXAMPLE_ROWS) for key, spec in specs.items()}
+    return _traced(module, example, arguments_of(inputs), "output", opset, {"kind": "module", "model": name})
+
+
+def arguments_of(inputs: Mapping[str, Any]) -> Arguments:
+    """What makes (args, kwargs) of the flat inputs of a module's graph."""
+    args, kwargs = _argument_specs(inputs)
+    return lambda flat: (regrown(args, flat), regrown(kwargs, flat))
+
+
+def _argument_specs(inputs: Mapping[str, Any]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+    return tuple(map(_specs, inputs["args"])), {key: _specs(spec) for key, spec in inputs["kwargs"].items()}
+
+
+def _specs(spec: Mapping[str, Any]) -> Tree:
+    if "dict" in spec:
+        return {key: _specs(item) for key, item in spec["dict"].items()}
+    if "tuple" in spec:
+        return tuple(_specs(item) for item in spec["tuple"])
+    dtype, shape = spec["array"]
+    return ArraySpec(tuple(shape), np.dtype(dtype))
+
+
+# -- tracing ------------------------------------------------------------------------------------------------------------
+
+
+class _Flat(nn.Module):
+    """A module as a function of a flat list: its weights, then its inputs. It does not own the module, so that none of its
+    weights is taken for a constant."""
+
+    def __init__(self, call: Callable[..., Tree], weights: Sequence[str], arguments: Arguments) -> None:
+        super().__init__()
+        self._call, self._weights, self._arguments = call, list(weights), arguments
+
+    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        count = len(self._weights)
+        args, kwargs = self._arguments(iter(flat[count:]))
+        result = self._call(dict(zip(self._weights, flat[:count], strict=True)), args, kwargs)
+        return tuple(leaf for _, leaf in leaves(plain_outputs(result)))
+
+
+def plain_outputs(outputs: Any, where: str = "") -> Tree:
+    """Tuples and dicts of tensors. Raises UsageError on anything else in a module's output."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        return {str(key): plain_outputs(item, f"{where}.{key}") for key, item in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return tuple(plain_outputs(item, f"{where}.{i}") for i, item in enumerate(outputs))
+    raise UsageError(
+        f"The model's output{where} is a {type(outputs).__name__}.", "forward returns a tensor, or tuples and dicts of tensors."
+    )
+
+
+def _traced(
+    module: nn.Module,
+    inputs: Mapping[str, Array],
+    arguments: Arguments,
+    prefix: str,
+    opset: int,
+    facts: Mapping[str, Any],
+) -> bytes:
+    onnx, _ = require_onnx("export to ONNX")
+    plugins.require("onnxscript", EXTRA, "export to ONNX")
+    _check_opset(opset)
+    was_training = module.training
+    module.eval()
+    try:
+        weights = {key: value.detach() for key, value in module.state_dict().items()}
+        clash = weights.keys() & inputs.keys()
+        if clash:
+            raise UsageError(f"The module calls a weight {sorted(clash)[0]!r}, which is the name of an input.", "Rename it.")
+        example = [torch.from_numpy(value) for value in inputs.values()]
+        with torch.no_grad():
+            args, kwargs = arguments(iter(example))
+            outputs = plain_outputs(module(*args, **kwargs))
+            call = functools.partial(torch.func.functional_call, module, tie_weights=False)  # each is an input of its own
+            flat = _Flat(call, list(weights), arguments).eval()
+            names = [name if prefix or not path else path for path, name in _output_names(prefix, outputs)]
+            model = _proto(flat, weights, dict(zip(inputs, example, strict=True)), names)
+    finally:
+        module.train(was_training)
+    _initialised(onnx, model, modules.weights_of(module))
+    _stripped(model)
+    known = {"ludus": ludus.__version__, "torch": torch.__version__, "opset": OPSET, "precision": "float32", **facts}
+    known["weights"] = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in weights.items()}
+    known["outputs"] = _skeleton(outputs)
+    onnx.helper.set_model_props(model, {META: json.dumps(known)})
+    model.producer_name, model.producer_version = "ludus", ludus.__version__
+    onnx.checker.check_model(model)
+    data = bytes(model.SerializeToString())
+    return data if opset == OPSET else at_opset(data, opset)
+
+
+def _output_names(prefix: str, outputs: Tree) -> list[tuple[str, str]]:
+    return [(path, f"{prefix}.{path}" if path and prefix else prefix or path) for path, _ in leaves(outputs)]
+
+
+def _skeleton(outputs: Tree) -> Any:
+    """The structure of the outputs as plain values; a leaf is null."""
+    if isinstance(outputs, Mapping):
+        return {key: _skeleton(item) for key, item in outputs.items()}
+    return [_skeleton(item) for item in outputs] if isinstance(outputs, tuple) else None
+
+
+def _proto(flat: nn.Module, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> Any:
+    batch = torch.export.Dim("batch", min=1)
+    shapes = (*(None for _ in weights), *({0: batch} for _ in inputs))
+    try:
+        with quietly():
+            program = torch.onnx.export(
+                flat,
+                (*weights.values(), *inputs.values()),
+                dynamo=True,
+                verbose=False,
+                optimize=True,
+                opset_version=OPSET,
+                input_names=[*weights, *inputs],
+                output_names=list(outputs),
+                dynamic_shapes=(shapes,),
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise UsageError(*_why_not(error)) from error
+    assert program is not None
+    return program.model_proto
+
+
+def _why_not(error: BaseException) -> tuple[str, str]:
+    """What kept a model from being traced, and what to do about it."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    where = next((line for link in reversed(chain) if (line := own_line(link))), "")
+    for link in chain:
+        operator = _NO_FUNCTION.search(str(link))
+        if operator:
+            said = f"This model cannot be written as ONNX: its operation {operator[1]} has no form there."
+            return said, "Use another one in forward, or serve the model with PyTorch: ludus serve --backend torch."
+    reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"This model cannot be written as ONNX: {where}{reason}",
+        "Decisions in Python on the values of tensors cannot be traced: use torch.where.",
+    )
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """The exporter tells its progress and other packages' deprecations to whoever listens."""
+    names = ("torch.onnx", "torch.onnx._internal.exporter._registration", "onnxscript", "onnx_ir", "torch.fx", "torch.export")
+    before = {name: logging.getLogger(name).level for name in names}
+    root = logging.getLogger()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph of what it cannot trace
+        warnings.simplefilter("ignore")
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        root.addFilter(_is_error)  # the quantiser's advice; what others log through their own loggers does not pass here
+        try:
+            yield
+        finally:
+            root.removeFilter(_is_error)
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _initialised(onnx: Any, model: Any, weights: Mapping[str, Array]) -> None:
+    """The inputs that are weights become initialisers; those that the outputs do not depend on are left out."""
+    graph = model.graph
+    kept = [item for item in graph.input if item.name not in weights]
+    del graph.input[:]
+    graph.input.extend(kept)
+    used = {name for node in graph.node for name in node.input}
+    for name, value in weights.items():
+        if name in used:
+            graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name))
+
+
+def _stripped(model: Any) -> None:
+    """Take out what the tracer noted about the place where it ran: stack traces with paths."""
+    model.doc_string = model.graph.doc_string = ""
+    for item in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
+        del item.metadata_props[:]
+        if hasattr(item, "doc_string"):
+            item.doc_string = ""
+    for item in model.graph.initializer:
+        del item.metadata_props[:]
+        item.doc_string = ""
+
+
+# -- opsets -------------------------------------------------------------------------------------------------------------
+
+
+_WIDENED = frozenset(["Identity", "Where", "GreaterOrEqual", "LessOrEqual"])
+"""Operators that after opset 15 only learned more types."""
+
+
+def at_opset(data: bytes, opset: int) -> bytes:
+    """The same model in another opset. Raises UsageError."""
+    onnx, _ = require_onnx("another opset")
+    _check_opset(opset)
+    model = _at_opset(onnx, onnx.load_from_string(data), opset)
+    onnx.helper.set_model_props(model, {META: json.dumps(facts_of(model) | {"opset": opset})})
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def _check_opset(opset: int) -> None:
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise UsageError(f"opset {opset} cannot be written.", f"Use one of {OLDEST_OPSET} to {NEWEST_OPSET}; {OPSET} is usual.")
+
+
+def _at_opset(onnx: Any, model: Any, opset: int) -> Any:
+    if opset == OPSET:
+        return model
+    if opset < OPSET:
+        _lower(onnx, model, opset)
+        return model
+    try:
+        return plugins.require("onnx.version_converter", EXTRA, "another opset").convert_version(model, opset)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"This model cannot be written for opset {opset}: {error}", f"Use {OPSET}.") from error
+
+
+def _lower(onnx: Any, model: Any, opset: int) -> None:
+    """To an older opset, in place. The converter of the onnx package knows no way back for Split and some others."""
+    graph = model.graph
+    constants = {item.name: onnx.numpy_helper.to_array(item) for item in graph.initializer}
+    constants |= {n.output[0]: onnx.numpy_helper.to_array(n.attribute[0].t) for n in graph.node if n.op_type == "Constant"}
+    for node in graph.node:
+        kept = list(node.attribute)
+        if onnx.defs.get_schema(node.op_type, OPSET).since_version <= opset:
+            continue
+        if node.op_type == "Split":
+            kept = [a for a in kept if a.name != "num_outputs"]
+        elif node.op_type.startswith("Reduce") and (len(node.input) < 2 or node.input[1] in constants):
+            kept = [a for a in kept if a.name != "noop_with_empty_axes"]
+            if len(node.input) == 2:
+                kept.append(onnx.helper.make_attribute("axes", constants[node.input.pop()].tolist()))
+        elif node.op_type not in _WIDENED:
+            raise UsageError(f"The operator {node.op_type} cannot be written for opset {opset}.", f"Use opset {OPSET} or newer.")
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    for item in model.opset_import:
+        if item.domain == "":
+            item.version = opset
+
+
+# -- what stands in a file ----------------------------------------------------------------------------------------------
+
+
+def facts_of(model: Any) -> dict[str, Any]:
+    """What `export_…` wrote into a loaded model. Raises UsageError when it was not exported by us."""
+    for item in model.metadata_props:
+        if item.key == META:
+            return dict(json.loads(item.value))
+    raise UsageError("This ONNX model was not exported by ludus.", "Write it with `ludus export`.")
+
+
+def with_facts(data: bytes, **changes: Any) -> bytes:
+    """The same model with other facts about it."""
+    onnx, _ = require_onnx("ONNX")
+    model = onnx.load_from_string(data)
+    onnx.helper.set_model_props(model, {META: json.dumps(facts_of(model) | changes)})
+    return bytes(model.SerializeToString())
+
+
+def with_weights(data: bytes, weights: Mapping[str, Array], version: int | None = None) -> bytes:
+    """The same float32 graph with other weights. Raises IncompatibleCheckpoint when they are not those of this model."""
+    onnx, _ = require_onnx("ONNX")
+    model = onnx.load_from_string(data)
+    facts = facts_of(model)
+    if facts["precision"] != "float32":
+        raise UsageError(f"Weights cannot be put into a model of {facts['precision']}.", "Put them into the float32 one.")
+    expected = {key: (tuple(shape), dtype) for key, (dtype, shape) in facts["weights"].items()}
+    given = modules.shapes_in(weights)
+    if expected != given:
+        modules.check_fit(expected, given)
+        raise IncompatibleCheckpoint("The weights do not fit this model.")
+    for item in model.graph.initializer:
+        if item.name in weights:
+            item.ClearField("float_data")
+            item.raw_data = np.ascontiguousarray(weights[item.name]).tobytes()
+    if version is not None:
+        onnx.helper.set_model_props(model, {META: json.dumps(facts | {"version": version})})
+    return bytes(model.SerializeToString())
+
+
+def without(data: bytes, outputs: Sequence[str]) -> bytes:
+    """The same model without these outputs and all that only they need. (onnxruntime computes a whole graph, asked or not.)"""
+    onnx, _ = require_onnx("ONNX")
+    model = onnx.load_from_string(data)
+    graph = model.graph
+    kept = [item for item in graph.output if item.name not in outputs]
+    needed, nodes = {item.name for item in kept}, []
+    for node in reversed(graph.node):
+        if needed & set(node.output):
+            nodes.append(node)
+            needed |= set(node.input)
+    initializers = [item for item in graph.initializer if item.name in needed]
+    for field, items in (("output", kept), ("node", nodes[::-1]), ("initializer", initializers)):
+        graph.ClearField(field)
+        getattr(graph, field).extend(items)
+    graph.ClearField("value_info")
+    return bytes(model.SerializeToString())

@@ -1,0 +1,533 @@
+"""Does an exported model do what the model it was made from does? Thousands of decisions of both, compared.
+
+A float32 model passes when no logit or recurrent state differs by more than 1e-4, no value or log-probability by more than 1e-3,
+and 99.9 % of the actions are equal; an int8 model when 99 % of the actions are equal. Where numbers are so large that float32
+itself is coarser, 2e-6 of the largest logit of the row is allowed, and 1e-3 of the value. Continuous actions are equal when they
+differ by no more than 0.01 % (int8: 2 %) of the range of the Box, or of themselves where it has no bounds.
+
+No row of a batch may change the answers to another, however strange it is: they are different players.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ludus
+from ludus.core import spaces
+from ludus.core.spaces import array_spec
+from ludus.core.tree import Array, Tree, leaves, map_tree
+from ludus.core.types import Bools
+from ludus.models.distributions import MASKED
+from ludus.models.export import onnx_export
+from ludus.models.export.onnx_export import Arguments, Feed, named, plain_outputs
+from ludus.models.export.quantize import quantize
+from ludus.models.inference.onnx_policy import OnnxModule, OnnxPolicy
+from ludus.models.policy import Policy
+
+BATCH_SIZES = tuple(range(1, 65))
+UNROLL_STEPS, UNROLL_ROWS = 100, 16
+RECORDED_ROWS = 4096
+_TOLERANCE, _ROUNDING = 1e-4, 2e-6
+_ALLOWED = {
+    "logits": (_TOLERANCE, _ROUNDING),
+    "state": (_TOLERANCE, _ROUNDING),
+    "value": (1e-3, 1e-3),
+    "log_prob": (1e-3, 1e-3),
+}
+"""What numbers may differ by: at least the first, more where the second times the largest of the row is more."""
+_SHARE = {"float32": 0.999, "int8": 0.99}
+_CONTINUOUS = {"float32": 1e-4, "int8": 0.02}
+INT8_ERROR = 0.05
+"""What the outputs of an int8 model may be off by, as a share of how much they vary (root mean squares)."""
+INT8_DRIFT = 0.25
+"""What the recurrent states of an int8 model may be off by after an unroll, likewise."""
+_UNBOUNDED = 1e6  # bounds beyond this mean that nobody knew any
+_STRANGE = (1e3, 1e6)
+"""Numbers that observations hold when something is wrong with a game."""
+_STRANGE_ROWS, _ALONE_ROWS = 4, 12  # of a batch
+
+
+@dataclass
+class Report:
+    """What was compared, and what came of it."""
+
+    model: str
+    version: int
+    precision: str
+    opset: int
+    passed: bool = True
+    reasons: list[str] = field(default_factory=list)
+    """Why it did not pass."""
+    decisions: int = 0
+    random: int = 0
+    """Decisions on observations drawn from the space."""
+    recorded: int = 0
+    """Decisions on observations that were seen in play."""
+    unrolled: int = 0
+    """Decisions in unrolls in which either side carries its own recurrent state."""
+    unroll_steps: int = 0
+    alone: int = 0
+    """Rows that were asked alone and, once more, among strange ones."""
+    batch_sizes: list[int] = field(default_factory=list)
+    max_logit_difference: float = 0.0
+    max_value_difference: float = 0.0
+    max_state_difference: float = 0.0
+    max_log_prob_difference: float = 0.0
+    """Where the actions are equal."""
+    max_company_difference: float = 0.0
+    """Between a row alone and the same row among strange ones, in units of what is allowed."""
+    state_drift: float = 0.0
+    """How far the recurrent states are off after an unroll, as a share of how much they vary."""
+    equal_actions: float = 0.0
+    """The share of decisions in which both chose the same."""
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What whoever relies on this should know."""
+
+    @property
+    def reason(self) -> str:
+        return " ".join(self.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def refuse(self, reason: str) -> None:
+        self.passed = False
+        self.reasons.append(reason)
+
+
+def artefact(policy: Policy, traced: bytes, *, int8: bool = False, recorded: Tree | None = None) -> tuple[bytes, Report]:
+    """What is made of a traced policy, and what its comparison with the original has shown: see whether it passed before use."""
+    model = quantize(traced, calibration_of(policy, recorded)) if int8 else traced
+    return model, verify(policy, model, recorded)
+
+
+def verify(policy: Policy, model: bytes, recorded: Tree | None = None, seed: int = 0) -> Report:
+    """Compare an exported policy with its original; `recorded` are observations [N, …] from play. Raises Damaged, UsageError."""
+    tally = _tally(policy, model)
+    report = tally.report
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    for noisy in (False, True):
+        for rows in BATCH_SIZES:
+            observation = observations_for(policy, rows, rng)
+            noise = policy.draw_noise(rows, generator) if noisy else None
+            mask = random_mask(policy.action_space, rows, rng) if rows % 2 else None
+            report.random += tally.compare(observation, _random_state(policy, rows, rng), mask, noise)
+    report.batch_sizes = list(BATCH_SIZES)
+    for start in range(0, min(_rows(recorded), RECORDED_ROWS), BATCH_SIZES[-1]):
+        chunk = map_tree(lambda x, at=start: x[at : at + BATCH_SIZES[-1]], recorded)
+        for noise in (None, policy.draw_noise(_rows(chunk), generator)):
+            report.recorded += tally.compare(chunk, _random_state(policy, _rows(chunk), rng), None, noise)
+    for size in _STRANGE:
+        report.random += _mix(policy, tally, size, rng)
+    if policy.recurrent:
+        _unroll(policy, tally, recorded, rng, generator)
+    tally.judge()
+    return report
+
+
+def independent(policy: Policy, model: bytes, seed: int = 0) -> list[str]:
+    """Reasons why the rows of a batch are not independent of each other, or not numbers; none: they are."""
+    tally, rng = _tally(policy, model), np.random.default_rng(seed)
+    for size in _STRANGE:
+        _mix(policy, tally, size, rng)
+    tally.judge_rows()
+    return tally.report.reasons
+
+
+def _tally(policy: Policy, model: bytes) -> _Tally:
+    exported = OnnxPolicy(model)
+    report = Report(
+        exported.model, exported.version, exported.precision, int(exported.facts["opset"]), versions=_versions()
+    )  # fmt: skip
+    policy.network.thaw()
+    return _Tally(policy, exported, report)
+
+
+def _mix(policy: Policy, tally: _Tally, size: float, rng: np.random.Generator) -> int:
+    """A batch with a few strange rows: the others are compared with the original, and all with themselves alone."""
+    rows = BATCH_SIZES[-1]
+    observation, state = observations_for(policy, rows, rng), _random_state(policy, rows, rng)
+    order = rng.permutation(rows)
+    strange, usual = order[:_STRANGE_ROWS], np.sort(order[_STRANGE_ROWS:])
+    observation = _made_strange(policy.observation_space, observation, strange, size)
+    count = tally.compare(observation, state, None, None, only=usual)
+    tally.company(observation, state, strange, usual[:_ALONE_ROWS])
+    return count
+
+
+def _unroll(policy: Policy, tally: _Tally, recorded: Tree | None, rng: np.random.Generator, generator: torch.Generator) -> None:
+    """Each side from the initial state on with its own state, so that small differences may add up."""
+    ours = theirs = tuple(spec.zeros(UNROLL_ROWS) for spec in policy.state_spec())
+    seen = _rows(recorded)
+    for step in range(UNROLL_STEPS):
+        if recorded is not None and seen >= UNROLL_STEPS:  # rows begin at different places of what was played, in its order
+            at = (step + np.arange(UNROLL_ROWS) * (seen // UNROLL_ROWS)) % seen
+            observation = map_tree(lambda x, at=at: x[at], recorded)
+        else:
+            observation = observations_for(policy, UNROLL_ROWS, rng)
+        noise = policy.draw_noise(UNROLL_ROWS, generator)
+        tally.report.unrolled += tally.compare(observation, ours, None, noise, theirs)
+        ours, theirs = tally.states
+    tally.report.unroll_steps = UNROLL_STEPS
+    tally.report.state_drift = max((_share_off(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+def _share_off(mine: Array, theirs: Array) -> float:
+    """Root mean square of the difference ÷ that of how much the rows vary."""
+    with np.errstate(all="ignore"):  # what is not a number is told by _finite
+        error, spread = np.sqrt(np.mean((mine - theirs) ** 2)), np.sqrt(np.mean((mine - mine.mean(axis=0)) ** 2))
+        return _finite(error / (spread + 1e-12))
+
+
+def _without_hidden(*sides: Array) -> list[Array]:
+    """Logits, with 0 for options that all sides hide: the number that hides them says nothing, and dwarfs all that does."""
+    hidden = np.logical_and.reduce([side < MASKED / 2 for side in sides])
+    return [np.where(hidden, np.float32(0), side) for side in sides]
+
+
+class _Tally:
+    """Asks both sides, and keeps what differed most."""
+
+    def __init__(self, policy: Policy, exported: OnnxPolicy, report: Report) -> None:
+        self._policy, self._exported, self.report = policy, exported, report
+        self._equal = 0
+        self._worst = dict.fromkeys(_ALLOWED, 0.0)
+        """The largest difference by kind, in units of what is allowed there."""
+        self._share = _CONTINUOUS[report.precision]
+        self._widths = _widths(policy.action_space)
+        self._not_numbers: set[str] = set()
+        self.states: tuple[tuple[Array, ...], tuple[Array, ...]] = ((), ())
+
+    def compare(
+        self,
+        observation: Tree,
+        state: tuple[Array, ...],
+        mask: Bools | None,
+        noise: Array | None,
+        other_state: tuple[Array, ...] | None = None,
+        only: Array | None = None,
+    ) -> int:
+        """Returns the number of decisions. `only`: these rows; of the others it is asked that they are numbers where ours are."""
+        mine = _outputs(self._policy, observation, state, mask, noise)
+        theirs = self._exported.outputs(observation, state if other_state is None else other_state, mask, noise)
+        if mine.keys() != theirs.keys() or any(
+            mine[k].shape != theirs[k].shape or mine[k].dtype != theirs[k].dtype for k in mine
+        ):
+            told = {key: [str(value.dtype), list(value.shape)] for key, value in theirs.items()}
+            self.report.refuse(f"The outputs have other names, types or shapes than the policy's: {told}.")
+            return 0
+        names = [name for name in mine if name.startswith("next_state.")]
+        for name in ("logits", "value", "log_prob", *names):
+            if (np.isfinite(mine[name]) & ~np.isfinite(theirs[name])).any():
+                self._not_numbers.add(name)
+        if only is not None:
+            mine, theirs = ({name: array[only] for name, array in side.items()} for side in (mine, theirs))
+        with np.errstate(all="ignore"):  # what is not a number is told, by _finite and by `judge`
+            self._compare(mine, theirs, names)
+        self.states = tuple(mine[name] for name in names), tuple(theirs[name] for name in names)
+        return len(mine["log_prob"])
+
+    def _compare(self, mine: Feed, theirs: Feed, states: Sequence[str]) -> None:
+        report = self.report
+        self._not_numbers |= {k for k in ("logits", "value", "log_prob", *states) if not np.isfinite(theirs[k]).all()}
+        logits = _without_hidden(mine["logits"], theirs["logits"])
+        report.max_logit_difference = max(report.max_logit_difference, self._differ("logits", *logits))
+        report.max_value_difference = max(report.max_value_difference, self._differ("value", mine["value"], theirs["value"]))
+        for name in states:
+            report.max_state_difference = max(report.max_state_difference, self._differ("state", mine[name], theirs[name]))
+        equal = np.ones(len(mine["log_prob"]), np.bool_)
+        for name, width in self._widths.items():
+            equal &= _same(mine[name], theirs[name], width, self._share)
+        if equal.any():  # of another action the probability is another
+            apart = self._differ("log_prob", mine["log_prob"][equal], theirs["log_prob"][equal])
+            report.max_log_prob_difference = max(report.max_log_prob_difference, apart)
+        self._equal += int(equal.sum())
+        report.decisions += len(equal)
+
+    def _differ(self, kind: str, mine: Array, theirs: Array) -> float:
+        mine, theirs = (side.reshape(len(side), -1) for side in (mine, theirs))
+        apart = np.abs(mine - theirs).max(axis=-1)
+        least, share = _ALLOWED[kind]
+        allowed = np.maximum(least, share * np.abs(mine).max(axis=-1))
+        self._worst[kind] = max(self._worst[kind], _finite((apart / allowed).max()))
+        return _finite(apart.max())
+
+    def company(self, observation: Tree, state: tuple[Array, ...], strange: Array, usual: Array) -> None:
+        """The same rows alone and among the others: what comes of a row must not depend on its company."""
+        together = self._exported.outputs(observation, state, None, None)
+        kinds = {"logits": "logits", "value": "value"} | {f"next_state.{i}": "state" for i in range(len(state))}
+        for row in (*strange, *usual):
+            one = slice(row, row + 1)
+            parts = tuple(part[one] for part in state)
+            alone = self._exported.outputs(map_tree(lambda x, one=one: x[one], observation), parts, None, None)
+            for name, kind in kinds.items():
+                self._depends(kind, alone[name][0], together[name][row], together[name][usual], row in strange)
+            self.report.alone += 1
+
+    def _depends(self, kind: str, alone: Array, together: Array, usual: Array, strange: bool) -> None:
+        least, share = _ALLOWED[kind]
+        if kind == "logits":
+            (alone, together), (usual,) = _without_hidden(alone, together), _without_hidden(usual)
+        with np.errstate(all="ignore"):
+            if self.report.precision == "int8":  # a sum in another order may round to the next integer
+                least, share = max(least, INT8_ERROR * float(np.std(usual))), INT8_ERROR if strange else 0.0
+            elif strange:  # it is rounded where it is largest, and that may be inside the network
+                share = max(share, 1e-3)
+            allowed = max(least, share * float(np.abs(alone).max(initial=0)))
+            worst = _finite(np.abs(alone - together).max(initial=0) / allowed)
+        self.report.max_company_difference = max(self.report.max_company_difference, worst)
+
+    def judge(self) -> None:
+        report = self.report
+        if not report.decisions:
+            return
+        report.equal_actions = self._equal / report.decisions
+        needed = _SHARE[report.precision]
+        if report.equal_actions < needed:
+            report.refuse(f"Only {report.equal_actions:.3%} of the actions are equal; {needed:.1%} are needed.{self._excuse()}")
+        self.judge_rows()
+        if report.precision == "float32":
+            for kind, worst in self._worst.items():
+                if worst > 1:
+                    report.refuse(f"The {kind} differ by up to {worst:.3g} times what is allowed ({_ALLOWED[kind][0]:g}).")
+        elif report.state_drift > INT8_DRIFT:
+            told = f"{report.state_drift:.0%} of how much they vary; {INT8_DRIFT:.0%} are allowed"
+            report.refuse(f"After {report.unroll_steps} steps the states differ by {told}.")
+
+    def judge_rows(self) -> None:
+        report = self.report
+        for name in sorted(self._not_numbers):
+            report.refuse(f"The {name} are not always numbers.")
+        if report.max_company_difference > 1:
+            told = f"{report.max_company_difference:.3g} times what is allowed"
+            report.refuse(f"The answers to an observation depend on the others in its batch, by up to {told}.")
+
+    def _excuse(self) -> str:
+        if self.report.precision != "int8":
+            return ""
+        return (
+            " A policy that has hardly been trained prefers no action clearly, so that rounding decides; otherwise use float32."
+        )
+
+
+def _outputs(policy: Policy, observation: Tree, state: tuple[Array, ...], mask: Bools | None, noise: Array | None) -> Feed:
+    """All that the graph gives, by PyTorch."""
+    with torch.inference_mode():
+        tensors = map_tree(torch.from_numpy, observation)
+        logits, value, after = policy._outputs(tensors, tuple(map(torch.from_numpy, state)), None)
+        masks = None if mask is None else torch.from_numpy(mask)
+        noises = None if noise is None else torch.from_numpy(noise)
+        chosen, log_prob = policy.distribution.sample(logits, masks, noises)
+        value = policy.worth(logits, value, masks)
+    kept = map_tree(Tensor.numpy, chosen)
+    whole = {"log_prob": log_prob.numpy(), "value": value.numpy(), "logits": logits.numpy()}
+    trees = {"action": policy.distribution.to_environment(kept), "chosen": kept, "next_state": tuple(s.numpy() for s in after)}
+    return whole | {name: leaf for prefix, tree in trees.items() for name, leaf in named(prefix, tree)}
+
+
+def _widths(space: gym.Space[Any]) -> dict[str, Array | None]:
+    """Name of each leaf of `action` and `chosen` → the ranges of its numbers, 0 where they have none; None: whole numbers."""
+    found: dict[str, Array | None] = {}
+    for name, leaf in spaces.action_leaves(space):
+        chosen = name.replace("action", "chosen", 1)
+        found[name] = found[chosen] = None
+        if isinstance(leaf, gym.spaces.Box):
+            low, high = leaf.low.astype(np.float64), leaf.high.astype(np.float64)
+            found[name] = np.where(_bounded(low, high), high - low, 0.0)
+            found[chosen] = np.where(leaf.bounded_below & leaf.bounded_above, 2.0, 0.0)  # it is scaled to -1 … 1
+    return found
+
+
+def _bounded(low: Array, high: Array) -> Bools:
+    """Where bounds are meant. The largest number of a type is a way to say that there is none."""
+    return np.asarray((np.abs(low) < _UNBOUNDED) & (np.abs(high) < _UNBOUNDED))
+
+
+def _same(mine: Array, theirs: Array, width: Array | None, share: float) -> Bools:
+    if width is None:
+        equal: Bools = mine == theirs
+    else:
+        sizes = np.where(width > 0, width, np.maximum(1.0, np.abs(mine.astype(np.float64))))
+        equal = np.abs(mine.astype(np.float64) - theirs) <= share * sizes
+    return np.asarray(equal.reshape(len(equal), -1).all(axis=1))
+
+
+def _finite(value: Any) -> float:
+    """NaN counts as infinitely far away. JSON has no word for either."""
+    return float(value) if np.isfinite(value) else float(np.finfo(np.float32).max)
+
+
+def _rows(tree: Tree | None) -> int:
+    return 0 if tree is None else len(next(leaves(tree))[1])
+
+
+def _versions() -> dict[str, str]:
+    onnx, runtime = onnx_export.require_onnx("verification")
+    return {"ludus": ludus.__version__, "torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": runtime.__version__}
+
+
+# -- inputs -------------------------------------------------------------------------------------------------------------
+
+
+def observations_for(policy: Policy, rows: int, rng: np.random.Generator) -> Tree:
+    """Random observations as a policy meets them: bytes that it takes for symbols are none larger than these."""
+    drawn = random_observations(policy.observation_space, rows, rng)
+    for path, divisor in policy.config.byte_scales:
+        for found, part in leaves(drawn):
+            if found == path:
+                np.remainder(part, min(255, round(divisor)) + 1, out=part)
+    return drawn
+
+
+def random_observations(space: gym.Space[Any], rows: int, rng: np.random.Generator) -> Tree:
+    """Observations of a space: uniform within its bounds, normal where it has none."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: random_observations(item, rows, rng) for key, item in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(random_observations(item, rows, rng) for item in space.spaces)
+    spec = array_spec(space)
+    shape = (rows, *spec.shape)
+    if isinstance(space, gym.spaces.Discrete):
+        return rng.integers(int(space.start), int(space.start + space.n), shape)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return rng.integers(np.asarray(space.start), np.asarray(space.start) + space.nvec, shape)
+    if isinstance(space, gym.spaces.Box):
+        return _in_box(space, shape, rng).astype(spec.dtype)
+    return rng.integers(0, 2, shape).astype(spec.dtype)
+
+
+def _in_box(space: gym.spaces.Box, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    if space.dtype == np.uint8 and space.low.min() == 0 and space.high.max() == 255:  # pictures, which are many
+        return rng.integers(0, 256, shape, np.uint8)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    known = _bounded(low, high)
+    inside = np.where(known, low, 0.0) + rng.random(shape) * np.where(known, high - low, 0.0)
+    values = np.clip(np.where(known, inside, rng.normal(size=shape)), low, high)
+    return values if space.dtype is not None and space.dtype.kind == "f" else np.rint(values)
+
+
+def _made_strange(space: gym.Space[Any], observations: Tree, rows: Array, size: float) -> Tree:
+    """The same observations, where these rows hold numbers of this size, or the ends of what their type or bounds allow."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _made_strange(item, observations[key], rows, size) for key, item in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_made_strange(item, observations[i], rows, size) for i, item in enumerate(space.spaces))
+    if not isinstance(space, gym.spaces.Box):
+        return observations
+    changed: Array = observations.copy()
+    signs = np.where(np.arange(len(rows)) % 2, -1.0, 1.0).reshape(-1, *(1 for _ in space.shape))
+    if changed.dtype.kind == "f":  # games send what is outside of the bounds, too
+        changed[rows] = size * signs
+    else:
+        lowest, highest = spaces.dtype_bounds(changed.dtype)
+        changed[rows] = np.clip(np.clip(size * signs, space.low, space.high), lowest, highest).astype(changed.dtype)
+    return changed
+
+
+def random_mask(space: gym.Space[Any], rows: int, rng: np.random.Generator) -> Bools | None:
+    """Masks that allow about half of the options, and at least one of each choice."""
+    size = spaces.mask_size(space)
+    if not size:
+        return None
+    mask = rng.random((rows, size)) < 0.5
+    for part in spaces.choices(space):
+        mask[np.arange(rows), rng.integers(part.start, part.stop, rows)] = True
+    return mask
+
+
+def _random_state(policy: Policy, rows: int, rng: np.random.Generator) -> tuple[Array, ...]:
+    return tuple(np.tanh(rng.normal(size=(rows, *spec.shape))).astype(np.float32) for spec in policy.state_spec())
+
+
+def calibration_of(policy: Policy, recorded: Tree | None = None, seed: int = 0, batches: int = 8, rows: int = 32) -> list[Feed]:
+    """Typical inputs for `quantize`: what was seen in play if there is enough of it, else random observations."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(batches):
+        observation = observations_for(policy, rows, rng)
+        if recorded is not None and _rows(recorded) >= rows:
+            at = rng.integers(0, _rows(recorded), rows)
+            observation = map_tree(lambda x, at=at: x[at], recorded)
+        feed: Feed = dict(named("observation", observation)) | dict(named("state", _random_state(policy, rows, rng)))
+        for name, spec in onnx_export.policy_inputs(policy).items():
+            feed.setdefault(name, np.ones((rows, *spec.shape), np.bool_) if name == "mask" else spec.zeros(rows))
+        found.append(feed)
+    return found
+
+
+# -- any module ---------------------------------------------------------------------------------------------------------
+
+
+def module_feeds(args: Sequence[Tree], kwargs: Mapping[str, Tree], seed: int = 0, batches: int = 16) -> list[Feed]:
+    """Batches around the examples of a module's inputs: fractions varied, bytes of pictures random, categories as they are."""
+    rng = np.random.default_rng(seed)
+    examples = [*named("args", tuple(args)), *named("kwargs", dict(kwargs))]
+    sizes = [1, 2, 3, 64, *rng.integers(1, 65, batches).tolist()][:batches]
+    return [{name: _varied(np.asarray(value), rows, rng) for name, value in examples} for rows in sizes]
+
+
+def _varied(example: Array, rows: int, rng: np.random.Generator) -> Array:
+    shape = (rows, *example.shape)
+    if example.dtype.kind == "f":
+        return (example + rng.normal(size=shape)).astype(example.dtype)
+    if example.dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    if example.dtype == np.uint8 and example.ndim > 1:
+        return rng.integers(0, 256, shape, np.uint8)
+    return np.broadcast_to(example, shape).copy()
+
+
+def verify_module(module: nn.Module, model: bytes, feeds: Sequence[Feed], arguments: Arguments) -> list[str]:
+    """Reasons why the exported module does not do what the original does; none: it does. `arguments` as of `export.arguments_of`.
+
+    float32: no output differs by more than 1e-4; whole numbers are equal. int8: the differences are below 5 % of how much the
+    outputs vary.
+    """
+    exported, wrong = OnnxModule(model), []
+    eight = exported.facts["precision"] == "int8"
+    for feed in feeds:
+        with torch.inference_mode():
+            args, kwargs = arguments(iter([torch.from_numpy(feed[name].copy()) for name in feed]))
+            mine = dict(named("output", map_tree(Tensor.numpy, plain_outputs(module(*args, **kwargs)))))
+        theirs = dict(named("output", exported({name: feed[name] for name in exported.inputs})))
+        wrong += list(_misfits(mine, theirs, eight))
+    return list(dict.fromkeys(wrong))
+
+
+def _misfits(mine: Mapping[str, Array], theirs: Mapping[str, Array], eight: bool) -> Iterator[str]:
+    for name, ours in mine.items():
+        other = theirs.get(name)
+        if other is None or other.shape != ours.shape or other.dtype != ours.dtype:
+            told = "is missing" if other is None else f"is {other.dtype}{list(other.shape)}, not {ours.dtype}{list(ours.shape)}"
+            yield f"{name} {told}"
+        elif ours.dtype.kind != "f":
+            if not eight and not np.array_equal(ours, other):
+                yield f"{name}, whole numbers, differs"
+        elif eight:
+            error, spread = np.sqrt(np.mean((ours - other) ** 2)), np.sqrt(np.mean((ours - ours.mean(axis=0)) ** 2))
+            if len(ours) >= 16 and not error <= INT8_ERROR * spread + 1e-3:
+                yield f"{name} differs by more than {INT8_ERROR:.0%} of how much it varies"
+        elif not np.abs(ours - other).max(initial=0) <= max(_TOLERANCE, _ROUNDING * float(np.abs(ours).max(initial=0))):
+            yield f"{name} differs by more than {_TOLERANCE:g}"
+
+
+def rounding_error(policy: Policy, model: bytes, seed: int = 0) -> float:
+    """How far the logits of an int8 policy are off, as a share of how much they vary. Unlike the share of equal actions this
+    also means something for a policy that has not been trained yet."""
+    exported, rng = OnnxPolicy(model), np.random.default_rng(seed)
+    pairs = []
+    for _ in range(8):
+        observation = observations_for(policy, BATCH_SIZES[-1], rng)
+        state = _random_state(policy, BATCH_SIZES[-1], rng)
+        pairs.append((_outputs(policy, observation, state, None, None)["logits"], exported.logits(observation, state)))
+    mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return _share_off(*_without_hidden(mine, theirs))

@@ -1,0 +1,283 @@
+"""From float32 to 8-bit integers: the large products of an exported model, rounded row by row.
+
+The rows of a batch belong to different players, so no row may change the answers of another. A range that is measured over the
+whole batch would: one observation of 1e6 makes the steps so coarse that all other rows become zero. So a row has a scale of its
+own, taken from its largest number, unless the range is known beforehand: behind a tanh or a sigmoid, or because it was measured
+on typical inputs (convolutions, whose own inputs are clipped to it).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import ludus
+from ludus.core import plugins
+from ludus.core.tree import Array
+from ludus.errors import Damaged, UsageError
+from ludus.models.export.onnx_export import EXTRA, META, Feed, facts_of, quietly, require_onnx
+
+_AXES_ARE_INPUTS = 18  # from this opset on, of ReduceMax
+_LEAST = 1e-30  # the smallest step
+
+Interval = tuple[float, float]
+
+
+def quantize(data: bytes, calibration: Sequence[Feed]) -> bytes:
+    """The same model with its large products in 8-bit integers; `calibration` is a few batches of typical inputs.
+
+    What reads raw numbers and what writes an output stays float32: there the rounding would hurt and hardly save any time.
+    Weights are unsigned: signed ones overflow on CPUs without VNNI, unless they give up a bit, which doubles the error.
+    Raises UsageError when there is nothing to quantise, Damaged when weights are not numbers.
+    """
+    onnx, _ = require_onnx("quantisation")
+    model = onnx.load_from_string(data)
+    facts = facts_of(model)
+    _check_finite(onnx, model)
+    _take_gemms_apart(onnx, model)
+    convolutions, products = _quantizable(model)
+    if not convolutions and not products:
+        raise UsageError("This model has no layer between its first and its last one that could be quantised.", "Use float32.")
+    if convolutions:
+        model = _convolved(onnx, model, convolutions, calibration)
+    if products:
+        _multiplied(onnx, model, frozenset(products))
+    onnx.helper.set_model_props(model, {META: json.dumps(facts | {"precision": "int8"})})
+    model.producer_name, model.producer_version = "ludus", ludus.__version__
+    return bytes(model.SerializeToString())
+
+
+def _check_finite(onnx: Any, model: Any) -> None:
+    for item in model.graph.initializer:
+        if item.data_type == onnx.TensorProto.FLOAT and not np.isfinite(onnx.numpy_helper.to_array(item)).all():
+            raise Damaged(f"The weights {item.name} hold what is not a number.")
+
+
+# -- which layers -------------------------------------------------------------------------------------------------------
+
+
+_PASSING = frozenset(
+    ["Cast", "Concat", "Flatten", "Mul", "Sub", "Add", "Div", "Clip", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Equal"]
+)
+"""Operators that leave raw numbers raw."""
+
+
+def _take_gemms_apart(onnx: Any, model: Any) -> None:
+    """Gemm by constant weights → MatMul and Add, in place: there is an integer form of products alone."""
+    graph = model.graph
+    constants = {item.name: item for item in graph.initializer}
+    nodes = []
+    for node in graph.node:
+        given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        scaled = given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0 or given.get("transA")
+        if node.op_type != "Gemm" or scaled or node.input[1] not in constants:
+            nodes.append(node)
+            continue
+        weight = node.input[1]
+        if given.get("transB"):
+            weight = f"{node.name}.weight"
+            turned = onnx.numpy_helper.to_array(constants[node.input[1]]).T
+            graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(turned), weight))
+        bias = node.input[2] if len(node.input) > 2 else ""
+        product = f"{node.name}.product" if bias else node.output[0]
+        nodes.append(onnx.helper.make_node("MatMul", [node.input[0], weight], [product], node.name))
+        if bias:
+            nodes.append(onnx.helper.make_node("Add", [product, bias], [node.output[0]], f"{node.name}.add"))
+    _replace_nodes(graph, nodes)
+
+
+def _quantizable(model: Any) -> tuple[list[str], list[str]]:
+    """Names of the convolutions (with their activations) and of the matrix products that are worth it."""
+    graph = model.graph
+    weights = {item.name for item in graph.initializer}
+    raw = weights | {item.name for item in graph.input if not item.name.startswith("state.")}
+    for node in graph.node:
+        if node.op_type in _PASSING and set(node.input) <= raw:
+            raw |= set(node.output)
+    last = {item.name for item in graph.output if not item.name.startswith("next_state.")}
+    for node in reversed(graph.node):
+        if node.op_type not in ("Conv", "MatMul") and last & set(node.output):
+            last |= set(node.input)
+    convolved = {name for node in graph.node if node.op_type == "Conv" for name in node.output}
+    convolutions = [n.name for n in graph.node if n.op_type == "Conv" or (n.op_type == "Relu" and n.input[0] in convolved)]
+    matrices = {item.name for item in graph.initializer if len(item.dims) == 2}
+    products = [n.name for n in graph.node if n.op_type == "MatMul" and n.input[1] in matrices]
+    spared = {n.name for n in graph.node if n.op_type == "MatMul" and (n.input[0] in raw or last & set(n.output))}
+    return convolutions, [name for name in products if name not in spared]
+
+
+# -- convolutions -------------------------------------------------------------------------------------------------------
+
+
+def _convolved(onnx: Any, model: Any, nodes: Sequence[str], calibration: Sequence[Feed]) -> Any:
+    """The model with these nodes in integers, whose ranges are those of the calibration."""
+    quantization = plugins.require("onnxruntime.quantization", EXTRA, "quantisation")
+    with tempfile.TemporaryDirectory(prefix="ludus-int8-") as folder, quietly():
+        path = Path(folder) / "model.onnx"
+        quantization.quantize_static(
+            model,
+            path,
+            _Calibration(model, calibration),
+            quant_format=quantization.QuantFormat.QDQ,
+            op_types_to_quantize=["Conv", "Relu"],
+            nodes_to_quantize=list(nodes),
+            activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType.QUInt8,
+            per_channel=True,
+        )
+        return onnx.load(path)
+
+
+class _Calibration:
+    """Batches as the quantiser wants to be given them."""
+
+    def __init__(self, model: Any, batches: Sequence[Feed]) -> None:
+        names = {item.name for item in model.graph.input}
+        self._batches = iter([{key: value for key, value in batch.items() if key in names} for batch in batches])
+
+    def get_next(self) -> Feed | None:
+        return next(self._batches, None)
+
+
+# -- products -----------------------------------------------------------------------------------------------------------
+
+
+def _multiplied(onnx: Any, model: Any, products: Collection[str]) -> None:
+    """Put these products into integers, in place: rounded input by rounded weights, times the scales of both."""
+    graph = model.graph
+    weights = {item.name: item for item in graph.initializer}
+    known = _intervals(onnx, graph)
+    writing = _Writing(onnx, graph, next(item.version for item in model.opset_import if item.domain == ""))
+    rounded: dict[str, _Rounded] = {}
+    for node in graph.node:
+        if node.name not in products:
+            writing.nodes.append(node)
+            continue
+        x, weight = node.input[0], onnx.numpy_helper.to_array(weights[node.input[1]])
+        if x not in rounded:  # several layers may read the same
+            rounded[x] = writing.rounded(x, known.get(x))
+        writing.product(node, rounded[x], weight)
+    _replace_nodes(graph, writing.nodes)
+
+
+class _Rounded(NamedTuple):
+    """An input of products in integers: number = step · (integer - zero), times the scale of its row where it has one."""
+
+    integers: str
+    zero: str
+    step: float
+    row_scale: str | None
+
+
+class _Writing:
+    """Appends nodes and constants to a graph. All operators are of the ONNX standard, so that other runtimes know them too."""
+
+    def __init__(self, onnx: Any, graph: Any, opset: int) -> None:
+        self._onnx, self._graph, self._opset = onnx, graph, opset
+        self.nodes: list[Any] = []
+
+    def rounded(self, x: str, interval: Interval | None) -> _Rounded:
+        if interval is not None and np.isfinite(interval).all():
+            step, zero_point = _grid(interval)
+            return _Rounded(*self._quantized(x, x, step, zero_point), step, None)
+        positive = interval is not None and interval[0] >= 0
+        sizes = x if positive else self._node("Abs", [x], f"{x}.sizes")
+        if self._opset < _AXES_ARE_INPUTS:
+            scale = self._node("ReduceMax", [sizes], f"{x}.scale", axes=[-1], keepdims=1)
+        else:
+            axes = self._constant(f"{x}.axes", np.array([-1], np.int64))
+            scale = self._node("ReduceMax", [sizes, axes], f"{x}.scale", keepdims=1)
+        # A row of zeros divided by zero may become any integers: times its scale they are zero again.
+        share = self._node("Div", [x, scale], f"{x}.share")
+        step, zero_point = _grid((0.0, 1.0) if positive else (-1.0, 1.0))
+        return _Rounded(*self._quantized(x, share, step, zero_point), step, scale)
+
+    def product(self, node: Any, x: _Rounded, weight: Array) -> None:
+        name = node.name
+        integers, steps, zeros = _columns(weight)
+        weights = [self._constant(f"{name}.weights", integers), x.zero, self._constant(f"{name}.weight_zeros", zeros)]
+        whole = self._node("MatMulInteger", [x.integers, *weights], f"{name}.whole")
+        numbers = self._node("Cast", [whole], f"{name}.numbers", to=self._onnx.TensorProto.FLOAT)
+        steps_name = self._constant(f"{name}.weight_steps", (steps * x.step).astype(np.float32))
+        if x.row_scale is None:
+            self._node("Mul", [numbers, steps_name], node.output[0])
+        else:
+            self._node("Mul", [self._node("Mul", [numbers, steps_name], f"{name}.shares"), x.row_scale], node.output[0])
+
+    def _quantized(self, name: str, x: str, step: float, zero_point: int) -> tuple[str, str]:
+        zero = self._constant(f"{name}.zero", np.uint8(zero_point))
+        given = [x, self._constant(f"{name}.step", np.float32(step)), zero]
+        return self._node("QuantizeLinear", given, f"{name}.integers"), zero
+
+    def _node(self, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(self._onnx.helper.make_node(kind, list(inputs), [output], f"{output}.{kind}", **attributes))
+        return output
+
+    def _constant(self, name: str, value: Any) -> str:
+        self._graph.initializer.append(self._onnx.numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+
+def _grid(interval: Interval) -> tuple[float, int]:
+    """(step, integer that stands for zero) of 8-bit integers over an interval that holds zero."""
+    low, high = min(interval[0], 0.0), max(interval[1], 0.0)
+    if low == -high:  # zero and both ends exactly
+        return max(high, _LEAST) / 127, 128
+    step = (high - low) / 255
+    return step, round(-low / step)
+
+
+def _columns(weight: Array) -> tuple[Array, Array, Array]:
+    """(integers, step of each column, zero of each column)."""
+    low, high = np.minimum(weight.min(axis=0), 0), np.maximum(weight.max(axis=0), 0)
+    steps = np.maximum((high - low).astype(np.float64) / 255, _LEAST)
+    zeros = np.rint(-low / steps)
+    return np.clip(np.rint(weight / steps) + zeros, 0, 255).astype(np.uint8), steps, zeros.astype(np.uint8)
+
+
+_REACHES: Mapping[str, Interval] = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Relu": (0.0, np.inf)}
+_RESHAPING = frozenset(["Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity"])
+
+
+def _intervals(onnx: Any, graph: Any) -> dict[str, Interval]:
+    """Tensor → what its numbers lie between whatever the inputs are, as far as that is easily seen."""
+    found = _walked(onnx, graph, {})
+    outputs = {item.name for item in graph.output}
+    # A state is zero, or was an output of the step before.
+    states = {name: f"next_{name}" for name in (item.name for item in graph.input) if name.startswith("state.")}
+    return _walked(onnx, graph, {name: found[after] for name, after in states.items() if after in outputs & found.keys()})
+
+
+def _walked(onnx: Any, graph: Any, given: Mapping[str, Interval]) -> dict[str, Interval]:
+    constants = {item.name: item for item in graph.initializer}
+    found = dict(given)
+    for node in graph.node:
+        sources = [found.get(name) for name in node.input]
+        if node.op_type in _REACHES:
+            found[node.output[0]] = _REACHES[node.op_type]
+        elif node.op_type in _RESHAPING and sources[0] is not None:
+            found[node.output[0]] = sources[0]
+        elif node.op_type == "Mul" and sources[0] is not None and sources[1] is not None:
+            ends = [a * b for a in sources[0] for b in sources[1]]
+            if np.isfinite(ends).all():
+                found[node.output[0]] = min(ends), max(ends)
+        elif node.op_type == "DequantizeLinear" and len(node.input) == 3 and set(node.input[1:]) <= constants.keys():
+            step, zero = (onnx.numpy_helper.to_array(constants[name]) for name in node.input[1:])
+            if step.ndim == 0 and zero.dtype == np.uint8:
+                found[node.output[0]] = -float(step) * int(zero), float(step) * (255 - int(zero))
+    return found
+
+
+def _replace_nodes(graph: Any, nodes: Sequence[Any]) -> None:
+    """Other nodes, and only the initialisers that these use."""
+    used = {name for node in nodes for name in node.input}
+    kept = [item for item in graph.initializer if item.name in used]
+    for field, items in (("node", list(nodes)), ("initializer", kept)):
+        graph.ClearField(field)
+        getattr(graph, field).extend(items)
+    graph.ClearField("value_info")

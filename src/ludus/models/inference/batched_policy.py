@@ -1,0 +1,151 @@
+"""Decisions for many seats at once: whatever sessions ask of one policy in one turn of the event loop is one forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from ludus.core.spaces import mask_size
+from ludus.core.tree import Array, Tree, map_tree
+from ludus.core.types import Bools
+from ludus.models.inference.micro_batcher import Batcher
+from ludus.models.policy import Acted
+
+State = tuple[Array, ...]
+
+
+class Acts(Protocol):
+    """What a player needs of a policy: a `Policy`, or one that was exported."""
+
+    @property
+    def observation_space(self) -> gym.Space[Any]: ...
+    @property
+    def action_space(self) -> gym.Space[Any]: ...
+    @property
+    def recurrent(self) -> bool: ...
+
+    def state_spec(self) -> Tree: ...
+    def draw_noise(self, rows: int, generator: torch.Generator) -> Array: ...
+    def act(
+        self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None
+    ) -> Acted: ...  # fmt: skip
+
+
+Player = TypeVar("Player", bound=Acts)
+Played_co = TypeVar("Played_co", bound=Acts, covariant=True)
+
+
+class ActsSource(Protocol[Played_co]):
+    def newest(self) -> tuple[Played_co, int]:
+        """The policy to act with now, and its version. Does not block."""
+        ...
+
+
+class Decision(NamedTuple):
+    action: Tree
+    """As the game takes it."""
+    chosen: Tree
+    """As the policy chose it, which is what is recorded."""
+    log_prob: float
+    value: float
+    state: State
+    version: int
+
+
+class Asked(NamedTuple):
+    observation: Tree
+    state: State | None
+    mask: Bools | None
+    temperature: float
+
+
+class Deciding(Generic[Player]):
+    """A policy that answers sessions. Observations come as arrays of the policy's own dtypes and shapes, without a batch.
+
+    New weights are taken up between two batches, never inside one.
+    """
+
+    def __init__(
+        self, source: ActsSource[Player], *, max_batch_size: int = 256, seed: int | None = None, deterministic: bool = False
+    ) -> None:
+        self._source = source
+        self._temperature = 0.0 if deterministic else 1.0
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+        self._masks = mask_size(source.newest()[0].action_space)
+        self.batcher: Batcher[Asked, Decision] = Batcher(self._run, max_batch_size)
+
+    @property
+    def policy(self) -> Player:
+        return self._source.newest()[0]
+
+    def decide(
+        self,
+        observation: Tree,
+        state: State | None = None,
+        mask: Bools | None = None,
+        temperature: float | None = None,
+    ) -> asyncio.Future[Decision]:
+        """`state` is that of the decision before, None at the start of an episode. On the event loop only.
+
+        `temperature`: 0 takes the most probable action, 1 draws as in training, more is wilder. By default as constructed.
+        """
+        return self.batcher.submit(Asked(observation, state, mask, self._temperature if temperature is None else temperature))
+
+    def _run(self, rows: list[Asked]) -> list[Decision]:
+        policy, version = self._source.newest()
+        n = len(rows)
+        observations, states, masks, temperatures = zip(*rows, strict=True)
+        acted = policy.act(
+            _stacked(observations), self._states(policy, states), self._mask(masks), self._noise(policy, temperatures)
+        )
+        # Copies, because a session keeps its state until its next tick: a row must not keep the whole batch alive.
+        after = list(zip(*([row.copy() for row in part] for part in acted.state), strict=True)) if acted.state else [()] * n
+        rows_of = (_rows(acted.action, n), _rows(acted.chosen, n), acted.log_prob.tolist(), acted.value.tolist(), after)
+        return [Decision(*parts, version) for parts in zip(*rows_of, strict=True)]
+
+    def _noise(self, policy: Acts, temperatures: tuple[float, ...]) -> Array | None:
+        if not any(temperatures):
+            return None
+        noise = policy.draw_noise(len(temperatures), self.generator)
+        if set(temperatures) != {1.0}:
+            noise = noise * np.array(temperatures, np.float32)[:, None]
+        return noise
+
+    @staticmethod
+    def _states(policy: Acts, states: tuple[State | None, ...]) -> State:
+        if not policy.recurrent:
+            return ()
+        fresh: State = tuple(spec.zeros() for spec in policy.state_spec()) if None in states else ()
+        columns = zip(*(fresh if state is None else state for state in states), strict=True)
+        return tuple(np.array(column) for column in columns)
+
+    def _mask(self, masks: tuple[Bools | None, ...]) -> Bools | None:
+        if all(mask is None for mask in masks):
+            return None
+        whole = np.ones((len(masks), self._masks), np.bool_)
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                whole[row] = mask
+        return whole
+
+
+def _stacked(trees: tuple[Tree, ...]) -> Tree:
+    first = trees[0]
+    if isinstance(first, np.ndarray):
+        return np.array(trees)
+    return map_tree(lambda *items: np.array(items), first, *trees[1:])
+
+
+def _rows(batch: Tree, n: int) -> list[Any]:
+    """The rows of a batched tree; they are views of it, and it is nobody else's."""
+    if isinstance(batch, np.ndarray):
+        return list(batch)
+    return [map_tree(lambda x, row=row: x[row], batch) for row in range(n)]

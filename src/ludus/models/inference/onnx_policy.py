@@ -1,0 +1,211 @@
+"""Exported models, run by onnxruntime: a policy that acts like the one it was made from, and any module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from ludus.core import spaces
+from ludus.core.spaces import ArraySpec, array_spec
+from ludus.core.tree import Array, Tree
+from ludus.errors import Damaged, UsageError
+from ludus.models.distributions import Distribution, make_distribution, make_values
+from ludus.models.export import onnx_export
+from ludus.models.export.onnx_export import Feed, named, regrown
+from ludus.models.policy import VALUES, Acted
+
+_KEPT_SIZES = 256
+"""Batch sizes for which the inputs that nobody gave are kept at hand."""
+
+
+def session_of(data: bytes, threads: int = 1) -> Any:
+    """An onnxruntime session. Raises MissingExtra, Damaged."""
+    _, runtime = onnx_export.require_onnx("ONNX inference")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3  # it warns of things that it mends itself
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores are for the games
+    try:
+        return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its exceptions have no common base that is public
+        raise Damaged(f"onnxruntime cannot load this model: {str(error).strip().splitlines()[0]}") from error
+
+
+def facts_in(data: bytes) -> dict[str, Any]:
+    """What the exporter wrote into the file. Raises Damaged, UsageError."""
+    onnx, _ = onnx_export.require_onnx("ONNX inference")
+    try:
+        model = onnx.load_from_string(data)
+    except Exception as error:  # protobuf's DecodeError, which cannot be imported without protobuf
+        raise Damaged(f"These bytes are not an ONNX model: {error}.") from error
+    return onnx_export.facts_of(model)
+
+
+def read_model(source: str | Path | bytes) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    try:
+        return Path(source).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(f"Cannot read {source}: {error.strerror}.", "`ludus export` writes such files.") from error
+
+
+class OnnxPolicy:
+    """An exported policy. Everything is batched: N rows first, as in `Policy.act`.
+
+        policy = OnnxPolicy("agent.onnx")
+        acted = policy.act(observations)                            # the most probable actions
+        noise = policy.draw_noise(64, generator)
+        acted = policy.act(observations, acted.state, mask, noise)  # sampled ones
+
+    `value=False` leaves the value out of the computation, which halves it for networks of two towers; it is then 0, as with
+    `Network.freeze(values=False)`. Calls from several threads are safe.
+    """
+
+    def __init__(self, source: str | Path | bytes, *, threads: int = 1, value: bool = True) -> None:
+        self._threads, self._value = threads, value
+        self._data = read_model(source)
+        facts = facts_in(self._data)
+        if facts.get("kind") != "policy":
+            raise UsageError("This ONNX model is not a policy.", "Export a run of ludus, or a ludus Policy.")
+        self.facts = facts
+        self.model = str(facts["model"])
+        self.version = int(facts["version"])
+        self._observation_space = spaces.from_json(facts["observation_space"])
+        self._action_space = spaces.from_json(facts["action_space"])
+        make = make_values if facts.get("decides_by") == VALUES else make_distribution
+        self.distribution: Distribution = make(self._action_space)
+        self._state = tuple(ArraySpec(tuple(shape), np.dtype(np.float32)) for shape in facts["state"])
+        self._specs = onnx_export.policy_inputs(self)
+        self._defaults: dict[int, Feed] = {}
+        self._single = not isinstance(self._observation_space, (gym.spaces.Dict, gym.spaces.Tuple))
+        self._actions = array_spec(self._action_space, "action")
+        self._count = len(named("action", self._actions))
+        names = [name for prefix in ("action", "chosen") for name, _ in named(prefix, self._actions)]
+        self._outputs = [
+            *names,
+            "log_prob",
+            *(name for name, _ in named("next_state", self._state)),
+            *(["value"] if value else []),
+        ]
+        self._session = self._opened(self._data)
+
+    def _opened(self, data: bytes) -> Any:
+        return session_of(data if self._value else onnx_export.without(data, ["value"]), self._threads)
+
+    # -- what it is
+
+    @property
+    def observation_space(self) -> gym.Space[Any]:
+        return self._observation_space
+
+    @property
+    def action_space(self) -> gym.Space[Any]:
+        return self._action_space
+
+    @property
+    def recurrent(self) -> bool:
+        return bool(self._state)
+
+    @property
+    def precision(self) -> str:
+        return str(self.facts["precision"])
+
+    def state_spec(self) -> Tree:
+        return self._state
+
+    def initial_state(self, rows: int) -> tuple[Array, ...]:
+        return tuple(spec.zeros(rows) for spec in self._state)
+
+    def draw_noise(self, rows: int, generator: torch.Generator) -> Array:
+        """As `Policy.draw_noise`."""
+        noise: Array = self.distribution.noise((rows,), generator).numpy()
+        return noise
+
+    # -- acting
+
+    def act(
+        self,
+        observation: Tree,
+        state: tuple[Array, ...] = (),
+        mask: Array | None = None,
+        noise: Array | None = None,
+    ) -> Acted:
+        """As `Policy.act`: arrays in, arrays out."""
+        feed = self._feed(observation, state, mask, noise)
+        flat = self._session.run(self._outputs, feed)
+        count = self._count
+        actions, chosens = flat[:count], flat[count : 2 * count]
+        log_prob, rest = flat[2 * count], flat[2 * count + 1 :]
+        value = rest.pop() if self._value else np.zeros_like(log_prob)
+        if count == 1 and isinstance(self._actions, ArraySpec):
+            return Acted(actions[0], chosens[0], log_prob, value, tuple(rest))
+        action, chosen = (regrown(self._actions, iter(part)) for part in (actions, chosens))
+        return Acted(action, chosen, log_prob, value, tuple(rest))
+
+    def logits(self, observation: Tree, state: tuple[Array, ...] = ()) -> Array:
+        """The inputs of the distribution, before any mask: [N, outputs]."""
+        (logits,) = self._session.run(["logits"], self._feed(observation, state, None, None))
+        return logits  # type: ignore[no-any-return]
+
+    def outputs(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> dict[str, Array]:
+        """Every output of the graph by its name."""
+        names = [item.name for item in self._session.get_outputs()]
+        return dict(zip(names, self._session.run(names, self._feed(observation, state, mask, noise)), strict=True))
+
+    def _feed(self, observation: Tree, state: tuple[Array, ...], mask: Array | None, noise: Array | None) -> Feed:
+        given: Feed = {"observation": observation} if self._single else dict(named("observation", observation))
+        feed = self._missing(len(next(iter(given.values())))) | given
+        if mask is not None and "mask" in feed:
+            feed["mask"] = mask
+        if noise is not None and "noise" in feed:
+            feed["noise"] = noise
+        for i, part in enumerate(state):
+            feed[f"state.{i}"] = part
+        return feed
+
+    def _missing(self, rows: int) -> Feed:
+        """The inputs that need not be given: no mask, no noise, the state at the start of an episode."""
+        found = self._defaults.get(rows)
+        if found is None:
+            found = {name: spec.zeros(rows) for name, spec in self._specs.items() if not name.startswith("observation")}
+            if "mask" in found:
+                found["mask"] = np.ones_like(found["mask"])
+            if len(self._defaults) >= _KEPT_SIZES:
+                self._defaults.clear()
+            self._defaults[rows] = found
+        return found
+
+    # -- weights
+
+    def load_weights(self, weights: Mapping[str, Array], version: int | None = None) -> None:
+        """Act with these weights from the next call on. Raises IncompatibleCheckpoint; UsageError on an int8 model."""
+        data = onnx_export.with_weights(self._data, weights, version)
+        self._session, self._data = self._opened(data), data
+        self.version = self.version if version is None else version
+
+
+class OnnxModule:
+    """Any exported module: called with the inputs of its graph by name, it returns outputs in the structure of its own."""
+
+    def __init__(self, source: str | Path | bytes, threads: int = 1) -> None:
+        data = read_model(source)
+        self.facts = facts_in(data)
+        self._session = session_of(data, threads)
+        self._structure = _tree_of(self.facts["outputs"])
+        self._names = [name for name, _ in named("output", self._structure)]
+        self.inputs = [item.name for item in self._session.get_inputs()]
+
+    def __call__(self, feed: Feed) -> Tree:
+        return regrown(self._structure, iter(self._session.run(self._names, feed)))
+
+
+def _tree_of(skeleton: Any) -> Tree:
+    if isinstance(skeleton, dict):
+        return {key: _tree_of(item) for key, item in skeleton.items()}
+    return tuple(map(_tree_of, skeleton)) if isinstance(skeleton, list) else 0

@@ -1,0 +1,281 @@
+"""The models of one run: what each is, where its newest weights lie on this machine, which versions are kept durably.
+
+No sockets and no clock in here: the hub calls it, and passes the time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludus.core.plugins import did_you_mean
+from ludus.core.tree import Array
+from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, UnknownName, UsageError
+from ludus.models.weights import module_spec
+from ludus.models.weights.shared_weights import Board, mapped, stage
+from ludus.models.weights.version_store import Pool, stored_versions, stored_weights
+from ludus.storage.base import Store
+from ludus.storage.safe_read import parse_json
+
+CHECKPOINT_S = 600.0
+_NAME = re.compile(r"[\w+-][\w.+-]*")
+_CLONE = re.compile(r"(?P<parent>.+)/clone-step-(?P<step>\d+)")
+
+
+@dataclass
+class _Model:
+    """One model of the run. A clone is frozen: it has one version for ever."""
+
+    plain: Mapping[str, Any]
+    board: Board
+    frozen: bool = False
+    interval: int | None = None
+    keep: int | None = None
+    kept: list[int] = field(default_factory=list)
+    marked: tuple[int, float] = (0, 0.0)
+    """The version that was last chosen to be kept, and when."""
+    pending: dict[int, dict[str, Array]] = field(default_factory=dict)
+    """Versions that are being written."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
+
+    def description(self) -> dict[str, Any]:
+        return dict(self.plain)
+
+    def weights(self) -> dict[str, Array]:
+        return self.board.read()[1]
+
+
+class Registry:
+    """Makes, finds, publishes and clones models. Weights come and go as files staged in `staging`."""
+
+    def __init__(self, store: Store, boards: Path) -> None:
+        self._store, self._boards = store, boards
+        self.staging = boards / "staging"
+        self.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._models: dict[str, _Model] = {}
+        self._pool: Pool[_Model] = Pool(store)
+        self._made = 0
+
+    def names(self) -> list[str]:
+        """Of this run, also of its earlier lives."""
+        return sorted({*self._models, *self._store.list("models")})
+
+    def versions(self) -> dict[str, int]:
+        return {name: model.board.version for name, model in self._models.items() if not model.frozen}
+
+    def info(self, name: str) -> dict[str, Any]:
+        """What a process must know to use the model."""
+        model = self._models[name]
+        return {
+            "name": name,
+            "description": dict(model.plain),
+            "board": str(model.board.directory),
+            "frozen": model.frozen,
+            "settings": dict(model.settings),
+            "workers": list(model.workers),
+        }
+
+    def find(self, name: str, now: float) -> dict[str, Any] | None:
+        """The model, taken up from the store if an earlier life of the run made it; None when there is none."""
+        if name not in self._models:
+            clone = _CLONE.fullmatch(name)
+            if clone:
+                if self.find(clone["parent"], now) is None or int(clone["step"]) not in self._kept(clone["parent"]):
+                    return None
+                return self._add_clone(clone["parent"], int(clone["step"]))
+            if not self._reopen(check_name(name), now):
+                return None
+        return self.info(name)
+
+    def create(
+        self,
+        name: str,
+        description: Mapping[str, Any],
+        staged: str,
+        now: float,
+        override: bool = False,
+        interval: int | None = None,
+        keep: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A new model with the staged weights; an existing one of the same description goes on as it is.
+
+        It is kept durably every `interval` versions (None: every ten minutes), and the `keep` newest of those stay (None: all).
+        `settings` are for whoever runs it, and mean nothing here. Raises UsageError when another model has the name and may not be overridden.
+        """
+        path = self._staged(staged)
+        try:
+            known = self.find(check_name(name), now)
+            if known is not None and not override:
+                self._check_same(name, description, mapped(path))
+            else:
+                self._add(name, description, path, now)
+        finally:
+            path.unlink(missing_ok=True)
+        model = self._models[name]
+        model.interval = model.interval if interval is None else interval
+        model.keep = model.keep if keep is None else keep
+        model.settings |= {key: value for key, value in (settings or {}).items() if value is not None}
+        return self.info(name)
+
+    def publish(self, name: str, staged: str, step: int, now: float) -> int:
+        """The staged weights become the next version, or version `step`. Raises IncompatibleCheckpoint, UsageError, Fenced."""
+        path = self._staged(staged)
+        try:
+            model = self._known(name)
+            if model.frozen:
+                raise UsageError(f"{name!r} is a clone: its weights never change.", "Publish to the model it was cloned from.")
+            module_spec.check_fit(module_spec.shapes_in(model.weights()), module_spec.shapes_in(mapped(path)))
+            version = self._pool.publish(name, None if step < 0 else step)
+            model.board.publish(version, path)
+        finally:
+            path.unlink(missing_ok=True)
+        return version
+
+    def due(self, name: str, now: float) -> bool:
+        """Whether the newest version of a model should be kept."""
+        model = self._known(name)
+        if model.frozen:
+            return False
+        version, at = model.marked
+        return now - at >= CHECKPOINT_S if model.interval is None else model.board.version - version >= model.interval
+
+    def keeping(self, name: str, now: float) -> Callable[[], None]:
+        """What stores the version that is the newest now; it touches the disk, so it may be called in another thread."""
+        model = self._known(name)
+        version, weights = model.board.read()
+        before = model.marked
+        model.marked = version, now  # at once, so that it is not due again while the disk works
+        model.pending[version] = weights
+
+        def keep() -> None:
+            try:
+                self._pool.put(name, version, lambda: weights)
+                if version not in model.kept:
+                    model.kept.append(version)
+                self._retire(name, model)
+            except Exception:
+                model.marked = before
+                raise
+            finally:
+                model.pending.pop(version, None)
+
+        return keep
+
+    def clone(self, name: str, step: int, now: float) -> dict[str, Any]:
+        """A frozen copy of the nearest version at or below `step` that is kept, or of the newest (kept first) for -1."""
+        if self.find(name, now) is None:
+            raise UnknownName(f"There is no model {name!r}.", did_you_mean(name, self.names()))
+        model = self._models[name]
+        if model.frozen:
+            raise UsageError(f"{name!r} is a clone already.")
+        newest = model.board.version
+        candidates = sorted({v for v in self._kept(name) if 0 <= v <= step} | ({newest} if step < 0 or newest <= step else set()))
+        if not candidates:
+            raise NotFound(f"{name!r} has no version at or below {step}.", f"Kept: {self._kept(name)}, newest: {newest}.")
+        if candidates[-1] == newest:
+            self.keeping(name, now)()
+        return self._add_clone(name, candidates[-1])
+
+    def set_workers(self, name: str, workers: list[str]) -> None:
+        """Where the model's inference workers listen."""
+        self._known(name).workers = workers
+
+    def close(self) -> None:
+        """Keep the newest weights of every model, and give unused numbers back."""
+        for name, model in self._models.items():
+            if not model.frozen and model.board.version not in model.kept:
+                self.keeping(name, 0.0)()
+        self._pool.close()
+
+    # -- inside
+
+    def _known(self, name: str) -> _Model:
+        if name not in self._models:
+            raise UnknownName(f"There is no model {name!r}.", did_you_mean(name, self.names()))
+        return self._models[name]
+
+    def _staged(self, file: str) -> Path:
+        """A file name that a client sent: it may only name what was staged."""
+        if not re.fullmatch(r"aside-[0-9a-f]{32}", file):
+            raise Damaged(f"{file!r} is not the name of a staged file.")
+        return self.staging / file
+
+    def _board(self) -> Board:
+        self._made += 1
+        return Board(self._boards / f"{self._made:04d}")
+
+    def _add(self, name: str, description: Mapping[str, Any], staged: Path, now: float) -> None:
+        model = self._models.get(name) or _Model(dict(description), self._board())
+        model.plain, model.kept = dict(description), []  # an overridden model is found at its old place
+        self._pool.add(name, model)
+        model.board.publish(self._pool.newest(name)[1], staged)
+        self._models[name] = model
+        self.keeping(name, now)()
+
+    def _reopen(self, name: str, now: float) -> bool:
+        versions = stored_versions(self._store, name)
+        if not versions:
+            return False
+        try:
+            plain = parse_json(self._store.get(f"models/{name}/model.json"), f"models/{name}/model.json")
+        except NotFound:
+            return False
+        except ValueError as error:
+            raise Damaged(f"models/{name}/model.json is damaged: {error}.") from error
+        model = _Model(plain, self._board(), kept=versions)
+        staged = stage(self.staging, stored_weights(self._store, name, versions[-1]))
+        self._pool.add(name, model, above=versions[-1])
+        model.board.publish(self._pool.newest(name)[1], staged)
+        model.marked = model.board.version, now  # what it goes on from is kept already
+        self._models[name] = model
+        return True
+
+    def _check_same(self, name: str, description: Mapping[str, Any], weights: Mapping[str, Array]) -> None:
+        model = self._models[name]
+        hint = "Give it another name, open another trial, or pass override_model=True to replace it."
+        if not module_spec.same(model.plain, description):
+            raise UsageError(f"{name!r} is another model already: {_short(model.plain)}, not {_short(description)}.", hint)
+        try:
+            module_spec.check_fit(module_spec.shapes_in(model.weights()), module_spec.shapes_in(weights))
+        except IncompatibleCheckpoint as error:
+            raise UsageError(f"The class of {name!r} has changed since its weights were stored. {error}", hint) from error
+        if not model.plain.get("inputs"):
+            model.plain = {**model.plain, "inputs": description.get("inputs") or {}}
+
+    def _kept(self, name: str) -> list[int]:
+        model = self._models[name]
+        return sorted({*model.pending, *model.kept})
+
+    def _add_clone(self, parent: str, step: int) -> dict[str, Any]:
+        name = f"{parent}/clone-step-{step}"
+        if name not in self._models:
+            board, origin = self._board(), self._models[parent]
+            weights = origin.pending.get(step) or stored_weights(self._store, parent, step)
+            board.publish(step, stage(self.staging, weights))
+            self._models[name] = _Model(dict(origin.plain), board, frozen=True, settings=dict(origin.settings))
+        return self.info(name)
+
+    def _retire(self, name: str, model: _Model) -> None:
+        """Forget old versions beyond the number to keep; one that a clone plays stays."""
+        if model.keep is None:
+            return
+        for version in sorted(model.kept)[: -model.keep]:
+            if f"{name}/clone-step-{version}" not in self._models:
+                self._pool.forget(name, version)
+                model.kept.remove(version)
+
+
+def check_name(name: str) -> str:
+    """A name of a model or a buffer is also a file name. Raises UsageError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
+    return name
+
+
+def _short(description: Mapping[str, Any]) -> str:
+    return f"{description.get('class')}{description.get('args', '')}{description.get('kwargs') or ''}"

@@ -1,0 +1,186 @@
+"""Who may speak on a port that other machines can reach: those who know the token of the run.
+
+The token never travels. Each side sends a number of its own and proves, by a keyed hash over both, that it has the token: so
+somebody who listens cannot pass for one of us later, and a caller does not give the token to somebody who took the hub's port.
+Until that is done, nothing of what a stranger sends is parsed; strangers have little time, little room, and no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import weakref
+from pathlib import Path
+
+from ludus.errors import UsageError, WorkerFailed
+from ludus.io import tcp
+
+log = logging.getLogger(__name__)
+
+GREETING_S = 5.0
+"""How long a stranger has to prove itself."""
+MAX_STRANGERS = 64
+"""Connections that have not proved anything yet; the oldest gives way to the next."""
+LOST_S = 8.0
+"""Seconds without a sign of life after which the other machine is given up."""
+_MAGIC = b"LUDUS-1\n"
+_NUMBER = _PROOF = 32
+_MAX_TOKEN = 4096
+_TOLD = 1024
+
+
+# -- tokens -------------------------------------------------------------------------------------------------------------
+
+
+def write_token(path: Path, token: bytes | None = None) -> None:
+    """A token (a new one, unless it is given) in a file that its user alone can read. Raises FileExistsError."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(token or secrets.token_hex(32).encode())
+    try:
+        os.link(aside, path)  # whole or not at all, and never in the place of another
+    finally:
+        aside.unlink()
+
+
+def read_token(path: str | Path) -> bytes:
+    """Raises UsageError when there is none."""
+    try:
+        with open(path, "rb") as file:
+            token = file.read(_MAX_TOKEN).strip()
+    except OSError as error:
+        raise UsageError(
+            f"The token file {path} cannot be read: {error.strerror}.",
+            "It belongs to the run and is gone with it; set LUDUS_TOKEN_FILE.",
+        ) from error
+    if len(token) < 16:
+        raise UsageError(f"The token in {path} has {len(token)} bytes.", "Use 16 or more, such as 64 random hexadecimal digits.")
+    return token
+
+
+# -- the greeting -------------------------------------------------------------------------------------------------------
+
+
+class Guard:
+    """The listening side. One for each port; everything here happens on its event loop."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._told: set[str] = set()
+        self.refused = 0
+
+    async def admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the other side has the token. If not, it is cut off here, and counted."""
+        while len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
+        try:
+            async with asyncio.timeout(GREETING_S):
+                why = await self._doubt(reader, writer)
+        except TimeoutError:
+            why = f"it said nothing for {GREETING_S:g} s"
+        except (asyncio.IncompleteReadError, OSError):
+            why = "it left before it had proved anything"
+        finally:
+            self._strangers.pop(writer, None)
+        if why:
+            self._refuse(writer, why)
+        return not why
+
+    async def _doubt(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Why it is not one of us; empty when it is."""
+        ours = secrets.token_bytes(_NUMBER)
+        writer.write(_MAGIC + ours)
+        said = await reader.readexactly(len(_MAGIC))
+        if said != _MAGIC:
+            return "it speaks another protocol"
+        theirs = await reader.readexactly(_NUMBER)
+        given = await reader.readexactly(_PROOF)
+        if not hmac.compare_digest(given, _proof(self._token, b"caller", ours, theirs)):
+            return "it has another token"
+        writer.write(_proof(self._token, b"listener", ours, theirs))
+        return ""
+
+    def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
+        self.refused += 1
+        who = str((writer.get_extra_info("peername") or ("?",))[0])
+        writer.transport.abort()
+        if who not in self._told and len(self._told) < _TOLD:  # once for each: a port that is scanned must not fill the disk
+            self._told.add(who)
+            log.warning("a connection from %s is refused: %s; further ones are only counted", who, why)
+
+
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, what: str) -> None:
+    """The calling side. Raises UsageError when the tokens differ, WorkerFailed when it is not one of us. Has no time-out."""
+    mine = secrets.token_bytes(_NUMBER)
+    try:
+        said = await reader.readexactly(len(_MAGIC) + _NUMBER)
+        if not said.startswith(_MAGIC):
+            raise WorkerFailed(f"{what} is not what listens there: it speaks another protocol.", "Is the address right?")
+        theirs = said[len(_MAGIC) :]
+        writer.write(_MAGIC + mine + _proof(token, b"caller", theirs, mine))
+        answer = await reader.readexactly(_PROOF)
+    except asyncio.IncompleteReadError as error:
+        if error.partial == b"" and error.expected == _PROOF:
+            raise UsageError(f"{what} refuses our token.", "Give the token of this very run (LUDUS_TOKEN_FILE).") from error
+        raise WorkerFailed(f"{what} left while it was greeted.", "Is it still running?") from error
+    except OSError as error:
+        raise WorkerFailed(
+            f"{what} left while it was greeted: {error}.", "Is its token another one, or is it just ending?"
+        ) from error
+    if not hmac.compare_digest(answer, _proof(token, b"listener", theirs, mine)):
+        raise WorkerFailed(f"{what} does not know the token of this run: somebody else listens there.", "Is the address right?")
+
+
+def _proof(token: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
+    return hmac.digest(token, role + listener + caller, "sha256")
+
+
+# -- is the other machine still there? -----------------------------------------------------------------------------------
+
+_INFO = struct.Struct("=2xBB52xI")  # struct tcp_info: retransmits, probes, …, last_ack_recv in milliseconds
+_LOOK_S = 1.0
+
+
+def keep_alive(connection: socket.socket) -> None:
+    tcp.keep_alive(connection, idle_s=2, lost_s=int(LOST_S))
+
+
+def unanswered(connection: socket.socket) -> bool:
+    """Whether what was sent has gone unacknowledged for too long.
+
+    The kernel itself would try for a quarter of an hour. Its TCP_USER_TIMEOUT would also cut off a process that is only slow
+    to read (its machine acknowledges, with a closed window); here only silence counts.
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    retransmits, probes, last_ack_ms = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+    return bool((retransmits or probes) and last_ack_ms > LOST_S * 1000)
+
+
+async def watch(watched: weakref.ref[asyncio.StreamWriter]) -> None:
+    """Break the connection when the other machine is gone. Holds nothing: a connection that nobody uses any more may go."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        writer = watched()
+        if writer is None or writer.is_closing():
+            return
+        try:
+            gone = unanswered(writer.get_extra_info("socket"))
+        except OSError:  # closed meanwhile
+            return
+        if gone:
+            log.warning(
+                "nothing was heard from %s for %g s; the connection is given up", writer.get_extra_info("peername"), LOST_S
+            )
+            writer.transport.abort()
+            return
+        del writer

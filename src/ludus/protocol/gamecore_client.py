@@ -1,0 +1,830 @@
+"""Games on a gamecore server: started, waited for, looked at and stopped, from anywhere.
+
+    with GamecoreClient("node1:23432") as client:
+        camps = {"mode": "3v3", "heroes": [[{"hero_id": 190}, …], [{"hero_id": 141}, …]]}
+        client.start_game("match-17", [None, ("10.0.0.5", 8000)], camps)   # rule AI against the actor at that address
+        print(client.wait_game("match-17").result)
+
+Standard library only. A server that knows /v1 is asked by it, any other one by the older /v2.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import quote, urlencode, urlsplit
+
+from ludus.core.plugins import did_you_mean
+from ludus.errors import DeadlineMissed, LudusError, Refused, Unreachable, UsageError, WorkerFailed
+from ludus.io.tcp import keep_alive
+from ludus.protocol.spec import read_token, refusal_from
+
+log = logging.getLogger(__name__)
+
+PORT: Final = 23432
+ADDRESS_VARIABLE: Final = "GAMECORE_SERVER_ADDR"
+TOKEN_VARIABLE: Final = "LUDUS_GAMECORE_TOKEN_FILE"  # noqa: S105 - the name of a variable
+
+OVER: Final = frozenset({"finished", "crashed", "stopped", "timed-out", "lost", "over"})
+"""`over` is what a server of the older kind can tell: not how."""
+BROKEN: Final = frozenset({"crashed", "timed-out", "lost"})
+
+REPEATING: Final[Mapping[str, str | None]] = {
+    "remote": None,
+    "repeat": "any",
+    "remote_repeat": "any",
+    "repeat_only": "any",
+}
+"""simulator_type → the saved state that a match starts from."""
+
+_POLL_S = 20.0
+"""One request of a wait; the server answers earlier when the game is over."""
+_LOOK_S = 0.5
+"""Between two looks at a server that cannot be waited on."""
+_AWAY_S = 60.0
+"""A server that is restarted is back by then; one that is not, is gone."""
+_AWAY_PAUSE_S = 0.5
+_AWAY = frozenset({502, 503, 504})
+"""What a server says that is about to go, or a proxy in its stead."""
+_GONE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH})
+"""What a connection breaks with when nothing comes back from a machine at all."""
+_LOST_S = 60.0
+"""A machine of which nothing is heard for so long is gone, whatever `timeout_s` says of one that thinks."""
+_SLACK_S = 5.0
+"""For the answer to a wait, beyond the time that was waited."""
+_START_S = 150.0
+"""The first game of its kind may wait for a module to be imported and compiled."""
+_KEPT_S = 60.0
+"""For a file of up to 64 MB."""
+_STOP_S = 30.0
+"""A stop may wait for a game that saves first."""
+_NOT_THERE = frozenset({200, 404, 405, 501})
+"""What a server says that has no /v1/catalogue: 200 is a page for people."""
+_MAX_ANSWER = 64 << 20
+_CHUNK = 65_536
+_MAX_IDLE = 8
+"""Connections that are kept for the next call."""
+
+Address: TypeAlias = tuple[str, int]
+Camp: TypeAlias = "str | tuple[str, int] | Sequence[Any] | Mapping[str, Any] | None"
+"""Who plays a camp: None, the game's own rule AI; or where its actor listens: (ip, port), "host:port", "http(s)://…", or a
+mapping with `address` or `url`, and perhaps `token` and `timeout_s`."""
+GameStates: TypeAlias = "list[GameState]"
+Names: TypeAlias = "list[str]"
+
+
+@dataclass(frozen=True)
+class GameState:
+    """What a server knows about a game."""
+
+    runtime_id: str
+    state: str
+    """starting, running, finished, crashed, stopped, timed-out, or lost: it ran when its server died."""
+    game: str | None = None
+    mode: str | None = None
+    pid: int | None = None
+    started: float | None = None
+    """Unix time, in seconds."""
+    seconds: float | None = None
+    exit_code: int | None = None
+    """Negative for a signal."""
+    reason: str = ""
+    restarts: int = 0
+    result: Any = None
+    """What the game wrote as its result, e.g. {"winner": 0, "ticks": 8612}."""
+    last_lines: tuple[str, ...] = ()
+    cpu_s: float | None = None
+    memory_mb: float | None = None
+    threads: int | None = None
+    eval_mode: bool = False
+    task_id: str | None = None
+    seed: int | None = None
+    start_from: str | None = None
+    """The saved state that it began with."""
+    finished: float | None = None
+    """Unix time, in seconds."""
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def broken(self) -> bool:
+        """It is over, and did not come to its end."""
+        return self.state in BROKEN
+
+    @property
+    def lost_camps(self) -> dict[str, str]:
+        """Camp number → why its actor did not play it (to the end), as the game's result says under `lost`."""
+        lost = self.result.get("lost") if isinstance(self.result, Mapping) else None
+        return {str(camp): str(why) for camp, why in lost.items()} if isinstance(lost, Mapping) else {}
+
+    @classmethod
+    def from_json(cls, data: Any) -> GameState:
+        """What else a newer server says, or says otherwise, is left out. Raises Refused for what is no state."""
+        if not (isinstance(data, dict) and isinstance(data.get("runtime_id"), str) and isinstance(data.get("state"), str)):
+            raise _strange("a state of a game")
+        known = {field.name: data[field.name] for field in fields(cls) if data.get(field.name) is not None}
+        sane: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, _KINDS.get(name, object))}
+        sane["last_lines"] = tuple(str(line) for line in sane.get("last_lines", ()))
+        return cls(**sane)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"last_lines": list(self.last_lines)}
+
+    def told(self) -> str:
+        """How it fares, or how it ended. Camps that their actor did not play come first."""
+        brief = self.seconds is None or self.seconds < 0.05 or self.state == "lost"
+        took = "" if brief else f" {'after' if self.over else 'for'} {self.seconds:.1f} s"
+        code = "" if self.exit_code is None or self.state in ("finished", "stopped") else f", exit code {self.exit_code}"
+        again = f", restarted {self.restarts}×" if self.restarts else ""
+        told = not self.reason or self.state in ("finished", "lost") or f"code {self.exit_code}" in self.reason
+        why = "" if told else f": {self.reason.rstrip('.')}"
+        lost = "".join(f"Lost camp {camp}: {_shortened(reason)} " for camp, reason in self.lost_camps.items())
+        stand_in = "The game's own AI played instead. " if lost and self.state == "finished" else ""
+        return f"{lost}{stand_in}Game {self.runtime_id!r} {_VERBS.get(self.state, 'is ' + self.state)}{took}{code}{again}{why}."
+
+
+def _shortened(reason: str) -> str:
+    """One line of at most `_MAX_REASON` characters that ends a sentence."""
+    line = " ".join(reason.split()).rstrip(".") or "no reason given"
+    return f"{line}." if len(line) < _MAX_REASON else f"{line[: _MAX_REASON - 1]}…"
+
+
+_MAX_REASON = 200
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("started", "seconds", "cpu_s", "memory_mb", "finished"), (int, float)),
+    **dict.fromkeys(("pid", "exit_code", "restarts", "threads", "seed"), int),
+    **dict.fromkeys(("game", "mode", "reason", "task_id", "start_from"), str),
+    "last_lines": list,
+}
+
+_VERBS = {
+    "starting": "is starting",
+    "running": "is running",
+    "finished": "has finished",
+    "crashed": "has crashed",
+    "stopped": "was stopped",
+    "timed-out": "was ended at its time limit",
+    "lost": "was lost when its server died",
+    "over": "is over",
+}
+
+
+class GamecoreClient:
+    """A gamecore server, from outside. May be used by several threads.
+
+    `server_addr`: "host:port" or a URL; default: GAMECORE_SERVER_ADDR, else this machine. The token, where the server asks for one, comes from
+    `token`, `token_file`, or the file that LUDUS_GAMECORE_TOKEN_FILE names. `timeout_s` is for each request to the server,
+    beyond what a start or a stop itself may take.
+
+    Of every game that is started: `gamecore_req_timeout` is how long it waits for an action of an actor (milliseconds),
+    `default_hero_config` maps a hero_id to what else a hero has when it does not say so itself, `max_frame_num` ends a match (-1: never),
+    `simulator_type` says where matches start: remote, at the beginning; repeat or remote_repeat, from a saved state if there is one;
+    repeat_only, from a saved state.
+
+    Raises Unreachable when there is no answer, Refused when the server does not do it, UsageError for what makes no sense.
+    """
+
+    def __init__(
+        self,
+        server_addr: str | None = None,
+        gamecore_req_timeout: int = 30_000,
+        default_hero_config: Mapping[Any, Mapping[str, Any]] | None = None,
+        max_frame_num: int = -1,
+        simulator_type: str = "remote",
+        *,
+        token: str | None = None,
+        token_file: str | Path | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        if not 0 < timeout_s < math.inf:
+            raise UsageError(f"timeout_s is {timeout_s}.", "It is a number of seconds above 0.")
+        if gamecore_req_timeout <= 0:
+            raise UsageError(f"gamecore_req_timeout is {gamecore_req_timeout}.", "It is a number of milliseconds above 0.")
+        if simulator_type not in REPEATING:
+            raise UsageError(f"simulator_type is {simulator_type!r}.", did_you_mean(simulator_type, REPEATING))
+        if token is None:
+            token = read_token(token_file or os.environ.get(TOKEN_VARIABLE) or None)
+        self._wire = _Wire(server_addr or os.environ.get(ADDRESS_VARIABLE) or f"127.0.0.1:{PORT}", token, timeout_s)
+        self._actor_s, self._simulator = gamecore_req_timeout / 1000, simulator_type
+        self._max_frames = max_frame_num if max_frame_num > 0 else None
+        self._defaults = {str(hero): dict(config) for hero, config in (default_hero_config or {}).items()}
+        self._has_v1: bool | None = None
+        weakref.finalize(self, self._wire.close)  # most snippets never close it
+
+    def __enter__(self) -> GamecoreClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Games go on; the next call connects again."""
+        self._wire.close()
+
+    @property
+    def server(self) -> str:
+        """The URL that is asked."""
+        return self._wire.url
+
+    # -- games
+
+    def start_game(
+        self,
+        runtime_id: str,
+        server_config: Sequence[Camp] | None = None,
+        camp_config: Mapping[str, Any] | Sequence[Sequence[Any]] | None = None,
+        eval_mode: bool | str | None = False,
+        task_id: str | bool | None = None,
+        extra_abs_key_info: Mapping[str, Any] | None = None,
+        *,
+        game: str | None = None,
+        seed: int | None = None,
+        start_from: str | None = None,
+        timeout_s: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> GameState:
+        """Start a game, or find it running: the same call again, with the same id, starts no second one.
+
+        `server_config` has one entry per camp, see `Camp`; None: rule AI in all of them. `camp_config` is {"mode": "3v3", "heroes": [[…], […]]} with
+        {"hero_id": …} or just the number for each hero; the two lists alone will do. `game` is a name of the server's catalogue; default: the
+        first that plays the mode. `start_from` names a saved state, or is "any". `timeout_s` ends the game, however far it is.
+        """
+        judged, task = _flags(eval_mode, task_id)
+        mode, heroes = _lineup(camp_config, self._defaults)
+        order = _Order(
+            runtime_id=_checked(runtime_id),
+            game=game,
+            mode=mode,
+            heroes=heroes,
+            camps=_camps(server_config, heroes, self._actor_s),
+            eval_mode=judged,
+            seed=seed,
+            max_frames=self._max_frames,
+            timeout_s=timeout_s,
+            start_from=start_from,
+            simulator="remote" if judged else self._simulator,
+            task_id=task,
+            options=dict(options or {}),
+            extra=dict(extra_abs_key_info or {}),
+        )
+        if self._v1():
+            if order.extra:
+                log.warning("extra_abs_key_info is not kept: %s has no place for it", self.server)
+            return GameState.from_json(self._ask("POST", "/v1/games", order.to_v1(), self._wire.timeout_s + _START_S))
+        self._ask_v2("newGame", order.to_v2())
+        return GameState(order.runtime_id, "starting", mode=mode, eval_mode=judged, task_id=task)
+
+    def wait_game(self, runtime_id: str, max_timeout_second: float = 0) -> GameState:
+        """How the game ended: finished, or stopped by somebody. 0 seconds: however long it takes.
+
+        Raises WorkerFailed when it crashed, ran into its time limit or was lost, with its exit code and last lines; DeadlineMissed when it is
+        not over by then: it goes on. A server that is restarted meanwhile is waited for.
+        """
+        until = time.monotonic() + max_timeout_second if max_timeout_second > 0 else math.inf
+        state = self._until_over(_checked(runtime_id), until)
+        if not state.over:
+            message = f"Game {runtime_id!r} is still {state.state} after {max_timeout_second:g} s."
+            raise DeadlineMissed(message, "It is still running: wait again, or stop it.")
+        if state.broken:
+            raise failure(state)
+        return state
+
+    def stop_game(self, runtime_id: str, *, grace_s: float | None = None) -> GameState | None:
+        """End it, if it runs; it has `grace_s` to do so by itself. None: the server knows no such game, or does not say."""
+        path = _path(runtime_id, "" if grace_s is None else f"?{urlencode({'grace_s': grace_s})}")
+        if not self._v1():
+            self._ask_v2("stopGame", {"runtime_id": runtime_id})
+            return None
+        try:
+            found = self._ask("DELETE", path, timeout_s=self._wire.timeout_s + _STOP_S + (grace_s or 0))
+        except Refused as refused:
+            if refused.status == 404:
+                return None
+            raise
+        return GameState.from_json(found)
+
+    def exists(self, runtime_id: str) -> bool:
+        """Whether it starts or runs."""
+        _checked(runtime_id)
+        if not self._v1():
+            found = self._ask_v2("exists", {"runtime_id": runtime_id})
+            if "exists" not in found:
+                found = _data(found)
+            return bool(found.get("exists"))
+        try:
+            return not self.state(runtime_id).over
+        except Refused as refused:
+            if refused.status == 404:
+                return False
+            raise
+
+    def state(self, runtime_id: str) -> GameState:
+        """Of a game that runs, or is over and not forgotten. Raises Refused (404) for any other."""
+        path = _path(runtime_id)
+        self._need_v1("say how a game fares; it can say whether it exists")
+        return GameState.from_json(self._ask("GET", path))
+
+    def list(self, state: str | None = None) -> GameStates:
+        """All games that the server remembers, or those in this state."""
+        self._need_v1("list games; it can list tasks")
+        found = self._ask("GET", "/v1/games" + (f"?{urlencode({'state': state})}" if state else ""))
+        games = found.get("games")
+        if not isinstance(games, list):
+            raise _strange("a list of games")
+        return [GameState.from_json(item) for item in games]
+
+    def logs(self, runtime_id: str, lines: int = 100) -> str:
+        """The last lines that the game has written."""
+        path = _path(runtime_id, f"/log?{urlencode({'lines': lines})}")
+        self._need_v1("show logs")
+        return self._wire.ask("GET", path).body.decode("utf-8", "replace")
+
+    def kept(self, runtime_id: str, what: Literal["recording", "video"]) -> bytes:
+        """The file that the game names so in its result. Raises Refused if there is none."""
+        path = _path(runtime_id, f"/{what}")
+        self._need_v1("hand out what games have left")
+        return self._wire.ask("GET", path, timeout_s=self._wire.timeout_s + _KEPT_S).body
+
+    def forget(self, runtime_id: str) -> None:
+        """Remove what is left of a game that is over."""
+        path = _path(runtime_id, "/forget")
+        self._need_v1("forget a game")
+        self._ask("POST", path, {})
+
+    def clear(self) -> dict[str, Any]:
+        """Forget all games that are over; what the server said about it."""
+        self._need_v1("forget games; it can clear tasks")
+        return self._ask("POST", "/v1/clear", {})
+
+    def catalogue(self) -> dict[str, Any]:
+        """Which games there are to be started, and what they take: {"games": {name: …}}."""
+        self._need_v1("show its catalogue")
+        return self._ask("GET", "/v1/catalogue")
+
+    def health(self) -> dict[str, Any]:
+        return self._ask("GET", "/health")
+
+    # -- tasks: games that were started with the same task_id
+
+    def task_list(self) -> Names:
+        ids = _data(self._ask_v2("taskList", {})).get("task_ids")
+        return [str(name) for name in ids or ()]
+
+    def task_detail(self, task_id: str) -> dict[str, Any]:
+        """With `game_states`: what the server knows about each of its games."""
+        return _data(self._ask_v2("taskDetail", {"task_id": task_id}))
+
+    def task_remove(self, task_id: str) -> None:
+        self._ask_v2("taskRemove", {"task_id": task_id})
+
+    def task_clear(self) -> None:
+        self._ask_v2("taskClear", {})
+
+    # -- asking
+
+    def _until_over(self, runtime_id: str, until: float) -> GameState:
+        """Its state when it is over, or as it was last seen."""
+        away: float | None = None
+        while True:
+            left_s = until - time.monotonic()
+            try:
+                state = self._look(runtime_id, max(0.0, min(left_s, _POLL_S)))
+            except (Unreachable, Refused) as error:
+                now = time.monotonic()
+                away = now if away is None else away
+                gone = isinstance(error, Refused) and error.status not in _AWAY
+                if gone or self._has_v1 is None or now - away >= _AWAY_S or now >= until:
+                    raise
+                time.sleep(min(_AWAY_PAUSE_S, until - now))
+                continue
+            away = None
+            if state.over or time.monotonic() >= until:
+                return state
+
+    def _look(self, runtime_id: str, wait_s: float) -> GameState:
+        """Its state; for so long the answer may wait for the game to be over."""
+        if self._v1():
+            path = _path(runtime_id, f"/wait?{urlencode({'timeout_s': round(wait_s, 3)})}")
+            return GameState.from_json(self._ask("GET", path, timeout_s=wait_s + max(_SLACK_S, self._wire.timeout_s)))
+        if not self.exists(runtime_id):
+            return GameState(runtime_id, "over", reason="The server does not say how.")
+        time.sleep(min(_LOOK_S, wait_s))
+        return GameState(runtime_id, "running")
+
+    def _v1(self) -> bool:
+        """Asked once, of the first server that answers. Another one may have something else at /v1: only ours has a catalogue there."""
+        if self._has_v1 is None:
+            try:
+                self._has_v1 = isinstance(self._ask("GET", "/v1/catalogue").get("games"), (dict, list))
+            except Refused as refused:
+                if refused.status not in _NOT_THERE:
+                    raise
+                self._has_v1 = False
+        return self._has_v1
+
+    def _need_v1(self, what: str) -> None:
+        if not self._v1():
+            raise Refused(404, "old_server", f"{self.server} speaks only /v2, and cannot {what}.", "`ludus gamecore serve` can.")
+
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        answer = self._wire.ask(method, path, None if body is None else _encoded(body), timeout_s)
+        return _object(answer)
+
+    def _ask_v2(self, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        slow_s = {"newGame": _START_S, "stopGame": _STOP_S}.get(verb, 0.0)
+        found = self._ask("POST", f"/v2/{verb}", body, self._wire.timeout_s + slow_s)
+        if isinstance(code := found.get("code"), int) and code not in (0, 200):
+            raise Refused(200, "v2", f"{self.server} answered {verb} with code {code}: {found.get('msg') or 'no reason'}.")
+        return found
+
+
+def failure(state: GameState) -> WorkerFailed:
+    """What is raised for a game that broke: how it ended, and the last that it said."""
+    lines = "".join(f"  {line}\n" for line in state.last_lines[-_SHOWN_LINES:])
+    shown = f"Its last lines:\n{lines}All of it: ludus gamecore logs {state.runtime_id}" if lines else "It has written nothing."
+    return WorkerFailed(state.told(), shown)
+
+
+_SHOWN_LINES = 15
+
+
+# -- what is asked for. No sockets in here. -------------------------------------------------------------------------------
+
+
+class _Actor(NamedTuple):
+    """Who plays a camp, when it is not the game's own AI."""
+
+    url: str
+    timeout_s: float
+    token: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in self._asdict().items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A game to be started."""
+
+    runtime_id: str
+    game: str | None
+    mode: str | None
+    heroes: list[list[dict[str, Any]]] | None
+    camps: list[_Actor | None] | None
+    eval_mode: bool
+    seed: int | None
+    max_frames: int | None
+    timeout_s: float | None
+    start_from: str | None
+    simulator: str
+    task_id: str | None
+    options: dict[str, Any]
+    extra: dict[str, Any]
+
+    def to_v1(self) -> dict[str, Any]:
+        said = {
+            "runtime_id": self.runtime_id,
+            "game": self.game,
+            "mode": self.mode,
+            "heroes": self.heroes,
+            "camps": None if self.camps is None else [actor and actor.to_json() for actor in self.camps],
+            "eval_mode": self.eval_mode or None,
+            "seed": self.seed,
+            "max_frames": self.max_frames,
+            "timeout_s": self.timeout_s,
+            "start_from": self.start_from or REPEATING[self.simulator],
+            "must_resume": True if self.simulator == "repeat_only" else None,
+            "task_id": self.task_id,
+            "options": self.options or None,
+        }
+        return {key: value for key, value in said.items() if value is not None}
+
+    def to_v2(self) -> dict[str, Any]:
+        """Raises UsageError for what that way of asking has no words for."""
+        wordless = {
+            "game": self.game,
+            "seed": self.seed,
+            "start_from": None if self.start_from == "any" else self.start_from,
+            "timeout_s": self.timeout_s,
+            "options": self.options or None,
+        }
+        if given := [name for name, value in wordless.items() if value is not None]:
+            hint = "Leave it out, or use a server of ours: ludus gamecore serve."
+            raise UsageError(f"The server speaks only /v2, which cannot say {', '.join(given)}.", hint)
+        if self.heroes is None:
+            raise UsageError("The server speaks only /v2, which needs the heroes of both camps.", "Give camp_config.")
+        config: dict[str, Any] = {"game_mode": self.mode, "hero_conf": self._hero_conf(self.heroes)}
+        said = {"max_frame_num": self.max_frames, "task_id": self.task_id, "extra_abs_key_info": self.extra or None}
+        config |= {key: value for key, value in said.items() if value is not None}
+        simulator = "repeat" if self.start_from and self.simulator == "remote" else self.simulator
+        return {"simulator_type": simulator, "runtime_id": self.runtime_id, "simulator_config": config}
+
+    def _hero_conf(self, heroes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """All heroes in one list; the first of a camp says where its actor is, the others point at it."""
+        listed: list[dict[str, Any]] = []
+        for camp, actor in zip(heroes, self.camps or [None] * len(heroes), strict=True):
+            first = len(listed)
+            for hero in camp:
+                asked: dict[str, Any] = {} if actor is None else {"request_id": first}
+                if actor is not None and len(listed) == first:
+                    host, port = _plain_address(actor)
+                    asked = {"ip": host, "port": port, "timeout": round(actor.timeout_s * 1000)}
+                listed.append(hero | {"request_info": asked})
+        return listed
+
+
+def _plain_address(actor: _Actor) -> Address:
+    parts = urlsplit(actor.url)
+    if parts.scheme != "http" or parts.path.strip("/") or actor.token is not None or parts.hostname is None:
+        message = f"The server speaks only /v2, which knows an actor by address and port: not {actor.url!r} with its path, token or https."
+        raise UsageError(message, "Use a server of ours: ludus gamecore serve.")
+    return parts.hostname, parts.port or 80
+
+
+def _flags(eval_mode: object, task_id: object) -> tuple[bool, str | None]:
+    """(an evaluation, its task): older callers say the task first."""
+    if isinstance(task_id, bool) or not isinstance(eval_mode, (bool, type(None))):
+        eval_mode, task_id = task_id, eval_mode
+    return bool(eval_mode), None if task_id is None else str(task_id)
+
+
+def _checked(runtime_id: str) -> str:
+    ok = isinstance(runtime_id, str) and 0 < len(runtime_id) <= 128 and runtime_id.isascii()
+    if not ok or not runtime_id[0].isalnum() or not all(c.isalnum() or c in ".-_" for c in runtime_id):
+        hint = "It is up to 128 letters, digits, dots and hyphens, and begins with a letter or digit."
+        raise UsageError(f"The runtime_id is {runtime_id!r}.", hint)
+    return runtime_id
+
+
+def _path(runtime_id: str, rest: str = "") -> str:
+    return f"/v1/games/{quote(_checked(runtime_id), safe='')}{rest}"
+
+
+def _lineup(
+    given: Mapping[str, Any] | Sequence[Sequence[Any]] | None, defaults: Mapping[str, Mapping[str, Any]]
+) -> tuple[str | None, list[list[dict[str, Any]]] | None]:
+    """(mode, heroes of each camp)."""
+    if given is None:
+        return None, None
+    mode, camps = (given.get("mode"), given.get("heroes")) if isinstance(given, Mapping) else (None, given)
+    hint = 'It looks like {"mode": "3v3", "heroes": [[{"hero_id": 190}, …], [{"hero_id": 141}, …]]}.'
+    if isinstance(given, Mapping) and (unknown := set(given) - {"mode", "heroes"}):
+        raise UsageError(f"camp_config has {', '.join(map(repr, sorted(map(str, unknown))))}.", hint)
+    if mode is not None and not isinstance(mode, str):
+        raise UsageError(f"The mode of camp_config is {mode!r}.", hint)
+    if camps is None:
+        return mode, None
+    if not _is_list(camps) or not all(map(_is_list, camps)):
+        raise UsageError(f"The heroes of camp_config are {camps!r}.", hint)
+    heroes = [[_hero(hero, defaults) for hero in camp] for camp in camps]
+    return mode or "v".join(str(len(camp)) for camp in heroes), heroes
+
+
+def _hero(given: Any, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    hero = {"hero_id": given} if isinstance(given, int) else given
+    if not isinstance(hero, Mapping) or not hero or isinstance(given, bool):
+        raise UsageError(f"A hero of camp_config is {given!r}.", 'It looks like {"hero_id": 190}, or just 190.')
+    return {**defaults.get(str(hero.get("hero_id")), {}), **hero}
+
+
+def _camps(given: Sequence[Camp] | None, heroes: Sequence[object] | None, timeout_s: float) -> list[_Actor | None] | None:
+    if given is None:
+        return None
+    if not _is_list(given):
+        raise UsageError(f"server_config is {given!r}.", "It is a list with one entry per camp: [None, ('10.0.0.5', 8000)].")
+    if heroes is not None and len(given) != len(heroes):
+        message = f"server_config has {len(given)} entries, and camp_config {len(heroes)} camps."
+        raise UsageError(message, "There is one for each camp; None: its rule AI.")
+    return [_actor(camp, f"server_config[{i}]", timeout_s) for i, camp in enumerate(given)]
+
+
+def _actor(given: Camp, where: str, timeout_s: float) -> _Actor | None:
+    if given is None:
+        return None
+    hint = "It is None, (ip, port), 'host:port', 'http://host:port', or a mapping with address or url, and perhaps token and timeout_s."
+    token: Any = None
+    address: Any = given
+    if isinstance(given, Mapping):
+        if unknown := set(given) - {"address", "url", "ip", "port", "token", "timeout_s"}:
+            raise UsageError(f"{where} has {', '.join(map(repr, sorted(map(str, unknown))))}.", hint)
+        token, timeout_s = given.get("token"), given.get("timeout_s", timeout_s)
+        address = given.get("url") or given.get("address") or (given.get("ip"), given.get("port"))
+    if _is_list(address) and len(address) == 2 and isinstance(address[0], str):
+        host, port = address
+        address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    # What is wrong with it may be a token in the wrong place: it is not repeated.
+    shown = "a mapping without a usable address" if isinstance(given, Mapping) else repr(given)
+    if not isinstance(address, str) or (found := _url(address)) is None:
+        raise UsageError(f"{where} is {shown}.", hint)
+    if not (token is None or (isinstance(token, str) and token.isprintable() and token.isascii() and token)):
+        raise UsageError(f"The token of {where} is not one printable word.")
+    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
+        raise UsageError(f"The timeout_s of {where} is {timeout_s!r}.", "It is a number of seconds above 0.")
+    return _Actor(found, float(timeout_s), token)
+
+
+def _url(address: str, port: int | None = None) -> str | None:
+    """`host:port` or a URL, as a URL; None when it is neither. `port`: for an address that has none."""
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        given = parts.port
+    except ValueError:
+        return None
+    plain = "://" not in address
+    if plain and given is None:
+        given = port
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc:
+        return None
+    if given == 0 or (plain and (given is None or parts.path)) or not parts.netloc.isprintable() or " " in address:
+        return None
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}{'' if given is None else f':{given}'}{parts.path.rstrip('/')}"
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+# -- asking it ------------------------------------------------------------------------------------------------------------
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    retry_after_s: float | None
+
+
+class _Wire:
+    """Requests to one server, one connection for each that is under way. Idle ones are kept for the next."""
+
+    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+        url = _url(address, PORT)
+        if url is None:
+            raise UsageError(
+                f"The address {address!r} does not name a server.", f"It looks like node1:{PORT} or http://node1:{PORT}."
+            )
+        self.url, self.timeout_s = url, timeout_s
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port
+        self._secure, self._prefix = parts.scheme == "https", parts.path
+        self._headers = {"Accept": "application/json"}
+        if token is not None:
+            if not token or not token.isascii() or not token.isprintable():
+                raise UsageError("The token is not one printable line.")
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._idle: list[http.client.HTTPConnection] = []
+        self._turn = threading.Lock()
+
+    def close(self) -> None:
+        with self._turn:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> _Answer:
+        """Raises Refused for every answer that is not 2xx, Unreachable when there is none."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        with self._turn:
+            kept = self._idle.pop() if self._idle else None
+        wait_s = limit_s
+        try:
+            if kept is not None:
+                try:
+                    return _accepted(self._once(kept, method, path, body, limit_s), self.url)
+                except (http.client.RemoteDisconnected, OSError) as error:
+                    if isinstance(error, OSError) and not isinstance(error, ConnectionError) and error.errno not in _GONE:
+                        raise
+                    # It was closed while nobody used it; what we ask for may be asked for twice.
+            wait_s = self.timeout_s
+            connection = self._connected()
+            wait_s = limit_s
+            return _accepted(self._once(connection, method, path, body, limit_s), self.url)
+        except (OSError, http.client.HTTPException) as error:
+            raise _unreachable(self.url, error, wait_s) from error
+
+    def _connected(self) -> http.client.HTTPConnection:
+        """Whoever may take long to answer is reached at once, or not at all; and when its machine vanishes, that is noticed."""
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self.timeout_s)
+        try:
+            connection.connect()
+            lost_s = math.ceil(min(self.timeout_s, _LOST_S)) + 1
+            keep_alive(connection.sock, math.ceil(lost_s / 2), lost_s, unheard=True)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _once(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, limit_s: float
+    ) -> _Answer:
+        until = time.monotonic() + limit_s
+        try:
+            connection.sock.settimeout(limit_s)
+            headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}
+            connection.request(method, self._prefix + path, body, headers)
+            response = connection.getresponse()
+            parts, size = [], 0
+            while part := response.read1(_CHUNK):
+                parts.append(part)
+                size += len(part)
+                if size > _MAX_ANSWER or time.monotonic() > until:
+                    raise TimeoutError("the answer does not end")
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+            response.close()  # read1 leaves it open at the end, and the connection taken
+            answer = _Answer(response.status, b"".join(parts), _seconds(response.getheader("Retry-After")))
+        except BaseException:  # also when interrupted: what comes later is not the answer to the next request
+            connection.close()
+            raise
+        with self._turn:
+            if not response.will_close and len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+                return answer
+        connection.close()
+        return answer
+
+
+def _accepted(answer: _Answer, url: str) -> _Answer:
+    if 200 <= answer.status < 300:
+        return answer
+    refused = refusal_from(answer.status, answer.body)
+    hint = refused.hint
+    if refused.status == 404 and not hint:
+        hint = "Is it a gamecore server?"
+    if refused.status == 401 and not hint:
+        hint = f"Give the server's token: token_file=, --token-file, or {TOKEN_VARIABLE}."
+    message = (
+        f"{url} answered {answer.status}, not in the words of a gamecore server." if refused.error == "http" else refused.message
+    )
+    raise Refused(refused.status, refused.error, message, hint, answer.retry_after_s)
+
+
+def _seconds(header: str | None) -> float | None:
+    return float(header) if header is not None and header.isascii() and header.isdigit() else None
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"The game cannot be asked for: {error}.", "Everything in it is plain: numbers, strings, lists, mappings."
+        ) from error
+
+
+def _object(answer: _Answer) -> dict[str, Any]:
+    try:
+        found = json.loads(answer.body or b"{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _strange("a JSON object")
+    return found
+
+
+def _data(found: dict[str, Any]) -> dict[str, Any]:
+    """What an answer of /v2 wraps in `data`, if it does."""
+    data = found.get("data")
+    return data if isinstance(data, dict) else found
+
+
+def _strange(expected: str) -> Refused:
+    return Refused(200, "http", f"The answer is not {expected}.", "Is it a gamecore server?")
+
+
+def _unreachable(url: str, error: OSError | http.client.HTTPException, timeout_s: float) -> LudusError:
+    where = url.partition("://")[2]
+    correct = f"or correct the address (server_addr, --server, {ADDRESS_VARIABLE})."
+    if isinstance(error, ConnectionRefusedError):
+        port = urlsplit(url).port or PORT
+        return Unreachable(
+            f"No gamecore server listens on {where}.", f"Start one there: `ludus gamecore serve --port {port}`, {correct}"
+        )
+    if isinstance(error, socket.gaierror):
+        return Unreachable(f"The host of {where} is not known.", f"Is the name right? If so, ask for its number; {correct}")
+    if isinstance(error, OSError) and error.errno in _GONE:
+        return Unreachable(f"The machine of {where} is gone, or the way to it.", f"Is it switched on? If so, {correct}")
+    if isinstance(error, TimeoutError):
+        return Unreachable(
+            f"{where} did not answer within {timeout_s:g} s.",
+            f"Is it overloaded, or behind a firewall? {correct[0].upper()}{correct[1:]}",
+        )
+    said = str(error) or type(error).__name__
+    return Unreachable(f"The connection to {where} broke: {said}.", "Is it a gamecore server, and is it still running?")

@@ -1,0 +1,412 @@
+"""This process's part in a run: which run, where its hub is, what was started here and must be closed again.
+
+ludus.init(project="./atari", trial="ppo-v0")      # makes or re-opens ./atari/ppo-v0
+ludus.init(project="./atari", trial="ppo-v0", address="auto")      # the same on every node of a Ray cluster: one run
+…
+ludus.run_until_asked_to_stop()
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ludus
+from ludus.core.tree import Array
+from ludus.distributed.hub.join import Joined, join
+from ludus.distributed.hub.ray_discovery import meeting_place
+from ludus.distributed.hub.server import REPORT_S, Place
+from ludus.distributed.hub.weight_cache import Mirrors
+from ludus.errors import AlreadyExists, LudusError, StoreFull, UsageError, WorkerFailed
+from ludus.models.weights.module_spec import forbid_while_loading, main_script
+from ludus.models.weights.serialization import encode_weights
+from ludus.models.weights.shared_weights import BoardReader, stage
+from ludus.process.host import stop_on_signals
+from ludus.process.workers.supervisor import Process, Supervisor
+from ludus.remote.client import Client
+from ludus.storage.local import LocalStore
+from ludus.storage.redact import without_secrets
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+META = "meta.json"
+REPORT_VARIABLE = "LUDUS_REPORT_S"
+_WATCH_S = 0.2
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a process started by this one needs to take part in the run. Travels by value to our own children only."""
+
+    place: Place
+    main_file: str | None
+    classes: dict[str, type[nn.Module]] = field(default_factory=dict)
+    """Classes of the models made so far: a class of the launching script cannot be imported, so it comes along."""
+    threads: int | None = None
+    """For torch in that process; None leaves them as they are."""
+
+
+class Session:
+    """A process that takes part in a run. Made by `init`; a context manager that leaves the run at its end."""
+
+    def __init__(self, joined: Joined, ticket: Ticket | None = None) -> None:
+        self._joined = joined
+        self.hub, self.place = joined.hub, joined.place
+        self.directory = Path(self.place.directory)
+        self._pid = os.getpid()
+        self.main_file = ticket.main_file if ticket else main_script()
+        self.classes: dict[str, type[nn.Module]] = dict(ticket.classes) if ticket else {}
+        self.threads = ticket.threads if ticket else None
+        self.shared: dict[tuple[str, str], Any] = {}
+        """What every handle of one name shares in this process: ("model", name) → inference, ("buffer", name) → …"""
+        self.lock = threading.RLock()
+        self.ended = False
+        """Iterations over buffers come to their end. A plain flag: a signal handler may set it, locks it may not touch."""
+        self.preload = ["numpy", "torch", "ludus.remote.model", "ludus.remote.buffer", "ludus.distributed.gateway_workers"]
+        """What worker processes find imported."""
+        self._client: Client | None = None
+        self._supervisor: Supervisor | None = None
+        self._mirrors: Mirrors | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._watched: list[Process] = []
+        self._closed = False
+        self._counts: dict[str, int] = {}
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.directory}{' (hub)' if self.hub else ''}>"
+
+    @property
+    def here(self) -> bool:
+        """False in a copy of its process made by fork(), which must join anew."""
+        return self._pid == os.getpid()
+
+    def closed(self) -> WorkerFailed:
+        return WorkerFailed(f"This process has left the run {self.directory}.", "Call ludus.init to open it, or another.")
+
+    @property
+    def client(self) -> Client:
+        client = self._client
+        if client is None or self._closed:
+            with self.lock:
+                if self._closed:
+                    raise self.closed()
+                client = self._client = self._client or Client(self.place)
+        return client
+
+    @property
+    def lost(self) -> Exception | None:
+        """Set when the hub is gone, or this process has left the run."""
+        if self._closed:
+            return self.closed()
+        return self._client.lost if self._client is not None else None
+
+    @property
+    def supervisor(self) -> Supervisor:
+        with self.lock:
+            if self._closed:
+                raise self.closed()
+            if self._supervisor is None:
+                self._supervisor = Supervisor(log_dir=self.log_dir, preload=self.preload)
+            return self._supervisor
+
+    @property
+    def log_dir(self) -> Path:
+        """Machines that share a file system do not share logs."""
+        logs = self.directory / "logs"
+        return logs if self.place.home else logs / platform.node()
+
+    # -- weights, here or on their way
+
+    def reader(self, info: Mapping[str, Any]) -> BoardReader:
+        """The versions of a model that the hub has described: in its memory, or in this machine's copy of it."""
+        return BoardReader(Path(info["board"])) if self.place.home else self._copies().reader(info)
+
+    def graph(self, path: str) -> str:
+        """The file of a traced model, on this machine."""
+        return path if self.place.home else self._copies().graph(path)
+
+    def _copies(self) -> Mirrors:
+        client = self.client
+        with self.lock:
+            if self._mirrors is None:
+                self._mirrors = Mirrors(Path(self.place.mirror), client)
+            return self._mirrors
+
+    @contextlib.contextmanager
+    def staged(self, weights: Mapping[str, Array]) -> Iterator[str]:
+        """Weights laid down where the hub finds them; inside the block it is told the name of the file. Raises StoreFull."""
+        self.client.check()  # with the hub its directory is gone
+        if self.place.home:
+            file = stage(Path(self.place.staging), weights)
+            try:
+                yield file.name
+            finally:
+                file.unlink(missing_ok=True)  # unless it was taken
+            return
+        name = self.client.upload(encode_weights(weights))
+        try:
+            yield name
+        except BaseException:
+            with contextlib.suppress(LudusError):
+                self.client.call({"op": "stage.drop", "file": name})
+            raise
+
+    def ticket(self, threads: int | None = None) -> Ticket:
+        return Ticket(self.place, self.main_file, dict(self.classes), threads)
+
+    def number(self, kind: str) -> int:
+        """0, 1, 2, … for things of one kind started here, to name them."""
+        with self.lock:
+            count = self._counts.get(kind, 0)
+            self._counts[kind] = count + 1
+            return count
+
+    def watch(self, process: Process) -> None:
+        """If this process fails for good, so does the run."""
+        self._watched.append(process)
+
+    def failure(self) -> WorkerFailed | None:
+        for process in list(self._watched):
+            if process.state == "failed":
+                return WorkerFailed(f"{process.name} failed: {process.error.rstrip() or 'it died'}", self._log_hint(process))
+        return None
+
+    def _log_hint(self, process: Process) -> str:
+        return f"Its log: {self.log_dir / process.name}.log"
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Called when this process leaves the run; what was started last is closed first."""
+        self._closers.append(closer)
+
+    def forget(self) -> None:
+        """In a copy of this process made by fork(): the locks are the parent's."""
+        for part in (self.hub, self._mirrors, self._joined):
+            if part is not None:
+                part.forget()
+
+    def end_iterations(self) -> None:
+        """Whoever iterates over a buffer in this process comes to its end. May be called in a signal handler."""
+        self.ended = True
+
+    def close(self) -> None:
+        """Leave the run: stop what was started here, keep the newest weights, close the hub if it is here."""
+        global _current, _former
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.end_iterations()
+        problems: list[BaseException] = []
+        parts = [*reversed(self._closers)]
+        parts += [part.close for part in (self._supervisor, self._client, self.hub, self._joined) if part is not None]
+        for close in parts:
+            try:
+                close()
+            except Exception as error:  # the others must be closed all the same
+                log.exception("closing %s failed", close)
+                problems.append(error)
+        atexit.unregister(self.close)
+        with _lock:
+            if _current is self:
+                _current, _former = None, self
+        if problems:
+            raise problems[0]
+
+
+# -- the one session of this process ------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_current: Session | None = None
+_former: Session | None = None
+_left: list[Session] = []
+_inherited: Ticket | None = None
+
+
+def init(
+    project: str | Path | None = None,
+    trial: str | None = None,
+    *,
+    address: str | None = None,
+    report_interval_s: float | None = None,
+) -> Session:
+    """Open the run `<project>/<trial>` (by default `runs/<time>`), or join it when it is open already.
+
+        ludus.init(project="./atari", trial="ppo-v0")
+
+    Everything made in this run, from whichever process, is found by its name and leaves its weights, metrics and logs in that
+    directory. A run that was closed, or killed, goes on from its newest weights. Metrics are reported every 10 seconds, or as
+    `report_interval_s` or the variable LUDUS_REPORT_S says. Raises UsageError when this process takes part in another run.
+
+    With an `address` processes on other machines take part. It names a Ray cluster ("host:port" of its head, or "auto"; so do
+    the variables RAY_ADDRESS and ip_head, for a run with a `trial`), or the machine and port of the hub itself
+    ("tcp://host:port", with the run's token in the file that LUDUS_TOKEN_FILE names). Give the same project, trial and address
+    everywhere: whoever comes first is the hub, which keeps the run's directory. Raises WorkerFailed when nobody can be reached.
+    """
+    global _current
+    forbid_while_loading("ludus.init")
+    with _lock:
+        here = _joined()
+        if here is not None:
+            if (project is not None or trial is not None) and _directory(project, trial, here.directory.name) != here.directory:
+                raise UsageError(
+                    f"This process takes part in the run {here.directory} already.", "One process has one run; start another."
+                )
+            return here
+        if address is not None and trial is None:
+            raise UsageError(f"address={address!r}: without a trial, others cannot find this run.", "Say trial=….")
+        if trial is not None:
+            address = meeting_place(address)
+        directory = _directory(project, trial, time.strftime("%Y-%m-%d_%H-%M-%S-") + uuid.uuid4().hex[:5])
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreFull(f"Cannot make the run {directory}: {error.strerror}.", "Choose another project directory.") from error
+        joined = join(directory, address, _report_interval(report_interval_s))
+        if joined.hub is not None:
+            _write_meta(directory)
+        return _enter(Session(joined))
+
+
+def current(what: str) -> Session:
+    """The run of this process; opens one when there never was any. `what` is who asks. Raises WorkerFailed after its end."""
+    forbid_while_loading(what)
+    joined = _joined()
+    if joined is None and _former is not None:  # a late call must not open another run in silence
+        raise _former.closed()
+    return joined or init()
+
+
+def adopt(ticket: Ticket) -> Session:
+    """In a process that was started by one of the run: take part in it."""
+    global _current
+    with _lock:
+        if _current is None:
+            _enter(Session(Joined(ticket.place, None), ticket))
+        assert _current is not None
+        return _current
+
+
+def _joined() -> Session | None:
+    with _lock:
+        if _current is None and _inherited is not None:
+            adopt(_inherited)
+        return _current
+
+
+def _enter(session: Session) -> Session:
+    global _current
+    _current = session
+    atexit.register(session.close)
+    return session
+
+
+def _after_fork() -> None:
+    """A copy of this process is not the hub and must not speak on its connections; it makes its own when it needs one."""
+    global _current, _inherited, _lock
+    _lock = threading.RLock()
+    if _current is not None:
+        _current.forget()
+        _left.append(_current)  # kept, so that nothing of the parent's is finalised here
+        atexit.unregister(_current.close)
+        _inherited = _current.ticket(_current.threads)
+        _current = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _directory(project: str | Path | None, trial: str | None, default: str) -> Path:
+    name = default if trial is None else trial
+    if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
+        raise UsageError(f"trial={name!r} is not a plain name.", "Use letters, digits, and . _ + - inside.")
+    if re.match(r"\w{2,}:/", str(project)):
+        raise UsageError(
+            f"project={str(project)!r} is not a directory.", "The trial of a script needs one; a training may be on a store."
+        )
+    return (Path("runs" if project is None else project).expanduser() / name).resolve()
+
+
+def _report_interval(given: float | None) -> float:
+    text = os.environ.get(REPORT_VARIABLE, "") if given is None else str(given)
+    try:
+        seconds = float(text) if text else REPORT_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise UsageError(f"The report interval {text!r} is not a positive number of seconds.")
+    return seconds
+
+
+def _write_meta(directory: Path) -> None:
+    """Once: a run that is taken up again keeps what it was started with."""
+    versions = {"ludus": ludus.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy"):
+        module = sys.modules.get(package)
+        if module is not None:
+            versions[package] = str(getattr(module, "__version__", "unknown"))
+    meta = {
+        "kind": "session",
+        "versions": versions,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "command": without_secrets(sys.argv),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    with contextlib.suppress(AlreadyExists):
+        LocalStore(directory).put(META, json.dumps(meta, indent=1).encode(), overwrite=False)
+
+
+# -- public functions ---------------------------------------------------------------------------------------------------
+
+
+def metric(name: str, value: float, **labels: Any) -> None:
+    """Report a number. Its mean over each report interval goes to `metrics.jsonl` and TensorBoard of the run.
+
+        ludus.metric("episode_return", 21.0)
+        ludus.metric("win", 1, map="ice")          # shown as win{map=ice}
+
+    May be called from any process and thread of the run, and from an event loop; never blocks. `timesteps` is special: the
+    highest value becomes the x-axis.
+    """
+    text = ",".join(f"{key}={labels[key]}" for key in sorted(labels))
+    current("ludus.metric").client.metric(f"{name}{{{text}}}" if text else name, float(value))
+
+
+def run_until_asked_to_stop() -> None:
+    """Wait for Ctrl-C or SIGTERM, then close everything in order. Raises WorkerFailed when a part of the run fails for good."""
+    session = current("ludus.run_until_asked_to_stop")
+    try:
+        with stop_on_signals() as stop:
+            while not stop():
+                time.sleep(_WATCH_S)
+                failure = session.failure()
+                if failure is not None:
+                    raise failure
+                session.client.check()
+    finally:
+        with contextlib.suppress(LudusError) if sys.exc_info()[0] else contextlib.nullcontext():
+            session.close()

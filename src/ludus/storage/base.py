@@ -1,0 +1,120 @@
+"""Store: durable bytes by key. Checkpoints, versions and the metadata of runs live in one.
+
+Keys are relative paths with forward slashes. A *bundle* is a set of files that becomes visible all at once or not at all,
+with a manifest of sizes and checksums, so that a torn or damaged one is never mistaken for a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ludus.core import plugins
+from ludus.errors import Damaged, UsageError
+from ludus.storage.safe_read import parse_json
+
+STORES: Mapping[str, str] = {
+    "local": "ludus.storage.local:LocalStore",
+    "s3": "ludus.storage.s3:S3Store",
+}
+MANIFEST = "manifest.json"
+Bytes = bytes | bytearray | memoryview
+Guard = Callable[[], None]
+"""Raises Fenced when whoever writes is no longer the one to write."""
+
+
+class Store(Protocol):
+    """All operations are safe against a crash at any moment and against other writers of the same store."""
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        """Write whole or not at all. Raises AlreadyExists when it exists and may not be replaced; StoreFull."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Raises NotFound."""
+        ...
+
+    @property
+    def url(self) -> str:
+        """Where it is, as people write it: a path, or `s3://bucket/prefix`. Without secrets."""
+        ...
+
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        """Write a set of files that appears complete or not at all. Raises AlreadyExists, StoreFull.
+
+        `guard` is called when all is written and nothing can be seen yet; if it raises, nothing ever is.
+        """
+        ...
+
+    def get_bundle(self, key: str) -> dict[str, bytes]:
+        """All files of a bundle, checked against its manifest. Raises NotFound, Damaged."""
+        ...
+
+    def get_file(self, key: str, name: str) -> bytes:
+        """One file of a bundle, checked against its manifest. Raises NotFound, Damaged."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Names directly below `prefix`, sorted: files, and complete bundles or directories. Unfinished ones are not shown."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """A file or a bundle; nothing happens when it does not exist."""
+        ...
+
+    def sweep(self, prefix: str) -> int:
+        """Remove what crashed writers left below `prefix`; returns how much that was. Only for the one owner of that prefix."""
+        ...
+
+
+def open_store(url: str) -> Store:
+    """A directory (`path`, `file://path`, or `nfs://path` where one is mounted), or `scheme://…` of a backend in `STORES`. Raises UnknownName."""
+    if "://" in url:
+        scheme, _, rest = url.partition("://")
+        if scheme in ("file", "nfs"):
+            url = rest
+        else:
+            opened: Store = plugins.resolve("store", scheme, STORES)(url)
+            return opened
+    local: Store = plugins.resolve("store", "local", STORES)(url)
+    return local
+
+
+# -- what every backend shares ------------------------------------------------------------------------------------------
+
+
+def check_key(key: str) -> str:
+    """A key can never leave its store."""
+    parts = key.split("/")
+    if not key or key.startswith("/") or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
+        raise UsageError(f"{key!r} is not a valid key.")
+    return key
+
+
+def make_manifest(files: Mapping[str, Bytes]) -> bytes:
+    if not files or MANIFEST in files:
+        raise UsageError(f"A bundle has at least one file, and none called {MANIFEST}.")
+    for name in files:
+        if check_key(name) != name or "/" in name:
+            raise UsageError(f"{name!r} is not a valid file name in a bundle.")
+    entries = {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in files.items()}
+    return json.dumps({"format": 1, "files": entries}, indent=1).encode()
+
+
+def read_manifest(key: str, data: bytes) -> dict[str, tuple[int, int]]:
+    try:
+        entries = parse_json(data, f"The manifest of {key}")["files"]
+        if not entries:
+            raise ValueError("it names no files")
+        return {check_key(name): (int(e["bytes"]), int(e["crc32"])) for name, e in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError) as error:
+        raise Damaged(f"The manifest of {key} is damaged: {error}.") from error
+
+
+def check_file(key: str, name: str, data: bytes, expected: tuple[int, int]) -> bytes:
+    size, crc = expected
+    if len(data) != size or zlib.crc32(data) != crc:
+        raise Damaged(f"{key}/{name} is damaged: {len(data)} of {size} bytes, or a wrong checksum.", "Use an older checkpoint.")
+    return data

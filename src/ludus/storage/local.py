@@ -1,0 +1,337 @@
+"""A store in a directory, also one that several machines share.
+
+It relies on one thing alone: that a directory cannot be renamed onto one that has something in it. Locks are not shared by
+network file systems, and on some of them two machines can both create a file with O_EXCL, or both link to one name (measured
+on a FUSE mount of SeaweedFS: two winners in three races of four; of 40 races of renamed directories every one had one winner).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_away
+from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
+from ludus.storage.safe_read import MOST_JSON_BYTES, read_regular_file
+
+_ASIDE = ".aside-"  # unfinished files and bundles; never listed, never read
+_ONCE = ".once-"  # beside a value that may not be replaced: the directory that its writer won, with the value in it
+_VALUE = "value"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+_NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
+_LOOKS = 3
+_TRIES, _PAUSE_S = 10, 0.01
+
+
+class LocalStore:
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self._seen = False
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
+    def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
+        target = self._path(key)
+        with self._translated(target):
+            self._make(target.parent)
+            if overwrite:
+                _replace(target, data)
+            else:
+                _put_once(target, data)
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        with self._translated(path):
+            while_hidden = itertools.count()
+            while True:
+                try:
+                    return _read_value(path)
+                except FileNotFoundError:
+                    if next(while_hidden) >= _TRIES or not _hides(path.parent):
+                        raise
+                time.sleep(_PAUSE_S)
+
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        target = self._path(key)
+        manifest = make_manifest(files)
+        with self._translated(target):
+            if (target / MANIFEST).exists():  # a directory may be remembered that another machine has just deleted
+                raise AlreadyExists(f"{target} exists already.")
+            self._make(target.parent)
+            with _directory_aside(target) as aside:
+                for name, data in {**files, MANIFEST: manifest}.items():
+                    _write(aside / name, data)
+                _sync(aside)
+                if guard is not None:
+                    guard()
+                _become(aside, target)
+            _sync(target.parent)
+
+    def get_bundle(self, key: str) -> dict[str, bytes]:
+        path = self._path(key)
+        with self._translated(path):
+            manifest = _manifest(key, path)
+            return {name: _part(path, name, entry) for name, entry in manifest.items()}
+
+    def get_file(self, key: str, name: str) -> bytes:
+        path = self._path(key)
+        with self._translated(path):
+            manifest = _manifest(key, path)
+            if name not in manifest:
+                raise NotFound(f"{path} has no file {name}.")
+            return _part(path, name, manifest[name])
+
+    def list(self, prefix: str) -> list[str]:
+        return [name for name in self._names(prefix) if not name.startswith(".")]
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._translated(path):
+            self._check_there()
+            if path.is_dir() and not path.is_symlink():
+                _remove(path)
+                return
+            _remove(_once(path))  # before the value: the other way round the next writer would find it, and bring the value back
+            path.unlink(missing_ok=True)
+
+    def sweep(self, prefix: str) -> int:
+        """Remove what crashed writers left below `prefix`. Only for the one owner of that prefix."""
+        path = self._path(prefix) if prefix else self.root
+        left = [path / name for name in self._names(prefix) if name.startswith(_ASIDE)]
+        with self._translated(path):
+            for entry in left:
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+            return sum(not entry.exists() for entry in left)
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _names(self, prefix: str) -> Sequence[str]:
+        path = self._path(prefix) if prefix else self.root
+        with self._translated(path):
+            try:
+                return sorted(entry.name for entry in path.iterdir())
+            except (FileNotFoundError, NotADirectoryError):
+                self._check_there()
+                return []
+
+    def _make(self, directory: Path) -> None:
+        if not directory.is_dir():
+            self._check_there()
+            directory.mkdir(parents=True, exist_ok=True)
+        self._seen = True
+
+    def _check_there(self) -> None:
+        """A file system that is mounted no longer leaves an empty directory behind: not a place to go on in."""
+        if self._seen and not self.root.exists():
+            raise StoreUnavailable(f"{self.root} is gone.", "Check that the file system is mounted and it was not deleted.")
+
+    @contextlib.contextmanager
+    def _translated(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            self._check_there()
+            raise NotFound(f"There is no {path}.") from error
+        except NotFound:
+            self._check_there()
+            raise
+        except OSError as error:
+            raise _as_ours(error, path) from error
+        else:
+            self._seen = self._seen or self.root.exists()
+
+
+# -- writing ------------------------------------------------------------------------------------------------------------
+
+
+def _replace(target: Path, data: Bytes) -> None:
+    aside = _aside(target)
+    try:
+        _write(aside, data)
+        for tries_left in range(_TRIES, -1, -1):
+            try:
+                os.replace(aside, target)
+                break
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                if not aside.exists():  # swept away by one that takes the run over; else the target is hidden: see `_hides`
+                    _write(aside, data)
+            time.sleep(_PAUSE_S)
+    finally:
+        aside.unlink(missing_ok=True)
+    _sync(target.parent)
+
+
+def _put_once(target: Path, data: Bytes) -> None:
+    """Whoever's directory gets the name beside the target has won; then the value is shown, by him or by the next to come."""
+    if target.exists():
+        raise AlreadyExists(f"{target} exists already.")
+    once = _once(target)
+    with _directory_aside(target) as aside:
+        _write(aside / _VALUE, data)
+        _sync(aside)
+        try:
+            _become(aside, once)
+        except AlreadyExists:
+            with contextlib.suppress(OSError):  # it may have died before it came to that
+                _show(once / _VALUE, target)
+            raise AlreadyExists(f"{target} exists already.") from None
+    _sync(target.parent)
+    _show(once / _VALUE, target)
+    _sync(target.parent)
+    if _read(target) != bytes(data):  # somebody put it there who did not mind what there is
+        raise AlreadyExists(f"{target} exists already.")
+
+
+def _show(value: Path, target: Path) -> None:
+    """Let the value be seen at its place, whole at once, if there is nothing there."""
+    try:
+        os.link(value, target)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if not target.exists():
+            _replace(target, _read(value))
+
+
+def _become(aside: Path, target: Path) -> None:
+    """Give a directory its name, if nobody else's has it. Raises AlreadyExists."""
+    try:
+        os.rename(aside, target)
+    except OSError as error:
+        # Which error it is depends on the file system: ENOTEMPTY, EEXIST; EPERM through sshfs.
+        if aside.exists() and target.exists():
+            raise AlreadyExists(f"{target} exists already.") from error
+        raise
+
+
+@contextlib.contextmanager
+def _directory_aside(target: Path) -> Iterator[Path]:
+    aside = _aside(target)
+    try:
+        aside.mkdir()
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write(path: Path, data: Bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        with _unless_unable():
+            os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    if os.name == "nt":  # a directory cannot be opened there; rename is durable enough
+        return
+    with _unless_unable():
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _unless_unable() -> Iterator[None]:
+    """Some file systems cannot fsync a directory, or anything; those that can and fail have lost what was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def _remove(directory: Path) -> None:
+    """Gone at once for readers, then removed."""
+    aside = _aside(directory)
+    try:
+        os.rename(directory, aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside, ignore_errors=True)  # what a reader still has open stays as `.nfs…`; the next sweep finds it
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def _manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
+    if not path.is_dir():
+        raise NotFound(f"There is no {path}.")
+    try:
+        return read_manifest(key, _read(path / MANIFEST, limit=MOST_JSON_BYTES))
+    except FileNotFoundError:
+        if not path.is_dir():  # deleted since we looked
+            raise
+        raise Damaged(f"{path} has no {MANIFEST}: it is not a complete checkpoint or version.") from None
+
+
+def _part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
+    try:
+        data = _read(path / name, size=expected[0])
+    except FileNotFoundError as error:
+        if not path.is_dir():
+            raise
+        raise Damaged(f"{path / name} is missing.", "Use an older checkpoint.") from error
+    return check_file(str(path), name, data, expected)
+
+
+def _read_value(path: Path) -> bytes:
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return _read(_once(path) / _VALUE)  # its writer died, or is just about to show it
+
+
+def _hides(directory: Path) -> bool:
+    """Whether a file there is being replaced that somebody has open: a FUSE mount renames it first, and for a moment it is gone."""
+    try:
+        return any(entry.name.startswith(".fuse_hidden") for entry in directory.iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> bytes:
+    """Raises FileNotFoundError also for a file that another machine has removed while we held on to it; Damaged."""
+    for _ in range(_LOOKS):
+        try:
+            return read_regular_file(path, size=size, limit=limit)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _aside(target: Path) -> Path:
+    return target.parent / f"{_ASIDE}{uuid.uuid4().hex}"
+
+
+def _once(target: Path) -> Path:
+    return target.parent / f"{_ONCE}{target.name}"
+
+
+def _as_ours(error: OSError, path: Path) -> StoreError:
+    if error.errno in _FULL:
+        return StoreFull(f"No space left to write {path}.", "Free some room; everything written before is intact.")
+    if error.errno in _REFUSED:
+        return StoreFull(f"Not allowed to write {path} ({error.strerror}).", "Choose another --local-dir.")
+    if is_away(error):
+        return StoreUnavailable(f"{path} cannot be reached: {error.strerror}.", "Is its file system still mounted?")
+    return StoreError(f"{path}: {error.strerror or error}.")

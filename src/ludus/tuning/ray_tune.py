@@ -1,0 +1,271 @@
+"""Ray Tune: starts the processes of trials, gives each its share of the machines, and lets a scheduler stop or change them.
+
+    driver ── Tuner ──▶ Trainable ── advance, checkpoint, close ──▶ attempt (one process at one trial; made by `begin`)
+
+Tune keeps no state that matters: what a trial has learned is in its own run, and a sweep is resumed by a new Tuner with the
+trials that are left. So nothing that Tune has pickled is ever read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+from ray import tune
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
+
+from ludus.ray_cluster.cluster import environment
+from ludus.tuning.messages import SCORE, Attempt, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
+
+log = logging.getLogger(__name__)
+
+POINTER = "ludus.json"
+"""The only file of what Tune takes for a checkpoint: where the real one is."""
+
+KEPT_POINTERS = 3
+_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a trial is a run of ours, and writes its own numbers
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_WARN_THRESHOLD_S": "60",
+    "RAY_AIR_NEW_OUTPUT": "0",  # else it prints what it is about to do, whatever its verbosity
+}
+
+
+def placement(reserved: Reserved) -> tune.PlacementGroupFactory:
+    """All on one machine: the workers of a trial are its children."""
+    first = {"CPU": float(reserved.cpus)} | ({"GPU": float(reserved.gpus)} if reserved.gpus else {})
+    return tune.PlacementGroupFactory([first, *({"CPU": 1.0} for _ in range(reserved.workers))], strategy="STRICT_PACK")
+
+
+class Trial(tune.Trainable):  # type: ignore[misc,unused-ignore]
+    """A trial as Tune sees it. Subclasses, made by `trainable`, say what is trained."""
+
+    begin: ClassVar[Begin]
+    reserve: ClassVar[Reserve]
+    surroundings: ClassVar[Surroundings]
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        return placement(cls.reserve(config))
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self._attempt: Attempt | None = None
+        self._pointer: Mapping[str, Any] | None = None
+        self.surroundings.enter()
+
+    def step(self) -> dict[str, Any]:
+        return dict(self._begun().advance())
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        (Path(checkpoint_dir) / POINTER).write_text(json.dumps(self._begun().checkpoint()))
+
+    def load_checkpoint(self, checkpoint_dir: str | dict[str, Any] | None) -> None:
+        assert isinstance(checkpoint_dir, str)
+        self._pointer = json.loads((Path(checkpoint_dir) / POINTER).read_text())
+
+    def cleanup(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+
+    def _begun(self) -> Attempt:
+        """Not before the first step: only then it is known whether there is a checkpoint to begin with."""
+        if self._attempt is None:
+            self._attempt = type(self).begin(Order(str(self.trial_name), _directory_of(self), dict(self.config), self._pointer))
+        return self._attempt
+
+
+def _directory_of(trial: Trial) -> Path | None:
+    storage = trial._storage
+    if storage is None:
+        return Path(trial.logdir)
+    local = getattr(storage.storage_filesystem, "type_name", "") == "local"
+    return Path(storage.trial_fs_path) if local else None
+
+
+def trainable(
+    name: str,
+    begin: Begin,
+    reserve: Reserve,
+    surroundings: Surroundings,
+) -> type[tune.Trainable]:
+    """For a `ray.tune.Tuner`: `begin` and `reserve` go along to other processes, so they are functions of a module, or partials."""
+    return type(name, (Trial,), {"begin": staticmethod(begin), "reserve": staticmethod(reserve), "surroundings": surroundings})
+
+
+# -- schedulers ----------------------------------------------------------------------------------------------------------
+
+
+def first_come() -> TrialScheduler:
+    scheduler: TrialScheduler = FIFOScheduler()  # type: ignore[no-untyped-call]
+    return scheduler
+
+
+def asha(
+    time: str, longest: float, grace: float, factor: float, before: Sequence[Sequence[tuple[float, float]]]
+) -> TrialScheduler:
+    """`before`: (time, score) of trials that ended before the sweep was resumed; the others are still measured by them."""
+    max_t: Any = longest  # annotated as whole numbers, and compared with any
+    least: Any = min(grace, longest)
+    scheduler = AsyncHyperBandScheduler(
+        time_attr=time, metric=SCORE, mode="max", max_t=max_t, grace_period=least, reduction_factor=factor
+    )
+    for number, curve in enumerate(before):
+        for milestone, recorded in scheduler._brackets[0]._rungs:
+            found = next((score for at, score in curve if at >= milestone), None)
+            if found is not None:
+                recorded[f"before-{number}"] = found
+    return scheduler
+
+
+def pbt(
+    time: str, interval: float, quantile: float, explore: Callable[[dict[str, Any]], dict[str, Any]], seed: int
+) -> TrialScheduler:
+    """`explore`: the config of a better trial → a changed one."""
+    import random
+
+    random.seed(seed)  # by which Tune chooses whom of the best to copy
+    return PopulationBasedTraining(
+        time_attr=time,
+        metric=SCORE,
+        mode="max",
+        perturbation_interval=interval,
+        quantile_fraction=quantile,
+        custom_explore_fn=explore,
+        log_config=False,
+    )
+
+
+# -- running -------------------------------------------------------------------------------------------------------------
+
+
+_hearing: list[Hear] = []
+"""Who hears of trials in this process. Not part of the callback, which Tune pickles."""
+
+
+class _Callback(tune.Callback):  # type: ignore[misc,unused-ignore]
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        _tell(trial, "started")
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
+        _tell(trial, "reported", result)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        _tell(trial, "ended", trial.last_result)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        _tell(trial, "retried", error=_error_of(trial))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        _tell(trial, "failed", error=_error_of(trial))
+
+
+def _tell(trial: Any, kind: str, result: Mapping[str, Any] | None = None, error: str = "") -> None:
+    numbers = {name: value for name, value in (result or {}).items() if isinstance(value, (int, float))}
+    event = Event(str(trial), kind, numbers, dict(trial.config), error)
+    for hear in _hearing:
+        hear(event)
+
+
+def _error_of(trial: Any) -> str:
+    """The last line of what went wrong."""
+    try:
+        lines = Path(trial.error_file).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except (OSError, TypeError):
+        return ""
+    return lines[-1].strip() if lines else ""
+
+
+def fit(
+    actor: type[tune.Trainable],
+    configs: Sequence[tuple[str, Mapping[str, Any]]],
+    scheduler: TrialScheduler,
+    *,
+    directory: Path,
+    max_concurrent: int | None,
+    max_failures: int,
+    hear: Hear,
+) -> None:
+    """Run the trials (name, config) until all have ended, or SIGINT or SIGTERM: then they store what they have, and stop.
+
+    `directory` is for Tune's own files, and is removed. The second signal raises KeyboardInterrupt.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    given = [{"name": name, **config} for name, config in configs]
+    tuner = tune.Tuner(
+        actor,
+        param_space={"trial": tune.grid_search(given)},
+        tune_config=tune.TuneConfig(
+            scheduler=scheduler,
+            max_concurrent_trials=max_concurrent,
+            reuse_actors=False,  # a trial has a process of its own, which ends with it
+            trial_name_creator=_name_of,
+            trial_dirname_creator=_name_of,
+        ),
+        run_config=tune.RunConfig(
+            name=directory.name,
+            storage_path=str(directory.parent.absolute()),
+            failure_config=tune.FailureConfig(max_failures=max_failures),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=KEPT_POINTERS),
+            callbacks=[_Callback()],
+            verbose=0,
+        ),
+    )
+    _hearing.append(hear)
+    try:
+        with environment(_ENVIRONMENT), _quiet(), _terminated_as_interrupted(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Consider boosting PBT")  # by reusing processes
+            tuner.fit()
+    finally:
+        _hearing.remove(hear)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _name_of(trial: Any) -> str:
+    return str(trial.config["trial"]["name"])
+
+
+def connected() -> bool:
+    """Whether this process has a Ray already, which its script has started or joined."""
+    return bool(ray.is_initialized())
+
+
+def roomiest() -> tuple[float, float]:
+    """(cores, accelerators) of the machine that has most of them."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return max((n.get("CPU", 0.0) for n in nodes), default=0.0), max((n.get("GPU", 0.0) for n in nodes), default=0.0)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Failures and interruptions are told by us."""
+    logger = logging.getLogger("ray.tune")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Tune puts its own handler in the place of SIGINT's, for the first one, and knows no SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

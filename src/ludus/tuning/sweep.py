@@ -1,0 +1,572 @@
+"""Sweeps: many trials of one experiment, each a run of its own, side by side.
+
+runs/<name>/t000_lr-0.001_seed-0/ …      the trials: ordinary runs
+           sweep.json                    what the sweep is, and which trials have ended: enough to resume it
+           results.json results.csv best.yaml sweep.png
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import gymnasium as gym
+import numpy as np
+
+import ludus
+from ludus.algorithms.base import algorithm_class
+from ludus.config import schema as configs
+from ludus.config import search_space
+from ludus.config.schema import TuneConfig
+from ludus.config.search_space import Searched, Trial
+from ludus.core import trust
+from ludus.distributed.code_bundle import Luggage
+from ludus.envs.registry import registered
+from ludus.envs.wrappers import names_of
+from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
+from ludus.experiments import runner
+from ludus.experiments.assembly.components import ClusterOptions
+from ludus.experiments.runs import tracking
+from ludus.experiments.runs.remote_runs import is_remote
+from ludus.experiments.runs.run_dir import CONFIG, Run
+from ludus.experiments.validation import validate
+from ludus.process.host import usable_cores
+from ludus.storage.local import LocalStore
+from ludus.storage.safe_read import parse_json
+from ludus.tuning.messages import FINISHED, OVER, Begin, Event, Hear, Order, Reserve, Reserved, Surroundings
+from ludus.tuning.report import SweepResult, outcome, read_curve
+from ludus.tuning.trial import Attempt
+
+log = logging.getLogger(__name__)
+
+STATE, LOCK, TUNE = "sweep.json", ".sweep.lock", ".tune"
+FORMAT = 1
+KEEP = 3
+"""Checkpoints that a trial keeps besides the best, when nothing is said: some other trial may be about to copy one."""
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is not part of the experiment: where, on what, and who is told."""
+
+    local_dir: Path = Path("runs")
+    cluster: ClusterOptions | None = None
+    """None: a Ray that the caller is connected to already, else one of this machine that is started for the sweep."""
+    max_concurrent: int | None = None
+    retry_failed: bool = False
+    announce: Announce | None = None
+    hear: Hear | None = None
+    noted: Callable[[str, Path], None] | None = None
+    """Is told the name of a new sweep and its directory, before it is there."""
+    begin: Callable[[int, int], None] | None = None
+    """Called before the trials of a sweep start, with how many have ended before and how many it has in all."""
+
+    def say(self, sentence: str) -> None:
+        if self.announce is not None:
+            self.announce(sentence)
+
+
+# -- what a sweep is ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sweep:
+    """A sweep, checked: its trials, and what has become of them."""
+
+    name: str
+    directory: Path
+    data: dict[str, Any]
+    """The experiment, search values included."""
+    tune: TuneConfig
+    trials: list[Trial]
+    ended: dict[str, str] = field(default_factory=dict)
+    """Trial → finished, stopped (by the scheduler) or failed."""
+
+    @property
+    def max_failures(self) -> int:
+        return int(self.data.get("max_failures", configs.ExperimentConfig.model_fields["max_failures"].default))
+
+    def experiment_of(self, trial: Trial) -> dict[str, Any]:
+        return _trial_data(self.data, trial.values, self.tune.cpus_per_trial)
+
+    def left(self, retry_failed: bool) -> list[Trial]:
+        return [t for t in self.trials if t.name not in self.ended or (retry_failed and self.ended[t.name] == "failed")]
+
+    def save(self) -> None:
+        plain = {
+            "format": FORMAT,
+            "ludus": ludus.__version__,
+            "name": self.name,
+            "experiment": self.data,
+            "trials": [{"name": trial.name, "values": _encoded(trial.values)} for trial in self.trials],
+            "ended": self.ended,
+        }
+        LocalStore(self.directory).put(STATE, json.dumps(plain, indent=1, default=str).encode())
+
+
+def plan(name: str, data: Mapping[str, Any], local_dir: Path = Path("runs")) -> Sweep:
+    """Check everything about a sweep that can be checked before anything starts. Raises UsageError."""
+    _refuse_store(local_dir)
+    data = {**configs.read_experiment(search_space.without_domains(data)).data, "name": name}
+    inner = data.get("config") or {}
+    top = configs.experiment({key: value for key, value in data.items() if key not in ("config", "env", "run")} | {"env": "-"})
+    data["config"] = configs.canonical(inner if isinstance(inner, Mapping) else {})
+    seed = data["config"].get("seed", 0)
+    base = seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
+    mutations = search_space.mutated(data, top.tune.hyperparam_mutations) if top.tune.scheduler == "pbt" else []
+    trials = search_space.trials_of(data, top.num_samples, base, mutations)
+    sweep = Sweep(top.name, local_dir.expanduser() / top.name, data, top.tune, trials)
+    if top.tune.scheduler == "pbt" and len(trials) < 2:
+        raise ConfigError("Population based training needs at least 2 trials.", "Set num_samples to 4 or more.")
+    for trial in trials:
+        _check(sweep, trial)
+    if top.tune.scheduler:
+        _timing(sweep)
+    return sweep
+
+
+def _check(sweep: Sweep, trial: Trial) -> None:
+    data = sweep.experiment_of(trial)
+    if data.get("env") == configs.EXTERNAL:
+        raise ConfigError("The games of an external environment call one run, not several.", "Train it with `ludus train`.")
+    inner = configs.canonical(data["config"])
+    if inner.get("num_workers") == "auto":
+        raise ConfigError(
+            "config.num_workers is auto, which would give every trial the whole machine.",
+            "Set a number: trials run side by side.",
+        )
+    tracking.check(runner.resolve(data).experiment.track)
+    needed = reserved(data, None)
+    if sweep.tune.cpus_per_trial is not None and sweep.tune.cpus_per_trial < needed.all_cpus:
+        raise ConfigError(
+            f"tune.cpus_per_trial is {sweep.tune.cpus_per_trial}, and the trial {trial.name} has {needed.all_cpus} processes.",
+            f"Set it to {needed.all_cpus} or more, or leave it out.",
+        )
+
+
+def _refuse_store(place: Path) -> None:
+    if is_remote(place):
+        raise UsageError(
+            "A sweep is written to a directory, which Tune and all machines of its Ray share; a store cannot be one.",
+            "Give --local-dir a directory. Single runs may be on a store: ludus train --local-dir s3://…",
+        )
+
+
+def opened(directory: Path) -> Sweep:
+    """The sweep in a directory. Raises NotFound, Damaged."""
+    _refuse_store(directory)
+    directory = directory.expanduser()
+    trust.note_run(directory)
+    if not (directory / STATE).exists():
+        raise NotFound(f"{directory} is not the directory of a sweep (it has no {STATE}).", "Name the one that holds its trials.")
+    try:
+        plain = parse_json(LocalStore(directory).get(STATE), str(directory / STATE))
+        data = dict(plain["experiment"])
+        trials = [Trial(str(entry["name"]), _decoded(entry["values"])) for entry in plain["trials"]]
+        ended = {str(name): str(state) for name, state in plain["ended"].items()}
+        name, form = str(plain["name"]), int(plain["format"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{directory / STATE} is damaged: {error!r}.", "Its trials are runs of their own, and intact.") from error
+    if form != FORMAT:
+        raise UsageError(f"{directory / STATE} has format {form}; this is ludus {ludus.__version__}, format {FORMAT}.")
+    tune = configs.experiment({"name": name, "env": "-", "tune": data.get("tune") or {}}).tune
+    return Sweep(name, directory, data, tune, trials, ended)
+
+
+def _encoded(values: Mapping[search_space.Path, Any]) -> list[list[Any]]:
+    return [[list(path), value] for path, value in values.items()]
+
+
+def _decoded(plain: Sequence[Sequence[Any]]) -> search_space.Assignment:
+    return {tuple(map(str, path)): value for path, value in plain}
+
+
+# -- what a trial is ------------------------------------------------------------------------------------------------------
+
+
+def reserved(data: Mapping[str, Any], cpus_per_trial: int | None) -> Reserved:
+    """The process that learns, and one core for each of the others: they are all on one machine."""
+    inner = configs.canonical(data.get("config") or {})
+    number = {key: int(inner.get(key) or 0) for key in ("num_workers", "num_learners", "evaluation_num_workers")}
+    workers = number["num_workers"] + max(0, number["num_learners"] - 1) + number["evaluation_num_workers"]
+    return Reserved(max(1, (cpus_per_trial or 0) - workers), float(inner.get("num_gpus") or 0), workers)
+
+
+def _trial_data(data: Mapping[str, Any], values: Mapping[search_space.Path, Any], cpus_per_trial: int | None) -> dict[str, Any]:
+    """The experiment of one trial, which keeps to its share of the machine."""
+    out = search_space.applied(data, values)
+    out["config"] = configs.canonical(out.get("config") or {})
+    if out["config"].get("num_workers") != "auto":
+        threads = reserved(out, cpus_per_trial).cpus
+        for key in ("torch_threads", "learner_threads"):
+            out["config"][key] = out["config"].get(key) or threads
+    if out.get("keep_checkpoints_num") is None:
+        out["keep_checkpoints_num"] = KEEP
+    return out
+
+
+def _begin(directory: Path, data: Mapping[str, Any], tune: TuneConfig, order: Order) -> Attempt:
+    values = order.config["trial"]["values"]
+    return Attempt(
+        directory / order.name,
+        _trial_data(data, _decoded(values), tune.cpus_per_trial),
+        values=values,
+        pointer=order.pointer,
+        metric=tune.metric,
+        mode=tune.mode,
+        report_s=tune.report_s,
+    )
+
+
+def _reserve(data: Mapping[str, Any], cpus_per_trial: int | None, config: Mapping[str, Any]) -> Reserved:
+    return reserved(search_space.applied(data, _decoded(config["trial"]["values"])), cpus_per_trial)
+
+
+def begin_plain(data: Mapping[str, Any], report_s: float, order: Order) -> Attempt:
+    """A trial of somebody else's Tuner: its config is `env`, `run` and the keys of `config:`, beside what `data` says."""
+    if order.directory is None:
+        raise UsageError(
+            "The results of this Tuner are not on a file system.", "Give RunConfig a storage_path that is a directory."
+        )
+    return Attempt(order.directory, _plain_data(data, order.config), pointer=order.pointer, report_s=report_s)
+
+
+def reserve_plain(data: Mapping[str, Any], config: Mapping[str, Any]) -> Reserved:
+    return reserved(_plain_data(data, config), None)
+
+
+def _plain_data(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    top = {key: value for key, value in config.items() if key in ("env", "run", "stop")}
+    inner = {key: value for key, value in config.items() if key not in top}
+    whole = {**data, **top}
+    whole["config"] = {**configs.canonical(data.get("config") or {}), **configs.canonical(inner)}
+    if "env" not in whole:
+        raise ConfigError("Which environment?", 'Put "env" into the param_space, or say trainable("PPO", env="CartPole-v1").')
+    return _trial_data({"name": "trial", **whole}, {}, None)
+
+
+def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
+    """What `ludus.trainable` returns. Raises MissingExtra, UsageError."""
+    given = {**data, "config": configs.canonical(data.get("config") or {})}
+    algorithm_class(str(data["run"]))
+    inner = given["config"]
+    names = [str(given.get("env", "")), str(data["run"]), *names_of(inner.get("wrappers") or [])]
+    luggage = [Luggage.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
+    luggage += [Luggage(registered=dict(registered()))]  # what the param_space names is not known yet
+    luggage += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
+    begin: Begin = functools.partial(begin_plain, given, report_s)
+    reserve: Reserve = functools.partial(reserve_plain, given)
+    name = re.sub(r"\W+", "_", str(data["run"]))
+    return _need_tune().trainable(name, begin, reserve, Surroundings.here(luggage))
+
+
+# -- schedulers -----------------------------------------------------------------------------------------------------------
+
+
+def _timing(sweep: Sweep) -> tuple[str, float]:
+    """(what time is measured in, the longest). Raises ConfigError when nothing bounds it."""
+    stop = runner.resolve(sweep.experiment_of(sweep.trials[0])).experiment.stop
+    times = ("timesteps", "iterations", "training_iteration", "time_s")
+    limits = {name: getattr(stop, name) for name in times if getattr(stop, name) is not None}
+    name: str = sweep.tune.time_attr or next(iter(limits), "timesteps")
+    if name not in limits:
+        raise ConfigError(
+            f"tune.scheduler is {sweep.tune.scheduler}, and nothing says how long a trial is in {name}.",
+            f"Set stop.{name}, or another tune.time_attr.",
+        )
+    return name, float(limits[name])
+
+
+def _scheduler(sweep: Sweep) -> Any:
+    from ludus.tuning import ray_tune as tuning
+
+    tune = sweep.tune
+    if tune.scheduler is None:
+        return tuning.first_come()
+    time_attr, longest = _timing(sweep)
+    if tune.scheduler == "asha":
+        sign = 1 if tune.mode == "max" else -1
+        ended = [sweep.directory / name for name in sweep.ended]
+        curves = [[(x, sign * y) for x, y in read_curve(run, tune.metric, time_attr)] for run in ended]
+        grace = tune.grace_period or max(longest / 100, 1e-9)
+        return tuning.asha(time_attr, longest, grace, tune.reduction_factor, curves)
+    interval = tune.perturbation_interval or longest / 10
+    keys = search_space.mutated(sweep.data, tune.hyperparam_mutations)
+    seed = int(sweep.trials[0].values.get(search_space.SEED, sweep.data["config"].get("seed", 0)))
+    explorer = Explorer(sweep.data, keys, tune.resample_probability, tune.cpus_per_trial, seed)
+    return tuning.pbt(time_attr, interval, tune.quantile_fraction, explorer, seed)
+
+
+class Explorer:
+    """The config of a better trial → one that is a little different, and can be trained."""
+
+    TRIES = 20
+
+    def __init__(self, data: Mapping[str, Any], keys: Sequence[Searched], resample: float, cpus: int | None, seed: int) -> None:
+        self._data, self._keys, self._resample, self._cpus = dict(data), list(keys), resample, cpus
+        self._generator = np.random.default_rng([seed, 7])
+
+    def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
+        theirs = _decoded(config["trial"]["values"])
+        for _ in range(self.TRIES):
+            values = search_space.explored(self._keys, theirs, self._generator, self._resample)
+            try:
+                runner.resolve(_trial_data(self._data, values, self._cpus))
+            except ConfigError as error:  # such as a batch that its minibatches do not divide
+                log.info("a mutation is passed over: %s", error)
+                continue
+            return {**config, "trial": {**config["trial"], "values": _encoded(values)}}
+        return config
+
+
+# -- running --------------------------------------------------------------------------------------------------------------
+
+
+def run_sweep(experiments: Mapping[str, Mapping[str, Any]], options: SweepOptions) -> list[SweepResult]:
+    """One sweep after the other, each in its own directory. All are checked before the first one begins.
+
+    An interrupted one is the last of the list, and says so. Raises UsageError.
+    """
+    sweeps = [plan(name, data, options.local_dir) for name, data in experiments.items()]
+    if not sweeps:
+        raise UsageError("There is no experiment to sweep over.")
+    for sweep in sweeps:
+        _check_free(sweep.directory)
+    for sentence in dict.fromkeys(notice for data in experiments.values() for notice in validate.notices_of(data)):
+        options.say(sentence)
+    return _run(sweeps, options)
+
+
+def resume_sweep(directory: Path, options: SweepOptions) -> SweepResult:
+    """Go on with a sweep that was interrupted or killed: ended trials stay as they are, the others go on from their checkpoints."""
+    return resume_sweeps([directory], options)[0]
+
+
+def resume_sweeps(directories: Sequence[Path], options: SweepOptions) -> list[SweepResult]:
+    """One after the other, as `run_sweep` does."""
+    return _run([opened(directory) for directory in directories], options, resumed=True)
+
+
+def _check_free(directory: Path) -> None:
+    if (directory / STATE).exists():
+        raise UsageError(
+            f"{directory} already holds a sweep.",
+            f"Go on with it: ludus tune --resume {directory}   or choose another name or --local-dir.",
+        )
+
+
+def _run(sweeps: Sequence[Sweep], options: SweepOptions, resumed: bool = False) -> list[SweepResult]:
+    _need_tune()
+    with contextlib.ExitStack() as stack:
+        for sweep in sweeps:
+            stack.enter_context(_alone(sweep.directory, made=not resumed))
+        if resumed:
+            sweeps = [opened(sweep.directory) for sweep in sweeps]  # as the one who had the lock before us has left it
+            return _one_by_one(sweeps, options, stack)
+        for sweep in sweeps:
+            _check_free(sweep.directory)
+            if options.noted is not None:
+                options.noted(sweep.name, sweep.directory)
+            sweep.save()
+        try:
+            return _one_by_one(sweeps, options, stack)
+        except (LudusError, KeyboardInterrupt):
+            for sweep in sweeps:
+                _unmake(sweep)
+            raise
+
+
+def _one_by_one(sweeps: Sequence[Sweep], options: SweepOptions, stack: contextlib.ExitStack) -> list[SweepResult]:
+    results: list[SweepResult] = []
+    began = time.monotonic()
+    if any(sweep.left(options.retry_failed) for sweep in sweeps):
+        stack.enter_context(_ray(options))
+    startup_s = time.monotonic() - began
+    for sweep in sweeps:
+        results.append(_one(sweep, options, startup_s))
+        if results[-1].interrupted:
+            break
+    return results
+
+
+def _unmake(sweep: Sweep) -> None:
+    """A sweep of which no trial has begun leaves nothing behind: why has been told, and it may be tried again with less."""
+    if any((sweep.directory / trial.name).exists() for trial in sweep.trials):
+        return
+    with contextlib.suppress(OSError):  # somebody else has put something there
+        for name in (STATE, LOCK):
+            (sweep.directory / name).unlink(missing_ok=True)
+        sweep.directory.rmdir()
+
+
+def _one(sweep: Sweep, options: SweepOptions, startup_s: float) -> SweepResult:
+    left = sweep.left(options.retry_failed)
+    began = time.monotonic()
+    if left:
+        for trial in left:
+            sweep.ended.pop(trial.name, None)
+        _say_what(sweep, left, options)
+        if options.begin is not None:
+            options.begin(len(sweep.trials) - len(left), len(sweep.trials))
+        _fit(sweep, left, options)
+    else:
+        options.say(f"All {len(sweep.trials)} trials of {sweep.directory} have ended.")
+    _mark_stopped(sweep)
+    return outcome(sweep.name, sweep.directory, sweep.data, sweep.tune, sweep.trials, sweep.ended).written(
+        startup_s=startup_s, wall_s=time.monotonic() - began
+    )
+
+
+def _say_what(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
+    of = f" of {len(sweep.trials)}" if len(left) < len(sweep.trials) else ""
+    options.say(f"{len(left)}{of} trials of {sweep.name} → {sweep.directory}")
+
+
+def _fit(sweep: Sweep, left: Sequence[Trial], options: SweepOptions) -> None:
+    from ludus.tuning import ray_tune as tuning
+
+    _check_room(sweep, left)
+    data = {key: value for key, value in sweep.data.items() if key != "tune"}
+    directory = sweep.directory.absolute()
+    begin: Begin = functools.partial(_begin, directory, data, sweep.tune)
+    reserve: Reserve = functools.partial(_reserve, data, sweep.tune.cpus_per_trial)
+    actor = tuning.trainable(sweep.name, begin, reserve, Surroundings.here(_luggage(sweep, left)))
+
+    def hear(event: Event) -> None:
+        state = _state_after(event)
+        if state is not None:
+            sweep.ended[event.name] = state
+            with contextlib.suppress(LudusError):  # a full disk: the trials say themselves how far they are
+                sweep.save()
+        if options.hear is not None:
+            options.hear(event)
+
+    tuning.fit(
+        actor,
+        [(trial.name, {"values": _values_now(sweep, trial)}) for trial in left],
+        _scheduler(sweep),
+        directory=sweep.directory / TUNE,
+        max_concurrent=options.max_concurrent or sweep.tune.max_concurrent,
+        max_failures=sweep.max_failures,
+        hear=hear,
+    )
+
+
+def _luggage(sweep: Sweep, left: Sequence[Trial]) -> list[Luggage]:
+    """Of every trial whose names are not those of another one."""
+    different: dict[str, Luggage] = {}
+    for trial in left:
+        data = sweep.experiment_of(trial)
+        inner = data["config"]
+        names = json.dumps([data["env"], data.get("run"), inner.get("wrappers"), inner.get("model")], default=str)
+        if names not in different:
+            different[names] = runner.luggage_of(runner.resolve(data))
+    return list(different.values())
+
+
+def _state_after(event: Event) -> str | None:
+    if event.kind == "failed":
+        return "failed"
+    if event.kind != "ended":
+        return None
+    over = event.numbers.get(OVER)
+    return "stopped" if over is None else "finished" if over == FINISHED else "failed"
+
+
+def _values_now(sweep: Sweep, trial: Trial) -> list[list[Any]]:
+    """Of a trial that population based training has changed: as it is now."""
+    changed = Run(sweep.directory / trial.name).meta().get("trial")
+    return changed if isinstance(changed, list) else _encoded(trial.values)
+
+
+def _check_room(sweep: Sweep, left: Sequence[Trial]) -> None:
+    """A trial that fits nowhere would wait forever."""
+    from ludus.tuning import ray_tune as tuning
+
+    cores, accelerators = tuning.roomiest()
+    for trial in left:
+        needed = reserved(sweep.experiment_of(trial), sweep.tune.cpus_per_trial)
+        if needed.all_cpus > cores:
+            raise UsageError(
+                f"The trial {trial.name} reserves {needed.all_cpus} cores of one machine, and the largest has {cores:g}.",
+                f"Set fewer num_workers; or, where it does not matter that they share cores, --ray-num-cpus {needed.all_cpus}.",
+            )
+        if needed.gpus > accelerators:
+            raise UsageError(
+                f"The trial {trial.name} reserves {needed.gpus:g} accelerators, and the largest machine has {accelerators:g}.",
+                "Set num_gpus to a part of one, or to 0.",
+            )
+
+
+def _mark_stopped(sweep: Sweep) -> None:
+    """What a trial that the scheduler has stopped could not know itself."""
+    for name, state in sweep.ended.items():
+        run = Run(sweep.directory / name)
+        if state == "stopped" and (run.directory / CONFIG).exists() and run.meta().get("status") == "interrupted":
+            with contextlib.suppress(LudusError):
+                run.write_meta({"status": "stopped", "stopped_by": sweep.tune.scheduler})
+
+
+def _need_tune() -> Any:
+    try:
+        from ludus.tuning import ray_tune as tuning
+    except ImportError as error:
+        raise MissingExtra(f"Sweeps need Ray Tune, which is not installed ({error}).", "pip install 'ludus[tune]'") from error
+    return tuning
+
+
+# -- around it ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _ray(options: SweepOptions) -> Iterator[None]:
+    """A Ray to run trials in. Raises MissingExtra, UsageError."""
+    tuning = _need_tune()
+    from ludus.ray_cluster.cluster import LOCAL, Cluster
+
+    if options.cluster is None and tuning.connected():
+        yield
+        return
+    given = options.cluster or ClusterOptions(LOCAL)
+    cpus = given.num_cpus
+    if given.address == LOCAL and cpus is None:
+        cpus = usable_cores()
+    with Cluster(given.address, num_cpus=cpus, object_store_memory=given.object_store_memory, announce=options.announce):
+        yield
+
+
+@contextlib.contextmanager
+def _alone(directory: Path, made: bool) -> Iterator[None]:
+    """Nobody else runs a sweep in this directory. Raises UsageError when somebody does."""
+    import fcntl
+
+    if made:
+        directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"A sweep is running in {directory} ({_owner(file)}).", "Wait for its end, stop it, or choose another name."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
+
+
+def _owner(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read(200) or "it has just begun"

@@ -1,0 +1,244 @@
+"""One trial of a sweep, in the process that was started for it: an ordinary run, advanced from report to report.
+
+Whatever happens to the process or to the sweep, the run says how far the trial is: whoever takes it up goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ludus.config import schema as configs
+from ludus.config.search_space import SEED
+from ludus.core.metrics import Numbers, read_jsonl
+from ludus.errors import Fenced, LudusError, NotFound, UsageError, WorkerFailed
+from ludus.experiments import runner
+from ludus.experiments.assembly.components import Resolved
+from ludus.experiments.runner import Prepared
+from ludus.experiments.runs import checkpoint
+from ludus.experiments.runs.checkpoint import Checkpoint
+from ludus.experiments.runs.run_dir import CONFIG, Run
+from ludus.experiments.runs.run_status import now_text
+from ludus.tuning.messages import FAILED, FINISHED, OVER, SCORE
+
+log = logging.getLogger(__name__)
+
+WORST = -1e30
+"""The score of a trial that has not got any yet."""
+
+LOCK = ".trial.lock"
+_LOCK_WITHIN_S = 60.0
+_SILENT_S = 30.0
+_EXPLOITS_KEPT = 100
+
+
+class _Latest:
+    """A sink that remembers the newest of every number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+        self.reports = 0
+
+    def write(self, numbers: Numbers) -> None:
+        self.numbers |= {name: float(value) for name, value in numbers.items()}
+        self.reports += 1
+
+    def close(self) -> None:
+        pass
+
+
+class Attempt:
+    """One process's turn at a trial. Takes the run up where it is, or begins it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        data: Mapping[str, Any],
+        *,
+        values: Any = None,
+        pointer: Mapping[str, Any] | None = None,
+        metric: str = "episode_return_mean",
+        mode: str = "max",
+        report_s: float = 1.0,
+    ) -> None:
+        """`values`: what is special about this trial, as JSON; kept with the run. `pointer`: as `checkpoint` returned it; if it is of
+        another run, that one's weights and optimizer are taken over, and counting goes on."""
+        self.directory, self._metric, self._sign, self._report_s = directory, metric, 1 if mode == "max" else -1, report_s
+        self._latest = _Latest()
+        self._over: float | None = None
+        self._stack = contextlib.ExitStack()
+        try:
+            self._stack.callback(_locked(directory).close)
+            self._begin(data, values, pointer)
+        except Exception as error:
+            self._stack.close()
+            if not self._given_up(error):
+                raise
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _begin(self, data: Mapping[str, Any], values: Any, pointer: Mapping[str, Any] | None) -> None:
+        run = Run(self.directory) if (self.directory / CONFIG).exists() else None
+        if run is not None and run.meta().get("status") == "finished":
+            self._recall(run)
+            return
+        if run is not None:  # the seed is the trial's own, also when the rest comes from another one
+            seed = run.config().get("config", {}).get("seed", 0)
+            data = {**data, "config": {**configs.canonical(data.get("config") or {}), "seed": seed}}
+            values = _with_seed(values, seed)
+        resolved = runner.resolve(data)
+        prepared, exploited = self._prepared(resolved, run, pointer)
+        self._training = self._stack.enter_context(runner.training(prepared, [self._latest]))
+        opened = self._training.parts.run
+        if values is not None:
+            opened.write_meta({"trial": values})
+        if exploited is not None:
+            earlier = opened.meta().get("exploited", [])
+            self._training.parts.conductor.checkpoint()
+            opened.write_meta({"exploited": [*earlier, exploited][-_EXPLOITS_KEPT:]})
+
+    def _prepared(
+        self, resolved: Resolved, run: Run | None, pointer: Mapping[str, Any] | None
+    ) -> tuple[Prepared, dict[str, Any] | None]:
+        """What to begin with; and the checkpoint of another run, if that is it."""
+        if run is None:
+            if pointer is None or Path(pointer["run"]) == self.directory:
+                return runner.begun(resolved, self.directory), None
+            return runner.begun(resolved, self.directory, _theirs(pointer)), dict(pointer)
+        try:
+            own: Checkpoint | None = checkpoint.newest(run.store)
+        except NotFound:
+            own = None
+        another = pointer is not None and Path(pointer["run"]) != self.directory
+        if pointer is not None and another and dict(pointer) not in run.meta().get("exploited", []):
+            theirs = _theirs(pointer)
+            return runner.continued(resolved, run, _crossed(own, theirs)), dict(pointer)
+        if own is None:
+            log.warning("%s has no checkpoint yet; it starts again", self.directory)
+        return runner.continued(resolved, run, own), None
+
+    # -- as Tune drives it
+
+    def advance(self) -> Numbers:
+        if self._over is not None:
+            return self._numbers()
+        before, deadline = self._latest.reports, time.monotonic() + self._report_s
+
+        def enough() -> bool:
+            now = time.monotonic()
+            return now >= deadline and (self._latest.reports > before or now >= deadline + _SILENT_S)
+
+        try:
+            if self._training.advance(enough):
+                result = self._training.conclude("")
+                self._latest.numbers |= result.metrics
+                self._over = FINISHED
+                self._stack.close()
+        except Exception as error:
+            self._stack.__exit__(*sys.exc_info())
+            if not self._given_up(error):
+                raise
+        return self._numbers()
+
+    def checkpoint(self) -> dict[str, Any]:
+        if self._over is not None:
+            run, name = checkpoint.locate(self.directory)
+            return {"run": str(run), "checkpoint": name}
+        return {"run": str(self.directory), "checkpoint": self._training.parts.conductor.checkpoint()}
+
+    def close(self) -> None:
+        if self._over is None:
+            self._over = FAILED  # unless what follows succeeds, nothing more can be done here
+            with self._stack:
+                self._training.conclude("stopped by the sweep")
+        self._stack.close()
+
+    # -- how it ends
+
+    def _given_up(self, error: Exception) -> bool:
+        """Note what went wrong. True: it would go wrong again."""
+        final = isinstance(error, UsageError) or (isinstance(error, LudusError) and error.final)
+        log.error("the trial %s ends: %s", self.directory.name, error)
+        if (self.directory / CONFIG).exists() and not isinstance(error, Fenced):  # then it is another's to write
+            with contextlib.suppress(LudusError):  # a full disk must not hide what really happened
+                Run(self.directory).write_meta({"status": "failed", "ended": now_text(), "error": f"{error}"[:2000]})
+        if final:
+            self._over = FAILED
+        return final
+
+    def _recall(self, run: Run) -> None:
+        """It was finished before: say again how."""
+        for row in read_jsonl(run.metrics_path):
+            self._latest.numbers |= {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        self._over = FINISHED
+        self._stack.close()
+
+    def _numbers(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = dict(self._latest.numbers)
+        value = numbers.get(self._metric, math.nan)
+        numbers.setdefault("timesteps", 0.0)
+        numbers.setdefault("iterations", 0.0)
+        numbers.setdefault("time_s", 0.0)
+        numbers[SCORE] = self._sign * value if math.isfinite(value) else WORST
+        if self._over is not None:
+            numbers |= {OVER: self._over, "done": True}
+        return numbers
+
+
+def _with_seed(values: Any, seed: int) -> Any:
+    """What is special about a trial, with its own seed, if the seed is among it."""
+    return values and [[path, seed if tuple(path) == SEED else value] for path, value in values]
+
+
+def _theirs(pointer: Mapping[str, Any]) -> Checkpoint:
+    """Another trial's checkpoint; if that is gone, its newest, which is no worse."""
+    run = Path(pointer["run"])
+    try:
+        return checkpoint.open_checkpoint(run / checkpoint.FOLDER / pointer["checkpoint"])[1]
+    except NotFound:
+        return checkpoint.newest(Run.open(run).store)
+
+
+def _crossed(own: Checkpoint | None, theirs: Checkpoint) -> Checkpoint:
+    """What they have learned, with the counters and the random numbers of our own: a run never counts backwards.
+
+    The returns are those of the policy that is taken over: it is not to be judged by ours.
+    """
+    if own is None:
+        return theirs
+    counted, before = (
+        ("timesteps", "iterations", "training_iteration", "iteration_began", "episodes", "time_s"),
+        own.state["progress"],
+    )
+    progress = dict(theirs.state["progress"]) | {name: before[name] for name in counted if name in before}
+    models = {
+        name: {**described, "version": max(described["version"], own.state["models"].get(name, {}).get("version", 0))}
+        for name, described in theirs.state["models"].items()
+    }
+    return dataclasses.replace(theirs, state={**theirs.state, "progress": progress, "models": models}, sampler=own.sampler)
+
+
+def _locked(directory: Path) -> IO[bytes]:
+    """The process before us may still be storing what it has. Raises WorkerFailed when it does not come to an end."""
+    import fcntl
+
+    directory.mkdir(parents=True, exist_ok=True)
+    file = open(directory / LOCK, "ab")  # noqa: SIM115 - held as long as the attempt lasts
+    deadline = time.monotonic() + _LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise WorkerFailed(f"Another process has been busy with {directory} for {_LOCK_WITHIN_S:.0f} s.") from None
+            time.sleep(0.1)

@@ -1,0 +1,81 @@
+"""The end of what is followed, and then all of the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ludus.cli import log_tail
+from ludus.cli.log_tail import Ahead, tailed
+from ludus.errors import WorkerFailed
+
+WAIT_S = 30.0
+
+
+def whose(line: str) -> str:
+    return line.partition(":")[0]
+
+
+def following(before: list[str], gate: threading.Event, after: list[str]) -> Iterator[str]:
+    """A log that has some lines, and others when somebody opens the gate."""
+    yield from before
+    assert gate.wait(WAIT_S)
+    yield from after
+
+
+def test_the_last_lines_are_shown_and_then_all_that_come() -> None:
+    gate = threading.Event()
+    lines = tailed(following(["a:1", "a:2", "a:3"], gate, ["a:4", "a:5", "a:6"]), 2, {"a": 3}, whose, WAIT_S)
+    assert [next(lines), next(lines)] == ["a:2", "a:3"]
+    gate.set()
+    assert list(lines) == ["a:4", "a:5", "a:6"]
+
+
+def test_when_fewer_are_left_than_were_counted_nothing_that_comes_is_taken_for_them() -> None:
+    gate = threading.Event()
+    lines = tailed(following(["a:8", "a:9"], gate, [f"a:{n}" for n in range(10, 30)]), 1, {"a": 9}, whose, 0.2)
+    assert next(lines) == "a:9"
+    gate.set()
+    assert list(lines) == [f"a:{n}" for n in range(10, 30)]
+
+
+def test_what_comes_from_one_process_is_kept_while_the_old_lines_of_another_are_read() -> None:
+    log = ["a:old", "a:new 1", "a:new 2", "b:old 1", "b:old 2", "b:new"]
+    assert list(tailed(iter(log), 1, {"a": 1, "b": 2}, whose, WAIT_S)) == ["b:old 2", "a:new 1", "a:new 2", "b:new"]
+    assert list(tailed(iter(log), 0, {"a": 1, "b": 2}, whose, WAIT_S)) == ["a:new 1", "a:new 2", "b:new"]
+
+
+@pytest.mark.parametrize("counted", [1, 2, 9])
+def test_what_was_read_is_shown_before_what_went_wrong(counted: int) -> None:
+    def breaks() -> Iterator[str]:
+        yield from ("a:1", "a:2")
+        raise WorkerFailed("The connection is gone.")
+
+    lines = tailed(breaks(), 5, {"a": counted}, whose, WAIT_S)
+    assert [next(lines), next(lines)] == ["a:1", "a:2"]
+    with pytest.raises(WorkerFailed, match="gone"):
+        next(lines)
+
+
+def test_no_more_is_read_ahead_than_somebody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_tail, "_AHEAD", 3)
+    taken = threading.Event()
+    given: list[int] = []
+
+    def endless() -> Iterator[str]:
+        for n in range(1_000_000):
+            given.append(n)
+            if n == 3:  # has three before it that nobody has taken
+                taken.set()
+            yield str(n)
+
+    with Ahead(endless()) as ahead:
+        assert taken.wait(WAIT_S)
+        assert len(given) == 4
+        found: list[str] = []
+        while len(found) < 20:
+            found += ahead.take(WAIT_S)
+            assert len(given) <= len(found) + 4
+        assert found == [str(n) for n in range(len(found))]

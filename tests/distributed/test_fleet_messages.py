@@ -1,0 +1,88 @@
+"""What a learner and its workers tell each other, as bytes that may come from anybody."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ludus.distributed.redis.messages import Bulletin, Orders, Presence, weights_key
+from ludus.errors import Damaged, IncompatibleCheckpoint
+
+ORDERS = Orders(
+    channel="c0ffee",
+    room=4,
+    env="CartPole-v1",
+    env_config={"sutton_barto_reward": True},
+    preprocess={"stack": 2},
+    wrappers=({"a:B": {"c": 1}},),
+    num_envs=3,
+    steps=5,
+    description={"class": "x"},
+    masked=False,
+    seed=1,
+    in_turn=True,
+)
+
+
+def test_orders_come_back_as_they_were_given() -> None:
+    assert Orders.decode(ORDERS.encode()) == ORDERS
+
+
+def test_the_same_orders_have_the_same_fingerprint_and_others_another() -> None:
+    assert Orders.decode(ORDERS.encode()).fingerprint == ORDERS.fingerprint
+    assert replace(ORDERS, steps=6).fingerprint != ORDERS.fingerprint
+
+
+@pytest.mark.parametrize(("key", "value"), [("ludus", "0.0.0+other"), ("protocol", 99)])
+def test_orders_of_another_version_of_the_code_are_refused_with_both_versions(key: str, value: object) -> None:
+    data = json.dumps(json.loads(ORDERS.encode()) | {key: value}).encode()
+    with pytest.raises(IncompatibleCheckpoint, match=str(value).replace("+", r"\+")):
+        Orders.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04\x95pickle",
+        b"[]",
+        b"{}",
+        b"null",
+        json.dumps({k: v for k, v in json.loads(ORDERS.encode()).items() if k != "env"}).encode(),
+        json.dumps(json.loads(ORDERS.encode()) | {"more": 1}).encode(),
+        json.dumps(json.loads(ORDERS.encode()) | {"channel": ""}).encode(),
+    ],
+    ids=range(8),
+)
+def test_what_is_not_orders_is_damaged(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        Orders.decode(data)
+
+
+def test_a_bulletin_comes_back_as_it_was_posted() -> None:
+    bulletin = Bulletin(3, 17, 2, ORDERS.fingerprint, over=True)
+    assert Bulletin.decode(bulletin.encode()) == bulletin
+
+
+def test_a_presence_comes_back_as_it_was_posted() -> None:
+    presence = Presence("host", 7, "sampling", "why", 3, 4, 5, 6, 7, 0.5, 0.25, 0.125, 1.5, 2)
+    assert Presence.decode(presence.encode()) == presence
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"version": "x"}', b"\xff"], ids=range(5))
+def test_notices_that_are_rubbish_are_damaged(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        Bulletin.decode(data)
+    with pytest.raises(Damaged):
+        Presence.decode(data)
+
+
+def test_a_worker_cannot_make_the_learner_keep_a_long_story() -> None:
+    presence = Presence("host", 7, "sampling", "x" * 100_000)
+    assert len(Presence.decode(presence.encode()).why) <= 500
+
+
+def test_weights_of_later_versions_sort_after_earlier_ones() -> None:
+    assert weights_key(9) < weights_key(10) < weights_key(1010)

@@ -1,0 +1,62 @@
+"""Every algorithm learns from a fleet, in turn and freely where it may: a real Redis, a worker beside the learner."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.core.metrics import read_jsonl
+from ludus.distributed.redis.worker import WorkerOptions
+from ludus.experiments import runner
+from ludus.storage.local import LocalStore
+from tests.distributed.test_redis_fleet import Work
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.system
+
+ITERATIONS = 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "PPO": {"minibatch_size": 16, "num_epochs": 1},
+    "IMPALA": {},
+    "APPO": {},
+    "DQN": {"num_steps_sampled_before_learning_starts": 64, "replay_buffer_config": {"capacity": 1_000}},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("run", "sampling"),
+    [("PPO", "sync"), *((run, sampling) for run in ("IMPALA", "APPO", "DQN") for sampling in ("sync", "async"))],
+)
+def test_an_algorithm_learns_from_a_fleet(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, sampling: str
+) -> None:
+    monkeypatch.setenv("LUDUS_MEMORY_PASSWORD", server.password)
+    place = tmp_path / "run"
+    config = {
+        "num_workers": 1, "num_envs_per_worker": 2, "rollout_fragment_length": 16, "train_batch_size": 32,
+        "model": {"fcnet_hiddens": [16]}, "evaluation_interval": 0, "sampling": sampling, **SETTINGS[run],
+    }  # fmt: skip
+    data = {"env": "CartPole-v1", "run": run, "memory": server.url, "stop": {"iterations": ITERATIONS}, "config": config}
+    work = Work(server.url, LocalStore(place), WorkerOptions(name="one"))
+    try:
+        result = runner.start(data, place=place, supervised=False)
+        work.join()
+    finally:
+        work.end()
+    assert (result.stopped_by, work.ended) == ("iterations", "over")
+    with contextlib.closing(server.client()) as client:
+        assert client.keys("ludus:*") == [], "a run that is over leaves nothing in the server"
+    last = read_jsonl(place / "metrics.jsonl")[-1]
+    assert (last["fleet/rejected"], last["fleet/lost"], last["fleet/duplicates"]) == (0, 0, 0)
+    if sampling == "sync" and run != "DQN":
+        assert last["learner/lag_max"] == 0, "in turn, every step is of the newest version"

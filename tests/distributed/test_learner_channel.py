@@ -1,0 +1,153 @@
+"""Frames between ranks, and the entrance for those of other nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ludus.distributed.learners import channel
+from ludus.distributed.learners.channel import DONE, LEARN, STATE, Entrance, Link, enter, host_and_port
+from ludus.errors import Damaged, UsageError, WorkerFailed
+
+TOKEN = b"a token of the run that is long enough"
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    ours, theirs = (Link(end, name) for end, name in zip(socket.socketpair(), ("Learner 1", "Learner 0"), strict=True))
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        yield ours, theirs
+
+
+@pytest.fixture
+def entrance() -> Iterator[Entrance]:
+    with contextlib.closing(Entrance("127.0.0.1", TOKEN)) as one:
+        yield one
+
+
+def test_a_frame_arrives_as_it_was_sent(pair: tuple[Link, Link]) -> None:
+    ours, theirs = pair
+    body = bytes(range(256)) * 400
+    sender = threading.Thread(target=ours.send, args=(LEARN, -7, 1 << 40, b"head", memoryview(body)))
+    sender.start()
+    assert theirs.waiting(10)
+    frame = theirs.receive(LEARN)
+    sender.join()
+    assert (frame.kind, frame.first, frame.second, bytes(frame.body)) == (LEARN, -7, 1 << 40, b"head" + body)
+    assert not theirs.waiting()
+
+
+def test_a_frame_of_another_kind_is_refused(pair: tuple[Link, Link]) -> None:
+    ours, theirs = pair
+    ours.send(STATE)
+    with pytest.raises(Damaged, match=rf"Learner 0 sent a frame of kind {STATE} .* {DONE} was expected"):
+        theirs.receive(DONE)
+
+
+def test_the_end_is_noticed_by_name(pair: tuple[Link, Link]) -> None:
+    ours, theirs = pair
+    before = theirs.gone
+    ours.close()
+    assert (before, theirs.gone) == (False, True)
+    with pytest.raises(WorkerFailed, match="Learner 0 is gone"):
+        theirs.receive()
+    with pytest.raises(WorkerFailed, match="Learner 0 does not listen any more"):
+        theirs.send(DONE)
+
+
+def test_silence_has_an_end(pair: tuple[Link, Link]) -> None:
+    with pytest.raises(WorkerFailed, match="Learner 1 did not answer"):
+        pair[0].receive(timeout_s=0.05)
+
+
+def test_whoever_knows_the_token_comes_in(entrance: Entrance) -> None:
+    links: list[Link] = []
+    caller = threading.Thread(target=lambda: links.append(enter(entrance.address, TOKEN)))
+    caller.start()
+    ours = entrance.admit(10)
+    caller.join()
+    assert ours is not None
+    with contextlib.closing(ours), contextlib.closing(links[0]):
+        assert ours.far
+        links[0].send(DONE, 5)
+        assert ours.receive(DONE).first == 5
+
+
+def test_strangers_are_cut_off_and_do_not_keep_others_out(entrance: Entrance) -> None:
+    refused: list[BaseException] = []
+
+    def come_with_another_token() -> None:
+        try:
+            enter(entrance.address, b"another token, which is long, too")
+        except UsageError as error:
+            refused.append(error)
+
+    def call() -> None:
+        with socket.create_connection(host_and_port(entrance.address)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        come_with_another_token()
+        enter(entrance.address, TOKEN).close()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    ours = entrance.admit(30)
+    caller.join()
+    assert ours is not None
+    ours.close()
+    assert "refuses our token" in str(refused[0])
+
+
+def test_one_who_speaks_slowly_does_not_keep_others_out(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_GREETING_S", 0.3)
+    cut_off, first = threading.Event(), threading.Event()
+
+    def drip() -> None:
+        with socket.create_connection(host_and_port(entrance.address)) as stranger:
+            first.set()
+            stranger.settimeout(0.1)
+            with contextlib.suppress(OSError):  # it is refused, as it should be
+                while not cut_off.is_set():
+                    stranger.sendall(b"x")
+                    cut_off.wait(0.1)
+
+    def call() -> None:
+        first.wait(10)
+        with contextlib.suppress(WorkerFailed):
+            enter(entrance.address, TOKEN, timeout_s=10).close()
+
+    callers = [threading.Thread(target=target) for target in (drip, call)]
+    for caller in callers:
+        caller.start()
+    ours = entrance.admit(5)  # the stranger would need longer for all that he could say
+    cut_off.set()
+    for caller in callers:
+        caller.join()
+    assert ours is not None
+    ours.close()
+
+
+def test_somebody_else_at_the_address_does_not_get_our_trust() -> None:
+    with contextlib.closing(Entrance("127.0.0.1", b"somebody else's token")) as other:
+        listening = threading.Thread(target=other.admit, args=(0.5,))
+        listening.start()
+        with pytest.raises((UsageError, WorkerFailed)):
+            enter(other.address, TOKEN)
+        listening.join()
+
+
+def test_nobody_comes_and_nobody_is_there(entrance: Entrance) -> None:
+    assert entrance.admit(0.05) is None
+    entrance.close()
+    with pytest.raises(WorkerFailed, match=r"There is no learner at tcp://127\.0"):
+        enter(entrance.address, TOKEN, timeout_s=1)
+
+
+def test_short_tokens_and_other_addresses_are_refused() -> None:
+    with pytest.raises(UsageError, match="too short"):
+        Entrance("127.0.0.1", b"123")
+    with pytest.raises(UsageError, match="not an address"):
+        enter("127.0.0.1:80", TOKEN)

@@ -1,0 +1,129 @@
+"""Workers behind an agent, over a real Ray on this machine: their blocks, their deaths, and what is left at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from ludus.config.schema import AlgorithmConfig
+from ludus.core.types import Segments
+from ludus.distributed.ray_nodes import RayNodes
+from ludus.distributed.sampling_pool import Node, Plan
+from ludus.experiments.assembly.components import make_policy
+from ludus.experiments.assembly.worker_training import look_at, make_plan
+from ludus.models.policy import Policy
+from ludus.ray_cluster.cluster import Cluster
+from ludus.transport.ring_buffer import Bell
+
+pytestmark = pytest.mark.system
+
+WAIT_S = 60.0
+SETTINGS = AlgorithmConfig(num_workers=2, num_envs_per_worker=2, rollout_fragment_length=8, train_batch_size=32, sampling="sync")
+FIRST = 5  # the version with which block 0 is made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster("local", num_cpus=2, object_store_memory=100 << 20) as cluster:
+        yield cluster
+    assert [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()] == []
+
+
+@pytest.fixture(scope="module")
+def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bell]:
+    bell = Bell.create(tmp_path_factory.mktemp("bell") / "bell")
+    yield bell
+    bell.close()
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    shape = look_at("CartPole-v1", SETTINGS)
+    return make_policy(shape.observation_space, shape.action_space, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def plan(policy: Policy) -> Plan:
+    return make_plan("CartPole-v1", SETTINGS, look_at("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster, plan: Plan, bell: Bell) -> Iterator[RayNodes]:
+    """With an agent for this machine: it is the only one."""
+    before = set(threading.enumerate())
+    nodes = RayNodes(cluster, plan, bell.path, agent_here=True)
+    yield nodes
+    agents = [process for process in psutil.Process().children(recursive=True) if "NodeAgent" in process.name()]
+    family = [process for agent in agents for process in (agent, *agent.children(recursive=True))]
+    nodes.close()
+    assert len(family) >= 3, "an agent, its forkserver and a worker at the least"
+    assert psutil.wait_procs(family, timeout=20)[1] == [], "workers end with an agent that is dismissed"
+    ours = ("ray-post", "ray-clerk")
+    assert [thread for thread in threading.enumerate() if thread not in before and thread.name in ours] == []
+
+
+def until(found: Callable[[], object], bell: Bell) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not found():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        bell.wait(0.05)
+
+
+def next_block(node: Node, worker: int, bell: Bell) -> Segments:
+    came: list[Segments] = []
+
+    def look() -> bool:
+        report = node.workers().get(worker)
+        assert report is None or report.state != "failed", report
+        block = node.take(worker)
+        came.extend([block] if block is not None else [])
+        return bool(came)
+
+    until(look, bell)
+    return came[0]
+
+
+def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: RayNodes, policy: Policy, bell: Bell) -> None:
+    (node,) = nodes.current()
+    assert (node.name, node.cores) == (cluster.members()[0].host, 2)
+    node.publish(FIRST, policy.weights())
+    for worker in (0, 1):
+        node.start(worker, 0)
+    for update in range(4):
+        blocks = [next_block(node, worker, bell) for worker in (0, 1)]
+        for worker, block in enumerate(blocks):
+            assert np.unique(block.version).tolist() == [FIRST + update], "block k is made after k updates"
+            assert block.origin.tolist() == [2 * worker, 2 * worker + 1]
+            assert block.valid.any()
+            node.release(worker, block)
+        node.publish(FIRST + update + 1, policy.weights())
+    until(lambda: 1 in node.workers() and node.workers()[1].note("blocks") >= 4, bell)
+
+    node.stop(0)
+    node.start(0, 4)  # as after a move: it goes on where the learner is
+    assert np.unique(next_block(node, 0, bell).version).tolist() == [FIRST + 4]
+
+
+def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes, policy: Policy, bell: Bell) -> None:
+    (node,) = nodes.current()
+    node.publish(FIRST + 10, policy.weights())
+    node.start(2, 0)
+    until(lambda: 2 in node.workers() and node.workers()[2].pid is not None, bell)
+    worker = psutil.Process(node.workers()[2].pid)
+    agent = next(parent for parent in worker.parents() if "NodeAgent" in parent.name())
+    agent.kill()
+    until(lambda: node.lost, bell)
+    assert "agent" in node.lost
+    assert psutil.wait_procs([worker], timeout=20)[1] == []
+
+    until(lambda: nodes.current(), bell)
+    (another,) = nodes.current()
+    assert another is not node
+    another.publish(FIRST + 11, policy.weights())
+    another.start(2, 3)
+    assert np.unique(next_block(another, 2, bell).version).tolist() == [FIRST + 11]

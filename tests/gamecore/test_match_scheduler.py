@@ -1,0 +1,149 @@
+"""Who plays where when a server has no room: orders of a real matchmaker, answered as the test wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from ludus.envs.opponents.opponent_mix import RULE
+from ludus.errors import Refused
+from ludus.gamecore.game_spec import playable
+from ludus.gamecore.live_matches import Reading, Table, TableActor, Tables, Venue
+from ludus.gamecore.match_scheduler import Matchmaker, Terms, slots_of
+from ludus.protocol import spec
+from ludus.protocol.gamecore_client import GameState
+from tests.gamecore.callers import until
+
+GAME: Mapping[str, Any] = {
+    "observation_space": {"type": "Box", "shape": [3], "low": -1, "high": 10},
+    "action_space": {"type": "Discrete", "n": 2},
+    "opponent": "rule",
+}
+
+
+class Server:
+    """Starts what it is asked for, unless it is full; an order may be kept waiting."""
+
+    server = "http://nowhere"
+
+    def __init__(self) -> None:
+        self.full = False
+        self.open = threading.Event()
+        self.open.set()
+        self.asked: list[str] = []
+        self.started: list[str] = []
+
+    def start_game(self, runtime_id: str, *order: Any, **more: Any) -> GameState:
+        self.asked.append(runtime_id)
+        full = self.full
+        self.open.wait(10)
+        if full:
+            raise Refused(503, "full", "There is no room.", "Later.")
+        self.started.append(runtime_id)
+        return GameState(runtime_id, "running")
+
+    def state(self, runtime_id: str) -> GameState:
+        return GameState(runtime_id, "running")
+
+    def stop_game(self, runtime_id: str, *, grace_s: float | None = None) -> GameState | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class Hall:
+    def __init__(self, matches: int, together: int) -> None:
+        self.server = Server()
+        self.game = playable("any", None, {}, GAME)
+        slots, _ = slots_of([RULE] * matches, 1)
+        self.tables = Tables(self.game, slots)
+        self.matchmaker = Matchmaker(self.server, self.tables, self.game, Terms({}, "m", together=together), 1)
+        self.matchmaker.start()
+
+    @property
+    def venues(self) -> list[Venue]:
+        with self.tables.changed:
+            return list(self.matchmaker._venues)
+
+    def match(self, slot: int) -> Table:
+        table = self.tables.slots[slot].following
+        assert table is not None
+        return table
+
+    def ends(self, slot: int) -> None:
+        """Its match, after a decision."""
+        table = self.match(slot)
+        table.decisions = 1
+        self.tables.end(table, tuple(table.rows), {}, {})
+
+    def told(self, table: Table) -> list[str]:
+        """A session of this match begins: of which others its game hears."""
+        actor = TableActor(self.tables, Reading(self.game))
+        actor.match = table.id
+        body: bytes = asyncio.run(actor.start("1", b'{"camp": %d}' % next(iter(table.rows))))
+        return [order["runtime_id"] for order in json.loads(body).get("matches", ())]
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    """Five matches in two processes, of which the second has a place left; it is too old for further ones."""
+    found = Hall(5, together=3)
+    until(lambda: len(found.server.started) == 2, "two processes")
+    first, second = found.venues
+    assert (len(first.tables), len(second.tables), second.places) == (3, 2, 3)
+    second.began = -1e9
+    yield found
+    found.server.open.set()
+    found.matchmaker.close()
+
+
+def test_a_match_that_moves_to_another_process_is_told_of_there_alone(hall: Hall) -> None:
+    first, second = hall.venues
+    first.began, before = -1e9, set(second.tables)
+    hall.server.full = True
+    hall.server.open.clear()
+    for slot in range(3):  # the first process has played its matches; while the next one is ordered, all three gather there
+        hall.ends(slot)
+    until(lambda: len(hall.server.asked) == 3, "the order")
+    (late,) = [venue for venue in hall.venues if venue is not second]
+    assert len(late.tables) == 3
+    hall.server.open.set()
+    until(lambda: len(second.tables) == 3 and len(late.tables) == 2, "one of three has moved")
+    (moved,) = second.tables - before
+    hall.server.full = False
+    until(lambda: late.id in hall.server.started, "the process of the others")
+
+    ordered = next(table for table in late.tables if table.id == late.id)
+    assert hall.told(ordered) == [table.id for table in late.tables if table is not ordered]
+    assert moved.id in hall.told(next(table for table in second.tables if table.id == second.id))
+
+
+def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hall: Hall) -> None:
+    hall.server.full = True
+    hall.server.open.clear()
+    hall.tables.lose(hall.match(0), "its process is gone")
+    until(lambda: len(hall.server.asked) == 3, "the order")  # and no answer yet
+    hall.tables.lose(hall.match(0), "nobody waits for it any more")
+    hall.server.full = False
+    hall.server.open.set()
+
+    until(lambda: sum(len(venue.tables) for venue in hall.venues if venue.accepted) == 5, "all matches")
+    assert hall.matchmaker.fault is None
+
+
+@pytest.mark.parametrize("key", ["protocol", "game", "rules", "hero_table", "mode", "ticks_per_decision"])
+def test_another_game_than_the_one_that_is_meant_is_refused_with_what_is_different(key: str) -> None:
+    """Another table of heroes, say: the same numbers would mean somebody else."""
+    arena = playable("arena", "3v3", {}, {})
+    about = {"protocol": spec.VERSION, **arena.expects}
+    assert "hero_table" in about
+    arena.check(about)
+    with pytest.raises(Refused, match=f"{key}|version") as refused:
+        arena.check({**about, key: "another"})
+    assert refused.value.status == 422

@@ -1,0 +1,130 @@
+"""Orders as values: what is read from JSON, when two are the same, and that anything else is refused and nothing breaks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludus.errors import Refused
+from ludus.gamecore.server.catalogue import NAME, parse
+from ludus.gamecore.server.http.routes_v2 import translated
+from ludus.gamecore.server.request import KEYS, Camp, Order, decoded, read_order
+
+CATALOGUE = parse(
+    "games: {a: {command: [x], modes: [1v1], options: {n: {type: number, minimum: 0, maximum: 9, default: 1}}}}", "f", Path("/c")
+)
+
+
+def read(**order: Any) -> Order:
+    return read_order({"runtime_id": "r", **order}, CATALOGUE)
+
+
+def test_an_order_needs_no_more_than_an_id() -> None:
+    assert read() == Order("r", "a", None, [], (None, None), {"n": 1})
+
+
+def test_two_orders_are_equal_if_they_ask_for_the_same() -> None:
+    camps = [{"address": "h:80", "token": "t"}, None]
+    assert read(camps=camps, options={"n": 1}) == read(camps=[{"url": "http://h:80/", "timeout_s": 30, "token": "t"}, None])
+    assert read(camps=camps) != read(camps=[{"address": "h:80", "token": "other"}, None])
+    assert read(seed=1) != read()
+
+
+def test_tokens_are_in_no_text_about_an_order() -> None:
+    order = read(camps=[{"address": "h:80", "token": "hush-hush"}, None])
+    assert order.camps[0] == Camp("http://h:80", 30.0, "hush-hush")
+    assert "hush" not in repr(order)
+    assert "hush" not in json.dumps(order.config(1, None))
+
+
+@pytest.mark.parametrize(
+    ("given_url", "url"),
+    [
+        ("http://10.0.0.5:8000", "http://10.0.0.5:8000"),
+        ("https://actor.example/step/hard/", "https://actor.example/step/hard"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        ("http://HOST", "http://host"),
+    ],
+)
+def test_addresses_of_actors_have_one_form(given_url: str, url: str) -> None:
+    camp = read(camps=[{"url": given_url}]).camps[0]
+    assert camp is not None
+    assert camp.url == url
+
+
+def test_a_camp_is_there_for_every_list_of_heroes() -> None:
+    heroes = [[{"hero_id": 1}], [{"hero_id": "mage", "level": 2.5, "symbol": [1, 2], "skin": True}], []]
+    assert read(heroes=heroes).camps == (None, None, None)
+    assert read(heroes=heroes).heroes == heroes
+
+
+def test_the_game_is_told_what_was_asked_for() -> None:
+    order = read(mode="1v1", camps=[{"address": "h:1", "timeout_s": 2}, None], max_frames=5, eval_mode=True)
+    assert order.config(7, "/states/x") == {
+        "runtime_id": "r",
+        "game": "a",
+        "mode": "1v1",
+        "heroes": [],
+        "camps": [{"url": "http://h:1", "timeout_s": 2.0}, None],
+        "eval_mode": True,
+        "seed": 7,
+        "max_frames": 5,
+        "start_from": "/states/x",
+        "options": {"n": 1},
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NEAR = st.fixed_dictionaries(
+    {"runtime_id": st.just("r") | JSON},
+    optional={
+        key: JSON | st.sampled_from(["a", "1v1", "any", [None, {"address": "h:1"}], [[{"hero_id": 1}]]]) for key in KEYS[1:]
+    },
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(NEAR)
+def test_whatever_is_asked_for_is_an_order_or_is_refused(data: dict[str, Any]) -> None:
+    made = outcome(lambda: read_order(decoded(json.dumps(data).encode()), CATALOGUE))
+    if isinstance(made, Refused):
+        assert made.status in (400, 404)
+        assert len(made.message) < 2000
+    else:
+        assert NAME.fullmatch(made.runtime_id)
+        assert json.loads(json.dumps(made.config(1, None), allow_nan=False))["options"].keys() == {"n"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {"simulator_type": st.just("remote") | JSON},
+        optional={
+            "runtime_id": JSON,
+            "simulator_config": st.fixed_dictionaries(
+                {"hero_conf": st.lists(st.fixed_dictionaries({"request_info": JSON, "hero_id": JSON}), max_size=4) | JSON},
+                optional={"game_mode": JSON, "max_frame_num": JSON, "task_id": JSON},
+            ),
+        },
+    )
+)
+def test_the_older_form_is_translated_or_refused(data: dict[str, Any]) -> None:
+    made = outcome(lambda: read_order(translated(data), CATALOGUE))
+    assert isinstance(made, Order) or made.status in (400, 404)
+
+
+def outcome(make: Callable[[], Order]) -> Order | Refused:
+    try:
+        return make()
+    except Refused as refused:
+        return refused

@@ -1,0 +1,228 @@
+"""The directory of a server: records, what a killed server left behind, saved states, the results of tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.errors import Refused, UsageError
+from ludus.gamecore.server.catalogue import States
+from ludus.gamecore.server.game_status import Status
+from ludus.gamecore.server.request import Order
+from ludus.gamecore.server.state_dir import Home, default_directory, last_lines, read_result, write_private
+from ludus.gamecore.server.task_results import Tasks
+from ludus.process import identity
+
+
+def test_one_server_at_a_time_has_the_directory(tmp_path: Path) -> None:
+    with Home(tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
+        Home(tmp_path)
+    with Home(tmp_path):
+        pass
+
+
+def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be used"):
+        Home(tmp_path / "file" / "x")
+
+
+def test_the_usual_place_is_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_STATE_DIR", "/s")
+    assert default_directory(23432) == Path("/s/gamecore/23432")
+    monkeypatch.delenv("LUDUS_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", "/x")
+    assert default_directory(1) == Path("/x/ludus/gamecore/1")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert default_directory(1) == Path("/h/.local/state/ludus/gamecore/1")
+
+
+def test_what_a_game_is_told_is_for_this_user_alone(tmp_path: Path) -> None:
+    with Home(tmp_path / "s") as home:
+        place = home.place("a")
+        home.make(place, {"seed": 1})
+        (place.directory / "old").write_text("")
+        home.make(place, {"seed": 2})
+        assert [path.name for path in place.directory.iterdir()] == ["config.json"]
+        assert json.loads(place.config.read_text()) == {"seed": 2}
+        assert place.config.stat().st_mode & 0o777 == 0o600
+        assert place.directory.stat().st_mode & 0o777 == 0o700
+        home.empty_trash()
+        assert list((tmp_path / "s" / "trash").iterdir()) == []
+
+
+def test_a_prefix_of_wine_is_taken_over_by_the_next_game_if_it_is_whole(tmp_path: Path) -> None:
+    def left_behind(*names: str) -> None:
+        place.prefix.mkdir(exist_ok=True)
+        for name in names:
+            (place.prefix / name).write_text("")
+
+    with Home(tmp_path) as home:
+        place = home.place("a")
+        home.make(place, {}, with_prefix=True)
+        left_behind("drive_c", "system.reg")
+        home.make(place, {}, with_prefix=True)
+        assert sorted(path.name for path in place.prefix.iterdir()) == ["drive_c", "system.reg"]
+        home.make(place, {})  # a game that does not need it
+        assert not place.prefix.exists()
+        left_behind("drive_c")  # Wine was killed before it wrote its registry
+        home.make(place, {}, with_prefix=True)
+        assert not place.prefix.exists()
+    (tmp_path / "kept" / "a").mkdir()  # by a server that was killed meanwhile
+    with Home(tmp_path) as home:
+        home.make(home.place("a"), {}, with_prefix=True)
+        assert not home.place("a").prefix.exists()
+
+
+def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: Path) -> None:
+    with Home(tmp_path) as home:
+        for name, state in (("ended", "finished"), ("ran", "running"), ("began", "starting")):
+            home.make(home.place(name), {})
+            home.save(Status(name, "g", state=state, finished=1.0 if state == "finished" else None))  # type: ignore[arg-type]
+        home.place("ran").log.write_text("last words\n")
+        by_record = subprocess.Popen(["sleep", "1000"])
+        marked = {"LUDUS_GAME_CONFIG": str(home.place("began").config)}
+        by_mark = subprocess.Popen(["sleep", "1000"], env={**os.environ, **marked})
+        other = subprocess.Popen(["sleep", "1000"], env={**os.environ, "LUDUS_GAME_CONFIG": "/elsewhere/games/began/config.json"})
+        since = identity.started(by_record.pid)
+        assert since is not None
+        home.save(Status("ran", "g", state="running"), {by_record.pid: since, other.pid: "another process had this number"})
+        try:
+            found = {status.runtime_id: status for status, _ in home.load()}
+            assert {name: status.state for name, status in found.items()} == {"ended": "finished", "ran": "lost", "began": "lost"}
+            assert found["ran"].last_lines == ["last words"]
+            assert (by_record.wait(5), by_mark.wait(5)) == (-9, -9)
+            assert other.poll() is None
+        finally:
+            for process in (by_record, by_mark, other):
+                process.kill()
+                process.wait()
+        assert {status.runtime_id: (status.state, size > 0) for status, size in home.load()} == {
+            "ended": ("finished", False),
+            "ran": ("lost", True),
+            "began": ("lost", True),
+        }
+
+
+def test_records_that_are_none_are_removed(tmp_path: Path) -> None:
+    with Home(tmp_path) as home:
+        for name, text in (
+            ("half", '{"status": {'),
+            ("empty", ""),
+            ("other", json.dumps({"status": Status("x", "g").to_json(), "processes": {}, "bytes": 0})),
+        ):
+            home.make(home.place(name), {})
+            home.place(name).record.write_text(text)
+        home.make(home.place("none"), {})
+        assert home.load() == []
+        assert list(home.games.iterdir()) == []
+
+
+def test_saved_states_are_bounded_by_number_and_size(tmp_path: Path) -> None:
+    with Home(tmp_path) as home:
+        directory = home.states_of("g", "1v1")
+        for age, name in enumerate(("e", "d", "c", "b", "a")):  # a is the oldest
+            (directory / name).write_bytes(b"x" * 1000)
+            os.utime(directory / name, (1000 - age, 1000 - age))
+        (directory / ".unfinished").write_text("")
+        (directory / "link").symlink_to("/etc/hostname")
+        assert [path.name for path in home.saved("g")] == ["a", "b", "c", "d", "e"]
+        home.prune_states("g", States(keep=4))
+        assert [path.name for path in home.saved("g")] == ["b", "c", "d", "e"]
+        home.prune_states("g", States(keep_mb=0.0025))
+        assert [path.name for path in home.saved("g")] == ["d", "e"]
+        assert (directory / ".unfinished").exists()
+        assert home.choose_state(asked("g", "d")) == directory / "d"
+        assert home.choose_state(asked("g", "any")) in (directory / "d", directory / "e")
+        for name in ("a", "link", ".unfinished"):
+            with pytest.raises(Refused):
+                home.choose_state(asked("g", name))
+        assert home.choose_state(asked("other", "any")) is None
+        with pytest.raises(Refused, match=r"no saved state of other \(1v1\)"):
+            home.choose_state(asked("other", "any", must_resume=True))
+
+
+def test_a_match_goes_on_only_with_a_state_of_its_own_kind(tmp_path: Path) -> None:
+    heroes: list[list[dict[str, Any]]] = [[{"hero_id": 1}] * 3] * 2
+    with Home(tmp_path) as home:
+        (home.states_of("g", "1v1") / "small").write_text("")
+        assert home.choose_state(asked("g", "any", "3v3")) is None
+        assert home.choose_state(asked("g", "any", None, heroes=heroes)) is None
+        with pytest.raises(Refused, match=r"g \(3v3\) has no saved state 'small'"):
+            home.choose_state(asked("g", "small", "3v3"))
+        (home.states_of("g", "3v3") / "large").write_text("")
+        for mode in ("3v3", None):
+            assert home.choose_state(asked("g", "any", mode, heroes=heroes)) == tmp_path / "states" / "g" / "3v3" / "large"
+        assert home.choose_state(asked("g", "any", None)) is None
+        assert [path.name for path in home.saved("g")] == ["small", "large"]
+        home.prune_states("g", States(keep=1))  # of all kinds together
+        assert [path.name for path in home.saved("g")] == ["large"]
+
+
+def asked(game: str, start_from: str, mode: str | None = "1v1", **more: Any) -> Order:
+    return Order("r", game, mode, more.pop("heroes", []), (None, None), {}, start_from=start_from, **more)
+
+
+def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert read_result(path) == (None, "")
+    for text, said in (
+        ("{", "cannot be read"),
+        ("[]", "not a JSON object"),
+        ('{"a": NaN}', "NaN"),
+        ('{"a": 1e999}', "1e999"),
+        ("[" * 9000, "cannot be read"),
+        (" " * 17_000, "larger than"),
+    ):
+        path.write_text(text)
+        result, wrong = read_result(path)
+        assert result is None
+        assert said in wrong
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in read_result(path)[1]
+    path.unlink()
+    write_private(path, b'{"winner": 0}')
+    assert read_result(path) == ({"winner": 0}, "")
+
+
+def test_the_last_lines_of_a_log_reach_into_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "game.log"
+    assert last_lines(path, 5) == []
+    (tmp_path / "game.log.1").write_text("1\n2\n3\n")
+    path.write_text("4\n5\n")
+    assert last_lines(path, 4) == ["2", "3", "4", "5"]
+    assert last_lines(path, 0) == []
+    path.write_bytes(b"x" * 3_000_000)
+    assert len(last_lines(path, 10)[0]) == 1_000_000
+
+
+def test_results_of_tasks_outlive_the_server_and_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    tasks = Tasks(path, keep=4)
+    for number in range(10):
+        result = {"winner": 0, "lost": {"1": "gone"}, "long": "x" * 5000}
+        tasks.add(Status(f"r{number}", "g", state="finished", task_id=f"t{number % 2}", result=result))
+        tasks.write()
+    assert len(path.read_text().splitlines()) <= 8
+    with path.open("a") as file:
+        file.write('{"half')
+    again = Tasks(path, keep=4)
+    again.load()
+    assert [game["runtime_id"] for game in again.of("t1")] == ["r7", "r9"]
+    assert again.of("t1")[0]["result"] == {"winner": 0, "lost": {"1": "gone"}}
+    assert again.ids() == ["t0", "t1"]
+    again.add(Status("r10", "g", state="finished", task_id="t0"))
+    again.write()
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    again.remove("t1")
+    again.write()
+    last = Tasks(path, keep=4)
+    last.load()
+    assert last.ids() == ["t0"]

@@ -1,0 +1,97 @@
+"""The server as a process: ended gently, killed, started again by its supervisor; and what becomes of its games."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludus.gamecore.server.settings import Settings
+from ludus.gamecore.server.watchdog import backoff_s
+from ludus.process import identity
+from tests.gamecore.callers import Caller, catalogue_file, until
+
+pytestmark = pytest.mark.system
+
+PROGRAM = """
+import sys
+from ludus.gamecore.server.http.app import Settings, serve
+serve(Settings.from_json(sys.argv[1]), supervise=sys.argv[2] == "True", announce=lambda host, port: print(port, flush=True))
+"""
+
+
+@contextlib.contextmanager
+def served(directory: Path, *, supervise: bool) -> Iterator[tuple[subprocess.Popen[str], Caller]]:
+    settings = Settings(port=0, games=catalogue_file(directory), state_dir=directory / "state")
+    words = [sys.executable, "-P", "-c", PROGRAM, settings.to_json(), str(supervise)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, Caller("127.0.0.1", int(process.stdout.readline()))
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def lock_holder(directory: Path) -> int:
+    return int((directory / "state" / "lock").read_text())
+
+
+def test_a_server_that_is_asked_to_end_stops_its_games_and_remembers_them(tmp_path: Path) -> None:
+    with served(tmp_path, supervise=False) as (process, call):
+        game = call.start("one", "sleep").json["pid"]
+        process.terminate()
+        assert process.wait(20) == 0
+        assert identity.started(game) is None
+    with served(tmp_path, supervise=False) as (process, call):
+        found = call("GET", "/v1/games/one").json
+        assert (found["state"], found["reason"]) == ("stopped", "The server was ended.")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_a_server_that_was_killed_is_replaced_and_its_games_are_lost_and_gone(tmp_path: Path) -> None:
+    with served(tmp_path, supervise=True) as (process, call):
+        games = [call.start(name, game).json["pid"] for name, game in (("one", "sleep"), ("two", "stubborn"), ("three", "forks"))]
+        server = lock_holder(tmp_path)
+        assert server != process.pid
+        os.kill(server, signal.SIGKILL)
+        listed = call("GET", "/v1/games").json["games"]  # waits in the queue of the socket until there is a server again
+        assert {game["runtime_id"]: game["state"] for game in listed} == dict.fromkeys(("one", "two", "three"), "lost")
+        assert [pid for pid in games if identity.started(pid) is not None] == []
+        assert lock_holder(tmp_path) != server
+        again = call.start("one", "sleep")
+        assert again.status == 201
+        process.terminate()
+        assert process.wait(20) == 0
+        assert identity.started(again.json["pid"]) is None
+
+
+def test_a_server_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
+    with served(tmp_path, supervise=True) as (process, call):
+        game = call.start("one", "sleep").json["pid"]
+        server = lock_holder(tmp_path)
+        process.kill()
+        until(lambda: identity.started(server) is None and identity.started(game) is None, "the end of server and game")
+
+
+def test_a_server_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
+    with served(tmp_path, supervise=False):
+        settings = Settings(port=0, games=tmp_path / "games.yaml", state_dir=tmp_path / "state")
+        words = [sys.executable, "-P", "-c", PROGRAM, settings.to_json(), "True"]
+        second = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        assert second.returncode == 2
+        assert "Another gamecore server" in second.stderr
+
+
+def test_pauses_between_lives_grow_to_a_bound() -> None:
+    assert [backoff_s(lives) for lives in (1, 2, 3, 50)] == [0.2, 0.4, 0.8, 30.0]

@@ -1,0 +1,888 @@
+"""What the doctor makes of what was seen: judgements by tables, without looking at any machine."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.display.opengl_probe import OpenGL
+from ludus.launch.doctor.checks import (
+    directories,
+    env_smoke_test,
+    executable,
+    gpus,
+    graphics,
+    known_issues,
+    limits,
+    network,
+    services,
+    slurm,
+    token_file,
+    versions,
+)
+from ludus.launch.doctor.checks.directories import Place
+from ludus.launch.doctor.checks.executable import Binary, Elf
+from ludus.launch.doctor.checks.known_issues import Scene
+from ludus.launch.doctor.checks.limits import Bound, Cores, Files, Memory, Shared, Threads
+from ludus.launch.doctor.checks.network import Ports, Tick
+from ludus.launch.doctor.checks.slurm import Kind, Partition, Queue, Wanted
+from ludus.launch.doctor.checks.token_file import Token
+from ludus.launch.doctor.finding import Finding, Status, failed, healthy, ok, size, skipped, warning, without_secrets
+from ludus.launch.doctor.requirements import Needs
+
+GB = 1 << 30
+EIGHT = Needs(workers=8, cores=8)
+GAMES = Needs(workers=8, cores=8, game_threads=300, game_bytes=GB)
+
+
+def test_only_a_failure_makes_a_machine_ill() -> None:
+    assert healthy([ok("a", ""), warning("b", "", ""), skipped("c", "")])
+    assert not healthy([ok("a", ""), failed("b", "", "")])
+
+
+def test_secrets_are_left_out_of_whatever_is_said() -> None:
+    said = Finding("x", "failed", "redis://:hunter22@host said hunter22\nand %", "export P=hunter22; redis://u:other@h")
+    shown = without_secrets(said, ["hunter22", "", "a"])
+    assert "hunter22" not in shown.found + shown.fix
+    assert "other" not in shown.fix
+    assert "\n" not in shown.found
+    assert "a" in shown.found, "what is too short to be a secret stays"
+
+
+def test_secrets_are_found_where_they_are_kept() -> None:
+    environ = {"LUDUS_MEMORY_PASSWORD": "one", "AWS_SECRET_ACCESS_KEY": "two", "WANDB_API_KEY": "three", "HOME": "/root"}
+    found = services.secrets_of(environ, "redis://user:fo%40ur@host:1/0", "s3://bucket")
+    assert set(found) == {"one", "two", "three", "fo@ur", "fo%40ur"}
+
+
+@pytest.mark.parametrize(("count", "said"), [(512, "512 bytes"), (1536, "1.5 KB"), (3 * GB, "3.0 GB"), (200 * GB, "200 GB")])
+def test_bytes_are_said_as_people_say_them(count: int, said: str) -> None:
+    assert size(count) == said
+
+
+# -- limits ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 500), st.integers(1, 256), st.booleans(), st.integers(0, 1000), st.integers(0, 4 * GB))
+def test_every_sum_that_is_said_is_the_one_that_counts(workers: int, cores: int, ray: bool, threads: int, memory: int) -> None:
+    needs = Needs(workers, cores, ray, threads, memory - memory % (1 << 20))
+    for said, number in (
+        (needs.threads_said(), needs.threads),
+        (needs.files_said(), needs.files),
+        (needs.memory_said(), needs.memory >> 20),
+        (needs.shared_said(), needs.shared >> 20),
+    ):
+        left, right = said.replace(",", "").rsplit(" = ", 1)
+        spelt = left.replace("×", "*")
+        for noun in ("of weights", "of Ray's store", "of Ray", "of a game", "workers", "rings", "cores", "MB"):
+            spelt = spelt.replace(noun, "")
+        assert eval(spelt) == number == int(right.split()[0])
+
+
+def test_more_workers_games_or_ray_never_need_less() -> None:
+    for more in (replace(EIGHT, workers=9), replace(EIGHT, ray=True), replace(EIGHT, game_threads=5, game_bytes=5)):
+        for what in ("threads", "files", "memory", "shared"):
+            assert getattr(more, what) >= getattr(EIGHT, what)
+
+
+@pytest.mark.parametrize(
+    ("cores", "status", "said"),
+    [
+        (Cores(8, 8), "ok", "8 cores"),
+        (Cores(64, 8), "ok", "64 cores, 8 of them for this process"),
+        (Cores(8, 8, 4.0), "warning", "time for 4 (cgroup quota)"),
+        (Cores(2, 2), "warning", "8 workers would share them"),
+        (Cores(8, 8, 0.5), "warning", "time for 0.5"),
+    ],
+)
+def test_cores(cores: Cores, status: Status, said: str) -> None:
+    found = limits.judge_cores(cores, EIGHT, {})
+    assert (found.status, said in found.found) == (status, True), found
+
+
+def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
+    assert limits.judge_cores(Cores(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "4"}).status == "ok"
+    assert limits.judge_cores(Cores(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "8"}).status == "warning"
+
+
+@pytest.mark.parametrize(
+    ("memory", "status", "said"),
+    [
+        (Memory(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
+        (Memory(64 * GB, 2 * GB), "warning", "2.0 GB available"),
+        (Memory(64 * GB, GB), "failed", "1.0 GB available"),
+        (Memory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
+        (Memory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
+        (None, "skipped", "does not say"),
+    ],
+)
+def test_memory(memory: Memory | None, status: Status, said: str) -> None:
+    found = limits.judge_memory(memory, EIGHT)
+    assert (found.status, said in found.found) == (status, True), found
+
+
+def test_with_too_little_memory_the_number_of_workers_that_fit_is_said() -> None:
+    found = limits.judge_memory(Memory(4 * GB, GB), EIGHT)
+    assert "--num-workers 2" in found.fix
+    fits = Needs(2, 8).memory
+    assert fits <= GB < Needs(3, 8).memory
+
+
+@pytest.mark.parametrize(
+    ("shared", "status", "said"),
+    [
+        (Shared(8 * GB, 8 * GB), "ok", "needed 64 MB of weights + 8 rings × 32 MB = 320 MB"),
+        (Shared(64 << 20, 64 << 20), "warning", "rings go to the temporary directory"),
+        (Shared(GB, 300 << 20), "failed", "300 MB free"),
+        (Shared(GB, GB, writable=False), "warning", "not writable"),
+        (None, "warning", "there is none"),
+    ],
+)
+def test_shared_memory(shared: Shared | None, status: Status, said: str) -> None:
+    found = limits.judge_shared(shared, EIGHT)
+    assert (found.status, said in found.found) == (status, True), found
+    assert status == "ok" or "tmpfs" in found.fix or "--shm-size=1g" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("shared", "status", "said"),
+    [
+        (Shared(8 * GB, 8 * GB), "ok", "LUDUS_SHM=/big: 8.0 GB, 8.0 GB free; needed 64 MB of weights + 8 rings × 32 MB = 320 MB"),
+        (Shared(GB, 100 << 20), "failed", "100 MB free"),
+        (Shared(GB, GB, writable=False), "failed", "not writable"),
+        (None, "failed", "there is none"),
+    ],
+)
+def test_shared_memory_that_was_moved_is_not_replaced_by_another(shared: Shared | None, status: Status, said: str) -> None:
+    found = limits.judge_moved("/big", shared, replace(EIGHT, ray=True))
+    assert (found.status, said in found.found) == (status, True), found
+    assert status == "ok" or "LUDUS_SHM" in found.fix
+
+
+def test_the_store_of_ray_stays_where_it_was_when_rings_are_moved() -> None:
+    needs = replace(EIGHT, ray=True)
+    assert limits.judge_store(Shared(GB, GB), needs).status == "ok"
+    little = limits.judge_store(Shared(64 << 20, 64 << 20), needs)
+    assert (little.status, "needed 512 MB of Ray's store" in little.found) == ("failed", True), little
+    assert limits.judge_store(None, needs).status == "warning"
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "fix"),
+    [
+        (Files(1024, 4096), "ok", ""),
+        (Files(100, 4096), "failed", "ulimit -n 4096"),
+        (Files(100, 100), "failed", "nofile 4096 in /etc/security/limits.conf"),
+        (Files(limits.UNLIMITED, limits.UNLIMITED), "ok", ""),
+    ],
+)
+def test_open_files(files: Files, status: Status, fix: str) -> None:
+    found = limits.judge_files(files, EIGHT)
+    assert found.status == status
+    assert fix in found.fix
+
+
+@pytest.mark.parametrize(
+    ("needs", "bounds", "status", "said", "fix"),
+    [
+        (EIGHT, (), "ok", "no limit; needed 16 + 8 cores + 8 workers × 4 = 56", ""),
+        (EIGHT, (Bound("ulimit -u", 4096, 100, "raise it"),), "ok", "ulimit -u 4,096, 100 in use", ""),
+        (EIGHT, (Bound("ulimit -u", 4096, 4080, "raise it"),), "failed", "4,080 in use", "raise it"),
+        (
+            GAMES,
+            (Bound("cgroup pids.max", 1024, 24, "raise it"),),
+            "failed",
+            "8 workers × (4 + 300 of a game) = 2,456",
+            "--num-workers 3",
+        ),
+        (GAMES, (Bound("cgroup pids.max", 2600, 24, "raise it"),), "warning", "2,600", "raise it"),
+        (GAMES, (Bound("wide", 10**6, 1, "no"), Bound("narrow", 100, 1, "yes")), "failed", "narrow 100", "yes"),
+    ],
+)
+def test_threads(needs: Needs, bounds: tuple[Bound, ...], status: Status, said: str, fix: str) -> None:
+    found = limits.judge_threads(Threads(bounds), needs)
+    assert (found.status, said in found.found, fix in found.fix) == (status, True, True), found
+
+
+def test_with_too_few_threads_the_number_of_workers_that_fit_is_said() -> None:
+    found = limits.judge_threads(Threads((Bound("pids.max", 1000, 0, "raise it"),)), GAMES)
+    assert "--num-workers 3" in found.fix
+    assert replace(GAMES, workers=3).threads <= 1000 < replace(GAMES, workers=4).threads
+
+
+@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (limits.UNLIMITED, "ok")])
+def test_mappings(maps: int, status: Status) -> None:
+    assert limits.judge_maps(Threads((), maps), EIGHT).status == status
+
+
+def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "cgroup").write_text("4:memory:/outer/inner\n3:cpu,cpuacct:/\n2:pids:/gone\n0::/unified\n")
+    root = tmp_path / "cgroup"
+    for path, text in {
+        "memory/memory.limit_in_bytes": str(1 << 63),
+        "memory/outer/memory.limit_in_bytes": str(2 * GB),
+        "memory/outer/memory.usage_in_bytes": str(GB),
+        "memory/outer/memory.stat": f"total_inactive_file {GB // 2}\n",
+        "memory/outer/inner/memory.limit_in_bytes": str(4 * GB),
+        "memory/outer/inner/memory.usage_in_bytes": "0",
+        "cpu/cpu.cfs_quota_us": "150000",
+        "cpu/cpu.cfs_period_us": "100000",
+        "pids/pids.max": "512",
+        "cgroup.controllers": "cpu",
+        "unified/cpu.max": "max 100000",
+        "unified/pids.max": "max",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
+    groups = limits.look_groups(proc, root)
+    assert limits.look_cores(groups).quota == 1.5
+    assert limits.look_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
+    assert [most for most, _ in groups.numbers("pids", "pids.max", "pids.max")] == [512]
+
+
+# -- versions, accelerators, places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("have", "ray", "expected"),
+    [
+        ({"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}, True, {"python": "ok", "torch": "ok", "ray": "ok"}),
+        ({"python": "3.10.2", "torch": "2.5.1", "ray": ""}, False, {"python": "failed", "torch": "failed", "ray": "skipped"}),
+        ({"python": "3.14.0", "torch": "", "ray": ""}, True, {"python": "ok", "torch": "failed", "ray": "failed"}),
+        ({"python": "3.11.0", "torch": "2.13.0", "ray": "2.9.0"}, False, {"ray": "failed"}),
+    ],
+)
+def test_versions(have: Mapping[str, str], ray: bool, expected: Mapping[str, Status]) -> None:
+    found = {finding.check: finding.status for finding in versions.judge_versions({"ludus": "0.1.0", **have}, ray=ray)}
+    assert {**found, **expected} == found
+
+
+@pytest.mark.parametrize(
+    ("other", "check", "status"),
+    [
+        ({}, "torch", "ok"),
+        ({"torch": "2.13.0+cu126"}, "torch", "ok"),
+        ({"torch": "2.12.0+cpu"}, "torch", "failed"),
+        ({"torch": "2.13.1+cpu"}, "torch", "failed"),
+        ({"torch": ""}, "torch", "failed"),
+        ({"ray": "2.59.0"}, "ray", "failed"),
+        ({"ray": ""}, "ray", "failed"),
+        ({"ludus": "0.2.0"}, "ludus", "failed"),
+        ({"python": "3.11.9"}, "python", "ok"),
+        ({"python": "3.12.1"}, "python", "failed"),
+    ],
+)
+def test_versions_on_all_nodes(other: Mapping[str, str], check: str, status: Status) -> None:
+    have = {"python": "3.11.7", "ludus": "0.1.0", "torch": "2.13.0+cpu", "ray": "2.60.0"}
+    found = {finding.check: finding for finding in versions.judge_agreement({"a": have, "b": {**have, **other}})}
+    assert found[f"{check} on all nodes"].status == status
+    assert [finding.status for finding in found.values() if finding.check != f"{check} on all nodes"] == ["ok"] * 3
+    if status != "ok":
+        assert ": b" in found[f"{check} on all nodes"].found, "whose it is"
+
+
+def test_a_machine_that_only_starts_runs_needs_neither_pytorch_nor_ray() -> None:
+    bare = {"python": "3.11.7", "ludus": "0.1.0", "torch": "", "ray": "2.1.0"}
+    found = {finding.check: finding for finding in versions.judge_versions(bare, ray=True, launcher=True)}
+    assert {check: finding.status for check, finding in found.items()} == {
+        "python": "ok",
+        "ludus": "ok",
+        "torch": "skipped",
+        "ray": "skipped",
+    }
+    assert found["torch"].found.startswith("not installed")
+    assert found["ray"].found.startswith("2.1.0")
+
+
+def test_a_machine_that_only_starts_runs_is_held_to_its_ludus_alone() -> None:
+    have = {"python": "3.11.7", "ludus": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
+    found = {finding.check: finding.status for finding in versions.judge_agreement({"a": have, "here": {"ludus": "0.2.0"}})}
+    assert found == {
+        "ludus on all nodes": "failed",
+        "ray on all nodes": "ok",
+        "torch on all nodes": "ok",
+        "python on all nodes": "ok",
+    }
+
+
+GPU = gpus.Gpu("A100", 40_000, 100, "550.1")
+
+
+@pytest.mark.parametrize(
+    ("seen", "torch", "environ", "status", "said"),
+    [
+        (gpus.Gpus(), "2.13.0", {}, "skipped", "none"),
+        (gpus.Gpus((GPU,), 1, True), "2.13.0+cu126", {}, "ok", "A100 (39,900 of 40,000 MB free); driver 550.1"),
+        (gpus.Gpus((GPU,), 1, True), "2.13.0+cpu", {}, "warning", "built without CUDA"),
+        (gpus.Gpus((GPU,), 1, True), "2.13.0", {"CUDA_VISIBLE_DEVICES": ""}, "warning", "hidden by CUDA_VISIBLE_DEVICES=''"),
+        (gpus.Gpus((GPU,), 1, True), "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, "ok", "A100"),
+        (gpus.Gpus((replace(GPU, used_mb=39_000),), 1, True), "2.13.0", {}, "warning", "others use most"),
+        (gpus.Gpus(devices=2), "2.13.0", {}, "warning", "2 devices in /dev, and nvidia-smi is not installed"),
+        (gpus.Gpus(why="Driver/library version mismatch", tool=True), "2.13.0", {}, "failed", "mismatch"),
+    ],
+)
+def test_accelerators(seen: gpus.Gpus, torch: str, environ: Mapping[str, str], status: Status, said: str) -> None:
+    found = gpus.judge_gpus(seen, torch, environ)
+    assert (found.status, said in found.found) == (status, True), found
+
+
+def test_what_the_driver_says_is_read_and_what_is_odd_is_left_out() -> None:
+    text = "NVIDIA A100-SXM4-40GB, 40960, 512, 550.54.15\nTesla, [N/A], 0, 1\n\nrubbish\n"
+    assert gpus.read(text) == (gpus.Gpu("NVIDIA A100-SXM4-40GB", 40960, 512, "550.54.15"),)
+
+
+ROOM = Place("/d", "/d", 100 * GB, 10**6, "ext4")
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "shared", "status", "said"),
+    [
+        ("runs", ROOM, False, "ok", "100 GB free (ext4)"),
+        ("runs", replace(ROOM, free=GB), False, "warning", "at least 2.0 GB"),
+        ("runs", replace(ROOM, free=GB // 100), False, "failed", "at least 2.0 GB"),
+        ("runs", replace(ROOM, inodes=5), False, "failed", "room for 5 more files"),
+        ("runs", replace(ROOM, inodes=None), False, "ok", "100 GB"),
+        ("runs", replace(ROOM, why="Read-only file system"), False, "failed", "cannot be written to: Read-only"),
+        ("temp", replace(ROOM, kind="nfs4"), False, "warning", "slow there"),
+        ("temp", replace(ROOM, asked="/" + "x" * 90), False, "warning", "too long"),
+        ("state", ROOM, True, "warning", "may not be the same on the nodes"),
+        ("state", replace(ROOM, kind="nfs4"), True, "ok", "nfs4"),
+        ("state", replace(ROOM, kind="fuse.sshfs"), True, "ok", "sshfs"),
+        ("state", ROOM, False, "ok", "ext4"),
+        ("state", replace(ROOM, ours=False), False, "failed", "another user"),
+        ("state", replace(ROOM, ours=False, asked="/d/x/y"), False, "ok", "/d/x/y"),
+    ],
+)
+def test_places(what: str, place: Place, shared: bool, status: Status, said: str) -> None:
+    found = directories.judge_place(what, place, shared=shared)
+    assert (found.status, said in found.found) == (status, True), found
+
+
+def test_the_file_system_of_a_path_is_the_innermost_and_last_mounted(tmp_path: Path) -> None:
+    inner = tmp_path / "a b"
+    inner.mkdir()
+    mounts = tmp_path / "mountinfo"
+    point = str(inner).replace(" ", "\\040")
+    mounts.write_text(
+        f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {point} rw shared:1 - tmpfs x rw\n3 2 0:3 / {point} rw - nfs4 h:/ rw\n"
+    )
+    assert directories.kind_of(inner, mounts) == "nfs4"
+    assert directories.kind_of(tmp_path, mounts) == "ext4"
+    assert directories.kind_of(tmp_path, tmp_path / "none") == ""
+
+
+# -- network, tokens ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ports", "status", "said"),
+    [
+        (Ports({}, 12_000, 50, (32_768, 60_999)), "ok", "a block of 50 is free"),
+        (Ports({6379: True}, 12_000), "ok", "6379 free"),
+        (Ports({6379: False, 80: True}, 12_000), "failed", "somebody listens on 6379"),
+        (Ports({}, None), "failed", "no 3 ports in a row"),
+        (Ports({}, 12_000, 3, (1024, 65_535)), "warning", "outgoing connections use 1024 to 65535"),
+    ],
+)
+def test_ports(ports: Ports, status: Status, said: str) -> None:
+    found = network.judge_ports(ports)
+    assert (found.status, said in found.found) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("ticks", "status", "said"),
+    [
+        ([Tick(100.0, 100.2, 100.1)], "ok", "0.000 s"),
+        ([Tick(100.0, 100.2, 105.1)], "warning", "5.000 s ahead of this machine, give or take 0.100 s"),
+        ([Tick(100.0, 100.2, 95.1)], "warning", "5.000 s behind"),
+        ([Tick(100.0, 100.2, 200.1)], "failed", "100.000 s ahead"),
+        ([Tick(100.0, 104.0, 103.5)], "ok", "give or take 2.000 s"),
+        ([Tick(100.0, 104.0, 110.0), Tick(110.0, 110.2, 110.1)], "ok", "0.000 s"),
+        ([], "skipped", "nobody told"),
+    ],
+)
+def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(ticks: list[Tick], status: Status, said: str) -> None:
+    found = network.judge_clock(ticks)
+    assert (found.status, said in found.found) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "status", "said"),
+    [
+        ({}, (), None, ""),
+        ({"http_proxy": "http://u:p@proxy:3128"}, (), "warning", "http_proxy set (proxy), and not spared: localhost, 127.0.0.1"),
+        ({"HTTPS_PROXY": "proxy:3128", "NO_PROXY": "localhost,127.0.0.0/8"}, (), "ok", "spared"),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1"}, ("10.0.0.7",), "warning", "not spared: 10.0.0.7"),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,10.0.0.0/8"}, ("10.0.0.7",), "ok", "spared"),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,.lab"}, ("n1.lab",), "ok", "spared"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*"}, ("n1",), "ok", "spared"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*.lab,localhost"}, ("n1.lab",), "warning", "not spared: 127.0.0.1"),
+    ],
+)
+def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Status | None, said: str) -> None:
+    found = network.judge_proxies(environ, nodes)
+    assert (found.status if found else None) == status
+    if found:
+        assert said in found.found
+        assert "u:p" not in found.found
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "said"),
+    [
+        (Token("V", "/t", "file"), "ok", "/t (V), private"),
+        (Token("V", "/t", "file", mode=0o644), "failed", "mode 0644"),
+        (Token("V", "/t", "file", mode=0o620), "failed", "mode 0620"),
+        (Token("V", "/t", "file", ours=False), "failed", "another user"),
+        (Token("V", "/t", "file", length=0), "failed", "0 characters"),
+        (Token("V", "/t", "file", why="Permission denied"), "failed", "cannot be read"),
+        (Token("V", "/t", "none", why="No such file"), "failed", "not there"),
+        (Token("V", "/t", "other"), "failed", "not a file"),
+        (Token("", "/t", "file"), "ok", "private"),
+        (Token("", "/t", "file", mode=0o644), "warning", "mode 0644"),
+        (Token("", "/t", "file", role=True), "ok", "/t, private"),
+        (Token("", "/t", "file", mode=0o644, role=True), "failed", "mode 0644"),
+        (Token("V", "/t", "none", why="No such file", role=True), "failed", "not there"),
+        (Token("V", "/t", "file", plain=False, role=True), "failed", "holds no token"),
+        (Token("V", "/t", "file", length=5000, role=True), "failed", "holds no token"),
+    ],
+)
+def test_tokens(token: Token, status: Status, said: str) -> None:
+    (found,) = token_file.judge_tokens([token], {})
+    assert (found.status, said in found.found) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "said"),
+    [
+        ({"a": "x", "b": "x"}, "ok", "the same on 2 of 2"),
+        ({"a": "x", "b": "y", "c": "x"}, "failed", "they differ (one: a, c; one: b)"),
+        ({"a": "x", "b": ""}, "failed", "they differ (one: a; none: b)"),
+        ({"a": "", "b": ""}, "skipped", "none has one yet"),
+    ],
+)
+def test_tokens_on_all_nodes(told: Mapping[str, str], status: Status, said: str) -> None:
+    found = token_file.judge_same(told)
+    assert (found.status, said in found.found) == (status, True), found
+
+
+def test_no_token_is_wrong_only_where_one_is_wanted() -> None:
+    assert [f.status for f in token_file.judge_tokens([], {})] == ["skipped"]
+    assert [f.status for f in token_file.judge_tokens([], {"RAY_AUTH_MODE": "token"})] == ["failed"]
+    assert [f.status for f in token_file.judge_tokens([Token("", "/t", "file", mode=0o644)], {"RAY_AUTH_MODE": "token"})] == [
+        "failed"
+    ]
+
+
+# -- services, graphics, environments -------------------------------------------------------------------------------------
+
+
+def test_services() -> None:
+    quick = services.Service("redis://h", {"connect": 0.001, "round trip": 0.0005})
+    assert services.judge_redis(quick).status == "ok"
+    assert services.judge_redis(replace(quick, seconds={"round trip": 0.2})).status == "warning"
+    assert services.judge_redis(replace(quick, seconds={}, why="it is away")).status == "failed"
+    store = services.Service("s3://b", {"write": 0.01, "read": 0.01, "create": 0.02})
+    assert services.judge_store(store).status == "ok"
+    assert services.judge_store(replace(store, seconds={"write": 3.0})).status == "warning"
+    assert services.judge_store(replace(store, why="no")).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:secret@host:1/0?ssl=1", "redis://host:1/0"),
+        ("s3://bucket/run?endpoint=http://h", "s3://bucket/run"),
+        ("/a/b", "/a/b"),
+    ],
+)
+def test_an_address_is_shown_without_what_may_be_secret(url: str, shown: str) -> None:
+    assert services.shown_address(url) == shown
+
+
+NEW = OpenGL("egl", "4.5 Mesa", "llvmpipe")
+GLX = OpenGL("glx", "4.6 NVIDIA", "A100")
+NO_EGL, NO_OSMESA = OpenGL("egl", missing=True), OpenGL("osmesa", missing=True)
+BAD = OpenGL("egl", why="eglInitialize failed")
+
+
+@pytest.mark.parametrize(
+    ("seen", "needed", "statuses", "said"),
+    [
+        (
+            graphics.Graphics(NEW, NO_OSMESA, GLX, display=":0"),
+            True,
+            ("ok", "ok", "ok", "skipped", "skipped"),
+            "by the screen :0",
+        ),
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none"),
+            False,
+            ("ok", "skipped", "ok", "skipped", "skipped"),
+            "by EGL: OpenGL 4.5",
+        ),
+        (
+            graphics.Graphics(BAD, NO_OSMESA, silent="nobody", display=":9", private=GLX, xvfb=True),
+            True,
+            ("ok", "warning", "warning", "skipped", "ok"),
+            "by a private Xvfb",
+        ),
+        (
+            graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"),
+            False,
+            ("warning", "skipped", "skipped", "skipped", "skipped"),
+            "nothing can draw",
+        ),
+        (
+            graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"),
+            True,
+            ("failed", "skipped", "skipped", "skipped", "skipped"),
+            "nothing can draw",
+        ),
+        (
+            graphics.Graphics(replace(NEW, version="2.1 Mesa"), NO_OSMESA, silent="none"),
+            True,
+            ("failed", "skipped", "ok", "skipped", "skipped"),
+            "engines of today need 3.2",
+        ),
+        (
+            graphics.Graphics(NEW, NO_OSMESA, OpenGL("glx", why="the X server has no GLX"), display=":0", xvfb=True),
+            False,
+            ("ok", "warning", "ok", "skipped", "ok"),
+            "by EGL",
+        ),
+    ],
+)
+def test_graphics(seen: graphics.Graphics, needed: bool, statuses: tuple[Status, ...], said: str) -> None:
+    found = graphics.judge_graphics(seen, needed=needed)
+    assert [finding.check for finding in found] == ["graphics", "X server", "EGL", "OSMesa", "Xvfb"]
+    assert tuple(finding.status for finding in found) == statuses, found
+    assert said in found[0].found
+    assert all(finding.fix for finding in found if finding.status in ("warning", "failed"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "said"),
+    [
+        (graphics.Graphics(NEW, NO_OSMESA, silent="none"), "warning", "by EGL, which has no windows"),
+        (graphics.Graphics(NEW, NO_OSMESA, silent="none", xvfb=True, choice="none"), "warning", "for LUDUS_SCREEN=none"),
+        (graphics.Graphics(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True), "ok", "by a private Xvfb"),
+        (graphics.Graphics(NEW, NO_OSMESA, GLX, display=":0"), "ok", "by the screen :0"),
+        (graphics.Graphics(NO_EGL, NO_OSMESA, silent="none"), "failed", "nothing can draw"),
+    ],
+)
+def test_a_program_of_its_own_draws_on_a_screen(seen: graphics.Graphics, status: Status, said: str) -> None:
+    found = graphics.judge_graphics(seen, needed=True, window=True)[0]
+    assert (found.status, said in found.found) == (status, True), found
+    assert status == "ok" or found.fix
+
+
+@pytest.mark.parametrize(
+    ("seen", "statuses", "said"),
+    [
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True, choice="xvfb"),
+            ("ok", "skipped", "ok", "skipped", "ok"),
+            "by a private Xvfb",
+        ),
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True, choice="xvfb"),
+            ("warning", "skipped", "ok", "skipped", "failed"),
+            "no private screen works",
+        ),
+        (
+            graphics.Graphics(NEW, NO_OSMESA, silent="none", refused="it did not start", xvfb=True),
+            ("ok", "skipped", "ok", "skipped", "warning"),
+            "by EGL",
+        ),
+        (
+            graphics.Graphics(NO_EGL, NO_OSMESA, silent="nobody", display=":9", xvfb=True, choice="none"),
+            ("warning", "warning", "skipped", "skipped", "skipped"),
+            "LUDUS_SCREEN=none",
+        ),
+    ],
+)
+def test_what_is_said_of_screens_is_what_was_chosen(seen: graphics.Graphics, statuses: tuple[Status, ...], said: str) -> None:
+    found = graphics.judge_graphics(seen, needed=False)
+    assert tuple(finding.status for finding in found) == statuses, found
+    assert said in found[0].found
+    assert seen.choice != "none" or "private" not in " ".join(finding.found + finding.fix for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("choice", "xvfb", "said"),
+    [
+        ("", False, ""),
+        ("auto", False, ""),
+        ("none", False, ""),
+        ("xvfb", True, ""),
+        ("xvfb", False, "no Xvfb"),
+        ("bogus", True, "'bogus'"),
+    ],
+)
+def test_a_choice_by_which_no_environment_could_be_made_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
+    found = graphics.judge_choice({"LUDUS_SCREEN": choice}, xvfb=xvfb)
+    assert [(finding.check, finding.status) for finding in found] == ([("LUDUS_SCREEN", "failed")] if said else [])
+    assert all(said in finding.found and finding.fix for finding in found)
+
+
+def test_other_systems_have_a_screen() -> None:
+    assert [finding.status for finding in graphics.judge_graphics(None, needed=True)] == ["skipped"]
+
+
+def test_environments_that_were_tried() -> None:
+    tried = env_smoke_test.Trial("Pong", 1.5, threads=12, memory=GB, processes=2)
+    assert env_smoke_test.judge_trial(tried).status == "ok"
+    assert "one takes 12 threads, 1.0 GB, 2 processes" in env_smoke_test.judge_trial(tried).found
+    assert env_smoke_test.judge_trial(replace(tried, why="it raised")).status == "failed"
+    assert env_smoke_test.judge_trial(replace(tried, why="of several", skipped=True)).status == "skipped"
+    assert "LUDUS_SCREEN=xvfb" in env_smoke_test.judge_trial(replace(tried, private_screen=True)).fix
+
+
+# -- troubles -------------------------------------------------------------------------------------------------------------
+
+QUIET = Scene({}, {}, 4)
+
+
+@pytest.mark.parametrize(
+    ("scene", "check", "said"),
+    [
+        (QUIET, "known troubles", "nothing"),
+        (replace(QUIET, environ={"LD_PRELOAD": "/gone/lib.so"}), "LD_PRELOAD", "/gone/lib.so is not there"),
+        (replace(QUIET, environ={"LD_PRELOAD": "libm.so.6"}), "LD_PRELOAD", "into every game and worker"),
+        (replace(QUIET, environ={"OMP_NUM_THREADS": "64"}), "OMP_NUM_THREADS", "64 threads on 4 cores"),
+        (replace(QUIET, environ={"OMP_NUM_THREADS": "4"}), "known troubles", "nothing"),
+        (replace(QUIET, environ={"PYTHONHOME": "/opt"}), "PYTHONHOME", "/opt"),
+        (replace(QUIET, environ={"CUDA_LAUNCH_BLOCKING": "1"}), "CUDA_LAUNCH_BLOCKING", "slow"),
+        (replace(QUIET, environ={"SDL_VIDEODRIVER": "x11"}), "SDL_VIDEODRIVER", "no screen"),
+        (
+            replace(QUIET, files={"/d": frozenset({"random.py", "mine.py"})}),
+            "shadowed modules",
+            "/d has random.py, which hides a module of Python",
+        ),
+        (replace(QUIET, files={"/d": frozenset({"torch.py"})}), "shadowed modules", "torch.py, which hides a package"),
+        (replace(QUIET, files={"/d": frozenset({"train.py", "torch", "README"})}), "known troubles", "nothing"),
+        (replace(QUIET, core_bytes=-1), "core files", "without limit"),
+        (replace(QUIET, overcommit=2), "vm.overcommit_memory", "each forked worker"),
+        (replace(QUIET, huge=512), "huge pages", "512"),
+    ],
+)
+def test_troubles(scene: Scene, check: str, said: str) -> None:
+    (found,) = known_issues.judge_scene(scene)
+    assert (found.check, said in found.found) == (check, True), found
+    assert (found.status == "ok") == (check == "known troubles")
+
+
+def test_a_ray_that_is_named_and_away() -> None:
+    environ = {"RAY_ADDRESS": "10.0.0.1:6379", "ip_head": "auto"}
+    assert known_issues.ray_addresses(environ) == [("RAY_ADDRESS", "10.0.0.1:6379")]
+    assert known_issues.judge_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=False).fix == "unset RAY_ADDRESS"
+    assert known_issues.judge_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=True).status == "ok"
+
+
+# -- a game's program -----------------------------------------------------------------------------------------------------
+
+
+def elf(machine: int = 62, bits: int = 64) -> bytes:
+    """A header without tables."""
+    if bits == 64:
+        return b"\x7fELF\x02\x01\x01" + b"\0" * 9 + struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0, 0, 0, 0, 64, 56, 0, 0, 0, 0)
+    return b"\x7fELF\x01\x01\x01" + b"\0" * 9 + struct.pack("<HHIIIIIHHHHHH", 2, machine, 1, 0, 0, 0, 0, 52, 32, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "machine"),
+    [
+        (elf(), "x86_64"),
+        (elf(183), "aarch64"),
+        (elf(3, 32), "i386"),
+        (elf(999), "machine 999"),
+        (b"MZ", None),
+        (b"\x7fELF", None),
+        (b"", None),
+    ],
+)
+def test_the_processor_of_a_program_is_read_from_its_header(data: bytes, machine: str | None) -> None:
+    found = executable.read_elf(data)
+    assert (found.machine if found else None) == machine
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_no_bytes_are_too_damaged_to_be_read(head: bytes, tail: bytes) -> None:
+    for data in (
+        head,
+        elf()[:48] + head,
+        b"\x7fELF\x02\x01" + head + tail,
+        Path("/bin/sh").read_bytes()[: 200 + len(head)] + tail,
+    ):
+        assert executable.read_elf(data) is None or isinstance(executable.read_elf(data), Elf)
+
+
+def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> bytes:
+    """A file with nothing but the tables that the loader reads."""
+    strings, entries = b"\0", []
+    for tag, text in [*((1, name) for name in needed), (15, rpath), (29, runpath)]:
+        if text:
+            entries.append((tag, len(strings)))
+            strings += text.encode() + b"\0"
+    at = 64 + 2 * 56
+    dynamic = b"".join(struct.pack("<qQ", *entry) for entry in [*entries, (5, at), (0, 0)])
+    total = at + len(strings) + len(dynamic)
+    headers = struct.pack("<IIQQQQQQ", 1, 4, 0, 0, 0, total, total, 1)
+    headers += struct.pack("<IIQQQQQQ", 2, 4, at + len(strings), 0, 0, len(dynamic), len(dynamic), 1)
+    head = elf()[:32] + struct.pack("<Q", 64) + elf()[40:56] + struct.pack("<H", 2) + elf()[58:]
+    return head + headers + strings + dynamic
+
+
+@pytest.mark.parametrize(
+    ("rpath", "runpath", "own", "missing"),
+    [
+        ("$ORIGIN/lib", "", {}, ()),
+        ("", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
+        ("$ORIGIN/lib", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
+        ("$ORIGIN/lib", "", {"runpath": "/nowhere"}, ("libb.so (wanted by liba.so)",)),
+        ("", "$ORIGIN/lib", {"runpath": "$ORIGIN"}, ()),
+        ("", "$ORIGIN/lib", {"rpath": "${ORIGIN}"}, ()),
+        ("/nowhere", "", {}, ("liba.so",)),
+    ],
+)
+def test_libraries_are_searched_as_the_loader_does(
+    tmp_path: Path, rpath: str, runpath: str, own: Mapping[str, str], missing: tuple[str, ...]
+) -> None:
+    """An RPATH counts for all that is loaded below, a RUNPATH for its owner alone; one with a RUNPATH inherits none."""
+    game, lib = tmp_path / "game", tmp_path / "lib"
+    lib.mkdir()
+    game.write_bytes(linked(("liba.so",), rpath, runpath))
+    (lib / "liba.so").write_bytes(linked(("libb.so",), **own))
+    (lib / "libb.so").write_bytes(linked())
+    assert executable.look_binary(game, {}).missing == missing
+    assert executable.look_binary(game, {"LD_LIBRARY_PATH": str(lib)}).missing == ()
+
+
+X86 = Elf("x86_64", 64, "/lib64/ld-linux-x86-64.so.2", ("libc.so.6", "libGL.so.1"))
+GAME = Binary("/g", "elf", True, X86, X86.interpreter)
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "said", "fix"),
+    [
+        (GAME, "ok", "for x86_64, all 2 libraries found", ""),
+        (replace(GAME, executable=False), "failed", "not executable", "chmod +x /g"),
+        (replace(GAME, no_exec=True), "failed", "noexec", "Copy it"),
+        (
+            replace(GAME, missing=("libGL.so.1", "libX (wanted by libY)")),
+            "failed",
+            "libGL.so.1, libX (wanted by libY)",
+            "LD_LIBRARY_PATH",
+        ),
+        (replace(GAME, interpreter_found=False), "failed", "needs the loader /lib64/ld", "Install ld-linux"),
+        (replace(GAME, elf=replace(X86, machine="aarch64")), "failed", "is for aarch64; this processor is x86_64", "Build it"),
+        (replace(GAME, elf=replace(X86, machine="i386")), "ok", "for i386", ""),
+        (replace(GAME, data="/g_Data"), "failed", "its folder /g_Data is not there", "whole build"),
+        (Binary("/g", "none", near="/g.x86_64"), "failed", "not there", "Did you mean /g.x86_64?"),
+        (Binary("/g", "directory", near="/g/a.x86_64"), "failed", "directory", "Did you mean /g/a.x86_64?"),
+        (Binary("/g", "windows", True), "failed", "for Windows", "Wine"),
+        (Binary("/g", "mac", True), "failed", "for macOS", "Build it for Linux"),
+        (Binary("/g", "script", True, interpreter="bash"), "ok", "a script for bash", ""),
+        (Binary("/g", "script", True, interpreter="ruby", interpreter_found=False), "failed", "interpreter ruby", "Install ruby"),
+        (Binary("/g", "unknown", True), "warning", "no program that is known", "right file"),
+    ],
+)
+def test_programs(seen: Binary, status: Status, said: str, fix: str) -> None:
+    found = executable.judge_binary(seen, "x86_64")
+    assert (found.status, said in found.found, fix in found.fix) == (status, True, True), found
+
+
+# -- Slurm ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("02:00:00", 7200),
+        ("1-00", 86_400),
+        ("1-02:30", 95_400),
+        ("2-01:00:01", 176_401),
+        ("infinite", slurm.INFINITE),
+        ("n/a", slurm.INFINITE),
+    ],
+)
+def test_slurms_times(text: str, seconds: int) -> None:
+    assert slurm.seconds_of(text) == seconds
+
+
+def test_the_accelerators_of_a_node_are_counted() -> None:
+    said = {
+        "gpu:2": 2,
+        "gpu": 1,
+        "gpu:a100": 1,
+        "gpu:a100:4(S:0-1)": 4,
+        "gpu:a:2,gpu:b:1,shard:8": 3,
+        "(null)": 0,
+        "craynetwork:4": 0,
+    }
+    assert {gres: slurm.gpus_of(gres) for gres in said} == said
+
+
+MAIN = Partition("main", True, 7200, (Kind(3, 2, 36, gpus=2),))
+MIXED = slurm.read_partitions(
+    "gpu|up|1-00:00:00|0/4/0/4|8+|16000+|(null)\nother|up|infinite|0/1/0/1|4|1000|(null)\ngpu|up|1-00:00:00|0/2/0/2|64|256000|gpu:a100:4\n"
+)
+UP = Queue(controller="Slurmctld(primary) at vm is UP", partitions=(MAIN,))
+
+
+def test_what_sinfo_says_is_read() -> None:
+    text = "main|up|2:00:00|1/2/0/3|36|4000|gpu:2\nbig|drain|infinite|0/0/1/1|128+|512000+|(null)\nsinfo: error: something\n"
+    big = Partition("big", False, slurm.INFINITE, (Kind(1, 0, 128, more=True),))
+    assert slurm.read_partitions(text) == (MAIN, big)
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted", "statuses", "said"),
+    [
+        (UP, Wanted(), ("ok", "ok"), "main (3 nodes, 2 idle, at most 02:00:00)"),
+        (UP, Wanted("main", "01:00:00", 3), ("ok", "ok"), "36 cores each"),
+        (UP, Wanted("main", "03:00:00"), ("ok", "failed"), "--time 03:00:00 is more than main allows"),
+        (UP, Wanted("", "03:00:00"), ("ok", "ok", "failed"), "more than main allows"),
+        (UP, Wanted("main", nodes=4), ("ok", "failed"), "4 nodes are wanted, and main has 3"),
+        (UP, Wanted("main", cpus=64), ("ok", "failed"), "1 node with 64 cores wanted, and main has none"),
+        (UP, Wanted("main", gpus=3), ("ok", "failed"), "1 node with 3 accelerators wanted, and main has none"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", gpus=1), ("ok", "ok"), "6 nodes, 6 idle, 8 cores or more each"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=5), ("ok", "ok"), "6 nodes"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=7), ("ok", "failed"), "7 nodes are wanted, and gpu has 6"),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=2, cpus=32), ("ok", "ok"), "6 nodes"),
+        (
+            replace(UP, partitions=MIXED),
+            Wanted("gpu", nodes=3, cpus=32),
+            ("ok", "warning"),
+            "whether 3 nodes of them have 32 cores",
+        ),
+        (replace(UP, partitions=MIXED), Wanted("gpu", nodes=3, cpus=32, gpus=1), ("ok", "failed"), "gpu has 2 of them"),
+        (replace(UP, partitions=MIXED), Wanted("other", cpus=5), ("ok", "failed"), "1 node with 5 cores wanted"),
+        (UP, Wanted("main", gpus=1), ("ok", "ok"), "3 nodes"),
+        (replace(UP, partitions=(replace(MAIN, kinds=(Kind(3, 2, 36),)),)), Wanted("main", gpus=1), ("ok", "failed"), "has none"),
+        (replace(UP, partitions=(replace(MAIN, kinds=(Kind(3, 0, 36),)),)), Wanted("main"), ("ok", "warning"), "no node is idle"),
+        (replace(UP, partitions=(replace(MAIN, up=False),)), Wanted("main"), ("ok", "failed"), "main is down"),
+        (UP, Wanted("gpu"), ("ok", "failed"), "none of that name"),
+        (replace(UP, partitions=()), Wanted(), ("ok", "failed"), "sinfo names none"),
+        (replace(UP, controller="Slurmctld(primary) at vm is DOWN"), Wanted(), ("failed",), "DOWN"),
+        (Queue(why="it does not answer within 10 s"), Wanted(), ("failed",), "does not answer"),
+        (Queue(("sbatch", "sinfo")), Wanted(), ("failed",), "not found: sbatch, sinfo"),
+    ],
+)
+def test_queues(seen: Queue, wanted: Wanted, statuses: tuple[Status, ...], said: str) -> None:
+    found = slurm.judge_queue(seen, wanted)
+    assert tuple(finding.status for finding in found) == statuses, found
+    assert said in found[-1].found

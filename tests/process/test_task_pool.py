@@ -1,0 +1,91 @@
+"""Errands: every one is answered, whatever happens to those who carry them out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.errors import EnvironmentFault, WorkerFailed
+from ludus.process.workers.supervisor import Restart
+from ludus.process.workers.task_pool import Done, Errands
+from tests.process.pool_tasks import Clerk, Stillborn, Unmade
+
+QUICK = Restart(limit=20, backoff_s=0.01)
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notes")
+
+
+@pytest.fixture(scope="module")
+def clerks(notes: Path) -> Iterator[Errands]:
+    with Errands("clerk", Clerk, str(notes), workers=2, hang_s=1.0, restart=QUICK, log_dir=notes, preload=()) as errands:
+        yield errands
+
+
+def all_done(errands: Errands, within_s: float = 30.0) -> dict[int, Done]:
+    done: dict[int, Done] = {}
+    deadline = time.monotonic() + within_s
+    while errands.open and time.monotonic() < deadline:
+        done |= {item.number: item for item in errands.take(0.5)}
+    return done | {item.number: item for item in errands.take()}
+
+
+def give(errands: Errands, number: int, **errand: Any) -> None:
+    errands.give(number, {"number": number, **errand})
+
+
+def test_every_errand_is_carried_out_once_and_answered(clerks: Errands, notes: Path) -> None:
+    for number in range(1, 21):
+        give(clerks, number, much=300_000 if number == 7 else 0)
+    done = all_done(clerks)
+    assert {number: item.answer["square"] for number, item in done.items()} == {n: n * n for n in range(1, 21)}
+    assert len(done[7].answer["much"]) == 300_000
+    assert len({item.answer["pid"] for item in done.values()}) <= 2
+    assert all((notes / f"{number}.tries").stat().st_size == 1 for number in range(1, 21))
+    assert clerks.take() == []
+
+
+def test_the_errand_of_a_process_that_dies_or_hangs_is_given_to_its_replacement(clerks: Errands, notes: Path) -> None:
+    give(clerks, 101, die="once")
+    give(clerks, 102, hang=True)
+    give(clerks, 103)
+    done = all_done(clerks)
+    assert {number: item.answer["square"] for number, item in done.items()} == {n: n * n for n in (101, 102, 103)}
+    assert [(notes / f"{n}.tries").stat().st_size for n in (101, 102, 103)] == [2, 2, 1]
+
+
+def test_an_errand_that_kills_everybody_is_given_up_and_the_others_are_not(clerks: Errands, notes: Path) -> None:
+    give(clerks, 201, die="always")
+    give(clerks, 202)
+    done = all_done(clerks)
+    assert isinstance(done[201].error, WorkerFailed)
+    assert "SIGKILL" in str(done[201].error)
+    assert (notes / "201.tries").stat().st_size == 3
+    assert done[202].answer["square"] == 202 * 202
+
+
+def test_an_error_of_ours_is_an_answer(clerks: Errands, notes: Path) -> None:
+    give(clerks, 301, fail=True)
+    error = all_done(clerks)[301].error
+    assert isinstance(error, EnvironmentFault)
+    assert (error.message, error.hint) == ("the game crashed", "Try another.")
+    assert (notes / "301.tries").stat().st_size == 1
+
+
+@pytest.mark.parametrize(("made", "error"), [(Unmade, EnvironmentFault), (Stillborn, WorkerFailed)])
+def test_processes_that_cannot_begin_leave_nobody_waiting(made: Any, error: type[Exception], tmp_path: Path) -> None:
+    with Errands("none", made, workers=1, restart=QUICK, log_dir=tmp_path, preload=()) as errands:
+        give(errands, 1)
+        done = all_done(errands)
+    assert isinstance(done[1].error, error)
+
+
+def test_taking_does_not_wait_longer_than_it_is_told(clerks: Errands) -> None:
+    assert clerks.open == 0
+    assert clerks.take(60.0) == [], "there is nothing to wait for"

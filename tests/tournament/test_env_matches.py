@@ -1,0 +1,560 @@
+"""Battles in environments whose agents stand in two camps: results that can be computed by hand, and the same by other ways."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ludus
+from ludus.core.spaces import ArraySpec
+from ludus.core.tree import Array, Tree
+from ludus.envs.pettingzoo import make_match
+from ludus.errors import IncompatibleCheckpoint, Unreachable, UsageError
+from ludus.experiments.export_run import export_checkpoint
+from ludus.gateway.agent import Seat
+from ludus.gateway.builtin_actor import BuiltinActor
+from ludus.gateway.server import GatewaySettings
+from ludus.models.inference.batched_policy import Deciding, State
+from ludus.models.networks import NetworkConfig
+from ludus.models.policy import Acted, Policy
+from ludus.protocol.codec import SeatSpaces, decode, plain_spec
+from ludus.sampling.multi_agent import play_episode
+from ludus.sampling.trained_agent import TrainedAgent
+from ludus.serving.worker import Fixed
+from ludus.tournament import players
+from ludus.tournament.battle import battle
+from ludus.tournament.contestants import Contestant, Script, Served, Trained, contestant
+from ludus.tournament.env_matches import MatchStage, World, camps_of
+from ludus.tournament.gamecore_matches import Place
+from ludus.tournament.result import BattleResult, Played
+from ludus.tournament.settings import Keeping, Terms
+from tests.cards import CARDS, OBSERVATION, Cards
+from tests.experiments.small import train
+from tests.local_servers import Served as Gateway
+from tests.local_servers import gateway
+
+pytest.importorskip("pettingzoo")
+
+TEAMS = ("red_0", "red_1", "blue_0", "blue_1")
+ENV = "tests.cards:make_cards"
+RANDOM = Script("random")
+
+
+class Names:
+    """Names the card that comes so many after the one it sees; with `counts`, as many after it as it has acted before."""
+
+    observation_space = OBSERVATION
+    action_space = gym.spaces.Discrete(CARDS)
+
+    def __init__(self, after: int = 0, counts: bool = False, unsure: int = -1) -> None:
+        """`unsure`: at this card it has no answer."""
+        self._after, self.recurrent, self._unsure = after, counts, unsure
+
+    def state_spec(self) -> Tree:
+        return (ArraySpec((1,), np.dtype(np.float32)),) if self.recurrent else ()
+
+    def draw_noise(self, rows: int, generator: torch.Generator) -> Array:
+        drawn: Array = torch.rand((rows, 1), generator=generator).numpy()
+        return drawn
+
+    def act(self, observation: Tree, state: State = (), mask: Array | None = None, noise: Array | None = None) -> Acted:
+        zeros = np.zeros(len(observation), np.float32)
+        shift = state[0][:, 0].astype(np.int64) if self.recurrent else self._after
+        if noise is not None:
+            shift = shift + (noise[:, 0] * CARDS).astype(np.int64)
+        action = (observation.argmax(1) + shift) % CARDS
+        sure = np.where(observation.argmax(1) == self._unsure, np.nan, zeros)
+        return Acted(action, action, sure, zeros, (state[0] + 1,) if self.recurrent else ())
+
+
+def named(after: int = 0, counts: bool = False, unsure: int = -1) -> Trained:
+    policy = Names(after, counts, unsure)
+    return Trained(f"names {after}", policy, 1, seats={"": policy})
+
+
+def fought(a: Contestant, b: Contestant, games: int = 12, keeping: Keeping | None = None, **more: Any) -> BattleResult:
+    terms = Terms(games, **{name: more.pop(name) for name in ("swap_sides", "seed", "deterministic") if name in more})
+    return battle(a, b, terms, keeping, Place(env=ENV, **more))
+
+
+# -- the outcome is the outcome -------------------------------------------------------------------------------------------
+
+
+def test_whoever_earns_more_has_won_from_either_side() -> None:
+    result = fought(named(0), named(1), games=40)
+    assert (result.won, result.lost, result.drawn) == (40, 0, 0)
+    assert [game.a_camp for game in result.games] == [0, 1] * 20
+    assert all(game.lopsided == 5.0 and game.ticks == 5 for game in result.games)
+    assert result.heroes["a"]["red_1"] == {"games": 20, "return": 5.0, "decisions": 5.0}
+    assert result.heroes["b"]["red_1"] == {"games": 20, "return": 0.0, "decisions": 5.0}
+    assert result.terms["camps"] == {"blue": ["red_0", "red_1"], "red": ["blue_0", "blue_1"]}
+    assert result.lengths["p50"] == 5
+    assert not result.clocked
+    assert fought(named(1), named(0), games=6).lost == 6
+    assert fought(named(0), named(0), games=6).drawn == 6
+
+
+def test_a_state_belongs_to_an_agent_of_a_match() -> None:
+    """It counts its own acts: in five rounds it is right in the first and in the fifth, whatever else is played beside it."""
+    result = fought(named(counts=True), named(1), games=40)
+    assert result.heroes["a"]["red_0"]["return"] == result.heroes["a"]["blue_1"]["return"] == 2.0
+
+
+def test_an_agent_that_is_out_acts_no_more() -> None:
+    result = fought(named(0), RANDOM, games=60, options={"leaves": 2, "rounds": 6})
+    assert not result.failed
+    decisions = {hero.numbers["decisions"] for game in result.games for hero in game.heroes}
+    assert decisions == {2.0, 6.0}
+
+
+@pytest.mark.parametrize("b", [RANDOM, named(1)], ids=["random", "drawn"])
+def test_random_numbers_belong_to_the_match(b: Contestant) -> None:
+    def played(at_once: int, seed: int = 3) -> list[Played]:
+        games: list[Played] = []
+        terms = Terms(30, seed=seed, deterministic=False)
+        with MatchStage((named(0), b), World(ENV), terms, at_once=at_once) as stage:
+            stage.play(lambda game, recording: games.append(game))
+        return sorted(games, key=lambda game: game.number)
+
+    alone = played(1)
+    assert played(7) == alone
+    assert played(7, seed=4) != alone
+    assert len({game.lopsided for game in alone}) > 3
+
+
+def test_chance_is_fair() -> None:
+    """One card in four: the mean of 2,000 rounds of four agents lies within five standard deviations."""
+    result = fought(RANDOM, RANDOM, games=400)
+    for who in ("a", "b"):
+        for numbers in result.heroes[who].values():
+            assert abs(numbers["return"] / 5 - 0.25) < 5 * (0.25 * 0.75 / 1000) ** 0.5
+    assert result.won > 100
+    assert result.lost > 100
+
+
+def test_matches_that_all_go_the_same_way_are_told() -> None:
+    env = Place(env="pettingzoo/tictactoe_v3")
+    policy = toe(1)
+    always = battle(policy, policy, Terms(20), place=env)
+    assert any("only 2 went different ways" in note for note in always.notes)
+    drawn = battle(policy, policy, Terms(20, deterministic=False), place=env)
+    assert not any("different ways" in note for note in drawn.notes)
+
+
+def toe(seed: int) -> Trained:
+    match = make_match("pettingzoo/tictactoe_v3")
+    try:
+        known = match.agents["player_1"]
+    finally:
+        match.close()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Policy(known.observation, known.action, NetworkConfig(fcnet_hiddens=(16,), core="lstm", cell_size=8))
+    return Trained(f"toe {seed}", policy, 1, seats={"": policy})
+
+
+def test_turns_and_masks_are_played_as_one_agent_after_the_other_would() -> None:
+    """Against `play_episode`, which asks for one agent at a time: the same returns and lengths, match for match."""
+    a, b = toe(1), toe(2)
+    result = battle(a, b, Terms(6), place=Place(env="pettingzoo/tictactoe_v3"))
+    match = make_match("pettingzoo/tictactoe_v3")
+    try:
+        for game in result.games:
+            first, second = (a, b) if game.a_camp == 0 else (b, a)
+            cast = {"player_1": TrainedAgent(first.policy), "player_2": TrainedAgent(second.policy)}  # type: ignore[arg-type]
+            alone = play_episode(match, cast, game.seed)
+            assert alone is not None
+            assert {hero.name: hero.numbers["return"] for hero in game.heroes} == alone.returns
+            assert game.ticks == alone.steps
+    finally:
+        match.close()
+
+
+# -- who plays ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("runs") / "toe"
+    train(where, 1, env="pettingzoo/tictactoe_v3", evaluation_duration=0)
+    return where
+
+
+def test_a_run_says_itself_what_it_plays(run: Path, tmp_path: Path) -> None:
+    result = ludus.battle(run, f"{run}@2", 20)
+    assert result.terms["game"] == "pettingzoo/tictactoe_v3"
+    assert (result.won, result.lost) in ((10, 10), (0, 0))  # the same player: every match is one of two
+    export_checkpoint(run, out=tmp_path / "toe.onnx")
+    by_export = ludus.battle(run, tmp_path / "toe.onnx", 20)
+    assert [game.winner for game in by_export.games] == [game.winner for game in result.games]
+    twice = [ludus.battle(run, "rule:random", 30, deterministic=False, seed=5) for _ in range(2)]
+    assert twice[0] == twice[1]
+    assert ludus.battle("rule:random", "rule:random", 10, env="pettingzoo/tictactoe_v3").total.games == 10
+
+
+def test_several_models_play_their_own_agents_unless_one_is_chosen(tmp_path: Path) -> None:
+    where = tmp_path / "teams"
+    section = {"policies": ["reds", "blues"], "policy_mapping": {"red_*": "reds", "blue_*": "blues"}}
+    train(where, 1, env=ENV, multiagent=section, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4)
+    whole, reds = contestant(where), contestant(where, model="reds")
+    assert isinstance(whole, Trained)
+    assert isinstance(reds, Trained)
+    assert whole.seats["red_0"] is not whole.seats["blue_0"]
+    assert len(set(map(id, reds.seats.values()))) == 1
+    assert battle(whole, RANDOM, Terms(4)).terms["game"] == ENV
+    with pytest.raises(UsageError, match=r"the models reds, blues.*--model-a"):
+        battle(whole, Script("easy"), Terms(1), place=Place(game="arena"))
+
+
+def actor(one: Trained, *names: str) -> BuiltinActor:
+    return BuiltinActor({name: Seat(Deciding(Fixed(one.policy, 1), deterministic=True)) for name in names})
+
+
+def test_a_served_player_answers_the_same_matches(run: Path) -> None:
+    pytest.importorskip("uvicorn")
+    mine, theirs = toe(1), toe(2)
+    near = battle(mine, theirs, Terms(6), place=Place(env="pettingzoo/tictactoe_v3"))
+    spaces = SeatSpaces(theirs.policy.observation_space, theirs.policy.action_space)
+
+    def answering(*names: str) -> contextlib.AbstractContextManager[Gateway]:
+        settings = GatewaySettings(spec=plain_spec(dict.fromkeys(names, spaces)))
+        return gateway(lambda: actor(theirs, *names), settings)
+
+    for names in (("",), ("player_1", "player_2")):
+        with answering(*names) as served:
+            far = battle(mine, Served(served.url), Terms(6), place=Place(env="pettingzoo/tictactoe_v3"))
+        assert not far.failed
+        assert [(game.winner, game.ticks) for game in far.games] == [(game.winner, game.ticks) for game in near.games]
+    with answering("player_1") as served, pytest.raises(IncompatibleCheckpoint, match="no seat 'player_2'"):
+        battle(contestant(run), Served(served.url), Terms(2))
+    with answering("") as served, pytest.raises(IncompatibleCheckpoint, match="'red_0'"):
+        fought(named(0), Served(served.url))
+    with pytest.raises(Unreachable):
+        battle(contestant(run), Served("http://127.0.0.1:9"), Terms(2))
+
+
+def test_a_served_player_that_goes_away_costs_its_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(players, "_AWAY_S", 1.0)
+    games: list[Played] = []
+    with gateway(lambda: actor(toe(2), "")) as served:
+        place = World("pettingzoo/tictactoe_v3")
+        with MatchStage((toe(1), Served(served.url)), place, Terms(8), at_once=2) as stage:
+
+            def tell(game: Played, recording: object) -> None:
+                games.append(game)
+                if len(games) == 2:
+                    served.run(served.gateway.close())
+
+            stage.play(tell)
+    assert len(games) == 8
+    assert not any(game.failed for game in games[:2])
+    assert sum(bool(game.failed) for game in games) >= 4
+    assert all(game.winner is None for game in games if game.failed)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("breaks", [0, 3], ids=["reset", "step"])
+def test_a_match_that_breaks_counts_for_nobody_and_the_others_go_on(breaks: int, tmp_path: Path) -> None:
+    result = fought(named(0), named(1), games=30, options={"breaks": breaks}, keeping=Keeping(tmp_path))
+    broken = [game for game in result.games if game.seed % 2]
+    assert 0 < len(broken) < 30
+    assert list(result.failed) == broken
+    assert all("RuntimeError" in game.failed for game in broken)
+    assert result.won == 30 - len(broken)
+    assert len(list(tmp_path.iterdir())) == result.won
+
+
+def test_a_match_without_end_is_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.sampling.episode_runner.EPISODE_STEPS", 50)
+    result = fought(named(0), named(1), games=3, options={"endless": True})
+    assert (result.drawn, result.games[0].reason) == (3, "not over after 50 steps")
+
+
+def test_what_does_not_fit_is_told_before_anything_begins(run: Path) -> None:
+    with pytest.raises(IncompatibleCheckpoint, match="cannot play 'red_0': what it sees is"):
+        fought(contestant(run), RANDOM)
+    with pytest.raises(UsageError, match=r"no player 'rule:hard'.*rule:random"):
+        fought(named(0), Script("hard"))
+    with pytest.raises(UsageError, match="--lineup is for the Arena"):
+        battle(named(0), named(1), Terms(1, lineups="random"), place=Place(env=ENV))
+    with pytest.raises(UsageError, match="Leave out --env"):
+        Place(env=ENV, server="127.0.0.1:9")
+
+
+def test_camps_are_two_agents_two_kinds_or_what_is_said() -> None:
+    assert camps_of(["a1", "a2"], None, "x") == (("a1",), ("a2",))
+    assert camps_of(["agent_0", "adversary_0", "adversary_1"], None, "x") == (("agent_0",), ("adversary_0", "adversary_1"))
+    assert camps_of(TEAMS, "blue_*/red_0, red_1", "x") == (("blue_0", "blue_1"), ("red_0", "red_1"))
+    for agents, said, told in (
+        (["p_0", "p_1", "p_2"], None, "which are the two camps"),
+        (TEAMS, "red_*", "The camps are 'red_*'"),
+        (TEAMS, "red_*/blue_0", "'blue_1' of x is in no camp"),
+        (TEAMS, "*/blue_*", "'blue_0' of x is in both camps"),
+        (["p_0"], "*/q", "A camp of '*/q' is empty"),
+    ):
+        with pytest.raises(UsageError) as error:
+            camps_of(agents, said, "x")
+        assert told in error.value.message
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------------------
+
+
+def test_recordings_have_every_step_and_the_most_lopsided_is_filmed(tmp_path: Path) -> None:
+    import imageio
+
+    result = fought(named(0), RANDOM, games=10, options={"rounds": 30}, keeping=Keeping(tmp_path, films=1))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".npz") == [f"game-{i:04d}.npz" for i in range(10)]
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+    for game in result.games:
+        entries = {str(entry["agent"]): entry for entry in ludus.read_rollout(game.recording or "")}
+        for hero in game.heroes:
+            entry = entries[hero.name]
+            assert entry["reward"].sum() == hero.numbers["return"]
+            assert ((entry["observation"].argmax(1) == entry["action"]) == (entry["reward"] == 1.0)).all()
+    (filmed,) = [game for game in result.games if game.video]
+    assert filmed.lopsided == max(game.lopsided for game in result.games)
+    with imageio.get_reader(filmed.video or "") as reader:
+        assert reader.count_frames() == 31
+        frames = [reader.get_data(i) for i in range(10)]
+    cards = ludus.read_rollout(filmed.recording or "")[0]["observation"].argmax(1)
+    shown = [int(frame[16, 4::8, 0].argmax()) for frame in frames]
+    assert shown == cards[:10].tolist()
+    assert not result.notes
+
+
+def test_a_film_of_what_does_not_happen_twice_says_so(tmp_path: Path) -> None:
+    options = {"kind": "other", "rounds": 30}
+    result = fought(named(0), named(1), games=2, options=options, keeping=Keeping(tmp_path, most=0, films=1))
+    assert any("shows another course" in note for note in result.notes)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
+
+
+# -- at the edges -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_is_equal_however_it_was_added_up() -> None:
+    """Camps of three and of two, a tenth for everybody: sums and means of tenths differ in their last bit."""
+    result = fought(named(0), named(1), games=6, options={"kind": "paid", "reds": 3})
+    assert (result.drawn, {game.lopsided for game in result.games}) == (6, {0.0})
+
+
+def test_a_version_of_several_models_lets_each_play_its_own(tmp_path: Path) -> None:
+    where = tmp_path / "teams"
+    section = {"policies": ["reds", "blues"], "policy_mapping": {"red_*": "reds", "blue_*": "blues"}}
+    train(where, 1, env=ENV, multiagent=section, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4)
+    whole = contestant(where)
+    assert isinstance(whole, Trained)
+    same = contestant(f"{where}@{whole.version}")
+    assert isinstance(same, Trained)
+    assert same.several == whole.several == ("reds", "blues")
+    assert same.seats["red_1"] is same.seats["red_0"] is not same.seats["blue_0"]
+    with pytest.raises(UsageError, match="none that was trained to play 'blue_2'"):
+        battle(whole, RANDOM, Terms(2), place=Place(options={"blues": 3}))
+    assert not battle(contestant(where, model="reds"), RANDOM, Terms(2), place=Place(options={"blues": 3})).failed
+
+
+def test_noise_belongs_to_the_match_also_of_several_models() -> None:
+    policies = {agent: Names(i) for i, agent in enumerate(TEAMS)}
+    one = Trained("four", policies["red_0"], 1, seats=policies)
+
+    def played(at_once: int) -> list[Played]:
+        games: list[Played] = []
+        options = {"leaves": 2, "rounds": 6}
+        with MatchStage((one, RANDOM), World(ENV, options), Terms(30, deterministic=False), at_once=at_once) as stage:
+            stage.play(lambda game, recording: games.append(game))
+        return sorted(games, key=lambda game: game.number)
+
+    assert played(1) == played(7)
+
+
+def test_a_policy_without_an_answer_loses_that_match_alone() -> None:
+    result = fought(named(0, unsure=3), named(1), games=40, options={"rounds": 1})
+    lost = [game for game in result.games if game.failed]
+    assert 0 < len(lost) < 40
+    assert all("'red_0'" in game.failed or "'blue_0'" in game.failed for game in lost)
+    assert result.won == 40 - len(lost)
+
+
+def test_an_environment_that_cannot_be_made_anew_costs_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cards, "left", 4)
+    games: list[Played] = []
+    with MatchStage((named(0), named(1)), World(ENV, {"breaks": 3}), Terms(20), at_once=2) as stage:
+        stage.play(lambda game, recording: games.append(game))
+    assert sorted(game.number for game in games) == list(range(20))
+    assert any(game.winner == "a" for game in games)
+    assert sum("no cards left" in game.failed for game in games) > 5
+
+
+def test_what_is_over_before_it_began_is_no_result() -> None:
+    result = fought(named(0), named(1), games=4, options={"kind": "empty"})
+    assert len(result.failed) == 4
+    assert "over before anybody has acted" in result.failed[0].failed
+
+
+def test_rewards_for_those_who_have_left_are_told() -> None:
+    result = fought(named(0), named(1), games=4, options={"kind": "late"})
+    assert any(note.startswith("8 rewards came to agents who had left") for note in result.notes)
+
+
+def test_what_an_agent_is_given_that_never_acted_is_its_own() -> None:
+    """In turns, the first move ends the match: the second player has lost without a move, and no reward is nobody's."""
+    result = battle(named(0), named(1), Terms(4), place=Place(env="tests.cards:make_turns", options={"moves": 1}))
+    assert [game.winner for game in result.games] == ["a", "b", "a", "b"]
+    assert not result.notes
+
+
+def test_players_who_always_do_the_same_are_not_the_same_matches() -> None:
+    policy = Names()
+    policy.act = lambda observation, *more: Acted(  # type: ignore[method-assign]
+        np.zeros(len(observation), np.int64),
+        np.zeros(len(observation)),
+        np.zeros(len(observation)),
+        np.zeros(len(observation)),
+        (),
+    )
+    always = Trained("zero", policy, 1, seats={"": policy})
+    assert not fought(always, always, games=40).notes  # the cards are others
+
+
+def test_a_film_that_cannot_be_is_told_before_or_in_a_note(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="renders nothing"):
+        fought(named(0), named(1), games=2, options={"kind": "blind"}, keeping=Keeping(tmp_path, films=1))
+    for speed in (0.0, -1.0, float("nan"), 1e9):
+        with pytest.raises(UsageError, match="times the speed"):
+            Keeping(tmp_path, films=1, speed=speed)
+    (tmp_path / "game-0000.mp4").mkdir()
+    blocked = fought(named(0), named(1), games=1, keeping=Keeping(tmp_path, most=0, films=1))
+    assert blocked.won == 1
+    assert any("game 0 has no film" in note for note in blocked.notes)
+    Cards.left = 17  # one to look at, sixteen to play, none for the film
+    try:
+        result = fought(named(0), named(1), games=20, keeping=Keeping(tmp_path / "late", most=0, films=1))
+    finally:
+        Cards.left = 1 << 30
+    assert result.won == 20
+    assert any("has no film" in note and "no cards left" in note for note in result.notes)
+
+
+def test_a_film_of_another_course_is_told_also_when_nobody_earned_anything(tmp_path: Path) -> None:
+    options = {"kind": "other", "rounds": 30}
+    result = fought(named(1), named(2), games=2, options=options, keeping=Keeping(tmp_path, most=0, films=1))
+    assert result.drawn == 2
+    assert any("shows another course" in note for note in result.notes)
+
+
+def test_many_agents_are_recorded_with_few_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        result = fought(RANDOM, RANDOM, games=18, options={"reds": 15, "blues": 15}, keeping=Keeping(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list(tmp_path.iterdir())) == result.total.games == 18
+
+
+def test_only_the_sides_that_are_played_need_to_fit() -> None:
+    wrong = Names()
+    wrong.observation_space = gym.spaces.Box(0.0, 1.0, (CARDS + 1,), np.float32)
+    reds = Trained("reds", Names(), 1, seats={"red_0": Names(), "red_1": Names(), "blue_0": wrong, "blue_1": wrong})
+    assert fought(reds, named(1), games=3, swap_sides=False).sides["blue"].won == 3
+    assert fought(reds, named(1), games=1).won == 1
+    with pytest.raises(IncompatibleCheckpoint, match="--no-swap-sides"):
+        fought(reds, named(1), games=2)
+
+
+@pytest.mark.parametrize("seated", [False, True])
+def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
+    pytest.importorskip("uvicorn")
+    counting = named(counts=True)
+    names = TEAMS if seated else ("",)
+    spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
+    options = {"kind": "away", "rounds": 6}
+    near = fought(counting, named(1), games=4, options=options)
+    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=plain_spec(spaces))) as served:
+        far = fought(Served(served.url), named(1), games=4, options=options)
+    assert not far.failed
+    assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
+    assert near.heroes["a"]["red_0"]["decisions"] == 5.0  # of six rounds; right in the first, and in the first after it is back
+    assert near.heroes["a"]["red_0"]["return"] == 2.0
+
+
+class Listening(BuiltinActor):
+    """Writes down how sessions end."""
+
+    heard: ClassVar[list[Any]] = []
+
+    async def end(self, body: bytes) -> bytes:
+        if self.ended_by == "game":
+            Listening.heard.append(decode(body))
+        return await super().end(body)
+
+
+def test_a_served_player_hears_how_it_ended() -> None:
+    pytest.importorskip("uvicorn")
+    Listening.heard.clear()
+    one = named(0)
+    with gateway(lambda: Listening({"": Seat(Deciding(Fixed(one.policy, 1), deterministic=True))})) as served:
+        result = fought(Served(served.url), named(1), games=2, options={"rounds": 2})
+    assert not result.failed
+    assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4
+
+
+def test_rewards_before_the_first_move_are_nobodys(tmp_path: Path) -> None:
+    """Of agents in turns the second has been paid before it first acts: a served one is not told of that."""
+    pytest.importorskip("uvicorn")
+    one = named(0)
+    env = Place(env="tests.cards:make_turns")
+    with gateway(lambda: actor(one, "")) as served:
+        far = battle(Served(served.url), named(1), Terms(4), place=env)
+    assert not far.failed
+    assert [game.winner for game in far.games] == [game.winner for game in battle(one, named(1), Terms(4), place=env).games]
+
+
+def test_nested_spaces_and_masks_in_infos(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    where = tmp_path / "parcels"
+    env = "tests.cards:make_parcels"
+    train(where, 1, env=env, evaluation_duration=0, train_batch_size=64, num_envs_per_worker=4, multiagent={})
+    one = contestant(where)
+    assert isinstance(one, Trained)
+    near = battle(one, RANDOM, Terms(6), Keeping(tmp_path / "kept"))
+    assert not near.failed
+    assert ludus.read_rollout(near.games[0].recording or "")[0]["action.to"].shape == (3,)
+    with gateway(lambda: actor(one, "")) as served:
+        far = battle(Served(served.url), RANDOM, Terms(6), place=Place(env=env))
+    assert [game.heroes for game in far.games] == [game.heroes for game in near.games]
+
+
+def test_a_policy_with_a_centralised_value(tmp_path: Path) -> None:
+    where = tmp_path / "central"
+    train(
+        where,
+        1,
+        env=ENV,
+        evaluation_duration=0,
+        train_batch_size=64,
+        num_envs_per_worker=4,
+        multiagent={"centralized_value": True},
+    )
+    assert ludus.battle(where, "rule:random", 4).total.games == 4
+    assert ludus.battle(f"{where}@2", where, 4, deterministic=False).total.games == 4
+
+
+def test_options_that_mean_nothing_there_are_refused() -> None:
+    for more in ({"limit_s": 5.0}, {"advertise": "node1"}, {"token_file": "x"}):
+        with pytest.raises(UsageError, match="is for games of a server"):
+            fought(named(0), named(1), games=2, **more)
+    with pytest.raises(UsageError, match="--camps is for environments"):
+        battle(Script("easy"), Script("easy"), Terms(1, seconds=5), place=Place(camps="a/b"))
+    assert fought(named(0), named(1), games=4, parallel=1).won == 4
