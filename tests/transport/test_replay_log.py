@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import encode, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import NotFound
@@ -135,7 +135,7 @@ def test_a_memory_filled_from_files_is_learned_from_as_the_live_one(tmp_path: Pa
     assert counts.segments == live.stats().committed
     learned = []
     for memory in (live, later):
-        batch = Collated([memory], 80).take(0)
+        batch = CollatedBatches([memory], 80).take(0)
         assert batch is not None
         learner = PPO(deepcopy(policy), PPOConfig(train_batch_size=80, minibatch_size=32, num_epochs=2, learner_threads=1), 7)
         before = [parameter.detach().clone() for parameter in learner.policy.parameters()]

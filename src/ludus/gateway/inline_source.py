@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.gateway.agent import Seat
@@ -54,7 +54,7 @@ class Gathering:
         seats: Mapping[str, str],
         deciding: Mapping[str, Deciding[Policy]],
         memories: Mapping[str, WatchedMemory],
-        memory: Collated,
+        memory: CollatedBatches,
     ) -> None:
         self._deciding, self._memory = dict(deciding), memory
         self._seats = {

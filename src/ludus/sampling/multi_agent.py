@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ludus.buffers.collate import joined
+from ludus.buffers.collate import join_segments
 from ludus.core.tree import Array, Tree, map_tree, stack
 from ludus.core.types import Bools, Segments
 from ludus.envs.pettingzoo import Leaving, Match, Moved, Turn, Whole, at_random
@@ -303,7 +303,7 @@ class MatchBatches:
         parts = []
         while (part := memory.take(0)) is not None:
             parts.append(part)
-        batch = joined(parts)
+        batch = join_segments(parts)
         for part in parts:
             memory.release(part)
         batch.episode_return = np.array([match.total for match in self._finished], np.float32)

@@ -12,7 +12,7 @@ import gymnasium as gym
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
 from ludus.core import spaces
@@ -204,8 +204,8 @@ def _memories(policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str,
     return {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
 
 
-def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> Collated:
-    return Collated(list(memories.values()), batch_steps)
+def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> CollatedBatches:
+    return CollatedBatches(list(memories.values()), batch_steps)
 
 
 def add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None) -> None:
@@ -224,8 +224,8 @@ def _boards(policies: dict[str, Policy], config: AlgorithmConfig) -> Boards:
     return Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size)
 
 
-def _stream(boards: Boards, policies: dict[str, Policy], batch_steps: int) -> Collated:
-    return Collated([boards.memory.of(name) for name in policies], batch_steps)
+def _stream(boards: Boards, policies: dict[str, Policy], batch_steps: int) -> CollatedBatches:
+    return CollatedBatches([boards.memory.of(name) for name in policies], batch_steps)
 
 
 def _fleet(
@@ -235,7 +235,7 @@ def _fleet(
     config: AlgorithmConfig,
     boards: Boards,
     publisher: PublishingPool,
-    memory: Collated,
+    memory: CollatedBatches,
     run: Run,
 ) -> FleetGathering:
     settings = settings_of(outside, seats)
@@ -250,10 +250,12 @@ def _games(
     seats: GameSeats,
     deciding: dict[str, Deciding[Policy]],
     memories: dict[str, WatchedMemory],
-    memory: Collated,
+    memory: CollatedBatches,
 ) -> Gathering:
     return Gathering(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
 
 
-def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: Publisher, smoothing: int, clock: RunClock) -> Trainer:
+def _trainer(
+    algorithms: dict[str, Algorithm], memory: CollatedBatches, pool: Publisher, smoothing: int, clock: RunClock
+) -> Trainer:
     return Trainer(algorithms, memory, pool, smoothing=smoothing, clock=clock)

@@ -245,7 +245,7 @@ def _fleet(
     announce: Callable[[str], None] | None,
 ) -> Fleet:
     """Workers that bring their segments by themselves, from wherever they are."""
-    from ludus.buffers.segment_validation import Inspector  # the others start without them
+    from ludus.buffers.segment_validation import SegmentValidator  # the others start without them
     from ludus.distributed.redis.learner import Fleet, channel_of
     from ludus.distributed.redis.messages import Orders
 
@@ -283,7 +283,7 @@ def _fleet(
         run.store,
         orders,
         pool.incarnation(DEFAULT_MODEL),
-        inspect=Inspector(shape.observation_space, shape.action_space, layout.spec).inspect,
+        inspect=SegmentValidator(shape.observation_space, shape.action_space, layout.spec).find_error,
         layout=layout,
         blocks=blocks,
         max_age=0 if in_turn and not config.replays else config.max_lag,
