@@ -426,7 +426,7 @@ def greedy_return(policy: Policy, episodes: int = 20) -> float:
             outcome = environments.step(policy.distribution.to_environment(action.numpy()))
             total += np.where(over, 0.0, outcome.reward)
             over |= outcome.terminated | outcome.truncated
-            seen = outcome.seen
+            seen = outcome.observations
     environments.close()
     return float(total.mean())
 

@@ -140,7 +140,7 @@ def test_members_that_do_different_things_are_told(tmp_path: Path) -> None:
             join(rank).sum_(torch.ones(4 + rank))
         return str(caught.value)
 
-    assert "Learner 1 adds 5 numbers where learner 0 adds 4" in together(2, act)[0]
+    assert "Learner 1 sums 5 numbers where learner 0 sums 4" in together(2, act)[0]
 
 
 def test_a_sum_without_room_is_refused(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_shared_memory_that_is_full_is_an_error_and_leaves_nothing(tmp_path: Pat
 
 def test_an_unknown_network_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NET_CARD_NAME", "nonsense0")
-    with pytest.raises(UsageError, match=r"NET_CARD_NAME is 'nonsense0'.*There are: .*lo"):
+    with pytest.raises(UsageError, match=r"NET_CARD_NAME is 'nonsense0'.*Available: .*lo"):
         gloo(1)(0)
 
 

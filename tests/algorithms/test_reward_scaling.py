@@ -145,7 +145,7 @@ def test_a_session_that_has_ended_leaves_nothing_behind(flag: str) -> None:
 
 
 def test_sessions_that_broke_off_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_scaling, "_MOST_OPEN", 10)
+    monkeypatch.setattr(reward_scaling, "_MAX_OPEN_RETURNS", 10)
     scale, plain, random = RewardScale(0.9), Plain(0.9), np.random.default_rng(0)
     for origin in range(100):
         segments = block(2, [1000, origin])

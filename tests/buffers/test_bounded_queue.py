@@ -73,7 +73,7 @@ def test_who_gives_up_neither_gets_nor_gives_anything() -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_batch_that_can_never_be_filled_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="wanted at once"):
+    with pytest.raises(ValueError, match="requested at once"):
         BoundedQueue[int](2).request("a", count)
 
 

@@ -371,7 +371,7 @@ def test_a_buffer_that_does_not_fit_says_how_much_it_would_need() -> None:
 def test_a_block_that_would_fill_the_buffer_alone_is_refused() -> None:
     lane = Lane(0, np.random.default_rng(0), same_step=False)
     lane.play(41)
-    with pytest.raises(ConfigError, match="one block alone has"):
+    with pytest.raises(ConfigError, match="a single block has"):
         TransitionReplay(SEEN, ACTED, 100).add(cut([lane], 0, 40))
 
 

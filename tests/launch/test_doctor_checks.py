@@ -546,8 +546,8 @@ def leaving(**_):
     raise SystemExit(3)
 
 def on_a_screen(**_):
-    from ludus.game import x11
-    if why := x11.silence(os.environ):
+    from ludus.display import x11
+    if why := x11.connection_error(os.environ):
         raise RuntimeError(why)
     return gymnasium.make("CartPole-v1")
 """

@@ -22,7 +22,7 @@ from ludus.core.types import Segments, SegmentSpec
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.transport.local import LocalMemory
 
@@ -52,7 +52,7 @@ class Gathering:
         listening: socket.socket,
         settings: GatewaySettings,
         seats: Mapping[str, str],
-        deciding: Mapping[str, Deciding[Policy]],
+        deciding: Mapping[str, BatchedPolicy[Policy]],
         memories: Mapping[str, WatchedMemory],
         memory: CollatedBatches,
     ) -> None:

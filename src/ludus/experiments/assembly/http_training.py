@@ -40,7 +40,7 @@ from ludus.gateway.http_connection import HttpLimits
 from ludus.gateway.inline_source import Gathering, WatchedMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
 from ludus.protocol.spec import read_token
@@ -213,9 +213,9 @@ def add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint 
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
 
 
-def _deciding(pool: LocalPool, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, Deciding[Policy]]:
+def _deciding(pool: LocalPool, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, BatchedPolicy[Policy]]:
     return {
-        name: Deciding(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
+        name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)
     }
 
@@ -248,7 +248,7 @@ def _games(
     listening: socket.socket,
     config: ExternalConfig,
     seats: GameSeats,
-    deciding: dict[str, Deciding[Policy]],
+    deciding: dict[str, BatchedPolicy[Policy]],
     memories: dict[str, WatchedMemory],
     memory: CollatedBatches,
 ) -> Gathering:
