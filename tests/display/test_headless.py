@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ludus.display.opengl_probe import OpenGL
 from ludus.errors import ConfigError, MissingExtra
 from ludus.process import temp_dirs
 from tests.tools import need
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="X servers of Linux")
 
@@ -279,10 +279,7 @@ def _children(pid: int) -> list[str]:
 
 def _until_gone(*pids: int) -> None:
     """Nobody tells us when a process that is not our child has ended."""
-    deadline = time.monotonic() + _GONE_S
-    while left := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < deadline, f"{left} still run"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(_runs, pids)), _GONE_S, what=lambda: f"the end of {list(filter(_runs, pids))}")
 
 
 def _runs(pid: int) -> bool:

@@ -68,7 +68,7 @@ def main(directory: str, *bases: str) -> None:
 
 def _sweep(bases: tuple[str, ...]) -> None:
     """By `scratch.py`, which is beside this file and needs nothing either: there is no package to import it from."""
-    spec = importlib.util.spec_from_file_location("scratch", Path(__file__).with_name("scratch.py"))
+    spec = importlib.util.spec_from_file_location("temp_dirs", Path(__file__).with_name("temp_dirs.py"))
     assert spec is not None
     assert spec.loader is not None
     scratch = importlib.util.module_from_spec(spec)

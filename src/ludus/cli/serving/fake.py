@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ludus.cli.help import HelpApp
 from ludus.errors import LudusError, UsageError
 from ludus.protocol.spec import read_token
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ludus.process.host import StopSignal
     from ludus.remote.fake_peers import FakeGamecore
 
-app = typer.Typer(help="A dummy agent server and a dummy game client for testing.", no_args_is_help=True)
+app = HelpApp(help="A dummy agent server and a dummy game client for testing.", no_args_is_help=True)
 
 _LOOK_S = 0.05
 _HEALTH_S = 2.0

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludus.algorithms.trainer import Progress, Trainer
 from ludus.config.schema import ExperimentConfig, StopConfig
+from ludus.core.backoff import Backoff
 from ludus.core.metrics import Numbers, Sink
 from ludus.core.tree import Array
 from ludus.errors import EnvironmentFault, Fenced, LudusError, NotFound, StartTimeout, StoreError, StoreUnavailable
@@ -184,7 +185,7 @@ class Conductor:
         self._mine: set[str] = set()
         self._failures = 0
         self._unreported = False
-        self._retry_s, self._retry_at = RETRY_S, math.inf  # in the time of the training
+        self._backoff, self._retry_at = Backoff(RETRY_S, _RETRY_AT_MOST_S), math.inf  # in the time of the training
         self._best: Best | None = None  # as it is written down: a trainer that was cut off may write another one later
         with contextlib.suppress(StoreError):  # a damaged one is replaced
             self._best = checkpoint.best(store)
@@ -306,7 +307,8 @@ class Conductor:
         name = self._write()
         self.last_checkpoint, self._checkpointed = name, progress.iterations
         self._mine.add(name)
-        self._retry_s, self._retry_at = RETRY_S, math.inf
+        self._backoff.reset()
+        self._retry_at = math.inf
         if due:
             self._checkpointed_at = progress.time_s
             self._soon_s *= 2
@@ -354,20 +356,20 @@ class Conductor:
 
     def checkpoint_at_last(self) -> str:
         """As `checkpoint`, for the end of a run: what is not stored now is lost. Raises StoreUnavailable after a while."""
-        wait_s, deadline = LAST_AGAIN_S, time.monotonic() + LAST_S
+        backoff, deadline = Backoff(LAST_AGAIN_S, 15 * LAST_AGAIN_S), time.monotonic() + LAST_S
         while True:
             try:
                 name = self.checkpoint()
                 self._mark_what_is_left()
                 return name
             except StoreUnavailable as error:
+                wait_s = backoff.next_delay()
                 if time.monotonic() + wait_s > deadline:
                     raise
                 log.warning(
                     "the last checkpoint cannot be stored, and is tried again for %d s: %s", deadline - time.monotonic(), error
                 )
             time.sleep(wait_s)
-            wait_s = min(2 * wait_s, 15 * LAST_AGAIN_S)
 
     def _mark_at_last(self) -> None:
         if self._unmarked is not None:
@@ -393,9 +395,9 @@ class Conductor:
 
     def _postpone(self, error: StoreUnavailable) -> None:
         self._failures += 1
-        self._retry_at = self._trainer.progress.time_s + self._retry_s
-        log.warning("not stored, and tried again in %.0f s (failure %d): %s", self._retry_s, self._failures, error)
-        self._retry_s = min(2 * self._retry_s, _RETRY_AT_MOST_S)
+        retry_s = self._backoff.next_delay()
+        self._retry_at = self._trainer.progress.time_s + retry_s
+        log.warning("not stored, and tried again in %.0f s (failure %d): %s", retry_s, self._failures, error)
 
     @property
     def _is_away(self) -> bool:

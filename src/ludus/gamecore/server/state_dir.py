@@ -23,6 +23,7 @@ from ludus.gamecore.server.command import CONFIG, Place
 from ludus.gamecore.server.game_status import Status
 from ludus.gamecore.server.request import ANY, Order, shown
 from ludus.io import rotating_log
+from ludus.io.atomic_file import replace_json
 from ludus.io.regular_files import open_regular, read_regular
 from ludus.process import identity
 
@@ -106,7 +107,7 @@ class Home:
         place.directory.mkdir(mode=PRIVATE)
         with contextlib.suppress(FileNotFoundError):
             os.rename(kept, place.prefix)
-        write_private(place.config, json.dumps(config).encode())
+        replace_json(place.config, config, mode=0o600)
 
     def discard(self, place: Place) -> Path | None:
         """Out of the way at once; `empty_trash` takes its time."""
@@ -126,7 +127,7 @@ class Home:
         place = self.place(status.runtime_id)
         record = {"status": status.to_json(), "processes": processes or {}, "bytes": size}
         try:
-            write_private(place.record, json.dumps(record).encode())
+            replace_json(place.record, record, mode=0o600)
         except OSError as error:
             log.warning("the record of %s cannot be written: %s", status.runtime_id, error)
 
@@ -280,20 +281,6 @@ def last_lines(path: Path, lines: int) -> list[str]:
         if data.count(b"\n") > lines or len(data) >= MAX_LOG_BYTES:
             break
     return data.decode(errors="replace").splitlines()[-lines:] if lines else []
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Whole or not at all, for this user alone."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-        os.replace(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
 
 
 def _finite(word: str) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ludus.core.backoff import exponential_delay
 from ludus.process import identity
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _LOOK_S = 0.5
 
 def backoff_s(short_lives: int) -> float:
     """Seconds until the next life, after so many short ones in a row (at least one)."""
-    return min(FIRST_BACKOFF_S * 2.0 ** min(short_lives - 1, 16), MAX_BACKOFF_S)
+    return exponential_delay(short_lives, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
 def keep_going(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:

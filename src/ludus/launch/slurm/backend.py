@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.atomic_file import replace_json
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, checked
 from ludus.launch.job_dir import JobDirectory
@@ -408,7 +409,7 @@ def _ticket(place: JobDirectory) -> _Ticket:
 
 
 def _write_ticket(place: JobDirectory, number: str, *, interactive: bool = False, cluster: str = "") -> None:
-    _write(place.path / _TICKET, {"number": number, "interactive": interactive, "cluster": cluster})
+    replace_json(place.path / _TICKET, {"number": number, "interactive": interactive, "cluster": cluster}, mode=0o600)
 
 
 def _verdict(place: JobDirectory, status: JobStatus) -> JobStatus | None:
@@ -422,11 +423,6 @@ def _verdict(place: JobDirectory, status: JobStatus) -> JobStatus | None:
 
 def _write_verdict(place: JobDirectory, status: JobStatus) -> None:
     """Not into the record, which is its supervisor's: on a file system of many machines his last word may arrive after Slurm's."""
-    _write(place.path / _VERDICT, {"state": status.state, "exit_code": status.exit_code, "reason": status.reason})
-
-
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.touch(mode=0o600)
-    aside.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(aside, path)
+    replace_json(
+        place.path / _VERDICT, {"state": status.state, "exit_code": status.exit_code, "reason": status.reason}, mode=0o600
+    )

@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from ludus.core.backoff import exponential_delay
 from ludus.errors import UsageError, WorkerFailed
 from ludus.process.workers import forkserver
 from ludus.process.workers.forkserver import Context as Context
@@ -77,8 +78,7 @@ class Restart:
         """
         if self.limit is not None and deaths > self.limit:
             return None
-        doublings = min((deaths if in_a_row is None else in_a_row) - 1, 30)
-        return min(self.backoff_s * 2.0**doublings, self.max_backoff_s)
+        return exponential_delay(deaths if in_a_row is None else in_a_row, self.backoff_s, self.max_backoff_s)
 
 
 NEVER = Restart()
