@@ -10,7 +10,7 @@ import pytest
 from ludus.core.metrics import Numbers
 from ludus.envs.vector_env import make_environments
 from ludus.experiments import runner
-from ludus.sampling.episode_runner import play
+from ludus.sampling.episode_runner import EpisodePlan, play
 from tests.long.record import record
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -58,7 +58,7 @@ def steps_to_goal(where: Path, seed: int, **faults: Any) -> tuple[int, dict[str,
                 return parts.conductor.stopped_by is not None
             judged = done
             with policy.acting():
-                score = play(policy, fair, 10, 1000 + done)
+                score = play(policy, fair, EpisodePlan(10), 1000 + done)
             reached["score"] = score.mean
             return score.mean >= GOAL or parts.conductor.stopped_by is not None
 

@@ -25,7 +25,7 @@ from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import Luggage
 from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import Environments, check_exists, make_environments, reward_threshold
-from ludus.envs.wrappers import names_of
+from ludus.envs.wrappers import wrapper_names
 from ludus.errors import (
     ConfigError,
     Damaged,
@@ -83,8 +83,8 @@ from ludus.models.weights.version_store import LocalPool, PolicySource
 from ludus.process.host import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.process.job_env import Surroundings
 from ludus.ray_cluster.cluster import address_of
-from ludus.sampling.sampler import Clock, Sampler, segment_spec
-from ludus.sampling.self_play import with_past
+from ludus.sampling.sampler import Interruption, Sampler, VersionClock, segment_spec
+from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.base import Batches, Memory, make_memory
 from ludus.transport.message_stream import EMBEDDED, check_url
 
@@ -482,7 +482,7 @@ def _has_processes(resolved: Resolved) -> bool:
 def luggage_of(resolved: Resolved) -> Luggage:
     """What another process needs so that the names of this experiment mean there what they mean here."""
     e, config = resolved.experiment, resolved.config
-    return Luggage.of(e.env, e.run, *names_of(config.wrappers), models=[config.model.custom_model])
+    return Luggage.of(e.env, e.run, *wrapper_names(config.wrappers), models=[config.model.custom_model])
 
 
 def _driven(
@@ -820,12 +820,17 @@ def _sampler(
     run: Run,
     stop: StopCheck,
 ) -> Sampler:
-    facing = with_past(environments, source, config.self_play, seed, run.directory)
-    clock = Clock(source.newest()[1], begun, environments.num * config.steps)
+    facing = with_past_opponents(environments, source, config.self_play, seed, run.directory)
+    clock = VersionClock(source.newest()[1], begun, environments.num * config.steps)
     return Sampler(
-        environments, facing, memory, seed,
-        beat=stop.before_step, explore=config.explore, timesteps=clock.timesteps, interruptible=stop.interruptible,
-    )  # fmt: skip
+        environments,
+        facing,
+        memory,
+        seed,
+        explore=config.explore,
+        timesteps=clock.timesteps,
+        interruption=Interruption(stop.before_step, stop.interruptible),
+    )
 
 
 def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int, clock: RunClock) -> Trainer:

@@ -14,9 +14,9 @@ import gymnasium as gym
 import torch
 
 from ludus.algorithms.base import Algorithm
-from ludus.algorithms.device_copy import Twinned
+from ludus.algorithms.device_copy import AcceleratedAlgorithm
 from ludus.algorithms.trainer import Trainer
-from ludus.buffers.complete_episodes import WholeEpisodes
+from ludus.buffers.complete_episodes import CompleteEpisodes
 from ludus.config.schema import EXTERNAL, AlgorithmConfig, ExperimentConfig
 from ludus.core.metrics import Sink
 from ludus.core.types import DEFAULT_MODEL
@@ -178,7 +178,7 @@ def share(algorithm: Algorithm, policy: Policy, config: AlgorithmConfig, run: Ru
         shared = _shared_with_nodes(algorithm, made_with, run, job, model)
     else:
         shared = share_learning(algorithm, made_with, config.learners, logs if model == DEFAULT_MODEL else logs / model)
-    return shared if algorithm.policy is policy else Twinned(shared, policy)
+    return shared if algorithm.policy is policy else AcceleratedAlgorithm(shared, policy)
 
 
 def _shared_with_nodes(algorithm: Algorithm, config: AlgorithmConfig, run: Run, job: Surroundings, model: str) -> Algorithm:
@@ -233,7 +233,7 @@ def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
     """The blocks themselves, or whole episodes made of them, as the config says."""
     if config.batch_mode == "truncate_episodes":
         return blocks
-    return WholeEpisodes(blocks, config.train_batch_size)
+    return CompleteEpisodes(blocks, config.train_batch_size)
 
 
 def make_conductor(

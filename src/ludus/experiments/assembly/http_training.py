@@ -12,7 +12,7 @@ import gymnasium as gym
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
 from ludus.core import spaces
@@ -40,7 +40,7 @@ from ludus.gateway.http_connection import HttpLimits
 from ludus.gateway.inline_source import Gathering, WatchedMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
 from ludus.protocol.spec import read_token
@@ -204,8 +204,8 @@ def _memories(policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str,
     return {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
 
 
-def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> Collated:
-    return Collated(list(memories.values()), batch_steps)
+def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> CollatedBatches:
+    return CollatedBatches(list(memories.values()), batch_steps)
 
 
 def add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None) -> None:
@@ -213,9 +213,9 @@ def add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint 
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
 
 
-def _deciding(pool: LocalPool, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, Deciding[Policy]]:
+def _deciding(pool: LocalPool, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, BatchedPolicy[Policy]]:
     return {
-        name: Deciding(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
+        name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)
     }
 
@@ -224,8 +224,8 @@ def _boards(policies: dict[str, Policy], config: AlgorithmConfig) -> Boards:
     return Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size)
 
 
-def _stream(boards: Boards, policies: dict[str, Policy], batch_steps: int) -> Collated:
-    return Collated([boards.memory.of(name) for name in policies], batch_steps)
+def _stream(boards: Boards, policies: dict[str, Policy], batch_steps: int) -> CollatedBatches:
+    return CollatedBatches([boards.memory.of(name) for name in policies], batch_steps)
 
 
 def _fleet(
@@ -235,7 +235,7 @@ def _fleet(
     config: AlgorithmConfig,
     boards: Boards,
     publisher: PublishingPool,
-    memory: Collated,
+    memory: CollatedBatches,
     run: Run,
 ) -> FleetGathering:
     settings = settings_of(outside, seats)
@@ -248,12 +248,14 @@ def _games(
     listening: socket.socket,
     config: ExternalConfig,
     seats: GameSeats,
-    deciding: dict[str, Deciding[Policy]],
+    deciding: dict[str, BatchedPolicy[Policy]],
     memories: dict[str, WatchedMemory],
-    memory: Collated,
+    memory: CollatedBatches,
 ) -> Gathering:
     return Gathering(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
 
 
-def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: Publisher, smoothing: int, clock: RunClock) -> Trainer:
+def _trainer(
+    algorithms: dict[str, Algorithm], memory: CollatedBatches, pool: Publisher, smoothing: int, clock: RunClock
+) -> Trainer:
     return Trainer(algorithms, memory, pool, smoothing=smoothing, clock=clock)

@@ -21,7 +21,7 @@ from ludus.core.metrics import Sink
 from ludus.core.plugins import did_you_mean, import_object
 from ludus.core.types import DEFAULT_MODEL
 from ludus.envs import pettingzoo as games
-from ludus.envs.pettingzoo import AgentSpaces, Match, Whole, central_space
+from ludus.envs.pettingzoo import AgentSpaces, CentralState, MultiAgentMatch, central_space
 from ludus.errors import ConfigError, Interrupted
 from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
@@ -46,9 +46,10 @@ from ludus.models.centralized_critic import OWN, WHOLE, actor_of
 from ludus.models.devices import acting_on, named_device
 from ludus.models.policy import PROBABILITIES, Policy
 from ludus.models.weights.version_store import FixedSource, LocalPool
-from ludus.sampling.episode_runner import Score, longest_episode, undisturbed
-from ludus.sampling.multi_agent import Copies, MatchBatches, MultiSampler, play_matches
+from ludus.sampling.episode_runner import Score, episode_step_limit, preserve_random_state
+from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings, play_matches
 from ludus.sampling.opponents import RANDOM, Opponent, ZeroSum
+from ludus.sampling.sampler import Interruption
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.local import LocalMemory
 
@@ -242,11 +243,11 @@ def policy_config(schema: type[AlgorithmConfig], config: AlgorithmConfig, policy
         raise ConfigError(f"{where}: {error.message}", error.hint) from error
 
 
-def cast_of(match: Match, section: MultiAgentConfig) -> Cast:
+def cast_of(match: MultiAgentMatch, section: MultiAgentConfig) -> Cast:
     """Of a resolved configuration. With a centralised value the networks take the whole beside the observation."""
     assert isinstance(section.policy_mapping, Mapping)
     mapping = dict(section.policy_mapping)
-    whole = Whole(match.agents, match.state_space).space if section.centralized_value else None
+    whole = CentralState(match.agents, match.state_space).space if section.centralized_value else None
     taken = {}
     for agent, policy in mapping.items():
         own = match.agents[agent]
@@ -257,7 +258,7 @@ def cast_of(match: Match, section: MultiAgentConfig) -> Cast:
 # -- the program --------------------------------------------------------------------------------------------------------
 
 
-def make_match(env: str, config: AlgorithmConfig, render_mode: str | None = None) -> Match:
+def make_match(env: str, config: AlgorithmConfig, render_mode: str | None = None) -> MultiAgentMatch:
     """The environment as this run plays it, in the wrappers that its config names."""
     return games.make_match(env, config.env_config, render_mode, config.wrappers)
 
@@ -300,14 +301,14 @@ def program_of(
     return program, (run, sampler, trainer, conductor, pool)
 
 
-def _copies(env: str, config: AlgorithmConfig, stop: StopCheck) -> Copies:
+def _copies(env: str, config: AlgorithmConfig, stop: StopCheck) -> EnvCopies:
     """Raises Interrupted."""
     forgiving = config.restart_failed_sub_environments
     with stop.interruptible():
-        return Copies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving, beat=stop.raise_if_due)
+        return EnvCopies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving, beat=stop.raise_if_due)
 
 
-def _cast(copies: Copies, config: AlgorithmConfig) -> Cast:
+def _cast(copies: EnvCopies, config: AlgorithmConfig) -> Cast:
     assert config.multiagent is not None
     return cast_of(copies[0], config.multiagent)
 
@@ -343,8 +344,8 @@ def _opened(open_run: Callable[[], Run], policies: Mapping[str, Policy], config:
     return opened(open_run, next(iter(policies.values())), config)
 
 
-def _batches(policies: Mapping[str, Policy], copies: Copies, config: AlgorithmConfig) -> MatchBatches:
-    """Room for all that may be recorded until a batch is complete, in segments of a single step if need be."""
+def _batches(policies: Mapping[str, Policy], copies: EnvCopies, config: AlgorithmConfig) -> MatchBatches:
+    """SegmentWriter for all that may be recorded until a batch is complete, in segments of a single step if need be."""
     assert config.multiagent is not None
     trained = config.multiagent.policies_to_train or list(policies)
     agents = len(copies[0].agents)
@@ -355,22 +356,23 @@ def _batches(policies: Mapping[str, Policy], copies: Copies, config: AlgorithmCo
 
 
 def _sampler(
-    copies: Copies, cast: Cast, pool: LocalPool, batches: MatchBatches, config: AlgorithmConfig, seed: int, stop: StopCheck
-) -> MultiSampler:
+    copies: EnvCopies, cast: Cast, pool: LocalPool, batches: MatchBatches, config: AlgorithmConfig, seed: int, stop: StopCheck
+) -> MultiAgentSampler:
     assert config.multiagent is not None
-    return MultiSampler(
+    return MultiAgentSampler(
         copies,
         cast.agents,
         {name: pool.source(name) for name in cast.spaces},
         batches,
-        config.train_batch_size,
+        MultiAgentSettings(
+            config.train_batch_size,
+            by_env_steps=config.multiagent.count_steps_by == "env_steps",
+            central=config.multiagent.centralized_value,
+            explore=config.explore,
+            smoothing=config.metrics_num_episodes_for_smoothing,
+        ),
         seed,
-        central=config.multiagent.centralized_value,
-        explore=config.explore,
-        smoothing=config.metrics_num_episodes_for_smoothing,
-        by_env_steps=config.multiagent.count_steps_by == "env_steps",
-        beat=stop.before_step,
-        interruptible=stop.interruptible,
+        interruption=Interruption(stop.before_step, stop.interruptible),
     )
 
 
@@ -399,7 +401,7 @@ class MatchEvaluation:
         self._resolved, self._cast, self._stop = resolved, cast, stop
         self._opponent, self._zero_sum = opponent, zero_sum
         self._sources = {name: FixedSource(actor_of(policy)) for name, policy in policies.items()}
-        self._copies: Copies | None = None
+        self._copies: EnvCopies | None = None
 
     @property
     def every_s(self) -> float | None:
@@ -424,15 +426,15 @@ class MatchEvaluation:
             other = config if asked is None else config.model_copy(update={"env_config": {**config.env_config, **asked}})
             rows = min(config.evaluation_duration, _ROWS)
             forgiving = config.restart_failed_sub_environments
-            self._copies = Copies(
+            self._copies = EnvCopies(
                 lambda: make_match(env, other), rows, forgiving=forgiving, beat=self._stop.before_evaluation_step
             )
-        with undisturbed():
+        with preserve_random_state():
             score = self._played(self._copies, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
         warn_of_cuts(score, env)
         return score
 
-    def _played(self, copies: Copies, seed: int) -> Score:
+    def _played(self, copies: EnvCopies, seed: int) -> Score:
         config = self._resolved.config
         return play_matches(
             copies,
@@ -442,7 +444,7 @@ class MatchEvaluation:
             seed,
             deterministic=not config.evaluation_config.explore,
             opponent=self._opponent or (RANDOM if self._meets_chance else None),
-            max_steps=longest_episode(self._resolved.experiment.env),
+            max_steps=episode_step_limit(self._resolved.experiment.env),
             interrupted=self._stop.ends_evaluation,
         )
 
@@ -495,7 +497,7 @@ def _evaluation(
     cast: Cast,
     policies: Mapping[str, Policy],
     opponent: Opponent | None,
-    sampler: MultiSampler,
+    sampler: MultiAgentSampler,
     stop: StopCheck,
 ) -> MatchEvaluation | None:
     if not resolved.config.evaluation_duration:

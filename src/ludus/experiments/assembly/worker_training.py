@@ -24,7 +24,7 @@ from ludus.distributed.code_bundle import Luggage
 from ludus.distributed.ray_nodes import RayNodes
 from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
 from ludus.envs.vector_env import make_environments
-from ludus.envs.wrappers import names_of
+from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError
 from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.byte_scales import Scales
@@ -52,7 +52,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
 from ludus.process.workers.supervisor import Restart
 from ludus.ray_cluster.cluster import Cluster
-from ludus.sampling.sampler import Clock, segment_spec
+from ludus.sampling.sampler import VersionClock, segment_spec
 from ludus.transport.base import Batches
 from ludus.transport.message_stream import EMBEDDED, MAX_MESSAGE
 from ludus.transport.shared_memory import Layout
@@ -74,7 +74,7 @@ class Shape:
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
     masked: bool
-    resets_at_once: bool
+    same_step_autoreset: bool
     results: tuple[str, ...] = ()
 
 
@@ -129,7 +129,7 @@ def look_at(env: str, config: AlgorithmConfig, stop: StopCheck | None = None) ->
         try:
             one.reset(config.seed)
             spaces = one.observation_space, one.action_space
-            return Shape(config.num_envs_per_worker, *spaces, one.masked, one.resets_at_once, one.results)
+            return Shape(config.num_envs_per_worker, *spaces, one.masked, one.same_step_autoreset, one.results)
         finally:
             one.close()
 
@@ -141,9 +141,9 @@ def blocks_of(config: AlgorithmConfig) -> int:
     return 1 if config.replays else config.train_batch_size // (config.num_envs_per_worker * config.steps)
 
 
-def make_clock(config: AlgorithmConfig, first_version: int, begun: int) -> Clock:
+def make_clock(config: AlgorithmConfig, first_version: int, begun: int) -> VersionClock:
     """An algorithm that replays draws `train_batch_size` from its store; time passes with what was sampled for the update."""
-    return Clock(first_version, begun, blocks_of(config) * config.num_envs_per_worker * config.steps)
+    return VersionClock(first_version, begun, blocks_of(config) * config.num_envs_per_worker * config.steps)
 
 
 def _scales(
@@ -185,7 +185,7 @@ def make_plan(
         self_play=config.self_play,
         run=run,
         clock=make_clock(config, first_version, begun),
-        luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
+        luggage=Luggage.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
     )
 
 
@@ -245,7 +245,7 @@ def _fleet(
     announce: Callable[[str], None] | None,
 ) -> Fleet:
     """Workers that bring their segments by themselves, from wherever they are."""
-    from ludus.buffers.segment_validation import Inspector  # the others start without them
+    from ludus.buffers.segment_validation import SegmentValidator  # the others start without them
     from ludus.distributed.redis.learner import Fleet, channel_of
     from ludus.distributed.redis.messages import Orders
 
@@ -283,7 +283,7 @@ def _fleet(
         run.store,
         orders,
         pool.incarnation(DEFAULT_MODEL),
-        inspect=Inspector(shape.observation_space, shape.action_space, layout.spec).inspect,
+        inspect=SegmentValidator(shape.observation_space, shape.action_space, layout.spec).find_error,
         layout=layout,
         blocks=blocks,
         max_age=0 if in_turn and not config.replays else config.max_lag,
