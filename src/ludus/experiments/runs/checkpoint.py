@@ -1,0 +1,427 @@
+"""Checkpoints: the full state of a trainer, complete or absent, readable without running anybody's code.
+
+checkpoints/000120/   <model>.safetensors            weights, with the statistics that belong to the policy
+                      <model>.optimizer.safetensors  what the algorithm must remember
+                      sampler.safetensors            random state of the sampler
+                      state.json                     counters, configuration, spaces, versions
+                      manifest.json                  sizes and checksums of the above
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ludus
+from ludus.core import trust
+from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreUnavailable, UsageError
+from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
+from ludus.models import centralized_critic
+from ludus.models.weights import serialization
+from ludus.models.networks import NetworkConfig
+from ludus.models.policy import PROBABILITIES, Policy, Weights
+from ludus.models.weights.version_store import Claim, claims_after
+from ludus.storage.safe_read import parse_json
+from ludus.storage.base import Guard, Store
+from ludus.algorithms.base import Algorithm
+from ludus.core.tree import Array
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FOLDER = "checkpoints"
+BEST = "best.json"
+FROM = "from"
+"""In the claim of an incarnation: the checkpoint that it began from, or null if there was none."""
+
+_LOOK = f"{FOLDER}/.look"
+_NAME = re.compile(r"(\d{6,})(?:-(\d+))?")  # the iteration; a second one of the same iteration has a suffix
+
+
+class Overtaken(StoreUnavailable):
+    """Another trainer has stored more of the run between our look at it and our claim. Begun once more, it goes on from there."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole."""
+
+    name: str
+    state: dict[str, Any]
+    weights: dict[str, Weights]
+    arrays: dict[str, dict[str, Array]]
+    sampler: dict[str, Array]
+
+    def policy(self, model: str) -> Policy:
+        """The policy of one model, ready to act: without a centralised value. Raises IncompatibleCheckpoint."""
+        description, weights = self.acting(model)
+        policy = serialization.policy_from(description)
+        policy.load_weights(weights)
+        return policy
+
+    def acting(self, model: str) -> tuple[dict[str, Any], Weights]:
+        """Description and weights of what a player needs of a model. Raises IncompatibleCheckpoint."""
+        return centralized_critic.plain(self._description(model), self.weights[model])
+
+    def restore(self, model: str, algorithm: Algorithm) -> None:
+        """Put weights, optimizer and random state of `model` into a freshly built algorithm."""
+        mine, theirs = algorithm.policy.description(), self._description(model)
+        for key in ("observation_space", "action_space", "network", "normalise_observations", "kind"):
+            if _normal(mine[key]) != _normal(_with_defaults(key, theirs)):
+                raise IncompatibleCheckpoint(
+                    f"Checkpoint {self.name} was made with another {key.replace('_', ' ')}: {theirs.get(key)}, now it is {mine[key]}.",
+                    "Use the environment and model settings of that run.",
+                )
+        algorithm.policy.load_weights(self.weights[model])
+        algorithm.load_state(self.arrays[model], self.state["models"][model]["algorithm"])
+
+    def byte_scales(self, model: str) -> tuple[tuple[str, float], ...]:
+        """What the network of a model divides uint8 observations by, where that is not 255; earlier releases knew nothing else."""
+        found = self._description(model)["network"].get("byte_scales", ())
+        return tuple((str(path), float(divisor)) for path, divisor in found)
+
+    def embed_above(self, model: str) -> int | None:
+        """Above how many values the network of a model embeds categories; earlier releases did not."""
+        found = self._description(model)["network"].get("embed_above")
+        return None if found is None else int(found)
+
+    def _description(self, model: str) -> dict[str, Any]:
+        if model not in self.weights:
+            raise IncompatibleCheckpoint(f"The checkpoint has no model {model!r}, only {', '.join(self.weights)}.")
+        described: dict[str, Any] = self.state["models"][model]["description"]
+        return described
+
+
+def _with_defaults(key: str, description: Mapping[str, Any]) -> Any:
+    """A checkpoint of an earlier version does not know of keys that came later."""
+    if key == "network":
+        return {**asdict(NetworkConfig()), **description[key]}
+    return description.get(key, PROBABILITIES) if key == "kind" else description[key]
+
+
+def _normal(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def write(
+    store: Store,
+    number: int,
+    algorithms: Mapping[str, Algorithm],
+    versions: Mapping[str, int],
+    sampler: Mapping[str, Array],
+    state: Mapping[str, Any],
+    *,
+    incarnations: Mapping[str, int] | None = None,
+    guard: Guard | None = None,
+) -> str:
+    """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists.
+
+    `incarnations`: those of the models' owner, by which a checkpoint is told from one of a trainer that was cut off. `guard` has
+    the last word before the checkpoint can be seen.
+    """
+    files: dict[str, bytes] = {"sampler.safetensors": serialization.encode_weights(sampler)}
+    models: dict[str, Any] = {}
+    for name, algorithm in algorithms.items():
+        arrays, plain = algorithm.state()
+        files[f"{name}.safetensors"] = serialization.encode_weights(
+            algorithm.policy.weights(), {"model": name, "version": str(versions[name])}
+        )
+        files[f"{name}.optimizer.safetensors"] = serialization.encode_weights(arrays)
+        models[name] = {"version": versions[name], "description": algorithm.policy.description(), "algorithm": plain}
+        if incarnations is not None:
+            models[name]["incarnation"] = incarnations[name]
+    whole = {"format": FORMAT, "ludus": ludus.__version__, "models": models, **state}
+    files["state.json"] = json.dumps(whole, indent=1).encode()
+    for again in range(100):
+        name = f"{number:06d}" if not again else f"{number:06d}-{again}"
+        try:
+            store.put_bundle(f"{FOLDER}/{name}", files, guard=guard)
+        except AlreadyExists:  # a damaged one that was passed over on resume keeps its place
+            continue
+        return name
+    raise AlreadyExists(f"There are too many checkpoints numbered {number}.")
+
+
+def read(store: Store, name: str) -> Checkpoint:
+    """Read and check everything. Raises NotFound, Damaged, IncompatibleCheckpoint."""
+    files = store.get_bundle(f"{FOLDER}/{name}")
+    try:
+        state = parse_json(files["state.json"], f"state.json of checkpoint {name}")
+        if state["format"] != FORMAT:
+            raise IncompatibleCheckpoint(
+                f"Checkpoint {name} has format {state['format']}; this is ludus {ludus.__version__}, format {FORMAT}."
+            )
+        models = list(state["models"])
+        weights = {m: serialization.decode_weights(files[f"{m}.safetensors"], f"{name}/{m}")[0] for m in models}
+        arrays = {m: serialization.decode_weights(files[f"{m}.optimizer.safetensors"], f"{name}/{m}.optimizer")[0] for m in models}
+        sampler = serialization.decode_weights(files["sampler.safetensors"], f"{name}/sampler")[0]
+        _check_state(state)
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise Damaged(f"Checkpoint {name} is damaged: {error!r}.", "Use an older checkpoint.") from error
+    return Checkpoint(name, state, weights, arrays, sampler)
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Whether it says what commands rely on, in values of the right kind. Raises Damaged, KeyError, TypeError, ValueError."""
+    config = state.get("config", {})
+    if not isinstance(config.get("env", ""), str) or not isinstance(config.get("config", {}), Mapping):
+        raise ValueError("its config is not one of a run")
+    for entry in state["models"].values():
+        int(entry["version"])
+        serialization.check_description(entry["description"])
+
+
+def names(store: Store) -> list[str]:
+    """Complete checkpoints, oldest first."""
+    return sorted((name for name in store.list(FOLDER) if _NAME.fullmatch(name)), key=_place)
+
+
+def newest(store: Store) -> Checkpoint:
+    """The newest checkpoint that can be read and that the run goes on from; others are passed over with a warning. Raises NotFound."""
+    for name in reversed(names(store)):
+        try:
+            found = read(store, name)
+        except (Damaged, NotFound) as error:
+            log.warning("checkpoint %s cannot be used: %s", name, error)
+            continue
+        if not _passed_over(store, name, found.state):
+            return found
+    raise NotFound("There is no complete checkpoint.", "Train again, or name another run.")
+
+
+def newest_name(store: Store) -> str | None:
+    """As `newest`, without reading all of it: it may be damaged. One whose state cannot be read only if there is no other."""
+    unreadable = None
+    for name in reversed(names(store)):
+        state = _state(store, name)
+        if not state:
+            unreadable = unreadable or name
+        elif not _passed_over(store, name, state):
+            if unreadable is not None:
+                _say_unreadable(store.url, unreadable, name)
+            return name
+    return unreadable
+
+
+def look_anew(store: Store) -> None:
+    """For the one that takes a run over: see what was written a moment ago.
+
+    A client of a network file system may list a directory as it was up to a minute before, until it changes something there itself.
+    """
+    store.put(_LOOK, b"")
+    store.delete(_LOOK)
+
+
+# -- which ones a run goes on from ---------------------------------------------------------------------------------------
+
+
+def origin(store: Store, before: Checkpoint | None) -> str | None:
+    """The checkpoint of this store that a run goes on from with `before`, which may have been mixed with another run's."""
+    if before is None:
+        return None
+    reached = int(before.state["progress"]["iterations"])
+    found = [name for name in names(store) if _place(name)[0] <= reached]
+    return before.name if before.name in found and _place(before.name)[0] == reached else found[-1] if found else None
+
+
+def check_newest(store: Store, begun_from: str | None) -> None:
+    """Raises Overtaken when there is a whole checkpoint, not of a trainer that had been cut off, after the one a run begins from."""
+    look_anew(store)
+    for name in reversed(names(store)):
+        if not after(name, begun_from):
+            return
+        try:
+            state = read(store, name).state
+        except (Damaged, NotFound):
+            continue  # was passed over before, too
+        if not _passed_over(store, name, state):
+            raise Overtaken(
+                f"Another trainer has stored checkpoint {name} of {store.url} while this one was about to go on from "
+                f"{begun_from or 'the beginning'}.",
+                "Resume the run once more: it goes on from there.",
+            )
+
+
+def superseded(state: Mapping[str, Any], name: str, claims: Callable[[str, int], Iterable[Claim]]) -> Claim | None:
+    """The claim of a later owner that began before this checkpoint: it was written by a trainer that had been cut off.
+
+    `claims(model, number)`: those of a model above a number. Checkpoints and claims of earlier versions do not say enough.
+    """
+    for model, entry in state.get("models", {}).items():
+        number = entry.get("incarnation") if isinstance(entry, Mapping) else None
+        for claim in claims(model, number) if isinstance(number, int) else ():
+            began = claim.said.get(FROM, name)
+            if began is None or (isinstance(began, str) and _NAME.fullmatch(began) and _place(name) > _place(began)):
+                return claim
+    return None
+
+
+def astray(store: Store, name: str) -> bool:
+    """Whether it was written by a trainer that had been cut off."""
+    return superseded(_state(store, name), name, functools.partial(claims_after, store)) is not None
+
+
+def in_line(store: Store) -> list[str]:
+    """All that are not astray, oldest first; those that cannot be read among them. Looks into every one."""
+    return [name for name in names(store) if not astray(store, name)]
+
+
+def after(name: str, begun_from: str | None) -> bool:
+    """Whether a checkpoint comes after the one that a run began from."""
+    return begun_from is None or _place(name) > _place(begun_from)
+
+
+def _passed_over(store: Store, name: str, state: Mapping[str, Any]) -> bool:
+    claim = superseded(state, name, functools.partial(claims_after, store))
+    if claim is not None:
+        _say_passed_over(store.url, name, claim.who, claim.said.get(FROM) or "the beginning")
+    return claim is not None
+
+
+@functools.lru_cache(maxsize=256)  # once: a service that follows a run looks every second
+def _say_passed_over(url: str, name: str, who: str, begun_from: str) -> None:
+    log.warning(
+        "checkpoint %s is passed over: it is of a trainer that had been cut off (%s took over from %s)", name, who, begun_from
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _say_unreadable(url: str, name: str, instead: str) -> None:
+    log.warning("checkpoint %s of %s cannot be used: its state cannot be read; the newest is %s", name, url, instead)
+
+
+def _state(store: Store, name: str) -> dict[str, Any]:
+    """Nothing if it cannot be read: that is said by whoever reads the whole."""
+    try:
+        state = parse_json(store.get_file(f"{FOLDER}/{name}", "state.json"), "state.json")
+        return state if isinstance(state, dict) and isinstance(state.get("models"), dict) else {}
+    except (NotFound, Damaged, ValueError):
+        return {}
+
+
+def _place(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(f"{name!r} is not the name of a checkpoint.")
+    return int(match[1]), int(match[2] or 0)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best so far; `by`: what it was judged by."""
+
+    checkpoint: str
+    score: float
+    by: str
+
+
+def best(store: Store) -> Best | None:
+    try:
+        said = parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)
+        return Best(str(said["checkpoint"]), float(said["score"]), str(said.get("by", "")))
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{FOLDER}/{BEST} is damaged: {error}.") from error
+
+
+def best_name(store: Store) -> str | None:
+    try:
+        return str(parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)["checkpoint"])
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{FOLDER}/{BEST} is damaged: {error}.") from error
+
+
+def mark_best(store: Store, name: str, score: float, by: str, incarnation: int | None = None) -> None:
+    """`incarnation`: of the trainer that says so."""
+    said = {"checkpoint": name, "score": score, "by": by} | ({} if incarnation is None else {"incarnation": incarnation})
+    store.put(f"{FOLDER}/{BEST}", json.dumps(said).encode())
+
+
+def best_score(store: Store) -> float:
+    try:
+        return float(parse_json(store.get(f"{FOLDER}/{BEST}"), BEST)["score"])
+    except (NotFound, Damaged, ValueError, KeyError, TypeError):
+        return float("-inf")
+
+
+def retain(
+    store: Store, keep: int | None, fresh: str | None = None, *, spared: Collection[str] = (), surplus: Collection[str] = ()
+) -> dict[str, dict[str, int]]:
+    """Delete all but the newest `keep`, the best and the `fresh` one; returns the deleted names with their versions by model.
+
+    The fresh one need not have the highest number: a damaged one that a resume passed over may stand above it. Those `spared` do
+    not go either; the `surplus` ones do not even count.
+    """
+    if keep is None:
+        return {}
+    stays = {best_name(store), fresh, *spared}
+    counted = [name for name in names(store) if name not in surplus]
+    return {name: drop(store, name) for name in counted[:-keep] if name not in stays}
+
+
+def drop(store: Store, name: str) -> dict[str, int]:
+    """Delete a checkpoint; returns its versions by model."""
+    versions = versions_of(store, name)
+    store.delete(f"{FOLDER}/{name}")
+    return versions
+
+
+def versions_of(store: Store, name: str) -> dict[str, int]:
+    try:
+        models = parse_json(store.get_file(f"{FOLDER}/{name}", "state.json"), "state.json")["models"]
+        return {model: int(entry["version"]) for model, entry in models.items()}
+    except (NotFound, Damaged, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def locate(where: str | Path) -> tuple[Path, str]:
+    """(run directory, checkpoint name) of a run, `RUN/best`, `RUN/latest`, or a checkpoint; paths and URLs alike. Raises NotFound."""
+    path = directory_of(where)
+    if path.name in ("", ".."):
+        path = path.resolve()
+    trust.note_run(path)
+    remote = is_remote(path)
+    word = path.name if path.name in ("best", "latest") and (remote or not path.is_dir()) else None
+    run = path.parent if word else path
+    if run.parent.name == FOLDER and _is_checkpoint(run, remote):
+        return run.parent.parent, run.name
+    if run.name == FOLDER:
+        run = run.parent
+    store = store_of(run)
+    found = best_name(store) if word == "best" else newest_name(store)
+    if found is not None:
+        return run, found
+    if not remote and not run.is_dir():
+        raise NotFound(f"There is no run or checkpoint at {path}.", "`ludus runs list` shows what there is.")
+    if not {FOLDER, "config.yaml"} & set(store.list("")):
+        raise NotFound(f"{shown(run)} is not the directory of a run or checkpoint.", "`ludus runs list` shows what there is.")
+    if word == "best":
+        raise NotFound(f"{shown(run)} has no best checkpoint yet.", "Leave out /best for the newest one.")
+    raise NotFound(f"{shown(run)} has no complete checkpoint.", "Train with --checkpoint-freq, or let the run end.")
+
+
+def _is_checkpoint(path: Path, remote: bool) -> bool:
+    named = _NAME.fullmatch(path.name) is not None
+    return named if remote else path.is_dir() and (named or (path / "state.json").exists())
+
+
+def open_checkpoint(where: str | Path) -> tuple[Path, Checkpoint]:
+    run, name = locate(where)
+    store = store_of(run)
+    try:
+        return run, read(store, name)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        others = [n for n in names(store) if n != name]
+        hint = f"Others in this run: {', '.join(others[-3:])}." if others else error.hint
+        raise type(error)(error.message, hint) from error

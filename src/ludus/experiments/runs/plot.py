@@ -1,0 +1,143 @@
+"""Learning curves as pictures: one line for every run, or for every group of seeds its mean, its interval and its runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.errors import NotFound, UsageError
+from ludus.core.metrics import read_jsonl
+from ludus.core.statistics import interval
+
+log = logging.getLogger(__name__)
+
+METRIC = "episode_return_mean"
+_POINTS = 200
+_RESAMPLES = 2_000
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run."""
+
+    run: Path
+    x: Array
+    y: Array
+
+
+def curve(run: Path, metric: str = METRIC, over: str = "timesteps") -> Curve:
+    """Raises NotFound when the run has no such number."""
+    rows = [r for r in read_jsonl(run / "metrics.jsonl") if r.get(metric) is not None and r.get(over) is not None]
+    if not rows:
+        raise NotFound(f"{run} has no values of {metric!r}.")
+    x, y = (np.array([float(row[name]) for row in rows]) for name in (over, metric))
+    order = np.argsort(x, kind="stable")
+    return Curve(run, x[order], y[order])
+
+
+def curves(runs: Sequence[Path], metric: str = METRIC, over: str = "timesteps") -> list[Curve]:
+    """Of those runs that have it. Raises NotFound when none has."""
+    found = []
+    for run in runs:
+        try:
+            found.append(curve(run, metric, over))
+        except NotFound as error:  # one that has only just begun
+            log.warning("%s", error)
+    if not found:
+        raise NotFound(f"None of the {len(runs)} runs has values of {metric!r} over {over!r}.")
+    return found
+
+
+def smoothed(y: Array, weight: float) -> Array:
+    """Exponential moving average without its bias towards 0 at the start; 0 = as it is, 0.9 = about ten points."""
+    if not 0.0 <= weight < 1.0:
+        raise UsageError(f"A smoothing of {weight} is not a number from 0 to less than 1.")
+    if weight == 0.0:
+        return y
+    out, kept, share = np.empty_like(y), 0.0, 0.0
+    for i, value in enumerate(y):
+        kept, share = weight * kept + (1.0 - weight) * value, weight * share + (1.0 - weight)
+        out[i] = kept / share
+    return out
+
+
+def on_grid(group: Sequence[Curve], smoothing: float = 0.0, points: int = _POINTS) -> tuple[Array, Array]:
+    """(x [points], y [runs, points]): every curve at the same places, where all of them have values. Empty: nowhere."""
+    low, high = max(c.x[0] for c in group), min(c.x[-1] for c in group)
+    if low > high:
+        return np.empty(0), np.empty((len(group), 0))
+    x = np.linspace(low, high, points if low < high else 1)
+    return x, np.stack([np.interp(x, c.x, smoothed(c.y, smoothing)) for c in group])
+
+
+def spread(y: Array) -> tuple[Array, Array]:
+    """(low, high) of the mean of several runs at every place: 95 %, bootstrapped; of two runs, both of them."""
+    if len(y) < 3:
+        return y.min(axis=0), y.max(axis=0)
+    sides = np.array([interval(column, resamples=_RESAMPLES) for column in y.T])
+    return sides[:, 0], sides[:, 1]
+
+
+def plot(
+    runs: Sequence[Path], out: Path, metric: str = METRIC, over: str = "timesteps", smoothing: float = 0.0, title: str = ""
+) -> Path:
+    """Several runs in one PNG, each on its own."""
+    alone = {f"{c.run.parent.name}/{c.run.name}": [c] for c in curves(runs, metric, over)}
+    return draw(alone, out, metric, over, smoothing, title)
+
+
+def draw(
+    groups: Mapping[str, Sequence[Curve]], out: Path, metric: str, over: str, smoothing: float = 0.0, title: str = ""
+) -> Path:
+    """Label → its runs: thin lines for runs, a thick one for their mean, a shade for its interval."""
+    return draw_panels({title: groups}, out, metric, over, smoothing)
+
+
+def draw_panels(
+    panels: Mapping[str, Mapping[str, Sequence[Curve]]], out: Path, metric: str, over: str, smoothing: float = 0.0
+) -> Path:
+    """Title → groups, one panel below the other: environments have scales of their own."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5 * len(panels)), dpi=120, layout="constrained")
+    for axes, (title, groups) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+        for number, (label, group) in enumerate(groups.items()):
+            _draw_group(axes, f"C{number % 10}", label, group, smoothing)
+        _style(axes, metric, over, title, many=len(groups) > 1 or any(len(group) > 1 for group in groups.values()))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    return out
+
+
+def _draw_group(axes: Any, colour: str, label: str, group: Sequence[Curve], smoothing: float) -> None:
+    if len(group) == 1:
+        axes.plot(group[0].x, smoothed(group[0].y, smoothing), color=colour, linewidth=1.8, label=label)
+        return
+    for c in group:
+        axes.plot(c.x, smoothed(c.y, smoothing), color=colour, linewidth=0.6, alpha=0.45)
+    x, y = on_grid(group, smoothing)
+    axes.plot(x, y.mean(axis=0), color=colour, linewidth=1.8, label=f"{label} (n={len(group)})")
+    if len(x):
+        axes.fill_between(x, *spread(y), color=colour, alpha=0.18, linewidth=0)
+
+
+def _style(axes: Any, metric: str, over: str, title: str, many: bool) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(over.replace("_", " "))
+    axes.set_ylabel(metric.replace("_", " "))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda v, _: f"{v / 1000:g}k" if v >= 1000 else f"{v:g}")
+    if many:
+        axes.legend(fontsize=7, loc="lower right")

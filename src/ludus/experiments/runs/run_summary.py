@@ -1,0 +1,86 @@
+"""The end of a training in words: why it stopped, how good the agent is, where everything is, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+
+from ludus.config.schema import EXTERNAL
+from ludus.experiments.result import Result
+from ludus.experiments.control.stop_reason import REASONS, in_words, is_interruption
+from ludus.experiments.control.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
+from ludus.experiments.runs.remote_runs import shown
+from ludus.core.formatting import format_duration, format_number
+
+
+def stop_reason(stopped_by: str) -> str:
+    """`Stopped: time limit reached`, from the key of the stop condition or the signal."""
+    words = in_words(stopped_by)
+    return words[0].upper() + words[1:] if is_interruption(stopped_by) else f"Stopped: {words}"
+
+
+def summary_lines(result: Result, command: str = "ludus") -> Iterator[str]:
+    """What is printed at the end. `command`: as it is typed on this machine."""
+    yield f"{stop_reason(result.stopped_by)}. {_trained(result)}."
+    if evaluation := _evaluation(result):
+        yield evaluation
+    yield _how_long(result)
+    yield from result.remarks()
+    place = shlex.quote(result.place)
+    yield f"run         {result.place}"
+    if result.checkpoint:
+        yield f"checkpoint  {shown(result.checkpoint)}"
+    yield from (f"{what:<12}{command} {words}" for what, words in _next_steps(result, place))
+
+
+def _trained(result: Result) -> str:
+    """The number that says most of the agent: its win rate where matches are won and lost, else its return."""
+    mean, numbers = result.episode_return_mean, result.metrics
+    if is_zero_sum(numbers):
+        rates = evaluated_win_rates(numbers)
+        return f"Win rate {'; '.join(rates)} in the last evaluation" if rates else "The win rate was not evaluated"
+    if math.isnan(mean):
+        return "No episode ended during training"
+    if rates := training_win_rates(numbers):
+        return f"Win rate in training {'; '.join(rates)}. Mean return {format_number(mean)} in training"
+    return f"Mean return {format_number(mean)} in training"
+
+
+def _evaluation(result: Result) -> str:
+    numbers = result.metrics
+    mean, episodes = (numbers.get(f"evaluation/{name}", math.nan) for name in ("return_mean", "episodes"))
+    if math.isnan(mean):
+        return ""
+    of = "" if math.isnan(episodes) else f" over {episodes:,.0f} episodes"
+    rates = [] if is_zero_sum(numbers) else evaluated_win_rates(numbers)
+    won = f"win rate {'; '.join(rates)}; " if rates else ""
+    return f"Evaluation: {won}mean return {format_with_interval(mean, numbers, 'evaluation/return')}{of}."
+
+
+def _how_long(result: Result) -> str:
+    steps, seconds = result.metrics.get("timesteps", 0.0), result.metrics.get("time_s", 0.0)
+    speed = f" ({steps / seconds:,.0f} steps/s)" if seconds and steps else ""
+    return f"{steps:,.0f} steps in {format_duration(seconds)}{speed}."
+
+
+def _next_steps(result: Result, place: str) -> Iterator[tuple[str, str]]:
+    """(what for, the command without its first word)."""
+    interrupted = is_interruption(result.stopped_by)
+    if interrupted:
+        yield "continue", f"train --resume {place}"
+    if result.checkpoint:
+        yield ("serve it", f"serve {place}") if result.env == EXTERNAL else ("watch it", f"rollout {place} --video")
+    yield "look at it", f"runs show {place}"
+    if not interrupted and (longer := longer_stop(result)):
+        yield "train on", f"train --resume {place} --stop {longer}"
+
+
+def longer_stop(result: Result) -> str:
+    """The stop condition that ended the run, at about twice the value; empty for a target that was reached."""
+    reached = result.metrics.get(result.stopped_by, 0.0)
+    if result.stopped_by == "episode_return_mean" or result.stopped_by not in REASONS or reached <= 0:
+        return ""
+    digits = 1 - math.floor(math.log10(2 * reached))
+    twice = round(2 * reached, digits)
+    return f"{result.stopped_by}={twice:.0f}" if twice >= 1 else ""
