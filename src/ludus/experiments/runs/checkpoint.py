@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import ludus
+from ludus.algorithms.base import Algorithm
 from ludus.core import trust
+from ludus.core.tree import Array
 from ludus.errors import AlreadyExists, Damaged, IncompatibleCheckpoint, NotFound, StoreError, StoreUnavailable, UsageError
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
 from ludus.models import centralized_critic
-from ludus.models.weights import serialization
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, Policy, Weights
+from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, claims_after
-from ludus.storage.safe_read import parse_json
 from ludus.storage.base import Guard, Store
-from ludus.algorithms.base import Algorithm
-from ludus.core.tree import Array
+from ludus.storage.safe_read import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,9 @@ def read(store: Store, name: str) -> Checkpoint:
             )
         models = list(state["models"])
         weights = {m: serialization.decode_weights(files[f"{m}.safetensors"], f"{name}/{m}")[0] for m in models}
-        arrays = {m: serialization.decode_weights(files[f"{m}.optimizer.safetensors"], f"{name}/{m}.optimizer")[0] for m in models}
+        arrays = {
+            m: serialization.decode_weights(files[f"{m}.optimizer.safetensors"], f"{name}/{m}.optimizer")[0] for m in models
+        }
         sampler = serialization.decode_weights(files["sampler.safetensors"], f"{name}/sampler")[0]
         _check_state(state)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ludus.errors import ConfigError, UsageError
-from ludus.experiments.runs.plot import Curve
-from ludus.experiments.runs.run_dir import Run, began, is_script
-from ludus.experiments.runs.tracking import flat
-from ludus.experiments.runs.remote_runs import is_remote, shown
 from ludus.core.plugins import did_you_mean
 from ludus.core.statistics import Difference, difference, interval
+from ludus.errors import ConfigError, UsageError
+from ludus.experiments.runs.plot import Curve
+from ludus.experiments.runs.remote_runs import is_remote, shown
+from ludus.experiments.runs.run_dir import Run, began, is_script
+from ludus.experiments.runs.tracking import flat
 
 AUTO = "auto"
 """Groups of runs that differ in nothing but the seed."""

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ludus.errors import NotFound, UsageError
 from ludus.core.metrics import read_jsonl
 from ludus.core.statistics import interval
+from ludus.errors import NotFound, UsageError
 
 log = logging.getLogger(__name__)
 

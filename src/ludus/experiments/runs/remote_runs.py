@@ -23,10 +23,10 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from ludus.errors import NotFound, StoreError, StoreFull, UsageError
-from ludus.storage.s3_url import Address, usual_endpoint
+from ludus.storage.base import STORES, Store, check_key, open_store
 from ludus.storage.local import LocalStore
 from ludus.storage.redact import redacted
-from ludus.storage.base import STORES, Store, check_key, open_store
+from ludus.storage.s3_url import Address, usual_endpoint
 
 log = logging.getLogger(__name__)
 

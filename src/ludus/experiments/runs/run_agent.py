@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludus.sampling.trained_agent import TrainedAgent
-from ludus.errors import LudusError
-from ludus.envs.registry import EnvLike, env_name
-from ludus.models.policy import Policy
 from ludus.core.types import DEFAULT_MODEL
+from ludus.envs.registry import EnvLike, env_name
+from ludus.errors import LudusError
+from ludus.models.policy import Policy
+from ludus.sampling.trained_agent import TrainedAgent
 
 if TYPE_CHECKING:
-    from ludus.sampling.episode_runner import Score
     from ludus.experiments.export_run import Exported
+    from ludus.sampling.episode_runner import Score
 
 
 class RunAgent(TrainedAgent):

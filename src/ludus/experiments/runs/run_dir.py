@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import ludus
-from ludus.core import trust
 from ludus.config.schema import dump_yaml
+from ludus.core import trust
 from ludus.errors import AlreadyExists, ConfigError, Damaged, LudusError, NotFound, UsageError
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.remote_runs import directory_of, shown, store_of
-from ludus.storage.local import LocalStore
-from ludus.storage.safe_read import MOST_JSON_BYTES, parse_json, read_regular_file
-from ludus.storage.redact import without_secrets
 from ludus.storage.base import Guard
+from ludus.storage.local import LocalStore
+from ludus.storage.redact import without_secrets
+from ludus.storage.safe_read import MOST_JSON_BYTES, parse_json, read_regular_file
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,9 @@ def _on_store(directory: Path, depth: int) -> list[Path]:
             below = [f"{key}/{name}".lstrip("/") for key, names in listed.items() if key not in runs for name in names]
             level = below if left else []
         list(
-            pool.map(lambda key: remote_runs.fetch(directory / key, get=lambda name: store.get(f"{key}/{name}".lstrip("/"))), found)
+            pool.map(
+                lambda key: remote_runs.fetch(directory / key, get=lambda name: store.get(f"{key}/{name}".lstrip("/"))), found
+            )
         )
     return sorted((directory / key for key in found), key=began)
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.errors import StoreFull, UsageError
+from ludus.experiments.runs.remote_runs import is_remote, shown
 from ludus.experiments.runs.run_dir import CONFIG, Run, is_script
 from ludus.experiments.runs.run_status import look
-from ludus.experiments.runs.remote_runs import is_remote, shown
 
 _TRAINING = ("running", "starting", "restarting")
 _SILENT_S = 600.0

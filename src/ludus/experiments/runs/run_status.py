@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ludus.errors import Fenced, NotFound, StoreUnavailable
-from ludus.experiments.runs import remote_runs
-from ludus.experiments.control.bottleneck import Load, describe_bottleneck, percent
-from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
-from ludus.experiments.control.stop_reason import in_words
 from ludus.core.metrics import Numbers, read_jsonl
+from ludus.errors import Fenced, NotFound, StoreUnavailable
+from ludus.experiments.control.bottleneck import Load, describe_bottleneck, percent
+from ludus.experiments.control.stop_reason import in_words
+from ludus.experiments.runs import remote_runs
+from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
 from ludus.process.temp_dirs import alive, start_time
 from ludus.storage.base import Guard
 

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Iterator
 
 from ludus.config.schema import EXTERNAL
-from ludus.experiments.result import Result
+from ludus.core.formatting import format_duration, format_number
 from ludus.experiments.control.stop_reason import REASONS, in_words, is_interruption
 from ludus.experiments.control.training_display import evaluated_win_rates, format_with_interval, is_zero_sum, training_win_rates
+from ludus.experiments.result import Result
 from ludus.experiments.runs.remote_runs import shown
-from ludus.core.formatting import format_duration, format_number
 
 
 def stop_reason(stopped_by: str) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from ludus.errors import Fenced, LudusError
 from ludus.experiments.runs import run_status
 from ludus.experiments.runs.remote_runs import MOST_BYTES, WORKER, carried_files, is_remote, shown, store_of
-from ludus.storage.local import LocalStore
 from ludus.storage.base import Guard, Store
+from ludus.storage.local import LocalStore
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig, experiment
-from ludus.errors import ConfigError, LudusError, MissingExtra
-from ludus.experiments.runs.run_dir import Run
-from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.core.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.errors import ConfigError, LudusError, MissingExtra
+from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
+from ludus.experiments.runs.run_dir import Run
 
 log = logging.getLogger(__name__)
 
