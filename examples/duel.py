@@ -1,10 +1,10 @@
-"""A game of one's own: entities, an action mask and a hybrid action, trained from the command line.
+"""Custom environment with entities, an action mask and a hybrid action, trained from the command line.
 
     ludus train -f examples/duel.yaml
     ludus train examples.duel:make --set model.use_lstm=true --stop time_s=60
 
-You stand before up to four enemies. Choose whom to strike (only those that are there) and how hard; a blow that is just as
-strong as the enemy is worth most. The best return of a round is 1.
+The agent faces up to four enemies. It chooses a target among those that are present, and a force. The reward is highest when the force
+equals the strength of the enemy. The maximum return of an episode is 1.
 """
 
 from __future__ import annotations

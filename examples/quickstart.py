@@ -1,4 +1,4 @@
-"""Train an agent, let it play, load it again: the Python API on one page.
+"""Train an agent, load it and play one episode with the Python API.
 
 python examples/quickstart.py [TIMESTEPS]
 """

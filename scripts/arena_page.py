@@ -1,4 +1,4 @@
-"""Write the tables of docs/arena.md anew, from the code. Run it after a number of the Arena has changed; a test holds the page to it."""
+"""Regenerate the tables of docs/arena.md from the code. Run it after a change to the Arena's numbers; a test compares page and code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SECOND = layout.TICKS_PER_SECOND
 
 
 def filled(page: str) -> str:
-    """The text of docs/arena.md with its tables as the code has them now."""
+    """Return the text of docs/arena.md with its tables regenerated."""
     return _BLOCK.sub(lambda found: f"{found[1]}{chr(10).join(_TABLES[found['name']]())}\n{found[3]}", page)
 
 
@@ -52,7 +52,7 @@ def _seconds(ticks: int) -> str:
 
 
 def _heroes() -> Iterator[str]:
-    yield "| id | hero | | health | mana | attack | armour | range | speed | a blow every | regains | an item gives |"
+    yield "| id | hero | archetype | health | mana | attack | armour | range | speed | attack interval | regeneration | bonus per item |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     for hero in HEROES:
         yield f"| {' | '.join(_hero(hero))} |"
@@ -77,7 +77,7 @@ def _hero(hero: Hero) -> list[str]:
 
 
 def _skills() -> Iterator[str]:
-    yield "| hero | skill | aimed | range | wind-up | cooldown | mana | damage | besides |"
+    yield "| hero | skill | target | range | wind-up | cooldown | mana | damage | effect |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for hero in HEROES:
         for number, skill in enumerate(hero.skills, 1):
@@ -85,16 +85,16 @@ def _skills() -> Iterator[str]:
 
 
 def _skill(number: int, skill: Skill) -> list[str]:
-    whom = "a hero of the own side" if skill.ally else "a unit"
-    aimed = (f"at {whom}", f"a line, {_metres(2 * skill.size)} wide", f"{_metres(skill.size)} around {whom}")[number - 1]
-    damage = f"{skill.damage} + {skill.growth} a level" + (f" + {skill.ratio} % of attack" if skill.ratio else "")
-    besides = EFFECTS[skill.effect]
+    whom = "an allied hero" if skill.ally else "a unit"
+    aimed = (whom, f"line, {_metres(2 * skill.size)} wide", f"radius {_metres(skill.size)} around {whom}")[number - 1]
+    damage = f"{skill.damage} + {skill.growth} per level" + (f" + {skill.ratio} % of attack" if skill.ratio else "")
+    effect = EFFECTS[skill.effect]
     if skill.effect == SLOWS:
-        besides += f" by {skill.amount} %"
+        effect += f" by {skill.amount} %"
     if skill.seconds:
-        besides += f" for {skill.seconds:g} s"
+        effect += f" for {skill.seconds:g} s"
     if skill.effect == HEALS:
-        besides = "heals that much instead"
+        effect = "heals this amount instead"
     return [
         aimed,
         _metres(skill.range),
@@ -102,15 +102,15 @@ def _skill(number: int, skill: Skill) -> list[str]:
         f"{skill.cooldown:g} s",
         str(skill.mana),
         damage,
-        besides,
+        effect,
     ]
 
 
 def _units() -> Iterator[str]:
-    """As they stand in a match whose first ram has come; what they are worth is found out by striking them down."""
+    """Table of units in a match with the first siege creep. Rewards are measured by killing one unit of each kind."""
     arena = Arena()
     arena.reset([0])
-    yield "| | health | attack | a blow every | range | armour | radius | speed | gold | experience |"
+    yield "| unit | health | attack | attack interval | range | armour | radius | speed | gold | experience |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for which, name in enumerate(("outer tower", "inner tower", "base")):
         yield _unit(name, arena.units[0], layout.structure_slot(1, 1, which))
@@ -122,7 +122,7 @@ def _units() -> Iterator[str]:
 
 
 def _wave(number: int) -> np.typing.NDArray[np.int32]:
-    """The units of a match to which wave `number` has just come."""
+    """Units of a match right after wave `number` spawned."""
     arena = Arena()
     arena.reset([0])
     arena.match[0, layout.TICK], arena.match[0, layout.WAVES] = rules.FIRST_WAVE - 1, number
@@ -132,7 +132,7 @@ def _wave(number: int) -> np.typing.NDArray[np.int32]:
 
 
 def _creep(units: np.typing.NDArray[np.int32], kind: int) -> int:
-    """A slot with such a creep of camp 1, or -1."""
+    """Slot of a creep of this kind in camp 1, or -1."""
     fitting = (units[ALIVE] == 1) & (units[KIND] == kind) & (units[CAMP] == 1)
     return int(np.argmax(fitting)) if fitting.any() else -1
 
@@ -146,7 +146,7 @@ def _rams_every() -> int:
 
 
 def _growth() -> float:
-    """Percent of health from wave to wave."""
+    """Health growth over 100 waves, in percent of the first wave."""
     first, later = (_wave(number) for number in (0, 100))
     health = [int(units[MAX_HP, _creep(units, layout.MELEE)]) for units in (first, later)]
     return health[1] / health[0] * 100 - 100
@@ -191,7 +191,7 @@ def _unit(name: str, units: np.typing.NDArray[np.int32], slot: int) -> str:
 def _hero_worth() -> str:
     (gold, experience), (more_gold, more_experience) = (_hero_worth_at(level) for level in (1, 2))
     per_gold, per_experience = more_gold - gold, more_experience - experience
-    return f"{gold - per_gold} + {per_gold} a level | {experience - per_experience} + {per_experience} a level"
+    return f"{gold - per_gold} + {per_gold} per level | {experience - per_experience} + {per_experience} per level"
 
 
 def _hero_worth_at(level: int) -> tuple[int, int]:
@@ -203,7 +203,7 @@ def _hero_worth_at(level: int) -> tuple[int, int]:
 
 
 def _worth(victim: np.typing.NDArray[np.int32], slot: int) -> tuple[int, int]:
-    """Gold and experience for a hero that strikes it down, alone."""
+    """Gold and experience of a hero that kills the victim alone."""
     arena = Arena(lenient=True)
     arena.reset([0])
     units = arena.units[0]
@@ -214,7 +214,7 @@ def _worth(victim: np.typing.NDArray[np.int32], slot: int) -> tuple[int, int]:
     units[HP, slot], units[ATTACK, slot], units[SEEN, slot] = 1, 0, 1
     units[X, slot], units[Y, slot] = layout.LENGTH // 2, layout.LANE_Y
     units[X, 0], units[Y, 0] = layout.LENGTH // 2 - 2_000, layout.LANE_Y
-    units[RANGE, 0], units[LEVEL, 0] = 5_000, rules.MAX_LEVEL  # no experience goes into a level
+    units[RANGE, 0], units[LEVEL, 0] = 5_000, rules.MAX_LEVEL  # at the maximum level, experience is not spent on a level
     orders = np.zeros((1, 2, 4), np.int32)
     orders[0, 0] = layout.STRIKE, 0, 0, 0
     arena.advance(orders, 1)
@@ -224,37 +224,37 @@ def _worth(victim: np.typing.NDArray[np.int32], slot: int) -> tuple[int, int]:
 
 
 def _numbers() -> Iterator[str]:
-    yield "| | |"
+    yield "| rule | value |"
     yield "|---|---|"
-    yield f"| the field | {_metres(layout.LENGTH)} by {_metres(layout.WIDTH)} |"
+    yield f"| field size | {_metres(layout.LENGTH)} by {_metres(layout.WIDTH)} |"
     x = ", ".join(_metres(at) for at in (layout.OUTER_X, layout.INNER_X, layout.BASE_X))
-    yield f"| outer tower, inner tower, base | {x} from the own end, in the middle of the width |"
+    yield f"| position of outer tower, inner tower, base | {x} from the camp's own end, on the centre line |"
     bushes = ", ".join(f"({x / 1000:g}, {y / 1000:g})" for x, y in layout.BUSHES)
-    yield f"| bushes, {_metres(layout.BUSH_RADIUS)} around | {bushes} |"
-    yield f"| time | {_SECOND} ticks a second |"
-    yield f"| first wave, then every | {_seconds(rules.FIRST_WAVE)}, {_seconds(rules.WAVE_EVERY)} |"
-    yield f"| a ram comes with wave {_first_ram() + 1}, then every | {_rams_every()} waves |"
-    yield f"| a wave is stronger than the one before by | {_growth() / 100:.0f} % of the first |"
-    yield f"| income of every hero, later | {_income()} gold a second |"
+    yield f"| bushes, radius {_metres(layout.BUSH_RADIUS)}, at | {bushes} |"
+    yield f"| ticks per second | {_SECOND} |"
+    yield f"| first wave; interval between waves | {_seconds(rules.FIRST_WAVE)}; {_seconds(rules.WAVE_EVERY)} |"
+    yield f"| waves with a siege creep | wave {_first_ram() + 1}, then every {_rams_every()} waves |"
+    yield f"| strength added per wave | {_growth() / 100:.0f} % of the first wave |"
+    yield f"| passive income of a hero, after the start | {_income()} gold per second |"
     once, twice = _mended(10_000), _mended(20_000)
-    yield f"| `heal` gives | {2 * once - twice} + {(twice - once) / 100:g} % of the highest health |"
+    yield f"| `heal` restores | {2 * once - twice} + {(twice - once) / 100:g} % of maximum health |"
+    yield f"| `heal` cooldown | {_seconds(rules.MEND_COOLDOWN)} |"
     one, two = _dead_for(1), _dead_for(2)
-    yield f"| a dead hero is back after | {_seconds(2 * one - two)} + {_seconds(two - one)} a level |"
-    yield f"| the fountain heals whom no hero has hurt for | {_seconds(rules.FOUNTAIN_AFTER)} |"
-    yield f"| highest level, most items | {rules.MAX_LEVEL}, {rules.MAX_ITEMS} |"
-    yield f"| experience from level n to the next | {rules.needed(0)} + {rules.needed(1) - rules.needed(0)} n |"
+    yield f"| respawn time of a hero | {_seconds(2 * one - two)} + {_seconds(two - one)} per level |"
+    yield f"| fountain radius around the base | {_metres(rules.FOUNTAIN)} |"
+    yield f"| the fountain heals after, without damage from a hero | {_seconds(rules.FOUNTAIN_AFTER)} |"
+    yield f"| maximum level; maximum number of items | {rules.MAX_LEVEL}; {rules.MAX_ITEMS} |"
+    yield f"| experience from level n to n + 1 | {rules.needed(0)} + {rules.needed(1) - rules.needed(0)} n |"
     yield f"| price of item n | {rules.price(0)} + {rules.price(1) - rules.price(0)} (n − 1) gold |"
-    yield f"| experience is for heroes within | {_metres(rules.EXPERIENCE)} |"
+    yield f"| radius in which heroes share experience | {_metres(rules.EXPERIENCE)} |"
     sights = ", ".join(_metres(far) for far in (rules.SIGHT, rules.TOWER_SIGHT, rules.CREEP_SIGHT))
-    yield f"| sight of heroes, buildings, creeps | {sights} |"
-    yield f"| who is in a bush is seen from | {_metres(rules.BUSH_SIGHT)} |"
-    yield f"| whom one may be ordered to attack is within | {_metres(rules.CHASE)} |"
-    yield f"| the fountain, around the base | {_metres(rules.FOUNTAIN)} |"
-    yield f"| a recall takes | {_seconds(rules.RECALL_TICKS)} |"
-    yield f"| `heal` again after | {_seconds(rules.MEND_COOLDOWN)} |"
-    yield f"| an assist is remembered for | {_seconds(rules.HURT_MEMORY)} |"
-    yield f"| towers remember who attacked a hero for | {_seconds(rules.AGGRO_TICKS)} |"
-    yield f"| of a hero's damage to a building without own creeps within {_metres(rules.GUARD)} there remain | {rules.UNGUARDED} % |"
+    yield f"| sight range of heroes, buildings, creeps | {sights} |"
+    yield f"| sight range towards units in a bush | {_metres(rules.BUSH_SIGHT)} |"
+    yield f"| maximum distance of an attack target | {_metres(rules.CHASE)} |"
+    yield f"| duration of a recall | {_seconds(rules.RECALL_TICKS)} |"
+    yield f"| time window of an assist | {_seconds(rules.HURT_MEMORY)} |"
+    yield f"| time for which towers target a hero that attacked a hero | {_seconds(rules.AGGRO_TICKS)} |"
+    yield f"| hero damage to a building without own creeps within {_metres(rules.GUARD)} | {rules.UNGUARDED} % |"
 
 
 def _entities() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/config.md anew, from the schemas. Run it after a key has changed; a test holds the page to it."""
+"""Regenerate the tables of docs/config.md from the schemas. Run it after a key has changed; a test compares page and schemas."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ class Constant:
         return decided
 
 
-@pytest.fixture(params=["fake-actor", "built-in", "seats"])
+@pytest.fixture(params=["fake actor", "built-in actor", "two seats"])
 def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
     name = str(request.param)
-    if name == "fake-actor":
+    if name == "fake actor":
         with gateway(FakeActor) as served:
             yield name, served
         return
-    seats = ONE if name == "built-in" else TWO
+    seats = ONE if name == "built-in actor" else TWO
     shared = {seat: Seat(Constant(spaces)) for seat, spaces in seats.items()}
     with gateway(lambda: BuiltinActor(shared), GatewaySettings(spec=plain_spec(seats))) as served:
         yield name, served
@@ -71,7 +71,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_every_curl_line_answers_as_printed(place: tuple[str, Served]) -> None:
     name, served = place
-    blocks = [text for info, text in BLOCKS if info == f"console {name}"]
+    blocks = [text for info, text in BLOCKS if info == f'console title="{name}"']
     assert blocks
     for block in blocks:
         for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -84,7 +84,7 @@ def test_every_curl_line_answers_as_printed(place: tuple[str, Served]) -> None:
 
 def test_every_printed_request_is_answered_with_the_printed_reply() -> None:
     raw = [(info, _on_the_wire(text)) for info, text in BLOCKS if info.startswith("http ")]
-    assert [info for info, _ in raw] == ["http request", "http reply"] * (len(raw) // 2)
+    assert [info for info, _ in raw] == ['http title="request"', 'http title="reply"'] * (len(raw) // 2)
     with gateway(FakeActor) as served, socket.create_connection(("127.0.0.1", served.port), LIMIT_S) as connection:
         for (_, request), (_, reply) in zip(raw[::2], raw[1::2], strict=True):
             connection.sendall(request)
@@ -152,7 +152,7 @@ def test_every_refusal_in_the_code_is_on_the_page_and_no_other() -> None:
 
 def _refusals_in_code() -> Iterator[tuple[int, str]]:
     source = Path(ludus.__file__).parent
-    for path in (*(source / "gateway").glob("*.py"), *(source / "serving").glob("*.py")):
+    for path in (path for package in ("gateway", "gamecore", "serving") for path in (source / package).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Refused":
                 status, word = node.args[:2]

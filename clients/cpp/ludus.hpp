@@ -1,9 +1,9 @@
-// Ludus: the game's side of the protocol (docs/protocol.md), in one header. C++11 and sockets, nothing else.
+// Ludus client for games (docs/protocol.md) in one header. Needs only C++11 and sockets.
 //
 //     ludus::Options options("127.0.0.1", 8000);
 //     options.deadline_ms = 30;
 //     options.fallback = ludus::Fallback::Repeat;
-//     options.default_body = nothing;                       // until there is something to repeat
+//     options.default_body = nothing;                       // until there is a reply to repeat
 //     ludus::Client client(options);
 //     ludus::Session session;                               // or session("match-17")
 //     ludus::Reply reply;
@@ -11,15 +11,15 @@
 //     while (playing && client.tick(session, observe(), reply)) apply(reply.body);
 //     client.end(session, "", reply);
 //
-// A tick has a deadline. When it is missed, the game gets the fallback and goes on; reply.missed and session.missed() tell, and
-// the next tick finds its place again by itself. start and end insist, within timeout_ms. Every request is numbered: one that was
-// sent twice counts once, and no reply is ever taken for that of another request.
+// A tick has a deadline. If it is missed, the game gets the fallback and continues; reply.missed and session.missed() report it, and
+// the next tick synchronises with the server again. start and end retry until timeout_ms. Every request is numbered: a request that is
+// sent twice counts once, and a reply is never mistaken for that of another request.
 //
-// Nothing throws (it compiles with -fno-exceptions -fno-rtti) and there is no global state. A client is for one thread at a time
-// and has one connection, on which its sessions take turns; make as many clients as you like. Memory grows with the largest body
-// and is then used again: a tick allocates nothing. No TLS: where the way is not private, put a proxy on this machine.
+// Nothing throws (it compiles with -fno-exceptions -fno-rtti) and there is no global state. Use a client from one thread at a time. It
+// has one connection, which its sessions share in turn; you can create any number of clients. Memory grows with the largest body and is
+// reused: a tick allocates nothing. No TLS: if the network is not private, run a TLS proxy on this machine.
 //
-// Tested on Linux. The branches for Windows (Winsock; link Ws2_32) and macOS are there and have not been run.
+// Tested on Linux. The code for Windows (Winsock; link Ws2_32) and macOS has not been run.
 
 #ifndef LUDUS_HPP
 #define LUDUS_HPP
@@ -56,17 +56,17 @@ namespace ludus {
 
 enum class Error {
     None,
-    Usage,        // the call cannot be: nothing was sent
-    Refused,      // the server said no; status and word tell why
-    Lost,         // it no longer has this session: start a new one
+    Usage,        // invalid call: nothing was sent
+    Refused,      // the server refused; status and word have the reason
+    Lost,         // the server no longer has this session: start a new one
     Deadline,     // a tick was not answered in time
-    Unreachable,  // no answer; it is not known whether the request counted
+    Unreachable,  // no answer; the request may or may not have counted
 };
 
-// What tick gives when its deadline is missed.
+// Result of a tick that misses its deadline.
 enum class Fallback {
-    Error,    // nothing: it returns false
-    Repeat,   // the last reply to a tick of this session; before the first one default_body, if has_default, else as Error
+    Error,    // none: tick returns false
+    Repeat,   // the last reply to a tick of this session; before the first reply default_body if has_default, else as Error
     Default,  // default_body
 };
 
@@ -74,13 +74,13 @@ struct Options {
     std::string host;
     std::uint16_t port;
     std::string token;   // empty: none
-    std::string prefix;  // of all paths, behind a proxy: "/ludus"
-    int timeout_ms;      // of start, end and spec, each with all its retries
-    int deadline_ms;     // of a tick, with all its retries
+    std::string prefix;  // prefix of all paths, behind a proxy: "/ludus"
+    int timeout_ms;      // for each start, end and spec, including retries
+    int deadline_ms;     // for a tick, including retries
     Fallback fallback;
     std::string default_body;
-    bool has_default;  // for a default_body that is empty; one that is not empty counts anyway
-    int retries;       // how often a request is sent again after its connection broke
+    bool has_default;  // needed for an empty default_body; a non-empty one is always used
+    int retries;       // number of retries after a broken connection
     std::size_t max_reply_bytes;
 
     explicit Options(std::string host_ = "127.0.0.1", std::uint16_t port_ = 8000, std::string token_ = std::string())
@@ -96,49 +96,49 @@ struct Options {
 };
 
 struct Reply {
-    std::string body;  // of the server; of a tick that was missed: the fallback
-    bool missed;       // the body is the fallback, or there is none; error tells why
+    std::string body;  // from the server, or the fallback of a missed tick
+    bool missed;       // the body is the fallback or empty; error has the reason
     Error error;
-    int status;           // of the server's answer; 0 without one
-    std::string word;     // what a program can test for: "unknown_session"
-    std::string message;  // for people
+    int status;           // HTTP status; 0 without an answer
+    std::string word;     // error word for programs: "unknown_session"
+    std::string message;  // for humans
     std::string hint;
-    double retry_after_s;  // below 0: the server did not say
+    double retry_after_s;  // below 0: not given
 
     Reply() : missed(false), error(Error::None), status(0), retry_after_s(-1) {}
 };
 
 class Client;
 
-// One match. What is public may be set before start.
+// One match. Set the public members before start.
 class Session {
 public:
-    std::string id;     // fresh for every match; empty: start makes one
-    std::string match;  // joins several sessions of one match
-    std::string model;  // what is to play; empty: the server decides
-    std::int64_t version;  // of the model; below 0: the current one
-    double temperature;    // of the choice; below 0: the server decides
+    std::string id;     // new for every match; empty: start generates one
+    std::string match;  // common id of several sessions of one match
+    std::string model;  // model to play; empty: the server decides
+    std::int64_t version;  // version of the model; below 0: the current one
+    double temperature;    // sampling temperature; below 0: the server decides
 
     explicit Session(std::string id_ = std::string())
         : id(std::move(id_)), version(-1), temperature(-1), next_(0), missed_(0), state_(Fresh), unsure_(false), has_action_(false) {}
 
     Session(Session&&) = default;
     Session& operator=(Session&&) = default;
-    Session(const Session&) = delete;  // two of them would give the same number to two requests
+    Session(const Session&) = delete;  // a copy would use the same number for two requests
     Session& operator=(const Session&) = delete;
 
     bool open() const { return state_ == Open; }
-    // How many ticks were not answered in time.
+    // Number of ticks that were not answered in time.
     std::uint64_t missed() const { return missed_; }
 
 private:
     friend class Client;
     enum State { Fresh, Starting, Open, Over };
 
-    std::int64_t next_;  // the number of the next request
+    std::int64_t next_;  // number of the next request
     std::uint64_t missed_;
     State state_;
-    // An attempt was never answered. It may still arrive, after any number of others: from then on the server corrects next_.
+    // An attempt had no answer and may still arrive, after any number of other requests: then the server's 409 corrects next_.
     bool unsure_;
     bool has_action_;
     std::string action_;  // the last reply to a tick
@@ -147,13 +147,13 @@ private:
 
 // -- the raw format of the built-in actor ---------------------------------------------------------------------------------
 
-// The body of start for a session whose ticks are raw.
+// Body of start for a session with raw ticks.
 inline const char* raw_start() { return "{\"format\": \"raw\"}"; }
 
-// The body of a raw tick: begin, then the leaves of the observation in the order of GET /spec, then the mask, if there is one.
+// Body of a raw tick: begin, then the leaves of the observation in the order of GET /spec, then the mask, if any.
 class RawWriter {
 public:
-    // The reward is that of the action before.
+    // The reward belongs to the previous action.
     RawWriter& begin(float reward = 0, bool terminated = false, bool truncated = false) {
         body_.clear();
         f32(reward);
@@ -185,7 +185,7 @@ public:
         for (std::size_t i = 0; i < count; ++i) i64(values[i]);
         return *this;
     }
-    // Last of all: one entry per option, 0 = forbidden.
+    // Call it last: one entry per option, 0 = forbidden.
     RawWriter& mask(const std::uint8_t* allowed, std::size_t count) {
         if (body_.size() >= 8) body_[4] = static_cast<char>(body_[4] | 4);
         return u8s(allowed, count);
@@ -201,7 +201,7 @@ private:
 };
 
 // The leaves of an action, in the order of GET /spec: Discrete and MultiDiscrete are i64, a Box of reals f32, MultiBinary u8.
-// Beyond the end everything is 0 and ok() is false. Keep the body for as long as you read.
+// Reads beyond the end return 0, and ok() is false. The body must outlive the reader.
 class RawReader {
 public:
     explicit RawReader(const std::string& body) : data_(body.data()), size_(body.size()), at_(0), ok_(true) {}
@@ -249,17 +249,17 @@ private:
     bool ok_;
 };
 
-// -- what the client is made of: nothing for games below, except Client ----------------------------------------------------
+// -- implementation; games need only Client below ---------------------------------------------------------------------------
 
 namespace detail {
 
 const std::size_t max_head_bytes = std::size_t(64) << 10;
 const std::size_t max_name_bytes = 256;
 const int max_interim_replies = 8;
-const int retry_pause_ms = 200;  // before the second retry; the first is made at once: most often an idle connection was closed
+const int retry_pause_ms = 200;  // before the second retry; the first is immediate, because usually an idle connection was closed
 const int busy_pause_ms = 2, max_busy_pause_ms = 20;
 
-// The time that is left for a call.
+// Remaining time of a call.
 class Clock {
 public:
     explicit Clock(int limit_ms) : end_(std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms)) {}
@@ -267,7 +267,7 @@ public:
         return std::chrono::duration<double, std::milli>(end_ - std::chrono::steady_clock::now()).count();
     }
     bool over() const { return left_ms() <= 0; }
-    // For poll: rounded up, so that nobody spins through the last millisecond.
+    // For poll: rounded up, to avoid busy waiting in the last millisecond.
     int poll_ms() const {
         double left = left_ms();
         return left <= 0 ? 0 : left > 1e9 ? 1000000000 : static_cast<int>(left) + 1;
@@ -288,12 +288,12 @@ inline int hex_digit(char c) {
 
 inline std::string decimal(std::int64_t value) { return std::to_string(static_cast<long long>(value)); }
 
-// A piece of somebody else's bytes.
+// Non-owning range of bytes.
 struct Span {
     const char* data;
     std::size_t size;
 
-    bool is(const char* word) const {  // in lower case
+    bool is(const char* word) const {  // `word` in lower case
         std::size_t i = 0;
         for (; i < size && word[i]; ++i)
             if (lower(data[i]) != word[i]) return false;
@@ -305,7 +305,7 @@ struct Span {
         while (part.size && (part.data[part.size - 1] == ' ' || part.data[part.size - 1] == '\t')) --part.size;
         return part;
     }
-    // Nothing but digits, and within the limit.
+    // Only digits, and within the limit.
     bool number(std::uint64_t limit, std::uint64_t* value) const {
         *value = 0;
         for (std::size_t i = 0; i < size; ++i) {
@@ -318,7 +318,7 @@ struct Span {
     }
 };
 
-// Whether a text may stand in a header: anything else would forge one.
+// Whether a text is allowed in a header value; prevents header injection.
 inline bool fits_header(const std::string& text, std::size_t limit) {
     if (text.empty() || text.size() > limit || text[0] == ' ' || text[text.size() - 1] == ' ') return false;
     for (std::size_t i = 0; i < text.size(); ++i) {
@@ -328,7 +328,7 @@ inline bool fits_header(const std::string& text, std::size_t limit) {
     return true;
 }
 
-// The head of a reply.
+// Head of a reply.
 struct Head {
     int status;
     bool old;  // HTTP/1.0
@@ -339,7 +339,7 @@ struct Head {
     double retry_after_s;
 };
 
-// From the status line to the empty line, both included. nullptr when it is right, else what is wrong.
+// Parse from the status line to the empty line, both included. Returns nullptr, or the error.
 inline const char* parse_head(const char* data, std::size_t size, Head* head) {
     const char* const bad = "what came back is not HTTP/1.1";
     *head = Head{0, false, false, false, false, 0, -1};
@@ -377,7 +377,7 @@ inline const char* parse_head(const char* data, std::size_t size, Head* head) {
             head->chunked = true;
         } else if (name.is("connection")) {
             if (value.is("close")) head->close = true;
-        } else if (name.is("retry-after")) {  // a date is possible too; our server does not send one
+        } else if (name.is("retry-after")) {  // may also be a date; a Ludus server does not send one
             Span whole = value, part = {value.data, 0};
             const char* dot = static_cast<const char*>(std::memchr(value.data, '.', value.size));
             if (dot) {
@@ -395,7 +395,7 @@ inline const char* parse_head(const char* data, std::size_t size, Head* head) {
     return nullptr;
 }
 
-// The texts and the number at the top of the JSON of a refusal; everything nested is passed over.
+// Top-level strings and number of a refusal's JSON; nested values are skipped.
 class Refusal {
 public:
     std::string word, message, hint;
@@ -403,7 +403,7 @@ public:
 
     Refusal() : last(-1), at_(nullptr), end_(nullptr) {}
 
-    // False: these are not our words.
+    // False: not the JSON of a Ludus server.
     bool read(const char* data, std::size_t size) {
         at_ = data;
         end_ = data + size;
@@ -495,7 +495,7 @@ private:
         }
         return false;
     }
-    // A number, a word, or something nested, however deep.
+    // Skip a number, a word, or a nested value of any depth.
     bool pass_over() {
         int depth = 0;
         const char* begin = at_;
@@ -534,7 +534,7 @@ inline bool unblock(Handle handle) {
     u_long yes = 1;
     return ioctlsocket(handle, FIONBIO, &yes) == 0;
 }
-// 1 readable, 2 writable or failed; 0 when the time is over. select, for WSAPoll does not tell of failed connects everywhere.
+// 1 readable, 2 writable or failed; 0 on time-out. Uses select, because WSAPoll does not report failed connects on all versions.
 inline int wait_for(Handle handle, bool read, bool write, int ms) {
     fd_set in, out, failed;
     FD_ZERO(&in);
@@ -547,7 +547,7 @@ inline int wait_for(Handle handle, bool read, bool write, int ms) {
     if (select(0, &in, &out, &failed, &limit) <= 0) return 0;
     return (FD_ISSET(handle, &in) ? 1 : 0) | (FD_ISSET(handle, &out) || FD_ISSET(handle, &failed) ? 2 : 0);
 }
-// Winsock counts how often it is asked for.
+// Winsock start-up is reference-counted.
 struct Winsock {
     Winsock() {
         WSADATA data;
@@ -572,7 +572,7 @@ inline bool unblock(Handle handle) {
     int flags = ::fcntl(handle, F_GETFL, 0);
     return flags >= 0 && ::fcntl(handle, F_SETFL, flags | O_NONBLOCK) == 0 && ::fcntl(handle, F_SETFD, FD_CLOEXEC) == 0;
 }
-// 1 readable, 2 writable or failed; 0 when the time is over.
+// 1 readable, 2 writable or failed; 0 on time-out.
 inline int wait_for(Handle handle, bool read, bool write, int ms) {
     struct pollfd asked = {handle, static_cast<short>((read ? POLLIN : 0) | (write ? POLLOUT : 0)), 0};
     if (::poll(&asked, 1, ms) <= 0) return 0;
@@ -581,20 +581,20 @@ inline int wait_for(Handle handle, bool read, bool write, int ms) {
 }
 #endif
 
-// One answer of the server.
+// One reply of the server.
 struct Answer {
     int status;
     bool close;
     double retry_after_s;
-    bool ours;  // a refusal has words of ours; one of a proxy has not
+    bool ours;  // the refusal has the JSON of a Ludus server, so it is not from a proxy
     Refusal refusal;
 };
 
-// One connection. Whatever goes wrong, it is closed and `why` tells.
+// One connection. On any error it is closed, and `why` has the reason.
 class Connection {
 public:
     std::string why;
-    bool refused;  // nobody listens there
+    bool refused;  // connection refused
 
     Connection() : refused(false), handle_(no_handle), at_(0), used_(0), best_(0) {}
     ~Connection() { close(); }
@@ -607,14 +607,14 @@ public:
         at_ = used_ = 0;
     }
 
-    // What a name stands for is asked once, and again at a start after a failure: that cannot be interrupted.
+    // A name is resolved once, and again at a start after a failure, because name resolution cannot be interrupted.
     void forget_addresses() { addresses_.clear(); }
 
-    // Send the request, read the reply: its body into `body`.
+    // Send the request and read the reply; its body goes into `body`.
     bool ask(const std::string& host, std::uint16_t port, const std::string& request, std::size_t max_body, const Clock& clock,
              Answer* answer, std::string* body) {
         refused = false;
-        // A server may have closed what was idle; and what it says unasked is the answer to nothing.
+        // The server may have closed an idle connection; unsolicited bytes answer no request.
         if (handle_ != no_handle && wait_for(handle_, true, false, 0)) close();
         if (handle_ == no_handle && !connect(host, port, clock)) return false;
         bool whole;
@@ -622,7 +622,7 @@ public:
             close();
             return false;
         }
-        if (answer->close || !whole) close();  // the next request would be taken for the rest of this one
+        if (answer->close || !whole) close();  // else the next request would be read as the rest of this one
         return true;
     }
 
@@ -670,7 +670,7 @@ private:
         std::size_t count = addresses_.size();
         for (std::size_t i = 0; i < count; ++i) {
             std::size_t which = (best_ + i) % count;
-            // Each address that is left gets its share of the time: the first may be a black hole.
+            // Divide the time among the remaining addresses: the first may never answer.
             int share_ms = static_cast<int>(clock.left_ms() / static_cast<double>(count - i)) + 1;
             if (clock.over()) return fail("timed out");
             if (connect_to(addresses_[which], share_ms)) {
@@ -702,7 +702,7 @@ private:
         return error == 0 || fail_with(error);
     }
 
-    // True also when the answer is there before everything was sent: a refusal.
+    // Also true if the answer arrives before everything was sent: a refusal.
     bool send(const std::string& request, const Clock& clock, bool* whole) {
         *whole = false;
 #ifdef MSG_NOSIGNAL
@@ -710,7 +710,7 @@ private:
 #else
         const int flags = 0;
 #endif
-        const std::size_t most = std::size_t(1) << 20;  // at a time: some systems count in int
+        const std::size_t most = std::size_t(1) << 20;  // per call: some systems use int
         for (std::size_t sent = 0; sent < request.size();) {
             std::size_t size = request.size() - sent < most ? request.size() - sent : most;
 #ifdef _WIN32
@@ -734,7 +734,7 @@ private:
         return true;
     }
 
-    // More bytes at the end of `in_`.
+    // Read more bytes to the end of `in_`.
     bool more(const Clock& clock) {
         const std::size_t step = std::size_t(16) << 10;
         if (at_ && at_ == used_) at_ = used_ = 0;
@@ -790,7 +790,7 @@ private:
         return true;
     }
 
-    // Where the next head ends.
+    // Find the end of the next head.
     bool head_end(const Clock& clock, std::size_t* end) {
         for (std::size_t seen = at_;;) {
             for (; seen + 4 <= used_; ++seen) {
@@ -802,7 +802,7 @@ private:
             std::size_t size = used_ - at_, known = size < 7 ? size : 7;
             if (size > max_head_bytes || (known && std::memcmp(in_.data() + at_, "HTTP/1.", known) != 0))
                 return fail("what came back is not HTTP/1.1");
-            if (at_ == used_) seen = 0;  // `more` begins anew
+            if (at_ == used_) seen = 0;  // `more` starts at the front again
             if (!more(clock)) return false;
         }
     }
@@ -818,7 +818,7 @@ private:
         return true;
     }
 
-    // A line without its CR LF, which ends before `limit` bytes.
+    // Read a line of less than `limit` bytes, without its CR LF.
     bool line(const Clock& clock, std::size_t limit, std::string* text) {
         text->clear();
         for (;;) {
@@ -863,7 +863,7 @@ private:
     Winsock winsock_;
 #endif
     Handle handle_;
-    std::vector<char> in_;  // in_[at_ .. used_) is not read yet
+    std::vector<char> in_;  // in_[at_ .. used_) is unread
     std::size_t at_, used_;
     std::string line_;
     std::vector<Address> addresses_;
@@ -882,7 +882,7 @@ public:
     Client(const Client&) = delete;
     Client& operator=(const Client&) = delete;
 
-    // Begins a session; blocks for at most timeout_ms. When no answer came, the same call may be made again, with the same body.
+    // Begin a session; blocks for at most timeout_ms. Without an answer the same call may be repeated with the same body.
     bool start(Session& session, const std::string& body, Reply& reply) { return start(session, body.data(), body.size(), reply); }
     bool start(Session& session, const void* body, std::size_t size, Reply& reply) {
         if (!prepare(reply)) return false;
@@ -891,7 +891,7 @@ public:
         if (failed_) connection_.forget_addresses();
         if (session.state_ != Session::Starting) {
             if (session.id.empty() || session.id == session.made_id_) session.id = session.made_id_ = fresh_id();
-            // Any number will do, one that nobody had before: so this start is never taken for the retry of another.
+            // A number that was not used before: this start is never mistaken for the retry of another.
             session.next_ = static_cast<std::int64_t>(draw() >> 33);
             session.missed_ = 0;
             session.unsure_ = session.has_action_ = false;
@@ -902,8 +902,8 @@ public:
         return answered;
     }
 
-    // Asks for the next action; blocks for at most the deadline (0: deadline_ms of the options). True: reply.body is an action;
-    // when reply.missed is true too, it is the fallback, and reply.error tells why.
+    // Request the next action; blocks for at most the deadline (0: deadline_ms of the options). True: reply.body is an action;
+    // if reply.missed is also true, it is the fallback, and reply.error has the reason.
     bool tick(Session& session, const std::string& body, Reply& reply, int deadline_ms = 0) {
         return tick(session, body.data(), body.size(), reply, deadline_ms);
     }
@@ -930,7 +930,7 @@ public:
         return fall_back(session, reply);
     }
 
-    // Ends a session; blocks for at most timeout_ms. When no answer came, the same call may be made again.
+    // End a session; blocks for at most timeout_ms. Without an answer the same call may be repeated.
     bool end(Session& session, const std::string& body, Reply& reply) { return end(session, body.data(), body.size(), reply); }
     bool end(Session& session, const void* body, std::size_t size, Reply& reply) {
         if (!prepare(reply) || !started(session, reply)) return false;
@@ -940,7 +940,7 @@ public:
         return ended;
     }
 
-    // The JSON of GET /spec.
+    // Get the JSON of GET /spec.
     bool spec(Reply& reply) {
         if (!prepare(reply)) return false;
         request_.assign("GET ").append(options_.prefix).append("/spec HTTP/1.1\r\n").append(common_).append("\r\n");
@@ -953,15 +953,15 @@ public:
         }
     }
 
-    // How many ticks were not answered in time, of all sessions.
+    // Number of ticks that were not answered in time, in all sessions.
     std::uint64_t missed() const { return missed_; }
     const Options& options() const { return options_; }
-    // Sessions stay open on the server; the next call connects again.
+    // Close the connection. Sessions stay open on the server; the next call reconnects.
     void close() { connection_.close(); }
 
 private:
     static std::uint64_t seed() {
-        // random_device alone is the same in every process on some platforms.
+        // On some platforms random_device alone is the same in every process.
         std::random_device device;
         std::uint64_t now = static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
         return (std::uint64_t(device()) << 32 | device()) ^ now;
@@ -1016,7 +1016,7 @@ private:
         return usage(reply, "This session is not open.", "Start it first.");
     }
 
-    // The headers that only a start has.
+    // Headers of a start only.
     bool headers(const Session& session, Reply& reply) {
         headers_.clear();
         if (!name(session.id, nullptr)) return usage(reply, "The session id cannot be sent in a header.", "A UUID will do.");
@@ -1025,7 +1025,7 @@ private:
         if (session.version >= 0) headers_ += "Ludus-Version: " + detail::decimal(session.version) + "\r\n";
         if (session.temperature >= 0) {
             if (!(session.temperature <= 1e6)) return usage(reply, "The temperature is out of range.", "It is a small number.");
-            // Not by printf, whose comma depends on the locale.
+            // Not printf, whose decimal point depends on the locale.
             std::int64_t millionths = static_cast<std::int64_t>(session.temperature * 1e6 + 0.5);
             std::string part = detail::decimal(1000000 + millionths % 1000000).substr(1);
             while (part.size() > 1 && part[part.size() - 1] == '0') part.erase(part.size() - 1);
@@ -1041,10 +1041,10 @@ private:
         return true;
     }
 
-    // One request, however often it takes to send it. True when it was served.
+    // Send one request, with retries. Returns true if it was served.
     //
-    // A tick that may have counted keeps its number for ever. The next one has the next number, and the server says with 409 when
-    // that is not its turn: so no reply is taken for that of another request.
+    // The number of a tick that may have counted is not used again. The next tick has the next number, and the server answers 409 if it
+    // expects another one: so a reply is never mistaken for that of another request.
     bool ask(const char* kind, Session& session, const void* body, std::size_t size, const detail::Clock& clock, Reply& reply) {
         const bool starting = kind[0] == 's', ticking = kind[0] == 't';
         const int limit_ms = static_cast<int>(clock.left_ms() + 0.5);
@@ -1055,7 +1055,7 @@ private:
             if (!once(clock, &answer, reply)) {
                 if (!starting) session.unsure_ = true;
                 if (!clock.over() && ++failures <= options_.retries && sleep(clock, detail::retry_pause_ms * (failures - 1)))
-                    continue;  // the same number: it counts once
+                    continue;  // same number: it counts once
                 if (ticking) give_up(session, number);
                 return unreachable(reply, clock, limit_ms);
             }
@@ -1078,7 +1078,7 @@ private:
                 continue;
             }
             if (not_now(answer.status, answer.ours)) {
-                const bool foreign = answer.status >= 500 && !answer.ours;  // a proxy: the request may have passed it
+                const bool foreign = answer.status >= 500 && !answer.ours;  // from a proxy: the server may have received the request
                 if (foreign && !starting) session.unsure_ = true;
                 ++failures;
                 double pause_ms = answer.retry_after_s < 0 ? detail::retry_pause_ms * failures : answer.retry_after_s * 1000;
@@ -1087,7 +1087,7 @@ private:
                 if (foreign && answer.status != 503) return in_its_stead(answer, reply);
             }
             refuse(answer, reply);
-            if (reply.error == Error::Lost) session.next_ = number + 1;  // or the server would repeat what it said to this one
+            if (reply.error == Error::Lost) session.next_ = number + 1;  // else the server would repeat its reply to this one
             return false;
         }
     }
@@ -1110,14 +1110,14 @@ private:
         return !failed_;
     }
 
-    // False when the time would be over.
+    // False if the time would be over.
     static bool sleep(const detail::Clock& clock, int ms) {
         if (ms >= clock.left_ms()) return false;
         if (ms > 0) detail::pause(ms);
         return true;
     }
 
-    // Worth trying again: the server is full, or a proxy does not reach it.
+    // A retry may help: the server is full, or a proxy cannot reach it.
     static bool not_now(int status, bool ours) { return status == 429 || status == 503 || (status >= 500 && !ours); }
 
     static bool refuse(const detail::Answer& answer, Reply& reply) {
@@ -1134,7 +1134,7 @@ private:
         return false;
     }
 
-    // A proxy did not hear the server's answer.
+    // A proxy got no answer from the server.
     bool in_its_stead(const detail::Answer& answer, Reply& reply) const {
         reply.body.clear();
         reply.error = Error::Unreachable;
@@ -1180,7 +1180,7 @@ private:
     std::mt19937_64 random_;
     detail::Connection connection_;
     std::uint64_t missed_;
-    bool failed_;  // the last attempt
+    bool failed_;  // the last attempt failed
 };
 
 }  // namespace ludus

@@ -1,23 +1,23 @@
-// Ludus: the game's side of the protocol (docs/protocol.md), in one file. C# 7.3, .NET Standard 2.0, nothing else.
+// Ludus client for games (docs/protocol.md) in one file. Needs only C# 7.3 and .NET Standard 2.0.
 //
 //     var client = new LudusClient("http://127.0.0.1:8000", new LudusOptions {
 //         DeadlineMs = 30, Fallback = Fallback.Repeat, Default = new byte[8] });
 //     using (LudusSession session = client.Start()) {
-//         while (playing) Apply(session.Tick(Observe()));    // or TickAsync: look at the Task in every frame
+//         while (playing) Apply(session.Tick(Observe()));    // or TickAsync: check the Task in every frame
 //         session.End();
 //     }
 //
-// A tick has a deadline. When it is missed, the game gets the fallback and goes on; session.LastMissed and session.Missed tell,
-// and the next tick finds its place again by itself. Start and End insist, within TimeoutMs, and throw. Every request is numbered:
-// one that was sent twice counts once, and no reply is ever taken for that of another request.
+// A tick has a deadline. If it is missed, the game gets the fallback and continues; session.LastMissed and session.Missed report it,
+// and the next tick synchronises with the server again. Start and End retry until TimeoutMs, then throw. Every request is numbered: a
+// request that is sent twice counts once, and a reply is never mistaken for that of another request.
 //
-//     LudusException                   Status, Error (a word to test for), Hint
-//     ├── LudusRefused                 the server said no
-//     │   └── LudusSessionLost         it no longer has this session: Start a new one
-//     └── LudusUnreachable             no answer; it is not known whether the request counted
-//         └── LudusDeadlineMissed      a tick, not in time, and there was no fallback. The session goes on.
+//     LudusException                   Status, Error (error word for programs), Hint
+//     ├── LudusRefused                 the server refused
+//     │   └── LudusSessionLost         the server no longer has this session: Start a new one
+//     └── LudusUnreachable             no answer; the request may or may not have counted
+//         └── LudusDeadlineMissed      a late tick without a fallback. The session continues.
 //
-// A session is for one thread at a time; a client for any number of them.
+// Use a session from one thread at a time, a client from any number of threads.
 
 using System;
 using System.Collections.Generic;
@@ -34,12 +34,12 @@ using System.Threading.Tasks;
 
 namespace Ludus
 {
-    /// <summary>What Tick returns when its deadline is missed.</summary>
+    /// <summary>Result of a Tick that misses its deadline.</summary>
     public enum Fallback
     {
-        /// <summary>Nothing: it throws LudusDeadlineMissed.</summary>
+        /// <summary>None: throw LudusDeadlineMissed.</summary>
         Error,
-        /// <summary>The last reply to a tick of this session; before the first one Default, else as Error.</summary>
+        /// <summary>The last reply to a tick of this session; before the first reply Default, if set, else as Error.</summary>
         Repeat,
         /// <summary>The bytes in Default.</summary>
         Default,
@@ -48,31 +48,31 @@ namespace Ludus
     public sealed class LudusOptions
     {
         public string Token;
-        /// <summary>For Start, End and Spec, each with all its retries.</summary>
+        /// <summary>For each Start, End and Spec, including retries.</summary>
         public int TimeoutMs = 10000;
-        /// <summary>For Tick, with all its retries.</summary>
+        /// <summary>For a Tick, including retries.</summary>
         public int DeadlineMs = 10000;
         public Fallback Fallback = Fallback.Error;
         public byte[] Default;
-        /// <summary>How often a request is sent again after its connection broke.</summary>
+        /// <summary>Number of retries after a broken connection.</summary>
         public int Retries = 2;
         public int MaxReplyBytes = 64 << 20;
-        /// <summary>With https only. null: what the system trusts.</summary>
+        /// <summary>Only for https. null: the trust store of the system.</summary>
         public RemoteCertificateValidationCallback CheckCertificate;
     }
 
     /// <summary>
-    /// What a start may ask for; all of it may be left out. After LudusUnreachable the same object makes the same start again,
-    /// which counts once.
+    /// Optional settings of a start. After LudusUnreachable, a Start with the same object repeats the same request, which counts
+    /// once.
     /// </summary>
     public sealed class LudusStart
     {
         internal string UnansweredId;
         internal long UnansweredNumber;
 
-        /// <summary>Fresh for every match. null: a new GUID.</summary>
+        /// <summary>New for every match. null: a new GUID.</summary>
         public string Session;
-        /// <summary>Joins several sessions of one match.</summary>
+        /// <summary>Common id of several sessions of one match.</summary>
         public string Match;
         public string Model;
         public long? Version;
@@ -102,7 +102,7 @@ namespace Ludus
 
     public class LudusRefused : LudusException
     {
-        /// <summary>Set when trying again may help.</summary>
+        /// <summary>Set if a retry may help.</summary>
         public double? RetryAfterSeconds { get; }
 
         public LudusRefused(int status, string error, string message, string hint, double? retryAfterSeconds)
@@ -129,7 +129,7 @@ namespace Ludus
         public LudusDeadlineMissed(string message, string hint, Exception inner) : base("deadline", message, hint, inner) { }
     }
 
-    /// <summary>A server. Keeps a few connections of ended sessions for the next ones.</summary>
+    /// <summary>Client of one server. Keeps a few connections of ended sessions for new ones.</summary>
     public sealed class LudusClient : IDisposable
     {
         const int KeptConnections = 4;
@@ -155,7 +155,7 @@ namespace Ludus
         {
             about = about ?? new LudusStart();
             string id = about.UnansweredId ?? about.Session ?? Guid.NewGuid().ToString("N");
-            // Every start has a number of its own: a new one is never taken for the retry of an earlier one of the same id.
+            // Every start has its own number: a new start is never mistaken for the retry of an earlier one with the same id.
             long number = about.UnansweredId != null ? about.UnansweredNumber : Interlocked.Increment(ref _starts);
             about.UnansweredId = null;
             var session = new LudusSession(this, about, id, number);
@@ -181,7 +181,7 @@ namespace Ludus
             return Task.Run(() => Start(about));
         }
 
-        /// <summary>The JSON of GET /spec.</summary>
+        /// <summary>Get the JSON of GET /spec.</summary>
         public string Spec()
         {
             var clock = new Clock(Options.TimeoutMs);
@@ -206,7 +206,7 @@ namespace Ludus
             }
         }
 
-        /// <summary>Closes idle connections. Sessions that are open stay open, here and on the server.</summary>
+        /// <summary>Close idle connections. Open sessions stay open, here and on the server.</summary>
         public void Dispose()
         {
             lock (_idle)
@@ -217,7 +217,7 @@ namespace Ludus
             }
         }
 
-        /// <summary>A connection on which nothing is under way. Throws IOException.</summary>
+        /// <summary>Return an idle or new connection. Throws IOException.</summary>
         internal Connection Take(Clock clock)
         {
             while (true)
@@ -251,7 +251,7 @@ namespace Ludus
         }
     }
 
-    /// <summary>One match, on a connection of its own. For one thread at a time.</summary>
+    /// <summary>One match with its own connection. Not thread-safe.</summary>
     public sealed class LudusSession : IDisposable
     {
         const int RetryPauseMs = 200;
@@ -262,20 +262,20 @@ namespace Ludus
         readonly LudusStart _about;
         readonly string _head;
         Connection _connection;
-        long _last;      // the number of the last request that counted, as far as we know; the next one has 1 more
-        bool _unsure;    // an attempt was never answered and may still arrive, after any number of others: 409 corrects _last
+        long _last;      // number of the last request known to have counted; the next one is 1 higher
+        bool _unsure;    // an attempt had no answer and may still arrive, after any number of other requests: 409 corrects _last
         int _asking;
         byte[] _good;    // the last reply to a tick
 
         public string Id { get; }
-        /// <summary>What the server said to the start.</summary>
+        /// <summary>Body of the reply to the start.</summary>
         public byte[] Started { get; private set; } = new byte[0];
         public Fallback Fallback { get; set; }
         public byte[] Default { get; set; }
         public int DeadlineMs { get; set; }
-        /// <summary>How many ticks were not answered in time.</summary>
+        /// <summary>Number of ticks that were not answered in time.</summary>
         public int Missed { get; private set; }
-        /// <summary>Whether the last one was among them: what it returned is the fallback.</summary>
+        /// <summary>Whether the last tick was one of them, so that it returned the fallback.</summary>
         public bool LastMissed { get; private set; }
         public bool Ended { get; private set; }
 
@@ -303,7 +303,7 @@ namespace Ludus
             Started = Insist("start", _about.Body, extra.ToString());
         }
 
-        /// <summary>Ask for the next action. Blocks for at most the deadline (0: DeadlineMs).</summary>
+        /// <summary>Request the next action. Blocks for at most the deadline (0: DeadlineMs).</summary>
         public byte[] Tick(byte[] body, int deadlineMs = 0)
         {
             Enter();
@@ -317,13 +317,13 @@ namespace Ludus
             }
         }
 
-        /// <summary>The same on a thread of the pool. Do not touch the body, nor ask again, before it is done.</summary>
+        /// <summary>The same on a thread of the pool. Do not modify the body or make another request before it has finished.</summary>
         public Task<byte[]> TickAsync(byte[] body, int deadlineMs = 0)
         {
             return Task.Run(() => Tick(body, deadlineMs));
         }
 
-        /// <summary>Blocks for at most TimeoutMs of the client. After LudusUnreachable it may be repeated, and counts once.</summary>
+        /// <summary>End the session. Blocks for at most TimeoutMs of the client. May be repeated after LudusUnreachable, and counts once.</summary>
         public byte[] End(byte[] body = null)
         {
             Enter();
@@ -346,7 +346,7 @@ namespace Ludus
             return Task.Run(() => End(body));
         }
 
-        /// <summary>Closes the connection. A session that was not ended is ended by the server after a minute of silence.</summary>
+        /// <summary>Close the connection. The server ends a session without End after a minute of silence.</summary>
         public void Dispose()
         {
             Drop();
@@ -402,7 +402,7 @@ namespace Ludus
             }
         }
 
-        /// <summary>One request, however often it takes to send it: its reply, which may be a refusal. Throws IOException.</summary>
+        /// <summary>Send one request, with retries, and return its reply, which may be a refusal. Throws IOException.</summary>
         Reply Ask(string kind, byte[] body, string extra, Clock clock)
         {
             body = body ?? new byte[0];
@@ -417,12 +417,12 @@ namespace Ludus
                 }
                 catch (IOException)
                 {
-                    Drop();  // what comes later on this connection is not the answer to the next request
+                    Drop();  // later bytes on this connection do not answer the next request
                     _unsure |= kind != "start";
                     if (!clock.Over && ++failures <= _client.Options.Retries)
                     {
-                        clock.Sleep(RetryPauseMs * (failures - 1));  // at first at once: most often an idle connection was closed
-                        continue;  // the same number: it counts once
+                        clock.Sleep(RetryPauseMs * (failures - 1));  // the first retry is immediate: usually an idle connection was closed
+                        continue;  // same number: it counts once
                     }
                     GiveUp(kind, number);
                     throw;
@@ -444,7 +444,7 @@ namespace Ludus
                 }
                 if (reply.NotNow)
                 {
-                    bool foreign = reply.Status >= 500 && !reply.Ours;  // a proxy between: the request may have passed it
+                    bool foreign = reply.Status >= 500 && !reply.Ours;  // from a proxy: the server may have received the request
                     _unsure |= foreign && kind != "start";
                     double pauseMs = (reply.RetryAfterSeconds ?? RetryPauseMs * (failures + 1) / 1000.0) * 1000;
                     if (++failures <= _client.Options.Retries && pauseMs < clock.LeftMs)
@@ -460,7 +460,7 @@ namespace Ludus
             }
         }
 
-        /// <summary>Perhaps it did count: its number is not used again, except by an end, which may only be followed by itself.</summary>
+        /// <summary>The request may have counted: do not use its number again, except for an end, which only an identical end may follow.</summary>
         void GiveUp(string kind, long number)
         {
             if (kind == "tick") _last = number;
@@ -489,7 +489,7 @@ namespace Ludus
     // -- the raw format of the built-in actor -----------------------------------------------------------------------------
 
     /// <summary>
-    /// The body of a raw tick, little-endian: reward, flags, the leaves of the observation in the order of GET /spec, the mask.
+    /// Body of a raw tick, little-endian: reward, flags, the leaves of the observation in the order of GET /spec, the mask.
     /// Start such a session with the body RawWriter.Start.
     /// </summary>
     public sealed class RawWriter
@@ -499,13 +499,13 @@ namespace Ludus
         int _size;
         bool[] _mask;
 
-        /// <summary>The body of the start of a session whose ticks are raw.</summary>
+        /// <summary>Body of the start of a session with raw ticks.</summary>
         public static byte[] Start
         {
             get { return Encoding.ASCII.GetBytes("{\"format\": \"raw\"}"); }
         }
 
-        /// <summary>Begin a tick. The reward is that of the action before; the mask says what the agent may do now.</summary>
+        /// <summary>Begin a tick. The reward belongs to the previous action; the mask has the allowed actions.</summary>
         public RawWriter Begin(float reward = 0, bool terminated = false, bool truncated = false, bool[] mask = null)
         {
             _size = 0;
@@ -568,7 +568,7 @@ namespace Ludus
         }
     }
 
-    /// <summary>The leaves of an action, in the order of GET /spec. Discrete and MultiDiscrete are Int64, MultiBinary bytes.</summary>
+    /// <summary>Leaves of an action, in the order of GET /spec. Discrete and MultiDiscrete are Int64, MultiBinary bytes.</summary>
     public sealed class RawReader
     {
         readonly byte[] _bytes;
@@ -615,7 +615,7 @@ namespace Ludus
 
     // -- HTTP/1.1 ---------------------------------------------------------------------------------------------------------
 
-    /// <summary>The time that is left for a call.</summary>
+    /// <summary>Remaining time of a call.</summary>
     sealed class Clock
     {
         readonly Stopwatch _watch = Stopwatch.StartNew();
@@ -626,7 +626,7 @@ namespace Ludus
         public double LeftMs { get { return _limitMs - _watch.Elapsed.TotalMilliseconds; } }
         public bool Over { get { return LeftMs <= 0; } }
 
-        /// <summary>For Socket.Poll, whose unit overflows after half an hour. Throws when nothing is left.</summary>
+        /// <summary>For Socket.Poll, whose unit overflows after half an hour. Throws when the time is over.</summary>
         public int LeftMicroseconds()
         {
             double left = LeftMs;
@@ -659,12 +659,12 @@ namespace Ludus
         public byte[] Body;
         public double? RetryAfterSeconds;
         public bool Close;
-        /// <summary>A refusal has words of ours; one of a proxy has not.</summary>
+        /// <summary>Whether a refusal has the JSON of a Ludus server, so that it is not from a proxy.</summary>
         public bool Ours;
         public string Error = "http", Message = "", Hint = "";
         public long Last = -1;
 
-        /// <summary>Worth trying again: the server is full, or a proxy does not reach it.</summary>
+        /// <summary>A retry may help: the server is full, or a proxy cannot reach it.</summary>
         public bool NotNow
         {
             get { return Status == 429 || Status == 503 || (Status >= 500 && !Ours); }
@@ -694,7 +694,7 @@ namespace Ludus
         }
     }
 
-    /// <summary>The texts and numbers at the top of a JSON object; what is nested is passed over. null: it is none.</summary>
+    /// <summary>Top-level strings and numbers of a JSON object; nested values are skipped. null: not an object.</summary>
     static class FlatJson
     {
         public static Dictionary<string, string> Read(string text)
@@ -739,7 +739,7 @@ namespace Ludus
             return true;
         }
 
-        /// <summary>To the comma or bracket that ends the value. Without recursion: depth costs nothing.</summary>
+        /// <summary>Skip to the comma or bracket that ends the value. No recursion, so depth is not limited by the stack.</summary>
         static bool PassOver(string text, ref int at)
         {
             int depth = 0, begin = at;
@@ -791,7 +791,7 @@ namespace Ludus
         }
     }
 
-    /// <summary>Where the requests go, and what all of them have in common.</summary>
+    /// <summary>Address of the server and the headers that all requests share.</summary>
     sealed class Server
     {
         public readonly string Name, StepHead;
@@ -835,7 +835,7 @@ namespace Ludus
                 catch (IOException)
                 {
                     if (i + 1 < addresses.Length && !clock.Over) continue;
-                    _addresses = null;  // it may have moved
+                    _addresses = null;  // the address may have changed
                     throw;
                 }
             }
@@ -872,7 +872,7 @@ namespace Ludus
         }
     }
 
-    /// <summary>One connection: a request, then its reply. Everything that goes wrong is an IOException; dispose it then.</summary>
+    /// <summary>One connection: a request, then its reply. Every failure is an IOException; dispose the connection then.</summary>
     sealed class Connection : IDisposable
     {
         const int MaxHead = 64 << 10;
@@ -895,7 +895,7 @@ namespace Ludus
             {
                 secure.AuthenticateAsClient(tlsHost);
             }
-            catch (Exception error) when (!(error is OutOfMemoryException))  // their kinds differ from runtime to runtime
+            catch (Exception error) when (!(error is OutOfMemoryException))  // the exception types differ between runtimes
             {
                 _wire.Dispose();
                 throw error as IOException ?? new IOException("TLS failed: " + error.Message, error);
@@ -903,15 +903,15 @@ namespace Ludus
             _stream = secure;
         }
 
-        /// <summary>Nothing has come since the last reply: neither bytes that nobody asked for, nor the end.</summary>
+        /// <summary>Nothing arrived since the last reply: neither unsolicited bytes nor the end of the stream.</summary>
         public bool Usable
         {
-            get { return _from == _to && (_stream != _wire || !_wire.Readable); }  // TLS says things of its own at any time
+            get { return _from == _to && (_stream != _wire || !_wire.Readable); }  // TLS may send its own records at any time
         }
 
         public void Dispose()
         {
-            _wire.Dispose();  // first: no goodbye of TLS may wait for anybody
+            _wire.Dispose();  // first, so that the TLS shutdown cannot block
             try { _stream.Dispose(); }
             catch (Exception error) when (error is IOException || error is ObjectDisposedException || error is InvalidOperationException) { }
         }
@@ -932,7 +932,7 @@ namespace Ludus
             catch (Exception error) when (error is SocketException || error is ObjectDisposedException || error is InvalidOperationException
                 || error is NotSupportedException || error is AuthenticationException || error is AggregateException)
             {
-                throw new IOException(error.Message, error);  // SslStream is not faithful to its word
+                throw new IOException(error.Message, error);  // SslStream throws undocumented exception types
             }
         }
 
@@ -948,7 +948,7 @@ namespace Ludus
                     throw new IOException("what came back is not HTTP/1.1");
                 reply.Close = old;
                 long length = Fields(reply, ref headBytes);
-                if (reply.Status < 200) continue;  // 100 Continue; the bytes of all heads together are limited
+                if (reply.Status < 200) continue;  // 100 Continue; the total size of all heads is limited
                 reply.Body = length == Chunked ? ReadChunks() : ReadBody(length);
                 if (_from != _to) throw new IOException("more came back than was asked for");
                 if (reply.Status != 200) reply.ReadRefusal();
@@ -970,7 +970,7 @@ namespace Ludus
 
         const long Chunked = -2, Unknown = -1;
 
-        /// <summary>The rest of the head; the length of the body.</summary>
+        /// <summary>Read the rest of the head; return the length of the body.</summary>
         long Fields(Reply reply, ref int headBytes)
         {
             long length = Unknown;
@@ -1015,7 +1015,7 @@ namespace Ludus
 
         byte[] ReadBody(long length)
         {
-            // Grows with what has come, not with what was announced.
+            // Grows with the received bytes, not with the announced length.
             var body = new byte[Math.Min(length, 64 << 10)];
             int have = 0;
             while (have < length)
@@ -1032,7 +1032,7 @@ namespace Ludus
             int trailers = 0;
             while (true)
             {
-                int lineBytes = MaxHead - ChunkLineBytes;  // leaves so many for this line
+                int lineBytes = MaxHead - ChunkLineBytes;  // leaves this many bytes for the line
                 string line = Line(ref lineBytes, false);
                 int end = line.IndexOf(';');
                 string digits = (end < 0 ? line : line.Substring(0, end)).TrimEnd(' ', '\t');
@@ -1049,7 +1049,7 @@ namespace Ludus
             return body.ToArray();
         }
 
-        /// <summary>Without its CR LF, as Latin-1. `bytes` counts towards the limit of a head.</summary>
+        /// <summary>Read a line without its CR LF, as Latin-1. `bytes` counts towards the limit of a head.</summary>
         string Line(ref int bytes, bool first)
         {
             const string Opening = "HTTP/1.";
@@ -1096,7 +1096,7 @@ namespace Ludus
         }
     }
 
-    /// <summary>A socket whose every wait ends with the clock of the call, however little at a time the other side sends.</summary>
+    /// <summary>Socket whose waits all end with the time of the call, even if the peer sends slowly.</summary>
     sealed class DeadlineStream : Stream
     {
         readonly Socket _socket;
@@ -1149,13 +1149,13 @@ namespace Ludus
             {
                 int left = Math.Min(Clock.LeftMicroseconds(), SliceMicroseconds);
                 if (_socket.Poll(left, SelectMode.SelectWrite)) break;
-                if (_socket.Poll(0, SelectMode.SelectError)) break;  // where Windows tells that it was refused
+                if (_socket.Poll(0, SelectMode.SelectError)) break;  // Windows reports a refused connection here
             }
             var code = (int)_socket.GetSocketOption(SocketOptionLevel.Socket, SocketOptionName.Error);
             if (code != 0) throw new SocketException(code);
             if (!_socket.Connected)
             {
-                try { _socket.Send(new byte[0]); }  // some runtimes look only when asked
+                try { _socket.Send(new byte[0]); }  // some runtimes detect it only on a send
                 catch (SocketException error) when (WouldBlock(error)) { }
             }
         }
@@ -1192,8 +1192,8 @@ namespace Ludus
             }
         }
 
-        // Mono sends all of it or spins until it has, whatever Blocking says: so only as much at a time as a socket that can be
-        // written to surely takes. BSD's SO_SNDLOWAT is 2048; Linux wants a third of the buffer to be free, which is more.
+        // Mono sends everything or spins, regardless of Blocking. So send only as much at a time as a writable socket certainly
+        // accepts: BSD's SO_SNDLOWAT is 2048; Linux requires a third of the buffer to be free, which is more.
         const int SendBytes = 2048;
         const int SliceMicroseconds = 5000;
 
@@ -1203,7 +1203,7 @@ namespace Ludus
                 if (_socket.Poll(Clock.LeftMicroseconds(), SelectMode.SelectWrite)) offset += Send(buffer, offset, end - offset);
         }
 
-        /// <summary>False when the other side answers before it has heard everything: it refuses the rest.</summary>
+        /// <summary>False if the server answers before it has received everything: it refuses the rest.</summary>
         public bool TryWrite(byte[] buffer)
         {
             for (int offset = 0; offset < buffer.Length; )

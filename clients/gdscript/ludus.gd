@@ -1,4 +1,4 @@
-# Ludus for Godot 3: the game's side of the protocol (docs/protocol.md), in one file. For Godot 4 take godot4/ludus.gd.
+# Ludus client for Godot 3 games (docs/protocol.md) in one file. For Godot 4 use godot4/ludus.gd.
 #
 #     var ludus = preload("res://ludus.gd").new("http://127.0.0.1:8000", {"deadline_ms": 30, "fallback": "repeat"})
 #     if not ludus.start(): print(ludus.message, " ", ludus.hint)
@@ -7,36 +7,36 @@
 #     if ludus.tick(observation): apply(ludus.reply)          if ludus.poll() == Ludus.DONE: apply(ludus.reply)
 #     elif ludus.error == "lost": ludus.start()               if ludus.poll() != Ludus.BUSY: ludus.begin_tick(observation)
 #
-# A tick has a deadline. When it is missed, `reply` is the fallback, `fell_back` is true, `missed` counts, and the next tick finds
-# its place again by itself. `start` and `end` insist, within timeout_ms. Every request is numbered: one that was sent twice counts
-# once, and no reply is ever taken for that of another request.
+# A tick has a deadline. If it is missed, `reply` is the fallback, `fell_back` is true, `missed` is incremented, and the next tick
+# synchronises with the server again. `start` and `end` retry until timeout_ms. Every request is numbered: a request that is sent twice
+# counts once, and a reply is never mistaken for that of another request.
 #
-# Every method that asks returns whether it went well. If not, `error` says what kind of trouble it was:
-#     refused        the server said no: see status, word, message, hint
-#     lost           it no longer has this session: start again
-#     deadline       no answer to a tick in time, and no fallback; the session goes on
-#     unreachable    no answer at all; it is not known whether the request counted
-#     usage          it was never sent: see message
-# After `unreachable` a start or an end may be made again just so, and counts once. One object is one session at a time, on a kept
+# Every method that sends a request returns whether it succeeded. If not, `error` has the kind of failure:
+#     refused        the server refused: see status, word, message, hint
+#     lost           the server no longer has this session: start again
+#     deadline       no answer to a tick in time, and no fallback; the session continues
+#     unreachable    no answer; the request may or may not have counted
+#     usage          invalid call, nothing was sent: see message
+# After `unreachable` a start or an end may be repeated unchanged, and counts once. One object is one session at a time, on a persistent
 # connection.
 extends Reference
 
 enum { IDLE, BUSY, DONE, FAILED }  # what poll() returns
 
-# Options, by name in the second argument of new().
+# Options: keys of the second argument of new().
 var token = ""
-var timeout_ms = 10000  # for start, end and spec, each with all its retries
-var deadline_ms = 10000  # for a tick, with all its retries
+var timeout_ms = 10000  # for each start, end and spec, including retries
+var deadline_ms = 10000  # for a tick, including retries
 var fallback = "error"  # or "repeat": the last reply to a tick (before the first: the default); or "default"
 var default = null  # a PoolByteArray
-var retries = 2  # how often a request is sent again after its connection broke
+var retries = 2  # number of retries after a broken connection
 var max_reply_bytes = 64 << 20
 var certificate = null  # with https: an X509Certificate to trust instead of the system's
 
-# What came of the last request.
+# Result of the last request.
 var reply = PoolByteArray()
 var fell_back = false
-var missed = 0  # of this session
+var missed = 0  # in this session
 var error = ""
 var status = 0
 var word = ""
@@ -45,14 +45,14 @@ var hint = ""
 var session = ""
 
 const MAX_HEAD = 16384
-const MAX_NUMBER = 9007199254740992.0  # JSON has doubles here
+const MAX_NUMBER = 9007199254740992.0  # JSON numbers are doubles here
 const RETRY_PAUSE_MS = 200
 const MAX_BUSY_PAUSE_MS = 20
 const OPTIONS = ["token", "timeout_ms", "deadline_ms", "fallback", "default", "retries", "max_reply_bytes", "certificate"]
 
 enum { PAUSE, BEGIN, RESOLVE, CONNECT, SECURE, SEND, READ }
 
-var _wrong = ""  # in the url or the options
+var _wrong = ""  # error in the url or the options
 var _host = ""
 var _port = 80
 var _path = ""
@@ -70,21 +70,21 @@ var _family = IP.TYPE_NONE
 var _kind = ""
 var _body = PoolByteArray()
 var _extra = ""
-var _deadline = 0  # in microseconds, as all times here
+var _deadline = 0  # in microseconds, like all times here
 var _until = 0
 var _failures = 0
 var _rounds = 0
 var _number = 0
 var _request = PoolByteArray()
 var _sent = 0
-var _early = false  # the answer came before all of it was sent
+var _early = false  # the answer arrived before the whole request was sent
 var _buffer = PoolByteArray()
-var _head = {}  # of the reply that is being read
+var _head = {}  # head of the reply that is being read
 var _chunks = PoolByteArray()
 
-var _open = false  # a session is
-var _last = 0  # the number of the last request that counted, as far as we know; the next one has 1 more
-var _unsure = false  # an attempt was never answered and may still arrive, after any number of others: 409 corrects _last
+var _open = false  # a session is open
+var _last = 0  # number of the last request known to have counted; the next one is 1 higher
+var _unsure = false  # an attempt had no answer and may still arrive, after any number of other requests: 409 corrects _last
 var _good = null  # the last reply to a tick
 
 
@@ -123,10 +123,10 @@ func _init(url = "http://127.0.0.1:8000", options = {}):
 		_wrong = "An option is out of range: times and sizes are above 0."
 
 
-# -- asking, and waiting for the answer
+# -- blocking requests
 
 
-# `about` may have: session (fresh for every match; else one is made), match, model, version, temperature.
+# Keys of `about`: session (new for every match; default: generated), match, model, version, temperature.
 func start(about = {}, body = PoolByteArray()) -> bool:
 	return begin_start(about, body) and wait()
 
@@ -139,19 +139,19 @@ func end(body = PoolByteArray()) -> bool:
 	return begin_end(body) and wait()
 
 
-# GET /spec: its JSON is the reply.
+# GET /spec: the reply is its JSON.
 func spec() -> bool:
 	return _begin("spec", PoolByteArray(), "", timeout_ms) and wait()
 
 
-# Blocks until the request that is under way is answered, or its time is over.
+# Block until the current request is answered or its time is over.
 func wait() -> bool:
 	while poll() == BUSY:
 		OS.delay_usec(50)
 	return _state == DONE
 
 
-# -- asking, without waiting: call poll() in every frame until it is no longer BUSY
+# -- non-blocking requests: call poll() in every frame until it is no longer BUSY
 
 
 func begin_start(about = {}, body = PoolByteArray()) -> bool:
@@ -166,11 +166,11 @@ func begin_start(about = {}, body = PoolByteArray()) -> bool:
 		if name != "session":
 			extra += "Ludus-%s: %s\r\n" % [name.capitalize(), about[name]]
 	if _kind == "start" and error == "unreachable" and extra == _extra and body == _body and about.get("session", session) == session:
-		_last = _number - 1  # the same start again
+		_last = _number - 1  # repeat the same start
 	else:
 		var random = Crypto.new().generate_random_bytes(20).hex_encode()
 		session = str(about["session"]) if about.has("session") else random.substr(0, 32)
-		# Every start has a number of its own: a new one is never taken for the retry of an earlier one of the same id.
+		# Every start has its own number: a new start is never mistaken for the retry of an earlier one with the same id.
 		_last = ("0x" + random.substr(32, 7)).hex_to_int()
 	_unsure = false
 	_open = false
@@ -196,7 +196,7 @@ func poll() -> int:
 	return _state
 
 
-# Closes the connection. A session that was not ended is ended by the server after a minute of silence.
+# Close the connection. The server ends a session without end() after a minute of silence.
 func close() -> void:
 	_drop()
 	_state = IDLE
@@ -206,13 +206,13 @@ func close() -> void:
 # -- the raw format of the built-in actor: little-endian
 
 
-# The body of the start of a session whose ticks are raw.
+# Body of the start of a session with raw ticks.
 static func raw_start() -> PoolByteArray:
 	return "{\"format\": \"raw\"}".to_utf8()
 
 
 # Put the leaves of the observation into it, in the order of GET /spec: put_float, put_64 (Discrete), put_u8, put_data …
-# The reward is that of the action before.
+# The reward belongs to the previous action.
 static func raw_begin(reward = 0.0, terminated = false, truncated = false, masked = false) -> StreamPeerBuffer:
 	var buffer = StreamPeerBuffer.new()
 	buffer.put_float(reward)
@@ -220,7 +220,7 @@ static func raw_begin(reward = 0.0, terminated = false, truncated = false, maske
 	return buffer
 
 
-# The body of the tick. `mask` has one entry per option, when raw_begin was told that there is one.
+# Body of the tick. `mask` has one entry per option, if raw_begin was called with a mask.
 static func raw_end(buffer: StreamPeerBuffer, mask = []) -> PoolByteArray:
 	for allowed in mask:
 		buffer.put_u8(1 if allowed else 0)
@@ -234,7 +234,7 @@ static func raw_read(bytes: PoolByteArray) -> StreamPeerBuffer:
 	return buffer
 
 
-# -- one request, however often it takes to send it
+# -- one request, with retries
 
 
 func _begin(kind: String, body: PoolByteArray, extra: String, within_ms: int) -> bool:
@@ -262,7 +262,7 @@ func _begin(kind: String, body: PoolByteArray, extra: String, within_ms: int) ->
 	return true
 
 
-# One step; false when there is something to wait for.
+# Make one step; false if it has to wait.
 func _advance() -> bool:
 	match _phase:
 		PAUSE:
@@ -284,7 +284,7 @@ func _advance() -> bool:
 			if _tcp.get_status() == StreamPeerTCP.STATUS_CONNECTING:
 				return false
 			if _tcp.get_status() != StreamPeerTCP.STATUS_CONNECTED:
-				_address = ""  # it may have moved
+				_address = ""  # the address may have changed
 				_family = IP.TYPE_NONE
 				_broken("nothing listens there")
 			else:
@@ -309,13 +309,13 @@ func _pause(ms) -> void:
 	_phase = PAUSE
 
 
-# The attempt failed: another one, or the end of the request.
+# The attempt failed: retry, or end the request.
 func _broken(why: String) -> void:
-	_drop()  # what comes later on this connection is not the answer to the next request
+	_drop()  # later bytes on this connection do not answer the next request
 	_unsure = _unsure or _kind in ["tick", "end"]
 	if OS.get_ticks_usec() < _deadline and _failures < retries:
-		_pause(RETRY_PAUSE_MS * _failures)  # at first at once: most often an idle connection was closed
-		_failures += 1  # the same number again: it counts once
+		_pause(RETRY_PAUSE_MS * _failures)  # the first retry is immediate: usually an idle connection was closed
+		_failures += 1  # same number: it counts once
 		return
 	_give_up()
 	var late = _kind == "tick" and OS.get_ticks_usec() >= _deadline
@@ -324,13 +324,13 @@ func _broken(why: String) -> void:
 	_miss()
 
 
-# Perhaps it did count: its number is not used again, except by an end, which may only be followed by itself.
+# The request may have counted: its number is not used again, except for an end, which only an identical end may follow.
 func _give_up() -> void:
 	if _kind == "tick":
 		_last = _number
 
 
-# A whole reply has come.
+# A whole reply has arrived.
 func _answered(code: int, body: PoolByteArray, retry_after) -> void:
 	if _head["close"] or _early:
 		_drop()
@@ -351,7 +351,7 @@ func _answered(code: int, body: PoolByteArray, retry_after) -> void:
 			_pause(0 if refusal["last"] >= 0 and _rounds < 2 else min(MAX_BUSY_PAUSE_MS, 2 * (_rounds + 1)))
 			_rounds += 1
 			return
-	var foreign = code >= 500 and not refusal["ours"]  # a proxy between: the request may have passed it
+	var foreign = code >= 500 and not refusal["ours"]  # from a proxy: the server may have received the request
 	var not_now = code in [429, 503] or foreign
 	_unsure = _unsure or (foreign and _kind in ["tick", "end"])
 	if not_now:
@@ -380,7 +380,7 @@ func _fail(kind: String, code: int, said: String, what: String, remedy: String) 
 	hint = remedy
 
 
-# A tick that was not answered in time: the fallback instead, if there is one.
+# A tick was not answered in time: use the fallback, if there is one.
 func _miss() -> void:
 	if _kind != "tick":
 		return
@@ -420,7 +420,7 @@ func _connect() -> void:
 		else:
 			_broken("it cannot be connected to")
 		return
-	_family = IP.TYPE_IPV6 if _family == IP.TYPE_IPV4 else IP.TYPE_IPV4  # the other one when the first knows nothing
+	_family = IP.TYPE_IPV6 if _family == IP.TYPE_IPV4 else IP.TYPE_IPV4  # try the other family if the first has no address
 	_resolving = IP.resolve_hostname_queue_item(_host, _family)
 	if _resolving == IP.RESOLVER_INVALID_ID:
 		_broken("too many names are being resolved")
@@ -456,10 +456,10 @@ func _connected() -> void:
 
 
 func _tcp_poll() -> void:
-	_tcp.get_status()  # it looks by itself
+	_tcp.get_status()  # also polls the socket
 
 
-# Nothing has come since the last reply: neither bytes that nobody asked for, nor the end.
+# Nothing arrived since the last reply: neither unsolicited bytes nor the end of the stream.
 func _usable() -> bool:
 	_tcp_poll()
 	if _tcp.get_status() != StreamPeerTCP.STATUS_CONNECTED:
@@ -506,7 +506,7 @@ func _send() -> bool:
 	var put = _stream.put_partial_data(part)
 	_sent += put[1]
 	if put[0] != OK or (put[1] == 0 and _sent < _request.size()):
-		if not _tls and _tcp.get_available_bytes() > 0:  # an answer before it has heard everything: it refuses the rest
+		if not _tls and _tcp.get_available_bytes() > 0:  # an answer before everything was sent: the server refuses the rest
 			_early = true
 			_phase = READ
 			return true
@@ -540,7 +540,7 @@ func _read() -> bool:
 # -- replies
 
 
-# Looks for a whole reply in what has come.
+# Look for a whole reply in the received bytes.
 func _parse() -> void:
 	while _head.empty():
 		var opening = "HTTP/1.".to_ascii()
@@ -548,7 +548,7 @@ func _parse() -> void:
 			if _buffer[i] != opening[i]:
 				_broken("what came back is not HTTP/1.1")
 				return
-		# A text ends at its first zero byte; no head has one.
+		# A string ends at its first zero byte; no head has one.
 		var text = _buffer.subarray(0, int(min(_buffer.size(), MAX_HEAD)) - 1).get_string_from_ascii()
 		var end = text.find("\r\n\r\n")
 		if end < 0:
@@ -627,7 +627,7 @@ func _parse_head(text: String) -> Dictionary:
 	return head
 
 
-# Moves whole chunks from the buffer to _chunks; true after the last one and its trailers.
+# Move whole chunks from the buffer to _chunks; true after the last one and its trailers.
 func _parse_chunks() -> bool:
 	while true:
 		var text = _buffer.subarray(0, int(min(_buffer.size(), MAX_HEAD)) - 1).get_string_from_ascii() if _buffer.size() > 0 else ""
@@ -642,7 +642,7 @@ func _parse_chunks() -> bool:
 			return false
 		var size = ("0x" + digits).hex_to_int()
 		if size == 0:
-			var over = text.find("\r\n\r\n", end)  # that of the size itself, when there are no trailers
+			var over = text.find("\r\n\r\n", end)  # the one after the size itself, if there are no trailers
 			if over >= 0:
 				_cut(over + 4)
 			elif _buffer.size() >= MAX_HEAD:
@@ -661,13 +661,13 @@ func _parse_chunks() -> bool:
 	return false
 
 
-# What a reply that is not 200 says; `ours` is false when it is not a Ludus server that speaks.
+# Contents of a reply that is not 200; `ours` is false if it is not from a Ludus server.
 func _refusal(code: int, body: PoolByteArray) -> Dictionary:
 	var found = {"ours": false, "word": "http", "message": "The server answered %d." % code, "hint": "", "last": -1}
 	if body.size() == 0 or body.size() > 65536 or body[0] != 123:
 		return found
 	var text = body.get_string_from_utf8()
-	if text.split("[").size() + text.split("{").size() > 32:  # the parser goes as deep as the text, and ours is flat
+	if text.split("[").size() + text.split("{").size() > 32:  # the parser is recursive, and the JSON of a Ludus server is flat
 		return found
 	var parsed = JSON.parse(text)
 	if parsed.error != OK or not parsed.result is Dictionary:

@@ -1,6 +1,6 @@
-"""The actor: turns what the game sends into what the model sees, and what the model says into what the game does.
+"""Actor: converts messages of the game into model inputs, and model outputs into actions.
 
-The same class trains and serves. With a buffer it also keeps what happened and pushes it in pieces of a fixed length.
+Training and serving use the same class. With a buffer it also records steps and pushes them in chunks of fixed length.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class AtariActor(ludus.Actor):
     async def end(self, body: bytes) -> bytes:
         if self.buffer is not None and self.ended_by == "game":
             self.reward(struct.unpack_from("<f", body)[0])
-            cut_off = len(body) > 4  # with the last picture: what would have followed is worth what the model thinks
+            cut_off = len(body) > 4  # truncated: the body has the last picture, and the model's value of it is the bootstrap
             self.push(float((await self.look(body))[1]) if cut_off else 0.0)
             ludus.metric("score", self.score)
         return b""
 
     async def look(self, body: bytes) -> tuple[Any, Any]:
-        """Logits and value of the last four pictures."""
+        """Append the picture to the last frames and return logits and value."""
         picture = np.frombuffer(body, np.uint8, offset=4).reshape(SIDE, SIDE)
         self.frames = np.concatenate([self.frames[..., 1:], picture[..., None] / np.float32(255)], axis=-1)
         return await self.model.forward(self.frames)
 
     def reward(self, reward: float) -> None:
-        """It belongs to the action before."""
+        """Add the reward of the previous action."""
         self.score += reward
         if self.steps:
             self.steps[-1]["reward"] = float(np.sign(reward))
 
     def push(self, following: float) -> None:
-        """Advantages are known as soon as the value of what follows is (generalised advantage estimation)."""
+        """Push the recorded steps with generalised advantage estimates; `following` is the value after the last step."""
         steps, self.steps = self.steps, []
         advantage = 0.0
         for step in reversed(steps):

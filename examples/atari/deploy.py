@@ -1,8 +1,8 @@
-"""Serve what was trained, with the same actor: games connect to the port as they did in training.
+"""Serve the trained model with the same actor; games connect to the port as in training.
 
     python deploy.py --port 8000
 
-Without a buffer the actor records nothing and takes the most probable action.
+Without a buffer the actor records nothing and chooses the most probable action.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The game: an ALE cartridge that plays itself in a process of its own and asks a server for every move, over HTTP.
+"""Game: an Atari game (ALE) in its own process that requests every action from a server over HTTP.
 
     python gamecore.py --port 8000 --game ALE/Pong-v5
 
-What it sends is between it and the actor: a float32 reward and a small grey picture. What comes back is one byte, the action.
-Requests are numbered (`seq`), so that one that was lost on the way can be sent again.
+The body format is agreed with the actor: a float32 reward and a small grey picture. The reply is one byte, the action.
+Requests are numbered (`seq`), so a lost request can be sent again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 
 
 def picture(frame: np.ndarray) -> bytes:
-    """210×160 grey pixels → 42×42: every fourth, without the score on top."""
+    """210×160 grey pixels → 42×42: every fourth pixel, without the score at the top."""
     small = np.zeros((42, 42), np.uint8)
     small[1:41, 1:41] = frame[34:194:4, ::4]
     return small.tobytes()
 
 
 class Server:
-    """One session after another over one connection."""
+    """Consecutive sessions over one connection."""
 
     def __init__(self, host: str, port: int, token: str | None = None) -> None:
         self._connection = http.client.HTTPConnection(host, port, timeout=60)
@@ -61,7 +61,7 @@ class Server:
 
 
 def play(server: Server, env: gym.Env, max_steps: int) -> float:
-    """One match; returns its score."""
+    """Play one match and return its score."""
     session, seq = uuid.uuid4().hex, itertools.count()
     server.step(session, "start", next(seq), b"")
     frame, _ = env.reset()
@@ -73,7 +73,7 @@ def play(server: Server, env: gym.Env, max_steps: int) -> float:
         score += float(reward)
         if terminated or truncated:
             break
-    # A match that is only cut off is not over: the actor needs the last picture to tell what it is worth.
+    # A truncated match is not over: the actor needs the last picture to estimate its value.
     server.step(session, "end", next(seq), struct.pack("<f", reward) + (b"" if terminated else picture(frame)))
     return score
 
@@ -82,9 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--token-file", help="where the server asks for a token")
+    parser.add_argument("--token-file", help="file with the token of the server")
     parser.add_argument("--game", default="ALE/Pong-v5")
-    parser.add_argument("--matches", type=int, default=0, help="0 = for ever")
+    parser.add_argument("--matches", type=int, default=0, help="number of matches; 0 = unlimited")
     parser.add_argument("--max-steps", type=int, default=10_000)
     options = parser.parse_args()
     gym.register_envs(ale_py)

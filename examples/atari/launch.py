@@ -1,8 +1,8 @@
-"""Train: model, buffer, actors, learner and games on this machine, each in processes of its own.
+"""Train with model, buffer, actors, learner and games in separate processes on this machine.
 
     python launch.py --game ALE/Pong-v5 --games 4
 
-Everything is kept in ./atari/ppo-v0: weights, metrics (TensorBoard), logs. Run it again and it goes on from there.
+Weights, metrics (TensorBoard) and logs are in ./atari/ppo-v0. The next start continues from there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
             pass
         print(f"trained to version {ludus.RemoteModel(name='atari_model').version}")
     except KeyboardInterrupt:
-        print("stopped; what was learned is kept")
+        print("stopped; the trained weights are kept")
     finally:
         for game in games:
             game.terminate()

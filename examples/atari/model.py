@@ -1,4 +1,4 @@
-"""The network: four grey frames of 42×42 in, one logit per action and a value out. It sees a batch; actors send single rows."""
+"""Network: input four grey frames of 42×42, output one logit per action and a value. Inputs are batched; actors send single rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIDE, FRAMES = 42, 4
 class AtariModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.eyes = nn.Sequential(
+        self.encoder = nn.Sequential(
             nn.Conv2d(FRAMES, 16, 4, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 4, stride=2), nn.ReLU(),
             nn.Conv2d(32, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 4 * 4, 128), nn.ReLU(),
         )  # fmt: skip
@@ -20,8 +20,8 @@ class AtariModel(nn.Module):
 
     def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:
         """[B, 42, 42, 4] → ([B, actions], [B])."""
-        seen = self.eyes(frames.permute(0, 3, 1, 2))
-        return self.logits(seen), self.value(seen).squeeze(-1)
+        features = self.encoder(frames.permute(0, 3, 1, 2))
+        return self.logits(features), self.value(features).squeeze(-1)
 
 
 if __name__ == "__main__":

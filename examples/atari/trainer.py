@@ -1,4 +1,4 @@
-"""The training function: yours from the first line to the last. It is called once in every learner process."""
+"""Training function of the user. It is called once in every learner process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ludus
 
 
 def train_atari(model: str, buffer: str, batch_size: int, weights_publish_interval: int, num_steps: int) -> None:
-    """Clipped policy gradients (PPO), one pass over what the actors have pushed."""
+    """Clipped policy gradients (PPO), one pass over the data that the actors push."""
     learner = ludus.learner()
     remote_model = ludus.RemoteModel(name=model)
     network = learner.wrap(remote_model.get_model())

@@ -1,10 +1,10 @@
-"""A game that knows nothing of machine learning: it plays CartPole and asks a server what to do, in plain HTTP.
+"""CartPole as a separate game process that gets its actions from a server over plain HTTP.
 
-    python game.py --port 8000 --games 32              # until the server goes away
+    python game.py --port 8000 --games 32              # until the server stops
     python game.py --port 8000 --matches 100           # one hundred matches, then the mean score
 
 Each match is a session: start, a tick for every step, end. All matches of this process advance together, each over its own
-connection; nothing but the standard library talks to the server.
+connection. The HTTP code uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import gymnasium as gym
 
-TOKEN = os.environ.get("LUDUS_TOKEN", "")  # of a server that has one
-LIMIT = 500  # steps after which a match is cut off
+TOKEN = os.environ.get("LUDUS_TOKEN", "")  # if the server has one
+LIMIT = 500  # steps after which a match is truncated
 
 
 class ServerGone(Exception):
@@ -28,11 +28,11 @@ class ServerGone(Exception):
 
 
 class SessionLost(Exception):
-    """The server does not know this match any more, because a process of it died: begin another."""
+    """The server lost this match because its worker died; start another one."""
 
 
 class Match:
-    """One game after another over one connection."""
+    """Consecutive games over one connection."""
 
     def __init__(self, host: str, port: int, seed: int, own_rule: bool) -> None:
         self.own_rule = own_rule
@@ -53,7 +53,7 @@ class Match:
         self.send("tick", json.dumps({"observation": self.observation.tolist(), "reward": self.reward}).encode())
 
     def act(self) -> int | None:
-        """Take the action that came back; the score when the match is over."""
+        """Apply the received action. Return the score if the match is over, else None."""
         answer = self.receive()
         angle, turning = float(self.observation[2]), float(self.observation[3])
         action = int(angle + turning > 0) if self.own_rule else json.loads(answer)["action"]
@@ -102,7 +102,7 @@ def connect(host: str, port: int, seed: int, own_rule: bool, patience_s: float) 
             return Match(host, port, seed, own_rule)
         except (ConnectionError, ServerGone):
             if time.monotonic() > deadline:
-                raise SystemExit(f"Nobody listens at {host}:{port}.") from None
+                raise SystemExit(f"No server listens at {host}:{port}.") from None
             time.sleep(0.1)
 
 
@@ -110,11 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--games", type=int, default=32, help="matches at a time")
-    parser.add_argument("--matches", type=int, default=0, help="stop after so many; 0 = play until the server goes away")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--games", type=int, default=32, help="concurrent matches")
+    parser.add_argument("--matches", type=int, default=0, help="stop after this many; 0 = play until the server stops")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this many seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--own-rule", action="store_true", help="ask, but play by a rule of the game's own (for measurements)")
+    parser.add_argument("--own-rule", action="store_true", help="request actions but play by a built-in rule (for measurements)")
     options = parser.parse_args()
     games = min(options.games, options.matches or options.games)
     matches = [connect(options.host, options.port, options.seed + i, options.own_rule, patience_s=30) for i in range(games)]
@@ -141,7 +141,7 @@ def main() -> None:
                 begun += 1
                 match.begin()
     except (ConnectionError, ServerGone):
-        print("the server has gone")
+        print("the server stopped")
     rate = steps / (time.monotonic() - began)
     mean = sum(score for _, score in scores) / max(1, len(scores))
     result = {"matches": len(scores), "mean_score": mean, "steps": steps, "steps_per_s": round(rate, 1)}

@@ -1,12 +1,12 @@
-"""An exported agent with onnxruntime and NumPy alone: copy this file into a game.
+"""Run an exported agent with only onnxruntime and NumPy. Copy this file into a game.
 
     agent = Agent("model-000021.onnx")
     agent.reset()                                   # at the start of every episode
     action = agent.act(observation)                 # the most probable action
-    action = agent.act(observation, mask=allowed)   # where some options are not allowed now
-    action = agent.act(observation, temperature=1)  # drawn at random, as in training
+    action = agent.act(observation, mask=allowed)   # if some options are not allowed
+    action = agent.act(observation, temperature=1)  # sampled as in training
 
-An observation that is a dict is given as a dict; a nested one with joined keys: {"unit.health": …}.
+Pass a dict observation as a dict, and a nested one with joined keys: {"unit.health": …}.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import onnxruntime as ort
 
 
 class Agent:
-    """One player. Each has a memory of its own; sessions may be shared by giving the path of the same file."""
+    """One player with its own recurrent state."""
 
     def __init__(self, path: str, seed: int = 0) -> None:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = 1  # one decision is too small for more
+        options.intra_op_num_threads = 1  # a single decision is too small for more threads
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.inputs = {item.name: item for item in self.session.get_inputs()}
         self.outputs = [item.name for item in self.session.get_outputs()]
@@ -32,13 +32,13 @@ class Agent:
         self.reset()
 
     def reset(self) -> None:
-        """An episode begins: what a recurrent agent remembers is zero."""
+        """Begin an episode: set the recurrent state to zeros."""
         self.state = {
             name: np.zeros([1, *item.shape[1:]], np.float32) for name, item in self.inputs.items() if name.startswith("state.")
         }
 
     def act(self, observation: Any, mask: Any = None, temperature: float = 0.0) -> Any:
-        """The action as the game takes it: an array, or a dict of arrays."""
+        """Return the action: an array, or a dict of arrays."""
         feed = dict(self.state)
         for name, item in self.inputs.items():
             if name.startswith("observation"):
@@ -68,7 +68,7 @@ TYPES = {
 
 
 def noise_of(space: dict[str, Any], random: np.random.Generator) -> np.ndarray:
-    """Standard noise for one decision. It is what makes an action random: zero means none, twice as much twice the temperature."""
+    """Draw standard noise for one decision. The graph adds it to sample an action; scaling it scales the temperature, 0 is deterministic."""
     kind = space["type"]
     if kind == "Dict":
         return np.concatenate([noise_of(space["spaces"][key], random) for key in sorted(space["spaces"])])

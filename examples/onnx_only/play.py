@@ -1,4 +1,4 @@
-"""Play CartPole with an exported agent, onnxruntime and NumPy: nothing else is imported.
+"""Play CartPole with an exported agent; imports only onnxruntime and NumPy.
 
 ludus train --env CartPole-v1 --stop timesteps=60000 && ludus export RUN
 python examples/onnx_only/play.py RUN/exports/model-000021.onnx
@@ -18,7 +18,7 @@ from agent import Agent
 
 
 class CartPole:
-    """The game: a pole on a cart (Barto, Sutton and Anderson 1983). 500 steps are the most that can be reached."""
+    """Cart-pole (Barto, Sutton and Anderson 1983); a game ends after at most 500 steps."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.x, self.speed, self.angle, self.turning = random.uniform(-0.05, 0.05, 4)
@@ -28,7 +28,7 @@ class CartPole:
         return np.array([self.x, self.speed, self.angle, self.turning], np.float32)
 
     def step(self, action: int) -> bool:
-        """Push to the right (1) or to the left (0) for a fiftieth of a second. Returns whether the game goes on."""
+        """Push right (1) or left (0) for a fiftieth of a second. Return whether the game continues."""
         force = 10.0 if action == 1 else -10.0
         sine, cosine = math.sin(self.angle), math.cos(self.angle)
         pull = (force + 0.05 * self.turning**2 * sine) / 1.1

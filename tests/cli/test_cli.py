@@ -24,6 +24,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.storage.local import LocalStore
 from tests.cli.calling import Call, Said, one_line
 from tests.experiments import small
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 LUDUS = [sys.executable, "-m", "ludus.cli.main"]
@@ -425,11 +426,11 @@ def test_a_command_that_is_interrupted_while_it_starts_exits_with_130(tmp_path: 
 
 
 def _wait_for_lines(path: Path, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while not path.exists() or path.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None, finish(process).err
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(
+        lambda: path.exists() and path.read_bytes().count(b"\n") >= 2,
+        120,
+        failed=lambda: process.poll() is not None and finish(process),
+    )
 
 
 # -- rollout ------------------------------------------------------------------------------------------------------------

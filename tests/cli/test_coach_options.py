@@ -12,7 +12,7 @@ import yaml
 
 from ludus.cli.clusters import fleet
 from ludus.cli.main import app
-from ludus.cli.training import coach_options, options, train
+from ludus.cli.training import coach_options, train
 from ludus.errors import UsageError
 from ludus.experiments.resolve import resolve
 from ludus.experiments.source.experiment_source import experiments_from, source_of
@@ -78,7 +78,6 @@ def test_short_and_long_options_are_understood_beside_those_that_there_were(word
 def test_every_option_that_is_spoken_of_is_one() -> None:
     for name in [*coach_options.names(coach_options.NOTED), *coach_options.names(coach_options.REFUSED)]:
         assert parsed(train_command(), name)["noted" if name in coach_options.names(coach_options.NOTED) else "refused"] is True
-    assert options.FLEET != options.OLDER
 
 
 def test_what_changes_nothing_is_said_as_it_was_written(call: Call, tmp_path: Path) -> None:

@@ -87,16 +87,16 @@ _NAMES = {
 }
 """What Godot 4 calls otherwise."""
 _LINES = {
-    "# Ludus for Godot 3: the game": "# Ludus for Godot 4: the game",
-    "For Godot 4 take godot4/ludus.gd.": "For Godot 3 take ../ludus.gd.",
+    "# Ludus client for Godot 3 games": "# Ludus client for Godot 4 games",
+    "For Godot 4 use godot4/ludus.gd.": "For Godot 3 use ../ludus.gd.",
     "\t_stream.blocking_handshake = false\n": "",
     "connect_to_stream(_tcp, true, _host, certificate)": "connect_to_stream(_tcp, _host, TLSOptions.client(certificate))",
-    "\t_tcp.get_status()  # it looks by itself\n": "\t_tcp.poll()\n",
+    "\t_tcp.get_status()  # also polls the socket\n": "\t_tcp.poll()\n",
     "_request.subarray(_sent, _request.size() - 1)": "_request.slice(_sent)",
     "_buffer.subarray(0, int(min(_buffer.size(), MAX_HEAD)) - 1)": "_buffer.slice(0, MAX_HEAD)",
     "_buffer.subarray(count, _buffer.size() - 1)": "_buffer.slice(count)",
     "_buffer.subarray(end + 2, end + 1 + size)": "_buffer.slice(end + 2, end + 2 + size)",
-    "\tvar parsed = JSON.parse(text)\n": "\tvar parser = JSON.new()  # in this form it is silent about what is none\n",
+    "\tvar parsed = JSON.parse(text)\n": "\tvar parser = JSON.new()  # unlike JSON.parse_string it logs no errors\n",
     "parsed.error != OK or not parsed.result is": "parser.parse(text) != OK or not parser.data is",
     "var said = parsed.result": "var said = parser.data",
 }

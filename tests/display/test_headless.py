@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ludus.display.opengl_probe import OpenGL
 from ludus.errors import ConfigError, MissingExtra
 from ludus.process import temp_dirs
 from tests.tools import need
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="X servers of Linux")
 
@@ -122,7 +122,7 @@ def test_two_screens_at_once_are_two() -> None:
 
 _OWNER = """
 import os, sys, time
-from ludus.game import display
+from ludus.display import headless as display
 screen = display.PrivateScreen()
 print(screen.display, screen.authority, screen._keeper.pid, flush=True)
 sys.stdin.read()
@@ -200,7 +200,7 @@ def test_a_choice_that_is_none_is_refused() -> None:
 _KEPT = """
 import os
 os.environ.update(DISPLAY=":4321", LUDUS_SCREEN="{choice}", MUJOCO_GL="{gl}")
-from ludus.game import display, x11
+from ludus.display import headless as display, x11
 display.prepare("gymnasium.envs.{engine}.hopper_v5:HopperEnv")
 first = os.environ["DISPLAY"]
 display.prepare("gymnasium.envs.{engine}.hopper_v5:HopperEnv")
@@ -276,10 +276,7 @@ def _children(pid: int) -> list[str]:
 
 def _until_gone(*pids: int) -> None:
     """Nobody tells us when a process that is not our child has ended."""
-    deadline = time.monotonic() + _GONE_S
-    while left := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < deadline, f"{left} still run"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(_runs, pids)), _GONE_S, what=lambda: f"the end of {list(filter(_runs, pids))}")
 
 
 def _runs(pid: int) -> bool:
@@ -293,7 +290,7 @@ def test_an_environment_that_is_trained_on_gets_the_screen_that_was_asked_for() 
     need("Xvfb")
     script = (
         "import os, pygame\n"
-        "from ludus.game import environment, registry\n"
+        "from ludus.envs import registry, vector_env as environment\n"
         "import gymnasium as gym\n"
         "def windowed(config):\n"
         "    pygame.display.init(); pygame.display.set_mode((64, 64)); print(pygame.display.get_driver())\n"

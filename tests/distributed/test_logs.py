@@ -27,7 +27,7 @@ def test_a_large_log_is_put_aside_and_the_oldest_goes(tmp_path: Path, monkeypatc
 _WRITER = """
 import sys
 from pathlib import Path
-from ludus.distributed import forkserver
+from ludus.process.workers import forkserver
 
 forkserver.LOG_BYTES, forkserver.LOG_LOOK_S = 2000, 0.005
 log = Path(sys.argv[1])

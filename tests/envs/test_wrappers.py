@@ -102,9 +102,9 @@ def test_what_is_watched_and_filmed_is_wrapped_too() -> None:
         (
             f"{HERE}:broken",
             EnvironmentFault,
-            r"broken raised RuntimeError while it was made: no licence \(\S*test_wrapping\.py:\d+, in broken\)",
+            r"broken raised RuntimeError while it was made: no licence \(\S*test_wrappers\.py:\d+, in broken\)",
         ),
-        (f"{HERE}:mistyped", ConfigError, r"mistyped could not be made: .* \(\S*test_wrapping\.py:\d+, in mistyped\)"),
+        (f"{HERE}:mistyped", ConfigError, r"mistyped could not be made: .* \(\S*test_wrappers\.py:\d+, in mistyped\)"),
     ],
 )
 def test_a_wrapper_that_cannot_be_is_named(wrapper: Any, error: type[Exception], said: str) -> None:

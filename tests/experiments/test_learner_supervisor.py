@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,12 @@ from ludus.storage.local import LocalStore
 from tests.cli.programs import Program, program
 from tests.experiments import called, small
 from tests.experiments.small import same
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="worker processes need fork()")
 
 DIED = Failure("killed by SIGKILL")
 DYING = "tests.experiments.dying:make_dying"
-
-
-def eventually(found: Callable[[], Any], at_most_s: float = 60.0) -> Any:
-    """The first true answer."""
-    end = time.monotonic() + at_most_s
-    while not (answer := found()):
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.02)
-    return answer
 
 
 # -- deciding -----------------------------------------------------------------------------------------------------------
@@ -338,7 +329,7 @@ def learner(run: Path, process: subprocess.Popen[str], other_than: int = 0) -> d
         ready = [worker for worker in seen.get("sampling", {}).get("workers", []) if worker["pid"]]
         return seen if seen["state"] == "running" and seen["pid"] != other_than and len(ready) == 2 and seen["progress"] else {}
 
-    found_one: dict[str, Any] = eventually(found)
+    found_one: dict[str, Any] = wait_until(found)
     return found_one
 
 
@@ -356,7 +347,7 @@ def test_a_killed_learner_is_replaced_and_ctrl_c_ends_the_run_in_order(tmp_path:
     training.wait_for("the learner died (killed by SIGKILL); restart 1")
     second = learner(run, training.process, other_than=first["pid"])
     before = [worker["pid"] for worker in first["sampling"]["workers"]]
-    eventually(lambda: not any(alive(pid) for pid in before))
+    wait_until(lambda: not any(alive(pid) for pid in before))
     training.process.send_signal(signal.SIGINT)
     code, out, err = training.finish()
     assert code == 130, out + err
@@ -388,12 +379,12 @@ def test_nothing_survives_a_killed_driver_and_the_run_can_be_resumed(
     seen = learner(run, training.process)
     ours = [seen["pid"], *(worker["pid"] for worker in seen["sampling"]["workers"])]
     assert all(alive(pid) for pid in ours)
-    eventually(lambda: checkpoint.newest_name(LocalStore(run)))
+    wait_until(lambda: checkpoint.newest_name(LocalStore(run)))
     assert os.listdir(shared_memory)
     training.process.kill()
     training.process.wait(30)
-    eventually(lambda: not any(alive(pid) for pid in ours), 10.0)
-    eventually(lambda: os.listdir(shared_memory) == [], 10.0)
+    wait_until(lambda: not any(alive(pid) for pid in ours), 10.0)
+    wait_until(lambda: os.listdir(shared_memory) == [], 10.0)
     left = run_status.look(run)
     assert (left.state, Run.open(run).meta()["status"]) == ("dead", "running")
     reached = checkpoint.newest(LocalStore(run)).state["progress"]["iterations"]
@@ -408,7 +399,7 @@ from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from ludus.experiments import experiment
+from ludus.experiments import runner
 from tests.experiments import small
 
 
@@ -420,7 +411,7 @@ def make(**settings):
     return Mine()
 
 
-print(experiment.start(small.data(1, env="__main__:make"), local_dir=Path("runs"), supervised=True).stopped_by)
+print(runner.train(small.data(1, env="__main__:make"), local_dir=Path("runs"), supervised=True).stopped_by)
 """
 
 
@@ -449,10 +440,10 @@ def test_an_environment_that_the_script_registered_goes_along() -> None:
 _STUCK = """
 import sys
 from pathlib import Path
-from ludus.experiments import experiment
+from ludus.experiments import runner
 from tests.experiments import small
 data = small.data(1, env="tests.experiments.dying:make_stuck", env_config={"says": sys.argv[1]})
-experiment.start(data, local_dir=Path("runs"), supervised=True)
+runner.train(data, local_dir=Path("runs"), supervised=True)
 """
 
 
@@ -465,7 +456,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_learner_that_is_stuck(tmp_path: Pat
     words = [sys.executable, "-c", _STUCK, str(says)]
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            eventually(lambda: says.exists() or process.poll() is not None)
+            wait_until(lambda: says.exists() or process.poll() is not None)
             assert process.poll() is None, process.communicate()
             (run,) = (tmp_path / "runs" / "default").iterdir()
             pid = json.loads((run / "status.json").read_text())["pid"]

@@ -42,6 +42,7 @@ from ludus.storage.local import LocalStore
 from tests import environments as tiny
 from tests.experiments import small
 from tests.experiments.small import same
+from tests.waiting import wait_until
 
 TIMES = {"time_s", "fps", "learner_share"}
 LSTM: dict[str, Any] = {"model": {"fcnet_hiddens": [16], "use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 8}}
@@ -97,9 +98,7 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
 
 def test_a_run_in_another_process_is_the_same_run(tmp_path: Path) -> None:
     small.train(tmp_path / "here", 3, seed=5)
-    command = (
-        f"from pathlib import Path; from tests.experiments import small; small.train(Path({str(tmp_path / 'there')!r}), 3, seed=5)"
-    )
+    command = f"from pathlib import Path; from tests.experiments import small; small.train(Path({str(tmp_path / 'there')!r}), 3, seed=5)"
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120, cwd=Path(__file__).parents[2])
     assert numbers(tmp_path / "here") == numbers(tmp_path / "there")
     assert same(arrays(tmp_path / "here", "000003"), arrays(tmp_path / "there", "000003"))
@@ -588,11 +587,7 @@ def _numbers(where: Path) -> Sequence[int]:
 
 
 def _wait_for(condition: Any, process: subprocess.Popen[bytes], at_most_s: float = 120) -> None:
-    end = time.monotonic() + at_most_s
-    while not condition():
-        assert process.poll() is None, "the training ended by itself"
-        assert time.monotonic() < end, "the training does not get on"
-        time.sleep(0.02)
+    wait_until(condition, at_most_s, failed=lambda: process.poll() is not None and "the training ended by itself")
 
 
 def test_a_run_that_has_reached_its_stop_is_not_trained_any_further_by_a_resume(run: Path) -> None:

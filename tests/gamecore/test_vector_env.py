@@ -24,8 +24,8 @@ from ludus.gamecore.vector_env import GamecoreVectorEnv
 from ludus.process import identity
 from ludus.protocol.codec import random_action
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
-from tests.gamecore.callers import until
 from tests.long.gamecore_rig import Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -318,7 +318,7 @@ def test_a_process_that_is_killed_while_its_matches_begin_is_replaced(server: st
     (game,) = processes(env, server).values()
     assert game.pid is not None
     os.kill(game.pid, signal.SIGKILL)
-    until(lambda: all_play(env) and env.restarts > 0, "a match for all rows")  # they begin one after the other
+    wait_until(lambda: all_play(env) and env.restarts > 0, what="a match for all rows")  # they begin one after the other
     assert env.restarts == 4
 
 
@@ -332,7 +332,7 @@ def test_a_server_without_room_for_another_process_costs_nothing(
         monkeypatch.setattr(match_scheduler, "_OPEN_S", 0.0)  # another one is due
         for row in range(4):
             forfeits(env, row)
-            until(lambda: all_play(env), "a match for all rows")
+            wait_until(lambda: all_play(env), what="a match for all rows")
         assert processes(env, server).keys() == begun
         assert (finished(env), env.restarts) == (4, 0)
         env.close()
@@ -348,7 +348,7 @@ def test_a_match_that_nobody_has_heard_of_is_told_of_again(server: str, made: li
     monkeypatch.setattr(TableActor, "end", unheard)
     env = arena(made, server, 2, together=2, options={"on_illegal": "forfeit"})
     forfeits(env, 0)
-    until(lambda: all_play(env), "a match for both rows")
+    wait_until(lambda: all_play(env), what="a match for both rows")
     assert (finished(env), env.restarts) == (1, 0)
 
 
@@ -566,7 +566,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
         assert rig.process is not None
         rig.process.kill()
         rig.process.wait()
-        until(lambda: not any(identity.started(pid) for pid in games), "the end of the games")
+        wait_until(lambda: not any(identity.started(pid) for pid in games), what="the end of the games")
         beats: list[float] = []
 
         def beat() -> None:
@@ -578,7 +578,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
         infos = env.step(ones(env))[4]
         assert infos["lost"].all()
         assert len(beats) >= 12
-        until(lambda: "lost" not in env.step(ones(env))[4], "a match for all rows")
+        wait_until(lambda: "lost" not in env.step(ones(env))[4], what="a match for all rows")
         assert env.restarts == 2
         env.close()
 

@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_table_of_keys_is_complete() -> None:
-    table = PAGE[PAGE.index("| key |") : PAGE.index("Files are looked for")]
+    table = PAGE[PAGE.index("| key |") : PAGE.index("Relative file names are resolved")]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(KEYS)
     for value in (*MEMORIES, *STORES, *PLANNED):
         assert f"`{value}`" in table

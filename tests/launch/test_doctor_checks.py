@@ -546,7 +546,7 @@ def leaving(**_):
     raise SystemExit(3)
 
 def on_a_screen(**_):
-    from ludus.game import x11
+    from ludus.display import x11
     if why := x11.silence(os.environ):
         raise RuntimeError(why)
     return gymnasium.make("CartPole-v1")
@@ -609,7 +609,7 @@ def test_games_end_when_whoever_asked_is_killed(environments: dict[str, str], tm
         "    import os; os.rename('pid.tmp', 'pid')\n"
         "    time.sleep(600)\n"
     )
-    script = "from ludus.launch.doctor import trial; trial.look_trial('waiting:game', timeout_s=500)"
+    script = "from ludus.launch.doctor.checks import env_smoke_test as trial; trial.look_trial('waiting:game', timeout_s=500)"
     with subprocess.Popen([sys.executable, "-c", script], env={**environments, "LUDUS_SCREEN": "none"}) as asking:
         deadline = time.monotonic() + 30
         while not (tmp_path / "pid").exists():

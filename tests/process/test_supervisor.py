@@ -653,7 +653,7 @@ class Parent:
     BEGIN = """
 import json, os, signal, subprocess, sys, time
 from ludus.process.workers.supervisor import ALWAYS, Supervisor
-from tests.runtime import workers
+from tests.process import workers
 supervisor = Supervisor(preload=())
 r, w = os.pipe()
 one = supervisor.start("one", workers.serve, restart=ALWAYS)
@@ -835,7 +835,7 @@ def test_what_the_parent_does_with_its_signals_does_not_reach_the_workers() -> N
     script = """
 import signal
 from ludus.process.workers.supervisor import Supervisor
-from tests.runtime import workers
+from tests.process import workers
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])

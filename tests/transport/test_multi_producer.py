@@ -21,6 +21,7 @@ from ludus.errors import MemoryClosed, WorkerFailed
 from ludus.testing.memory_contract import SPEC, sign, signature
 from ludus.transport.multi_producer import GatheredMemory, Lane, LaneWriter, SessionRoom
 from ludus.transport.ring_buffer import RingWriter
+from tests.waiting import wait_until
 
 SPECS = {"left": SPEC, "right": replace(SPEC, model="right")}
 COUNTED, CURRENT = ("requests", "failed"), ("sessions",)
@@ -74,13 +75,6 @@ def numbers(memory: GatheredMemory, model: str = "left") -> list[int]:
         seen.append(signature(block))
         memory.release(block)
     return seen
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # -- what travels
@@ -222,7 +216,7 @@ def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: Gather
         time.sleep(WAIT_S)
 
     with process(write) as pid:
-        wait_for(lambda: memory.stats().waiting)
+        wait_until(lambda: memory.stats().waiting)
         assert (memory.total("requests"), memory.total("sessions")) == (10, 3)
         os.kill(pid, signal.SIGKILL)
     writer = LaneWriter(lanes, SPECS)
@@ -246,7 +240,7 @@ def test_a_worker_too_many_is_told(memory: GatheredMemory) -> None:
         time.sleep(WAIT_S)
 
     with process(hold):
-        wait_for(lambda: memory.stats().waiting)
+        wait_until(lambda: memory.stats().waiting)
         with pytest.raises(WorkerFailed, match="All 1 ways"):
             LaneWriter(lanes, SPECS)
 
@@ -268,7 +262,7 @@ def test_kills_at_any_moment_lose_nothing_that_was_committed(tmp_path: Path) -> 
     for _ in range(8):
         before = len(seen)
         with process(functools.partial(write, before)) as pid:
-            wait_for(lambda: memory.stats().waiting)
+            wait_until(lambda: memory.stats().waiting)
             until = time.monotonic() + draw.uniform(0, 0.05)
             while time.monotonic() < until:
                 if (block := memory.take("left")) is not None:

@@ -1,13 +1,12 @@
-// CartPole, written in C++, played by a Ludus server in the raw format: 4 floats out, 1 action in.
+// CartPole in C++, played by a Ludus server in the raw format: sends 4 floats, receives 1 action.
 //
-//     ludus train -f examples/cartpole_http/cartpole.yaml      # learns from whoever plays
-//     make && ./cartpole 127.0.0.1 8000 2000 10000             # host, port, matches, deadline in ms: while it learns we wait
+//     ludus train -f examples/cartpole_http/cartpole.yaml      # learns from the matches
+//     make && ./cartpole 127.0.0.1 8000 2000 10000             # host, port, matches, deadline in ms: long enough for the learning pauses
 //
-//     ludus serve examples/cartpole_http/cartpole.yaml         # what was learned
+//     ludus serve examples/cartpole_http/cartpole.yaml         # serves the trained agent
 //     ./cartpole 127.0.0.1 8000 10
 //
-// It prints the length of every match and the mean; 500 frames are the most. A bot that does not answer within the deadline
-// pushes as it did before.
+// Prints the length of every match (at most 500 frames) and the mean. If the server misses the deadline, the last action is repeated.
 
 #include <cmath>
 #include <cstdio>
@@ -17,7 +16,7 @@
 
 namespace {
 
-// The pole of Barto, Sutton and Anderson (1983), by Euler's method.
+// Cart-pole of Barto, Sutton and Anderson (1983), integrated with Euler's method.
 class CartPole {
 public:
     explicit CartPole(unsigned seed) : state_(), random_(seed) {
@@ -57,7 +56,7 @@ int fail(const char* what, const ludus::Reply& reply) {
     return -1;
 }
 
-// How long the pole stood; below 0: it could not be played.
+// Play one match; returns its length in frames, or a negative number on failure.
 int play(ludus::Client& client, unsigned seed) {
     CartPole game(seed);
     ludus::Session session;
@@ -66,7 +65,7 @@ int play(ludus::Client& client, unsigned seed) {
     if (!client.start(session, ludus::raw_start(), reply)) return fail("start", reply);
     int frames = 0;
     while (frames < most_frames && !game.fallen()) {
-        out.begin(frames ? 1.0f : 0.0f).f32s(game.seen(), 4);  // the reward is that of the push before
+        out.begin(frames ? 1.0f : 0.0f).f32s(game.seen(), 4);  // reward of the previous push
         if (!client.tick(session, out.body(), reply)) return fail("tick", reply);
         ludus::RawReader action(reply.body);
         const bool right = action.i64() == 1;
@@ -91,9 +90,9 @@ int main(int count, char** words) {
     if (count > 2) options.port = static_cast<std::uint16_t>(std::atoi(words[2]));
     const int matches = count > 3 ? std::atoi(words[3]) : 10;
     if (const char* token = std::getenv("LUDUS_TOKEN")) options.token = token;
-    options.deadline_ms = count > 4 ? std::atoi(words[4]) : 20;  // a frame of the physics
+    options.deadline_ms = count > 4 ? std::atoi(words[4]) : 20;  // one physics frame
     options.fallback = ludus::Fallback::Repeat;
-    options.default_body = std::string(8, '\0');  // push to the left
+    options.default_body = std::string(8, '\0');  // action 0: push left
     ludus::Client client(options);
     double sum = 0;
     for (int match = 0; match < matches; ++match) {

@@ -1,12 +1,12 @@
-// A small game: a pole stands on a cart, and falls unless somebody pushes the cart the right way.
+// A small game: balance a pole on a cart by pushing the cart left or right.
 //
 //     mcs -out:cartpole.exe ../Ludus.cs CartPole.cs           (or: csc, dotnet)
-//     mono cartpole.exe --keys                                you play: the arrow keys
+//     mono cartpole.exe --keys                                play with the arrow keys
 //     ludus train -f examples/cartpole_http/cartpole.yaml     then: mono cartpole.exe --matches 3000
 //     ludus serve RUN                                         then: mono cartpole.exe --watch --deadline 30
 //
-// In training every action counts, so the game waits for each of them. Live (--deadline) it never waits longer than a frame
-// allows: a late action is replaced by the one before.
+// In training the game waits for every action. Live (--deadline) it never waits longer than the deadline: a late action is replaced by
+// the previous one.
 
 using System;
 using System.Globalization;
@@ -45,7 +45,7 @@ sealed class CartPole
         Frames++;
     }
 
-    /// <summary>What the agent sees, as the raw format has it. The reward is that of the action before.</summary>
+    /// <summary>Observation in the raw format. The reward belongs to the previous action.</summary>
     public byte[] Seen(float reward, bool last = false)
     {
         return new RawWriter().Begin(reward, last && Fell, last && !Fell)
@@ -97,7 +97,7 @@ static class Program
         {
             options.DeadlineMs = deadlineMs;
             options.Fallback = Fallback.Repeat;
-            options.Default = new byte[8];  // to the left: an action of this game is an Int64
+            options.Default = new byte[8];  // action 0, left: an action of this game is an Int64
         }
         try
         {

@@ -1,15 +1,15 @@
-# A pole stands on a cart, by the engine's own physics, and falls unless somebody pushes the cart the right way.
+# Balance a pole on a cart, simulated by the engine's physics, by pushing the cart left or right.
 #
-#     godot3 --path clients/gdscript/example --keys                                        you play: the arrow keys
-#     ludus train -f examples/cartpole_http/cartpole.yaml                                  then, as fast as it can:
+#     godot3 --path clients/gdscript/example --keys                                        play with the arrow keys
+#     ludus train -f examples/cartpole_http/cartpole.yaml                                  then, as fast as possible:
 #     godot3-server --path clients/gdscript/example --fixed-fps 60 --matches=3000
 #     ludus serve RUN                                                                      then, live:
 #     godot3 --path clients/gdscript/example --deadline=12
-#     ludus gamecore serve --games examples/gamecore/catalogue.yaml                        or started by a gamecore server
+#     ludus gamecore serve --games examples/gamecore/catalogue.yaml                        or let a gamecore server start it
 #
-# In training every action counts, so the game waits for each of them. Live (--deadline, in milliseconds) it never waits longer
-# than a frame allows: a late action is replaced by the one before. A gamecore server says by the environment what is to be played
-# (docs/gamecore.md); without an actor the game then plays by itself, by a rule.
+# In training the game waits for every action. Live (--deadline, in milliseconds) it never waits longer than the deadline: a late action
+# is replaced by the previous one. A gamecore server configures the game by environment variables (docs/gamecore.md); without an actor the
+# game then plays by a built-in rule.
 extends Node2D
 
 const Ludus = preload("res://ludus.gd")
@@ -18,7 +18,7 @@ const PUSH = 10.0
 
 var options = {"url": "http://127.0.0.1:8000", "token": "", "matches": "1", "deadline": "0", "seed": "0"}
 var keys = false
-var alone = false  # nobody is asked: a rule plays
+var alone = false  # no server: the built-in rule plays
 var about = {}
 var limit = 500
 var played = []  # frames of every match
@@ -31,7 +31,7 @@ var matches = 0
 
 
 class Cart extends RigidBody2D:
-	# On its rail, whatever pulls at it.
+	# Keep the cart on its rail.
 	func _integrate_forces(state):
 		state.linear_velocity.y = 0
 		state.transform.origin.y = 0
@@ -51,13 +51,13 @@ func _ready():
 	if int(options["deadline"]) > 0:
 		asked["deadline_ms"] = int(options["deadline"])
 		asked["fallback"] = "repeat"
-		asked["default"] = PoolByteArray([0, 0, 0, 0, 0, 0, 0, 0])  # to the left: an action of this game is an int64
+		asked["default"] = PoolByteArray([0, 0, 0, 0, 0, 0, 0, 0])  # action 0, left: an action of this game is an int64
 	ludus = Ludus.new(options["url"], asked)
 	position = Vector2(512, 400)
 	begin()
 
 
-# What a gamecore server says. The first camp is ours; the game has no other.
+# Read the order of a gamecore server. The first camp is this game's only one.
 func read_config(asked):
 	var file = File.new()
 	var told = null
@@ -83,7 +83,7 @@ func read_config(asked):
 		asked["deadline_ms"] = asked["timeout_ms"]
 
 
-# For the server: aside first, so that it is there whole or not at all.
+# Write the result for the server: to a temporary file first, so that it appears whole or not at all.
 func write_result():
 	var path = OS.get_environment("LUDUS_GAME_RESULT")
 	if path == "":
@@ -160,7 +160,7 @@ func fell() -> bool:
 	return abs(cart.position.x) > 2.4 * METRE or abs(pole.rotation) > 0.21
 
 
-# What the agent sees, as the raw format has it. The reward is that of the action before.
+# Observation in the raw format. The reward belongs to the previous action.
 func seen(reward: float, last: bool) -> PoolByteArray:
 	var buffer = Ludus.raw_begin(reward, last and fell(), last and not fell())
 	buffer.put_float(cart.position.x / METRE)

@@ -36,8 +36,8 @@ class APPOConfig(IMPALAConfig):
     )
     clip_param: float = Field(0.3, gt=0, description="Clip range of the probability ratio to the target policy.")
     use_kl_loss: bool = Field(False, description="Also penalise the KL divergence from the target policy.")
-    kl_coeff: float = Field(1.0, ge=0, description="Initial weight of that penalty.")
-    kl_target: float = Field(0.01, gt=0, description="Target KL divergence; the weight adapts towards it.")
+    kl_coeff: float = Field(1.0, ge=0, description="Initial weight of the KL penalty.")
+    kl_target: float = Field(0.01, gt=0, description="Target KL divergence; the penalty weight adapts towards it.")
     target_network_update_freq: int = Field(
         1, ge=1, description="Updates between two refreshes of the target policy; 1 = the policy at the start of each update."
     )

@@ -61,9 +61,9 @@ class DQNConfig(LearnerConfig):
     training_intensity: float = Field(
         _BATCH / REPLAYED_STEPS,
         gt=0,
-        description="Steps learned from for every step sampled. null, or not given beside train_batch_size or "
-        "rollout_fragment_length: train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), and of the "
-        "last two what is not given counts as 1.",
+        description="Trained steps per sampled step. null, or omitted when train_batch_size or rollout_fragment_length is set: "
+        "train_batch_size / (rollout_fragment_length × num_envs_per_worker × num_workers), where the last two count as 1 if "
+        "they are not set.",
     )
     num_steps_sampled_before_learning_starts: int = Field(
         1000, ge=0, description="Warm-up: steps stored before the first update; actions follow epsilon."
@@ -81,8 +81,8 @@ class DQNConfig(LearnerConfig):
     lr: Schedule = Field(5e-4, description="Learning rate of Adam: a number, or points [[timestep, value], …].")
     adam_epsilon: float = Field(1e-8, gt=0, description="Epsilon of Adam.")
     grad_clip: float | None = Field(40.0, gt=0, description="Maximum gradient norm; null = unlimited.")
-    target_network_update_freq: int = Field(500, ge=1, description="Sampled steps between two updates of the target network …")
-    tau: float = Field(1.0, gt=0, le=1, description="… and the fraction τ by which it moves; 1 = copy.")
+    target_network_update_freq: int = Field(500, ge=1, description="Sampled steps between two updates of the target network.")
+    tau: float = Field(1.0, gt=0, le=1, description="Fraction by which an update moves the target network; 1 = copy.")
     n_step: int = Field(1, ge=1, le=64, description="n of n-step returns.")
     double_q: bool = Field(
         True, description="Double DQN: the online network chooses the next action, the target network evaluates it."

@@ -36,7 +36,7 @@ class LearnerConfig(AlgorithmConfig):
         ge=0,
         description="Warm-up: batches that begin before this many steps are not trained on; running statistics are updated. They count as timesteps.",
     )
-    heatup_episodes: int = Field(0, ge=0, description="Warm-up by episodes: the same, until this many episodes have ended.")
+    heatup_episodes: int = Field(0, ge=0, description="Warm-up by episodes: do not train until this many episodes have ended.")
 
 
 class ActorCriticConfig(LearnerConfig):

@@ -55,8 +55,8 @@ class IMPALAConfig(ActorCriticConfig):
     vtrace_clip_c_threshold: float = Field(1.0, gt=0, description="V-trace c̄: clip of the trace coefficients.")
     vtrace_clip_pg_rho_threshold: float = Field(1.0, gt=0, description="Clip of the importance weight in the policy gradient.")
     replay_proportion: float = Field(0.0, ge=0, description="Replayed batches per new batch.")
-    replay_buffer_num_slots: int = Field(100, ge=1, description="Number of batches kept for replay …")
-    replay_buffer_bytes: int = Field(1 << 30, ge=1, description="… within this memory limit.")
+    replay_buffer_num_slots: int = Field(100, ge=1, description="Number of batches kept for replay.")
+    replay_buffer_bytes: int = Field(1 << 30, ge=1, description="Memory limit of the batches kept for replay.")
 
 
 @dataclass(frozen=True)

@@ -18,42 +18,45 @@ import ludus
 from ludus.cli.clusters import actor, cluster, doctor, fleet, jobs, learner, submit
 from ludus.cli.evaluation import battle, rollout, runs, status, tensorboard
 from ludus.cli.games import gamecore, games
+from ludus.cli.help import HelpApp
 from ludus.cli.serving import check_game, export, fake, serve
 from ludus.cli.training import config, demo, new, presets, train, tune
 from ludus.core import trust
 from ludus.errors import LudusError
 
-app = typer.Typer(
+app = HelpApp(
     name="ludus",
     help="Train game agents, watch them play, and put them into the live game.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("new")(new.new)
-app.command("train", cls=train.TrainCommand)(train.train)
-app.command("tune")(tune.tune)
-app.add_typer(presets.app, name="presets")
-app.add_typer(config.app, name="config")
-app.command("rollout")(rollout.rollout)
-app.command("battle")(battle.battle)
-app.command("serve")(serve.serve)
-app.command("export")(export.export)
-app.add_typer(gamecore.app, name="gamecore")
-app.add_typer(games.app, name="games")
-app.add_typer(fleet.app, name="fleet")
-app.command("submit", context_settings=submit.SETTINGS)(submit.submit)
-app.add_typer(jobs.app, name="jobs")
-app.command("doctor")(doctor.doctor)
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(learner.app, name="learner")
-app.add_typer(actor.app, name="actor")
-app.add_typer(runs.app, name="runs")
-app.command("status")(status.status)
-app.command("tensorboard")(tensorboard.tensorboard)
-app.command("demo")(demo.demo)
-app.add_typer(fake.app, name="fake")
-app.command("check-game")(check_game.check_game)
+TRAIN, SERVE, CLUSTERS, GAMES, TOOLS = "Train and evaluate", "Serve and export", "Clusters", "Games", "Tools"
+
+app.command("train", cls=train.TrainCommand, rich_help_panel=TRAIN)(train.train)
+app.command("tune", rich_help_panel=TRAIN)(tune.tune)
+app.command("rollout", rich_help_panel=TRAIN)(rollout.rollout)
+app.command("battle", rich_help_panel=TRAIN)(battle.battle)
+app.add_typer(runs.app, name="runs", rich_help_panel=TRAIN)
+app.command("status", rich_help_panel=TRAIN)(status.status)
+app.command("tensorboard", rich_help_panel=TRAIN)(tensorboard.tensorboard)
+app.add_typer(presets.app, name="presets", rich_help_panel=TRAIN)
+app.add_typer(config.app, name="config", rich_help_panel=TRAIN)
+app.command("serve", rich_help_panel=SERVE)(serve.serve)
+app.command("export", rich_help_panel=SERVE)(export.export)
+app.command("submit", context_settings=submit.SETTINGS, rich_help_panel=CLUSTERS)(submit.submit)
+app.add_typer(jobs.app, name="jobs", rich_help_panel=CLUSTERS)
+app.add_typer(cluster.app, name="cluster", rich_help_panel=CLUSTERS)
+app.add_typer(fleet.app, name="fleet", rich_help_panel=CLUSTERS)
+app.add_typer(learner.app, name="learner", rich_help_panel=CLUSTERS)
+app.add_typer(actor.app, name="actor", rich_help_panel=CLUSTERS)
+app.command("doctor", rich_help_panel=CLUSTERS)(doctor.doctor)
+app.add_typer(gamecore.app, name="gamecore", rich_help_panel=GAMES)
+app.add_typer(games.app, name="games", rich_help_panel=GAMES)
+app.command("check-game", rich_help_panel=GAMES)(check_game.check_game)
+app.add_typer(fake.app, name="fake", rich_help_panel=GAMES)
+app.command("new", rich_help_panel=TOOLS)(new.new)
+app.command("demo", rich_help_panel=TOOLS)(demo.demo)
 
 
 def _version(asked: bool) -> None:

@@ -97,7 +97,7 @@ class BranchConfig(_Strict):
 class ModelConfig(_Strict):
     """The `model:` section: sizes and kinds of the default networks."""
 
-    fcnet_hiddens: list[_Size] | None = Field(None, description="Dense layers; null = 64, 64 (512 behind convolutions).")
+    fcnet_hiddens: list[_Size] | None = Field(None, description="Dense layers; null = 64, 64 (512 after convolutions).")
     fcnet_activation: Literal["tanh", "relu", "elu", "silu", "swish", "gelu", "linear"] = Field(
         "tanh", description="tanh, relu, elu, silu, gelu or linear."
     )
@@ -123,7 +123,7 @@ class ModelConfig(_Strict):
         description="Share layers between policy and value; null = only for images and recurrent models, never with a centralised value.",
     )
     core: Literal["lstm", "gru"] | None = Field(None, description="Recurrent layer: lstm, gru or null.")
-    use_lstm: bool = Field(False, description="The same as core: lstm.")
+    use_lstm: bool = Field(False, description="Alias of core: lstm.")
     cell_size: int = Field(128, ge=1, description="Units of the recurrent layer.")
     max_seq_len: int = Field(16, ge=1, description="Sequence length for backpropagation through time.")
     free_log_std: bool = Field(True, description="Learn one standard deviation per continuous action, independent of the state.")
@@ -189,12 +189,12 @@ class PreprocessConfig(_Strict):
     max_episode_steps: int | None = Field(None, ge=1, alias="horizon", description="Truncate episodes after N steps.")
     scale: Annotated[float, Field(gt=0)] | bool | None = Field(
         None,
-        description="What uint8 is divided by: null = 255 for pictures, the largest value for grids of small integers (printed at "
-        "the start); a number = that; false = not at all; true = as null, and other numbers with bounds are brought into 0 … 1.",
+        description="Divisor of uint8 observations: null = 255 for images, the largest value for grids of small integers (printed at "
+        "the start); false = no division; true = as null, and other bounded numbers are scaled to 0 … 1.",
     )
     flatten: bool | None = Field(None, description="Flatten the observation into one vector.")
     drop: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        None, description="Parts of a Dict observation to leave out, such as [mission]; a part of a part is written outer.inner."
+        None, description="Parts of a Dict observation to remove, such as [mission]; a nested part is written outer.inner."
     )
 
     @model_validator(mode="before")
@@ -241,9 +241,9 @@ class MultiAgentConfig(_Strict):
     evaluation_opponents: str | None = Field(
         None,
         min_length=1,
-        description="policies: evaluations are scored by the sum over all agents; random: one agent plays, the others choose at "
-        "random, and the score is what that one earns, with its win rate; a run or checkpoint: its policies play the others; "
-        "null = policies, and random where what one agent gains the others lose.",
+        description="Opponents in evaluations. policies: the score is the sum over all agents; random: one agent plays against random "
+        "opponents, and the score is its return, with its win rate; a run or checkpoint: its policies play the other agents; "
+        "null = policies, but random in zero-sum environments.",
     )
 
     def names(self) -> list[str]:
@@ -345,7 +345,7 @@ class AlgorithmConfig(_Strict):
     max_lag: int | None = Field(
         None, ge=1, description="Drop (and count) experience older than this many updates; null = keep all."
     )
-    num_learners: int = Field(1, ge=0, description="Number of learner processes that average their gradients; 0 is 1.")
+    num_learners: int = Field(1, ge=0, description="Number of learner processes that average their gradients; 0 means 1.")
     gradient_accumulation: int = Field(1, ge=1, description="Split each minibatch into N parts and accumulate the gradient.")
     mixed_precision: Literal["bf16", "fp16"] | None = Field(None, description="Train with automatic mixed precision.")
     learner_device: str = Field("auto", description="Device of the learner: auto (a GPU if num_gpus > 0), cpu, cuda or cuda:1.")
@@ -364,8 +364,8 @@ class AlgorithmConfig(_Strict):
     start_timeout_s: float | None = Field(
         None,
         ge=0,
-        description="A run whose workers have not sampled a step after so many seconds fails; 0 = waits for ever, "
-        "null = 300, and `stop.time_s` where games or the workers of a fleet come by themselves.",
+        description="Seconds within which the workers must sample their first step, otherwise the run fails; 0 = no limit; "
+        "null = 300, or `stop.time_s` with env: external and with fleets.",
     )
     num_envs_per_worker: int = Field(
         64,
@@ -435,7 +435,7 @@ class AlgorithmConfig(_Strict):
         "duration of a `training_iteration`; null = as in RLlib: 10 (APPO, IMPALA), else 0.",
     )
     min_sample_timesteps_per_iteration: int | None = Field(
-        None, ge=0, description="Least steps of a `training_iteration`; null = as in RLlib: 1000 (DQN), else 0."
+        None, ge=0, description="Minimum steps of a `training_iteration`; null = as in RLlib: 1000 (DQN), else 0."
     )
     learner_threads: int = Field(
         0, ge=0, description="Threads that share the gradient of a minibatch; 0 = 1 for vectors, all cores for images."
@@ -492,8 +492,8 @@ class ExternalConfig(_Strict):
     host: str = Field("127.0.0.1", description="Address to listen on; one beyond this machine requires a token.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 = any free port.")
     token_file: str | None = Field(None, description="File with the token that games must send.")
-    observation_space: dict[str, Any] | None = Field(None, description="Of a game with one seat.")
-    action_space: dict[str, Any] | None = Field(None, description="Of a game with one seat.")
+    observation_space: dict[str, Any] | None = Field(None, description="Observation space of a game with one seat.")
+    action_space: dict[str, Any] | None = Field(None, description="Action space of a game with one seat.")
     seats: dict[str, SeatConfig] | None = Field(None, description="For a game with several seats: name → spaces and model.")
     max_sessions: int = Field(20_000, ge=1, description="Maximum number of open sessions of one worker.")
     max_body_bytes: int = Field(8 << 20, ge=1, description="Maximum body size of a request.")
@@ -523,11 +523,11 @@ class StopConfig(_Strict):
     training_iteration: int | None = Field(
         None,
         ge=1,
-        description="Iterations as RLlib counts them: updates until min_sample_timesteps_per_iteration and min_time_s_per_iteration "
-        "are over. With PPO's defaults one update.",
+        description="Iterations as counted by RLlib: updates until min_sample_timesteps_per_iteration and min_time_s_per_iteration "
+        "are reached. One update with PPO's defaults.",
     )
     episodes: int | None = Field(None, ge=1, description="Episodes.")
-    time_s: float | None = Field(None, gt=0, description="Seconds of training, from the first sampled step on.")
+    time_s: float | None = Field(None, gt=0, description="Seconds of training, counted from the first sampled step.")
 
 
 class TargetConfig(_Strict):
@@ -622,7 +622,7 @@ class MlflowConfig(_Strict):
     """The `track.mlflow:` section."""
 
     tracking_uri: Annotated[str | None, AfterValidator(_without_password)] = Field(
-        None, description="Tracking server; null = MLFLOW_TRACKING_URI, else mlflow.db beside the runs of the experiment."
+        None, description="Tracking server; null = MLFLOW_TRACKING_URI, else mlflow.db next to the runs of the experiment."
     )
     experiment: str | None = Field(None, description="Experiment in MLflow; null = the name of the experiment.")
     tags: dict[str, str] = Field(default_factory=dict, description="Additional tags of the run.")
@@ -631,7 +631,7 @@ class MlflowConfig(_Strict):
 class TrackConfig(_Strict):
     """The `track:` section: where numbers go besides metrics.jsonl."""
 
-    tensorboard: Literal[True] = Field(True, description="Always: `tensorboard --logdir runs`.")
+    tensorboard: Literal[True] = Field(True, description="Always on: `tensorboard --logdir runs`.")
     csv: bool = Field(False, description="Also write metrics.csv.")
     wandb: Annotated[WandbConfig | None, BeforeValidator(_switch)] = Field(
         None, description="Weights & Biases: true, or its settings."
@@ -683,7 +683,7 @@ class ExperimentConfig(_Strict):
     )
     memory: Annotated[str, AfterValidator(_memory_without_password)] = Field(
         "embedded",
-        description="Transport of experience to the learner: embedded (its own worker processes), or redis://HOST:PORT/DB for `ludus fleet worker` on any machine. The password comes from LUDUS_MEMORY_PASSWORD or a file, never from here.",
+        description="Transport of experience to the learner: embedded (its own worker processes), or redis://HOST:PORT/DB for `ludus fleet worker` on any machine. Set the password in LUDUS_MEMORY_PASSWORD or a file, not here.",
     )
     num_samples: int = Field(1, ge=1, description="Number of trials with different seeds.")
     tune: TuneConfig = Field(default_factory=TuneConfig, description="Sweep settings.")

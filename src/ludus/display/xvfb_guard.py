@@ -3,30 +3,33 @@
     screen_keeper.py OWNER XVFB SIZE       reads one line: the authority file, in hex; writes one: NUMBER FILE, or `- WHY`
 
 The server ends when the pipe does, or the owner, however that happened, and its files with it. If the keeper is killed, the kernel
-ends the server. Only what Python itself brings is imported here.
+ends the server. It needs the standard library alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import re
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+if __name__ == "__main__":  # run as a file, without the packages that are installed
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from ludus.io.json_lines import LineReader
+from ludus.process import identity
+from ludus.process.temp_dirs import directory_name
+
 START_S = 20.0
 _END_S = 3.0
 _LINE = 4096
-_PR_SET_PDEATHSIG = 1
 
 
 def main(owner: int, xvfb: str, size: str) -> None:
@@ -35,13 +38,15 @@ def main(owner: int, xvfb: str, size: str) -> None:
     alive = os.pidfd_open(owner)
     if os.getppid() != owner:
         return
-    entry = bytes.fromhex(_line(sys.stdin.fileno()).decode())
-    home = Path(tempfile.gettempdir()) / _name()
+    entry = LineReader(sys.stdin.fileno(), _LINE).read_line()
+    if entry is None:
+        return
+    home = Path(tempfile.gettempdir()) / directory_name()  # if we are killed together with the owner, the next run sweeps it away
     home.mkdir(mode=0o700)
     try:
         authority = home / "authority"
         with open(os.open(authority, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(entry)
+            file.write(bytes.fromhex(entry.decode()))
         with _server(xvfb, size, authority, home / "log") as (server, told):
             number = _number(told)
             if number is None:
@@ -62,15 +67,14 @@ def _server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[tuple[
     reader, writer = os.pipe()
     words = [xvfb, "-displayfd", str(writer), "-screen", "0", size, "-nolisten", "tcp", "-auth", str(authority), "-noreset"]
     parent = os.getpid()
-
-    def bound() -> None:  # safe between fork and exec: this program has one thread
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
     with open(log, "wb") as out:
         server = subprocess.Popen(  # noqa: S603 - the owner found the program
-            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[writer], preexec_fn=bound
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=[writer],
+            preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # there are no threads here
         )
     os.close(writer)
     try:
@@ -82,14 +86,10 @@ def _server(xvfb: str, size: str, authority: Path, log: Path) -> Iterator[tuple[
 
 def _number(told: int) -> int | None:
     """None: the server ended, or took too long."""
-    data, deadline = b"", time.monotonic() + START_S
-    while not data.endswith(b"\n"):
-        ready, _, _ = select.select([told], [], [], max(0.0, deadline - time.monotonic()))
-        more = os.read(told, 64) if ready else b""
-        if not more:
-            return None
-        data += more
-    return int(data)
+    with contextlib.suppress(TimeoutError):
+        line = LineReader(told, _LINE).read_line(START_S)
+        return None if line is None else int(line)
+    return None
 
 
 def _wait(ends: list[int]) -> None:
@@ -111,23 +111,6 @@ def _end(server: subprocess.Popen[bytes], number: int | None) -> None:
         if number is not None:
             for left in (f"/tmp/.X11-unix/X{number}", f"/tmp/.X{number}-lock"):  # noqa: S108 - where X servers put them
                 Path(left).unlink(missing_ok=True)
-
-
-def _name() -> str:
-    """Says whose it is, as process/temp_dirs.py reads it: if we are killed together with the owner, the next run sweeps it away."""
-    space = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
-    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return f"ludus-{os.getuid()}-{space or 0}-{os.getpid()}-{started}-{os.urandom(4).hex()}"
-
-
-def _line(file: int) -> bytes:
-    data = b""
-    while not data.endswith(b"\n"):
-        more = os.read(file, 1)  # no more than the line: the rest is waited for
-        if not more or len(data) > _LINE:
-            raise SystemExit(1)
-        data += more
-    return data.strip()
 
 
 def _last_words(log: Path) -> str:

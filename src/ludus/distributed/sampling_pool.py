@@ -21,6 +21,7 @@ import torch
 
 from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
+from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import Luggage
@@ -226,11 +227,10 @@ def _wait_for_weights(context: Context, source: BoardSource, plan: Plan, block: 
     needed = plan.first_version + block - plan.ahead if plan.ahead is not None else plan.first_version
     if source.published >= needed:
         return 0.0
-    began, pause = time.perf_counter(), 0.0001
+    began, polls = time.perf_counter(), Backoff(0.0001, 0.001, factor=1.5)
     while source.published < needed:
         context.beat()
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.001)
+        time.sleep(polls.next_delay())
     return time.perf_counter() - began
 
 

@@ -13,7 +13,6 @@ import logging
 import math
 import re
 import resource
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from ludus.errors import EnvironmentFault, UsageError
 from ludus.experiments.evaluation.rollout_file import Ledger, Part, StepLog
 from ludus.experiments.evaluation.video import check_rgb, frame_rate
 from ludus.experiments.model_choice import agents_of
+from ludus.io.atomic_file import path_for_replace
 from ludus.sampling.episode_runner import longest_episode
 from ludus.sampling.multi_agent import Copies, Step, step_of
 from ludus.tournament.contestants import Contestant, Trained
@@ -177,10 +177,10 @@ class MatchRecording:
     def film(self, path: Path, speed: float | None, progress: FrameProgress | None = None) -> Path:
         """Raises UsageError when the environment has no pictures."""
         path = path.with_suffix(".mp4")
-        aside = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
         match = self.world.make("rgb_array")
+        rate = frame_rate(match.metadata) * (1.0 if speed is None else speed)
         try:
-            with VideoWriter(aside, frame_rate(match.metadata) * (1.0 if speed is None else speed)) as writer:
+            with path_for_replace(path) as temporary, VideoWriter(temporary, rate) as writer:
                 course, moved = _Course(self.a_camp), match.reset(self.seed)
                 writer.add(check_rgb(match.render(), self.world.name))
                 for number, actions in enumerate(self.actions):
@@ -196,9 +196,7 @@ class MatchRecording:
                 self.notes.append(
                     f"{path.name} shows another course than the match: {self.world.name} does not go the same way twice with the same seed"
                 )
-            aside.replace(path)
         finally:
-            aside.unlink(missing_ok=True)
             _closed(match)
         return path
 

@@ -30,6 +30,7 @@ from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.gateway.threaded_server import bound, own_address
+from ludus.io.atomic_file import path_for_replace
 from ludus.models.inference.batched_policy import Acts, Deciding
 from ludus.process.host import usable_cores
 from ludus.protocol.client import Client
@@ -115,13 +116,8 @@ class Left:
 
 
 def _copied(file: Path, path: Path) -> Path:
-    """Whole, or not at all."""
-    aside = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
-    try:
-        shutil.copyfile(file, aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with path_for_replace(path) as temporary:
+        shutil.copyfile(file, temporary)
     return path
 
 

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from ludus.cli.clusters import roles as r
+from ludus.cli.help import HelpApp
 from ludus.errors import UsageError
 
-app = typer.Typer(help="Start and stop the sampling workers of a run on this machine.", no_args_is_help=True)
+app = HelpApp(help="Start and stop the sampling workers of a run on this machine.", no_args_is_help=True)
 
 GAMECORE = "GAMECORE_SERVER_ADDR"
 ADVERTISE = "LUDUS_ADVERTISE"

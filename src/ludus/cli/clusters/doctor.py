@@ -58,7 +58,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of {node, check, status, found, fix}.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Run only checks that need no other program and no server.")] = False,
 ) -> None:
-    """Look at this machine, or at all machines of a cluster: one line per check, with the fix. Exit code 0: healthy; 1: not."""
+    """Check this machine or all machines of a cluster; print one line per check, with the fix."""
     from ludus.errors import UsageError
 
     if sys.platform == "win32":

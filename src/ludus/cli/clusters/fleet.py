@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ludus.cli.help import HelpApp
 from ludus.cli.training import options as o
 from ludus.core import trust
 from ludus.errors import NotFound, UsageError
@@ -18,7 +19,7 @@ from ludus.transport.message_stream import PASSWORD, split_password
 if TYPE_CHECKING:
     from ludus.experiments.result import Result
 
-app = typer.Typer(
+app = HelpApp(
     help="Train on machines that share only Redis and a store (S3, NFS); workers may join and leave at any time.",
     no_args_is_help=True,
 )

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ludus.cli.clusters import roles as r
+from ludus.cli.help import HelpApp
 from ludus.errors import UsageError
 
 if TYPE_CHECKING:
     from ludus.launch.hostfile import NodeList
 
-app = typer.Typer(help="Start and stop the learner of a run on a list of machines.", no_args_is_help=True)
+app = HelpApp(help="Start and stop the learner of a run on a list of machines.", no_args_is_help=True)
 
 EXPERIMENT = "experiment.yaml"
 UNNAMED = "default"

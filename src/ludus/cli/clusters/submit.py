@@ -106,7 +106,7 @@ def submit(
     as_json: Annotated[bool, _of(_SAID, "--json", help="Print one JSON object on the last line.")] = False,
     quiet: Annotated[bool, _of(_SAID, "--quiet", "-q", help="Print only the job id.")] = False,
 ) -> None:
-    """Run a command as a job, and print its id: `ludus jobs` shows, waits for and ends it.
+    """Run a `ludus` command as a job on this machine, over SSH or with Slurm; print its id.
 
     ludus submit --on slurm --nodes 3 --time 02:00:00 -- train ALE/Pong-v5 --run APPO --num-workers auto
     """

@@ -188,7 +188,7 @@ def battle(
     trust: o.Trust = False,
     json_: _Json = False,
 ) -> None:
-    """Let two players fight it out: win rate with its 95 % interval, by side, lengths, what the heroes did."""
+    """Play many matches between two players; report the win rate with its 95 % interval."""
     from ludus.cli.games.gamecore import read_options
     from ludus.protocol.spec import read_token
     from ludus.tournament.battle import battle as run

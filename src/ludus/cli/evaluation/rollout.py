@@ -61,7 +61,7 @@ def rollout(
     trust: o.Trust = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Play a trained agent: returns, a file of all steps, a video."""
+    """Play episodes with a trained agent; report returns, save steps and videos."""
     from ludus.cli.output import say
     from ludus.experiments.evaluation import rollout as rollouts
 

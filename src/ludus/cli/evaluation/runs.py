@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.help import HelpApp
 from ludus.cli.run_argument import complete_run, run_place
 from ludus.core.formatting import format_duration, format_number
 from ludus.errors import LudusError, NotFound
@@ -17,7 +18,7 @@ from ludus.errors import LudusError, NotFound
 if TYPE_CHECKING:
     from ludus.experiments.runs.compare import Comparison, Standing
 
-app = typer.Typer(help="List, inspect, compare, plot, rename, tag and delete runs.", no_args_is_help=True)
+app = HelpApp(help="List, inspect, compare, plot, rename, tag and delete runs.", no_args_is_help=True)
 
 Directories = Annotated[
     list[str] | None,

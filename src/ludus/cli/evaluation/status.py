@@ -37,7 +37,7 @@ def status(
         bool, typer.Option("--watch", help="Refresh every second (every 5 s on a remote store) until the run has ended.")
     ] = False,
 ) -> None:
-    """What a run is doing: its state, its workers, and what limits its speed."""
+    """Show the state of a run, its workers and what limits its speed."""
     from ludus.experiments.runs.run_status import look
 
     seen = look(run)

@@ -52,7 +52,7 @@ def tensorboard(
     host: Annotated[str, typer.Option(help="Address to listen on; TensorBoard has no password.")] = "127.0.0.1",
     print_: Annotated[bool, typer.Option("--print", help="Only print the SSH tunnel command.")] = False,
 ) -> None:
-    """Show the curves of a run in TensorBoard, and say how to see them from another machine. Ctrl-C ends it."""
+    """Start TensorBoard for a run and print the SSH tunnel command for remote machines."""
     if print_:
         print(Forwarding.of(os.environ).line(port or PORT, host))
         return

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ludus.cli.clusters.jobs import TIMED_OUT, age
+from ludus.cli.help import HelpApp
 from ludus.errors import DeadlineMissed, LudusError, Refused, StoreError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ludus.protocol.gamecore_client import Camp, GamecoreClient, GameState
 
-app = typer.Typer(help="Run games as processes: the gamecore server and its client.", no_args_is_help=True)
+app = HelpApp(help="Run games as processes: the gamecore server and its client.", no_args_is_help=True)
 
 PORT = 23432
 """As `game.gamecore.PORT`, which is not imported before a command needs it."""

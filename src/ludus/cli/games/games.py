@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.cli.help import HelpApp
 from ludus.cli.progress import DeferredProgressBar, ProgressBar
 from ludus.errors import UsageError
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from ludus.games.arena.engine.recording import Recording
     from ludus.games.arena.engine.vector import Arena
 
-app = typer.Typer(help="Games that come with Ludus: play, replay, render.", no_args_is_help=True)
-arena = typer.Typer(help="The Arena, a lane battle of two teams.", no_args_is_help=True)
+app = HelpApp(help="Games that come with Ludus: play, replay, render.", no_args_is_help=True)
+arena = HelpApp(help="The Arena, a lane battle of two teams.", no_args_is_help=True)
 app.add_typer(arena, name="arena")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")]

@@ -50,7 +50,7 @@ def check_game(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; findings go to stderr.")] = False,
 ) -> None:
-    """Check a game's client: mistakes are told in plain words as they happen. Exit code 1 when there are any."""
+    """Start a server that checks a game's client against the protocol; exit code 1 on errors."""
     from ludus.cli.serving.conformance_server import CheckServer
     from ludus.distributed.gateway_workers import bind, check_exposure, run_loop
     from ludus.process.host import stop_on_signals

@@ -40,7 +40,7 @@ def export(
     trust: o.Trust = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Export a trained agent: X.onnx, and X.report.json, which says how exactly it acts like the original."""
+    """Export a trained agent to ONNX, with a report that compares it with the original."""
     from ludus.cli.output import say
     from ludus.experiments.export_run import export_checkpoint
 

@@ -161,7 +161,7 @@ def serve(
     trust: o.Trust = False,
     json_: _Json = False,
 ) -> None:
-    """Serve trained agents. Games send start, tick, tick, …, end to POST /step, as in training. Ctrl-C stops it."""
+    """Serve trained agents to games over HTTP, with the protocol used in training."""
     import logging
     import time
 

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ludus.cli.help import HelpApp
 from ludus.errors import ConfigError, LudusError, StoreError, UsageError
 
-app = typer.Typer(help="Explain config keys, check files, convert old ones.", no_args_is_help=True)
+app = HelpApp(help="Explain config keys, check files, convert old ones.", no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(help="A YAML file with experiments.")]
 

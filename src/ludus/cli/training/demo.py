@@ -13,7 +13,7 @@ def demo(
     local_dir: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs"),
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Train CartPole to a return of 475, then draw its learning curve and film it."""
+    """Train CartPole to a return of 475, plot its learning curve and record a video."""
     from ludus.cli.output import here, say
 
     say("Training CartPole-v1 with PPO until the mean return of 100 episodes is 475 …")

@@ -17,7 +17,7 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Begin a project: environment, model, experiment and test."""
+    """Create a project with an environment, a model, an experiment and a test."""
     from ludus.cli.output import here, say
     from ludus.experiments.source.scaffold import scaffold
 

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Experiments that come with the package.", no_args_is_help=True)
+from ludus.cli.help import HelpApp
+
+app = HelpApp(help="List and show the experiments that come with the package.", no_args_is_help=True)
 
 
 @app.command("list")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
 
+from ludus.cli.help import HelpCommand
 from ludus.cli.training import coach_options, presets
 from ludus.cli.training import options as o
 from ludus.errors import LudusError, UsageError
@@ -32,7 +32,7 @@ NEWEST = "newest"
 """What --resume means when no directory follows."""
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(HelpCommand):
     """`--resume` may stand alone, as it did in older trainers; the words are kept, to be spoken of as they were written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -69,12 +69,7 @@ def train(
     config: o.Config = None,
     set_: o.Set = None,
     custom_parameter: o.CustomParameter = None,
-    track: o.Track = None,
-    experiment_name: o.ExperimentName = None,
-    local_dir: o.LocalDir = "runs",
     temp_dir: o.TempDir = None,
-    project: o.Project = None,
-    trial: o.Trial = None,
     checkpoint_freq: o.CheckpointFreq = None,
     checkpoint_at_end: o.CheckpointAtEnd = None,
     keep_checkpoints_num: o.KeepCheckpoints = None,
@@ -82,6 +77,11 @@ def train(
     restore: o.Restore = None,
     trust: o.Trust = False,
     local_mode: o.LocalMode = False,
+    experiment_name: o.ExperimentName = None,
+    local_dir: o.LocalDir = "runs",
+    project: o.Project = None,
+    trial: o.Trial = None,
+    track: o.Track = None,
     quiet: o.Quiet = False,
     json_: o.Json = False,
     verbose: o.Verbose = 0,
@@ -110,7 +110,7 @@ def train(
     noted: o.Noted = False,
     refused: o.NotHere = False,
 ) -> None:
-    """Train an agent. Ctrl-C saves a checkpoint and stops."""
+    """Train an agent; Ctrl-C saves a checkpoint and stops."""
     log_at(2 if debug else verbose)
     voice = Voice(quiet, json_)
     older = {"--queue-trials": queue_trials, "--torch": torch, "--eager": eager, "--trace": trace, "--no-ray-ui": no_ray_ui}

@@ -94,7 +94,7 @@ def tune(
     ray_num_cpus: o.RayNumCpus = None,
     ray_object_store_memory: o.RayMemory = None,
 ) -> None:
-    """Sweep over seeds and hyper-parameters. Ctrl-C stores what all trials have, and stops; --resume goes on."""
+    """Sweep over seeds and hyper-parameters; Ctrl-C saves all trials, --resume continues."""
     from ludus.cli.training.train import experiments_from, log_at, mapping_of, note_of_job, source_of
     from ludus.config import schema as configs
 

@@ -41,11 +41,12 @@ from ludus.distributed.hub.rpc import (
     listen,
     listen_beyond,
     split,
-    tcp_address,
 )
 from ludus.distributed.hub.shared_queues import Rings, Shared, release
 from ludus.distributed.hub.weight_cache import PART, Landing, Source
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.addresses import tcp_address
+from ludus.io.atomic_file import replace_json
 from ludus.models.weights.model_registry import Registry, check_name
 from ludus.process.auth import Guard, read_token, write_token
 from ludus.process.temp_dirs import Scratch
@@ -165,14 +166,6 @@ def _record(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):  # absent, or of a process that was killed while writing
         return None
     return data if isinstance(data, dict) else None
-
-
-def _write_record(directory: Path, record: Mapping[str, Any]) -> None:
-    aside = directory / f".{RECORD}.{os.getpid()}"
-    aside.unlink(missing_ok=True)
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(record, file, indent=1)
-    os.replace(aside, directory / RECORD)
 
 
 def _reachable(record: Mapping[str, Any] | None) -> Place | None:
@@ -361,7 +354,7 @@ class Hub:
         try:
             asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(CLAIM_S)
             record = {"pid": self._pid, "host": platform.node(), "address": self.address, "place": vars(self.place)}
-            _write_record(self.directory, record)
+            replace_json(self.directory / RECORD, record, mode=0o600, indent=1)
         except BaseException:
             self.close()
             raise

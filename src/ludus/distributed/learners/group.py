@@ -31,7 +31,7 @@ from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import Luggage
 from ludus.distributed.hub.server import shared_memory
-from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, TCP, WELCOME, Entrance, Frame, Link
+from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, WELCOME, Entrance, Frame, Link
 from ludus.distributed.learners.rank import (
     FINGERPRINT,
     START_S,
@@ -46,6 +46,7 @@ from ludus.distributed.learners.rank import (
     spec_json,
 )
 from ludus.errors import StoreFull, WorkerFailed
+from ludus.io.addresses import tcp_address
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import NEVER, OVER, Context, Process, Supervisor
 from ludus.transport.shared_memory import Layout
@@ -189,7 +190,7 @@ class Learners:
         stores: Any = torch.distributed
         limit = datetime.timedelta(seconds=self._timeout_s)
         self._store = stores.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
-        return f"{TCP}{host}:{self._store.port}"
+        return tcp_address(host, self._store.port)
 
     def _hear(self, rank: int, kind: int, deadline: float) -> Frame:
         """A frame from that rank, or the reason why there will be none."""

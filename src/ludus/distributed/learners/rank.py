@@ -8,6 +8,7 @@ import json
 import logging
 import mmap
 import os
+import socket
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -33,15 +34,13 @@ from ludus.distributed.learners.channel import (
     READY,
     SPEC,
     STATE,
-    TCP,
     WELCOME,
     Frame,
     Link,
     enter,
-    host_and_port,
-    own_address,
 )
 from ludus.errors import TrainingDiverged, WorkerFailed
+from ludus.io.addresses import host_and_port, is_tcp, local_address
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.host import keep_freed_memory
@@ -199,10 +198,14 @@ def joined(welcome: Welcome, rank: int, device: torch.device, check: Callable[[]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     stores: Any = torch.distributed  # absent where torch is built without it
-    if not place.startswith(TCP):
+    if not is_tcp(place):
         return TorchGroup(stores.FileStore(place, size), rank, size, backend=welcome.transport, timeout_s=timeout_s, check=check)
     store = stores.TCPStore(*host_and_port(place), size, False, datetime.timedelta(seconds=timeout_s))
-    options: Any = {"backend": welcome.transport, "address": own_address(place), "timeout_s": timeout_s}
+    options: Any = {
+        "backend": welcome.transport,
+        "address": local_address(*host_and_port(place), socket.AF_INET),
+        "timeout_s": timeout_s,
+    }
     return TorchGroup(store, rank, size, check=check, **options)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.algorithms.trainer import Progress, Trainer
+from ludus.core.backoff import Backoff
 from ludus.errors import Fenced, NotFound, StoreError, StoreUnavailable
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.runs import checkpoint
@@ -46,21 +47,22 @@ class CheckpointSchedule:
     """None: all."""
 
 
-class StoreBackoff:
+class StoreRetry:
     """Retries of a store that is unavailable, in training time."""
 
     def __init__(self) -> None:
         self.failures = 0
-        self._delay_s, self._retry_at = RETRY_S, math.inf
+        self._backoff, self._retry_at = Backoff(RETRY_S, _RETRY_AT_MOST_S), math.inf
 
     def fail(self, now_s: float, error: StoreUnavailable) -> None:
         self.failures += 1
-        self._retry_at = now_s + self._delay_s
-        log.warning("not stored; retry in %.0f s (failure %d): %s", self._delay_s, self.failures, error)
-        self._delay_s = min(2 * self._delay_s, _RETRY_AT_MOST_S)
+        delay_s = self._backoff.next_delay()
+        self._retry_at = now_s + delay_s
+        log.warning("not stored; retry in %.0f s (failure %d): %s", delay_s, self.failures, error)
 
     def succeed(self) -> None:
-        self._delay_s, self._retry_at = RETRY_S, math.inf
+        self._backoff.reset()
+        self._retry_at = math.inf
 
     @property
     def is_retrying(self) -> bool:
@@ -136,7 +138,7 @@ class Checkpointer:
         self._own: set[str] = set()
         self._surplus: set[str] = set()  # written for an evaluation alone
         self._unstored: set[tuple[str, int]] = set()  # model versions whose checkpoint could not be stored
-        self._backoff = StoreBackoff()
+        self._retry = StoreRetry()
         self._best = BestCheckpoint(store, pool)
 
     def hurry(self) -> None:
@@ -146,17 +148,17 @@ class Checkpointer:
     def is_due(self, progress: Progress) -> bool:
         """By the schedule, while training goes on."""
         by_time = bool(self.schedule.every_s) and progress.time_s - self._written_at >= min(self.schedule.every_s, self._soon_s)
-        if self._backoff.is_retrying:  # the store is unavailable: not more often than its retries
-            return self._backoff.is_due(progress.time_s)
+        if self._retry.is_retrying:  # the store is unavailable: not more often than its retries
+            return self._retry.is_due(progress.time_s)
         every = self.schedule.every_iterations
         return by_time or bool(every and progress.iterations % every == 0)
 
     @property
     def is_store_failing(self) -> bool:
-        return self._backoff.is_waiting(self._trainer.progress.time_s)
+        return self._retry.is_waiting(self._trainer.progress.time_s)
 
     def metrics(self) -> dict[str, float]:
-        return {"checkpoint/failures": float(self._backoff.failures)} if self._backoff.failures else {}
+        return {"checkpoint/failures": float(self._retry.failures)} if self._retry.failures else {}
 
     def write(self, due: bool = True) -> str:
         """Store the state of the run, once per iteration, and remove old checkpoints. Returns the name.
@@ -171,7 +173,7 @@ class Checkpointer:
         name = self._store_state()
         self.last, self._iteration = name, progress.iterations
         self._own.add(name)
-        self._backoff.succeed()
+        self._retry.succeed()
         if due:
             self._written_at = progress.time_s
             self._soon_s *= 2
@@ -191,23 +193,23 @@ class Checkpointer:
         try:
             return self.write(due)
         except StoreUnavailable as error:
-            self._backoff.fail(self._trainer.progress.time_s, error)
+            self._retry.fail(self._trainer.progress.time_s, error)
             return None
 
     def write_last(self) -> str:
         """As `write`, for the end of a run: what is not stored now is lost. Blocks up to LAST_S; then raises StoreUnavailable."""
-        wait_s, deadline = LAST_AGAIN_S, time.monotonic() + LAST_S
+        backoff, deadline = Backoff(LAST_AGAIN_S, 15 * LAST_AGAIN_S), time.monotonic() + LAST_S
         while True:
             try:
                 name = self.write()
                 self._best.write_pending()
                 return name
             except StoreUnavailable as error:
+                wait_s = backoff.next_delay()
                 if time.monotonic() + wait_s > deadline:
                     raise
                 log.warning("the last checkpoint is not stored; retrying for %d s: %s", deadline - time.monotonic(), error)
             time.sleep(wait_s)
-            wait_s = min(2 * wait_s, 15 * LAST_AGAIN_S)
 
     def finish(self) -> None:
         """Write a pending mark of the best checkpoint."""
@@ -302,4 +304,4 @@ class Checkpointer:
         try:
             yield
         except StoreUnavailable as error:
-            self._backoff.fail(self._trainer.progress.time_s, error)
+            self._retry.fail(self._trainer.progress.time_s, error)

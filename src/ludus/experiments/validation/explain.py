@@ -98,7 +98,7 @@ def _key(section: str, name: str, having: Mapping[str, FieldInfo], everybody: bo
 
 
 _MOVED = {
-    "config.model.vf_share_layers": ("vf_share_layers beside model",),
+    "config.model.vf_share_layers": ("vf_share_layers next to model",),
     "config.max_worker_restarts": ("ignore_worker_failures: false is 0", "restart_failed_env_runners: false is 0"),
     "config.train_batch_size": ("train_batch_size_per_learner × num_learners",),
     "config.num_gpus": ("num_gpus_per_learner × num_learners",),

@@ -42,14 +42,14 @@ def mode_of(env: str, memory: str, config: AlgorithmConfig, *, several: bool) ->
     return {"sync": Mode.IN_TURN, "pipelined": Mode.PIPELINED, "async": Mode.ASYNC}[config.sampling]
 
 
-_NOBODY_WAITS = "it bounds what waits for the learner, and here a batch is sampled when it is needed"
+_ON_DEMAND = "batches are sampled on demand here, so none waits for the learner"
 _ALWAYS_FRESH = "experience is at most one update old here"
-_NO_WORKERS = "this process samples, and no worker is started"
-_GAMES_PLAY = "games call this run, which has no environments of its own"
-_NO_EVALUATION = "games call this run, which has no environment to evaluate in; play evaluation games with `ludus serve`"
+_NO_WORKERS = "this process samples without workers"
+_GAMES_PLAY = "games connect over HTTP; the run has no environments of its own"
+_NO_EVALUATION = "games connect over HTTP; the run has no environment for evaluations. Play evaluation games with `ludus serve`"
 _NO_VIDEO_OF_AGENTS = "matches of several agents are recorded after training, with `ludus rollout RUN --video`"
-_FLEET_WORKERS = "the workers of a fleet are started and replaced by somebody else"
-_GATEWAYS = "it is for workers that step environments, and here games call this run"
+_FLEET_WORKERS = "fleet workers are started and restarted outside of this run"
+_GATEWAYS = "it applies to workers that step environments; here games connect over HTTP"
 
 _LOCAL_WORKERS: Mapping[Mode, str] = {
     Mode.IN_PROCESS: _NO_WORKERS,
@@ -61,21 +61,21 @@ _LOCAL_WORKERS: Mapping[Mode, str] = {
 
 WITHOUT_EFFECT: Mapping[str, Mapping[Mode, str]] = {
     "blocks_ahead": {
-        Mode.IN_PROCESS: _NOBODY_WAITS,
-        Mode.IN_TURN: _NOBODY_WAITS,
+        Mode.IN_PROCESS: _ON_DEMAND,
+        Mode.IN_TURN: _ON_DEMAND,
         Mode.EXTERNAL: _GAMES_PLAY,
-        Mode.AGENTS: _NOBODY_WAITS,
+        Mode.AGENTS: _ON_DEMAND,
     },
     "max_lag": {
         Mode.IN_PROCESS: _ALWAYS_FRESH,
         Mode.IN_TURN: _ALWAYS_FRESH,
         Mode.PIPELINED: _ALWAYS_FRESH,
         Mode.FLEET: _ALWAYS_FRESH,
-        Mode.EXTERNAL: "batches of games are learned from as they come",
+        Mode.EXTERNAL: "batches of games are trained on as they arrive",
         Mode.AGENTS: _ALWAYS_FRESH,
     },
     "sampling": {Mode.EXTERNAL: "games decide when they play"},
-    "inference_device": {Mode.EXTERNAL: "games are answered on the CPU"},
+    "inference_device": {Mode.EXTERNAL: "requests of games are answered on the CPU"},
     "restart_failed_sub_environments": {Mode.EXTERNAL: _GAMES_PLAY},
     "max_worker_restarts": _LOCAL_WORKERS,
     "worker_restart_backoff_s": _LOCAL_WORKERS,
@@ -83,7 +83,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[Mode, str]] = {
     "num_envs_per_worker": {Mode.EXTERNAL: _GAMES_PLAY},
     "self_play": {
         Mode.EXTERNAL: "games decide who plays whom",
-        Mode.AGENTS: "all agents play with their newest policies; opponents from the past are for environments with one agent",
+        Mode.AGENTS: "all agents use their newest policies; earlier versions as opponents need an environment with one agent",
     },
     "evaluation_interval": {Mode.EXTERNAL: _NO_EVALUATION},
     "evaluation_interval_unit": {Mode.EXTERNAL: _NO_EVALUATION},

@@ -300,7 +300,7 @@ def told(what: str, error: BaseException, hint: str = "") -> ConfigError:
 
 def own_line(error: BaseException) -> str:
     """The innermost line that is neither torch's nor ours."""
-    ours = (str(Path(__file__).parents[1]), str(Path(nn.__file__).parents[1]))
+    ours = (str(Path(__file__).parents[2]), str(Path(nn.__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*ours, "<")) and "importlib" not in frame.filename:
             return f"{Path(frame.filename).name}, line {frame.lineno}: "

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 
 log = logging.getLogger(__name__)
 
-_SOURCES = ("arena", "compiled", "geometry", "heroes", "layout", "observe", "rules", "scripts", "settings", "tactics", "yuv")
+_SOURCES = ("engine/*.py", "bots/*.py", "render/yuv.py")
 """Files with kernels, or with constants that kernels have compiled in."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -37,8 +37,8 @@ def _place() -> Path:
     """One for each state of our sources: numba itself would not notice that a constant in another file has changed."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{numba.__version__} {sys.version} {binding.get_host_cpu_name()}".encode())
-    for name in _SOURCES:
-        path = Path(__file__).with_name(f"{name}.py")
+    arena = Path(__file__).parents[1]
+    for path in sorted(path for pattern in _SOURCES for path in arena.glob(pattern)):
         digest.update(f"{path} {path.stat().st_mtime_ns}".encode() + path.read_bytes())
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"]) / digest.hexdigest()
