@@ -23,6 +23,7 @@ from ludus.envs.vector_env import make_as_trained
 from ludus.errors import LudusError, Untrusted
 from ludus.experiments import runner
 from ludus.experiments.evaluation import rollout
+from ludus.experiments.resolve import resolve
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.run_dir import CONFIG
 from ludus.models.weights import serialization, version_store
@@ -204,7 +205,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "rollout": play,
     "evaluate": lambda run: ludus.evaluate(run, 1),
     "resume": lambda run: runner.resume(run, stop={"iterations": 2}),
-    "restore": lambda run: runner._begins_with(run, runner.resolve(small.data(1))),
+    "restore": lambda run: runner._load_restored(run, resolve(small.data(1))),
     "load": ludus.load,
     "export": export,
     "serve": serve,

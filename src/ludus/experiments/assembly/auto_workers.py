@@ -13,7 +13,8 @@ from ludus.algorithms.base import Algorithm
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import Segments
 from ludus.envs.vector_env import Environments, make_environments
-from ludus.experiments.assembly.components import make_algorithm, make_policy
+from ludus.experiments.assembly.learners import make_algorithm
+from ludus.experiments.assembly.policies import make_policy
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
 from ludus.sampling.self_play import with_past_opponents

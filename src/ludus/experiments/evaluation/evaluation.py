@@ -22,10 +22,10 @@ from ludus.envs.preprocessing import for_evaluation
 from ludus.envs.vector_env import Environments, RowInfo, make_environments, row_info
 from ludus.envs.wrappers import WrapperList, wrapper_names
 from ludus.errors import ConfigError, Interrupted, LudusError
-from ludus.experiments.assembly.components import Resolved
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation_video import Recorded, VideoRecorder, why_not_recorded
 from ludus.experiments.evaluation.rollout import Stage
+from ludus.experiments.resolve import ResolvedExperiment
 from ludus.experiments.runs.checkpoint import FOLDER
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.experiments.runs.run_dir import Run
@@ -319,7 +319,7 @@ def warn_of_cuts(score: Score, env: str) -> None:
 
 
 def make_evaluation(
-    resolved: Resolved, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
+    resolved: ResolvedExperiment, policy: Policy, run: Run, stop: StopCheck, announce: Notice | None = None
 ) -> Evaluation | EvaluationWorkers | None:
     """Raises ConfigError, EnvironmentFault when `evaluation_config` asks for an environment that cannot be."""
     config = resolved.config
