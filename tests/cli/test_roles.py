@@ -27,6 +27,7 @@ from ludus.launch.ssh.backend import SshJobDir, SshNode, SshOrchestrator, SshSet
 from ludus.process.host import usable_cores
 from ludus.process.job_env import FIRST_PORT
 from tests.cli.calling import Call, one_line
+from tests.waiting import wait_until
 
 _FOREIGN = ("NET_CARD_NAME", "ACTOR_NUM", "CPU_NUM", "NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL", "GAMECORE_SERVER_ADDR", "LOG_DIR")
 
@@ -56,7 +57,10 @@ START = ("start", "--iplist", "learner.iplist")
         (("learner", *START, "CartPole-v1", "-n", "2", "-dc"), "-dc: its workers come by `ludus actor start`"),
         (("learner", *START, "CartPole-v1", "-n", "2", "--set", "config.gama=1"), "gamma"),
         (("learner", *START, "CartPole-v9", "-n", "2"), "CartPole-v9"),
-        (("learner", *START, "CartPole-v1", "-n", "2", "--upload-dir", "s3://AK:geheim@h/b"), "A password in a command is visible"),
+        (
+            ("learner", *START, "CartPole-v1", "-n", "2", "--upload-dir", "s3://AK:geheim@h/b"),
+            "A password in a command is visible",
+        ),
         (("learner", *START, "CartPole-v1", "-n", "2", "--token-file", "learner.iplist/x"), "learner.iplist/x cannot be written"),
         (
             ("learner", *START, "CartPole-v1", "-n", "2", "--token-file", "/proc/nope/x"),
@@ -284,10 +288,7 @@ def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: L
 
 
 def wait_until_running(orchestrator: LocalOrchestrator, job: str) -> None:
-    deadline = time.monotonic() + 30
-    while orchestrator.status(job).state == "pending":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: orchestrator.status(job).state != "pending")
 
 
 def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_that_is_said(

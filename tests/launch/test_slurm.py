@@ -24,8 +24,9 @@ from ludus.launch.slurm.backend import (
 )
 from ludus.launch.slurm.commands import QueueState
 from ludus.launch.slurm.sbatch import overriding_variables, parse_time
-from ludus.process import identity
-from ludus.testing.orchestrator_contract import BEATING, is_still, until
+from ludus.process import identity, procfs
+from ludus.testing.orchestrator_contract import BEATING, is_still
+from tests.waiting import wait_until
 
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
 BASE = SlurmSettings(python="/shared/venv/bin/python", workdir="/shared/work")
@@ -252,7 +253,7 @@ def test_the_relay_ends_as_the_command_did(script: str, code: int) -> None:
 def test_the_relay_forwards_signals_to_the_command(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     with start_relay(f"trap 'echo saved; exit 3' TERM; touch {ready}; while :; do sleep 0.05; done") as relay:
-        until(ready.exists)
+        wait_until(ready.exists)
         relay.send_signal(signal.SIGTERM)
         assert relay.wait(60) == 3
         assert relay.stdout is not None
@@ -263,15 +264,15 @@ def test_the_relay_forwards_signals_to_the_command(tmp_path: Path) -> None:
 def test_a_closed_pipe_ends_the_command_and_its_children(tmp_path: Path, how: str) -> None:
     beat = tmp_path / "beat"
     with start_relay(f"trap '' TERM; setsid sh -c '{BEATING}' {beat} & wait") as relay:
-        until(beat.exists)
+        wait_until(beat.exists)
         assert relay.stdin is not None
-        below = identity.descendants(relay.pid)
+        below = procfs.list_descendants(relay.pid)
         if how == "close stdin":
             relay.stdin.close()
         else:
             relay.kill()
         relay.wait(60)
-        until(lambda: all(identity.started(pid) is None for pid in below))
+        wait_until(lambda: all(identity.started(pid) is None for pid in below))
         assert is_still(beat)
 
 
@@ -285,7 +286,7 @@ sys.exit(remote_process.main(["run", "sh", "-c", sys.argv[1]]))
     signalled, ready = tmp_path / "signalled", tmp_path / "ready"
     ignore = f"trap 'touch {signalled}' TERM; touch {ready}; while :; do sleep 0.05; done"
     with subprocess.Popen([sys.executable, "-c", script, ignore], stdin=subprocess.PIPE) as runner:
-        until(ready.exists)
+        wait_until(ready.exists)
         runner.send_signal(signal.SIGTERM)
         assert runner.wait(60) == 137
     assert signalled.exists()

@@ -20,7 +20,8 @@ from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings, _set
 from ludus.launch.ssh.connection import check_settings, explain_failure, ssh_words
 from ludus.launch.ssh.job_split import CLIENT_ROLE, SERVER_ROLE, KnownStatus, combine_statuses, split_job
 from ludus.launch.ssh.remote_agent import JobPartStatus
-from ludus.testing.orchestrator_contract import ended, job, main, until
+from ludus.testing.orchestrator_contract import ended, job, main
+from tests.waiting import wait_until
 
 GOLDEN = Path(__file__).parent / "golden" / "ssh"
 PYTHON = "/opt/ludus/bin/python"
@@ -316,7 +317,7 @@ def test_a_silent_machine_is_contacted_again_after_a_pause(
     here: SshOrchestrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = here.submit(job(main("sleep 600")))
-    until(lambda: here.status(job_id).state == "running")
+    wait_until(lambda: here.status(job_id).state == "running")
     monkeypatch.setattr(backend, "_RETRY_S", 2.0)
     program = tmp_path / "ssh"
     works = program.read_text()
@@ -330,7 +331,7 @@ def test_a_silent_machine_is_contacted_again_after_a_pause(
         here.cancel(job_id)
     assert here.status(job_id).state == "cancelled"
     program.write_text(works)
-    until(lambda: here.status(job_id).state == "running")
+    wait_until(lambda: here.status(job_id).state == "running")
     here.cancel(job_id, at_once=True)
     assert ended(here, job_id).state == "cancelled"
 

@@ -24,7 +24,8 @@ from ludus.launch.ssh import remote_agent
 from ludus.launch.ssh.remote_agent import MARK, JobPart, RemoteAgent, unpack
 from ludus.process import identity
 from ludus.process.job_env import JobEnv
-from ludus.testing.orchestrator_contract import BEATING, is_still, until
+from ludus.testing.orchestrator_contract import BEATING, is_still
+from tests.waiting import wait_until
 
 TOKEN = "ab" * 32
 _WAIT_S = 30.0
@@ -79,7 +80,7 @@ def state_of(session: AgentSession) -> dict[str, Any]:
 
 
 def wait_until_over(session: AgentSession) -> dict[str, Any]:
-    until(lambda: state_of(session)["state"] not in ("pending", "running"))
+    wait_until(lambda: state_of(session)["state"] not in ("pending", "running"))
     return state_of(session)
 
 
@@ -106,7 +107,7 @@ def test_a_confirmed_part_outlives_the_connection(tmp_path: Path) -> None:
         assert state_of(session)["state"] == "missing"
         assert session.request("submit", part=part(beats, ends).text(), token=TOKEN)["ok"]["was"] is False
         assert session.request("keep", job="trial-1", node=0) == {"ok": {}}
-    until(beat.exists)
+    wait_until(beat.exists)
     with connect(tmp_path / "state") as session:
         assert state_of(session)["state"] == "running"
         assert session.request("submit", part=part(beats, ends).text(), token=TOKEN)["ok"]["was"] is True, "it is there already"
@@ -134,7 +135,7 @@ def test_an_unconfirmed_part_ends_with_the_connection(tmp_path: Path, how: str) 
         session.request(
             "submit", part=part(Role("main", ("sh", "-c", f"trap '' TERM; {BEATING}", str(beat)))).text(), token=TOKEN
         )
-        until(beat.exists)
+        wait_until(beat.exists)
         if how == "is killed":
             session.process.terminate()
     assert is_still(beat)
@@ -159,10 +160,10 @@ def test_processes_have_the_indices_of_the_whole_job_and_internal_ones_are_hidde
     asked = part(hold, worker, main="ludus.hold", seats={"worker": (1, 4, 12)})
     with connect(tmp_path / "state") as session:
         session.request("submit", part=asked.text(), token=TOKEN)
-        until(lambda: output.exists() and len(output.read_text().splitlines()) == 3)
+        wait_until(lambda: output.exists() and len(output.read_text().splitlines()) == 3)
         assert sorted(output.read_text().splitlines()) == ["1 a 'b'", "12 a 'b'", "4 a 'b'"]
         shown = [("worker", 1, "running"), ("worker", 4, "running"), ("worker", 12, "running")]
-        until(lambda: [(p["role"], p["index"], p["state"]) for p in state_of(session)["processes"]] == shown)
+        wait_until(lambda: [(p["role"], p["index"], p["state"]) for p in state_of(session)["processes"]] == shown)
         assert session.request("logs", job="trial-1", node=0) == {"ok": {}}
     assert JobPart.of(asked.text()) == asked
 
@@ -173,7 +174,7 @@ def test_reading_logs_does_not_confirm_a_part(tmp_path: Path, follow: bool) -> N
     beat = tmp_path / "beat"
     with connect(tmp_path / "state") as session:
         session.request("submit", part=part(Role("main", ("sh", "-c", BEATING, str(beat)))).text(), token=TOKEN)
-        until(beat.exists)
+        wait_until(beat.exists)
         assert session.process.stdin is not None
         session.process.stdin.write(json.dumps({"verb": "logs", "job": "trial-1", "node": 0, "follow": follow}) + "\n")
         session.process.stdin.close()
@@ -217,7 +218,7 @@ def test_old_parts_are_deleted_and_running_ones_are_not(tmp_path: Path, monkeypa
             asked = JobPart(f"job-{number}", 0, ("127.0.0.1",), Job("trial", (Role("main", ("sh", "-c", script)),), "main"), {})
             agent.answer({"verb": "submit", "part": asked.text(), "token": TOKEN})
             if script == "true":
-                until(lambda: agent.answer({"verb": "status", "job": f"job-{number}", "node": 0})["state"] == "succeeded")  # noqa: B023
+                wait_until(lambda: agent.answer({"verb": "status", "job": f"job-{number}", "node": 0})["state"] == "succeeded")  # noqa: B023
         assert [part["job"] for part in agent.answer({"verb": "list"})["parts"]] == ["job-0", "job-2", "job-3"]
     finally:
         agent.abandon()

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, Role
 from ludus.launch.job_dir import JobDirectory
 from ludus.process.job_env import JobEnv
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 _WAIT_S = 30.0
@@ -59,13 +59,6 @@ def queue(tmp_path: Path) -> Iterator[Queue]:
         yield made
 
 
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
 def sh(name: str, script: str, count: int = 1, at: tuple[int, ...] = ()) -> Role:
     return Role(name, ("sh", "-c", script), count, at=at)
 
@@ -101,7 +94,7 @@ def test_before_its_time_limit_a_job_is_stopped_and_requeued(queue: Queue) -> No
     directory = queue.prepare(Job("trial", (sh("main", HEARTBEAT),), "main"))
     directory.write_secrets({"PASS": "word"})
     first = queue.start(directory)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     first.send_signal(signal.SIGUSR1)
     assert first.wait(_WAIT_S) == 0
     status = directory.read().status
@@ -112,7 +105,7 @@ def test_before_its_time_limit_a_job_is_stopped_and_requeued(queue: Queue) -> No
     assert directory.read_secrets() == {"PASS": "word"}
 
     second = queue.start(directory)
-    until(lambda: (queue.path / "lives").read_text().count("life") == 2)
+    wait_until(lambda: (queue.path / "lives").read_text().count("life") == 2)
     status = directory.read().status
     assert (status.state, status.reason, status.of("main")[0].restarts) == ("running", "", 1)
     directory.request_cancel()
@@ -125,7 +118,7 @@ def test_before_its_time_limit_a_job_is_stopped_and_requeued(queue: Queue) -> No
 def test_a_finished_job_is_not_requeued(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", HEARTBEAT.replace("130", "0")),), "main"))
     process = queue.start(directory)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(_WAIT_S) == 0
     assert directory.read().status.state == "succeeded"
@@ -137,7 +130,7 @@ def test_a_service_that_exits_with_0_on_request_is_restarted_by_the_queue(queue:
     directory = queue.prepare(Job("trial", (replace(sh("main", HEARTBEAT.replace("130", "0")), restart="on-failure"),), "main"))
     directory.write_secrets({"PASS": "word"})
     process = queue.start(directory)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(number)
     assert process.wait(_WAIT_S) == 0
     assert directory.read().status.state == "pending"
@@ -148,7 +141,7 @@ def test_a_service_that_exits_with_0_on_request_is_restarted_by_the_queue(queue:
 def test_a_failed_requeue_fails_the_job(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", HEARTBEAT),), "main"))
     process = queue.start(directory, REQUEUE="Job is not requeueable")
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(_WAIT_S) == 130
     status = directory.read().status
@@ -159,7 +152,7 @@ def test_a_failed_requeue_fails_the_job(queue: Queue) -> None:
 def test_a_job_stopped_by_the_queue_is_pending_and_not_cancelled(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", HEARTBEAT),), "main"))
     process = queue.start(directory)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(_WAIT_S) == 0
     status = directory.read().status
@@ -173,7 +166,7 @@ def test_main_may_get_the_signal_of_the_queue_first(queue: Queue, end: str) -> N
     directory = queue.prepare(Job("trial", (sh("main", end),), "main"))
     directory.write_secrets({"PASS": "word"})
     process = queue.start(directory)
-    until(lambda: directory.log("supervisor").exists() and "main-0 ended" in directory.log("supervisor").read_text())
+    wait_until(lambda: directory.log("supervisor").exists() and "main-0 ended" in directory.log("supervisor").read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(_WAIT_S) == 0
     assert directory.read().status.state == "pending"
@@ -184,9 +177,9 @@ def test_a_cancel_after_the_interruption_prevents_the_requeue(queue: Queue) -> N
     slow = "echo life >> lives; trap 'echo ending > ending; while [ ! -e go ]; do sleep 0.02; done; exit 130' TERM; while :; do sleep 0.05; done"
     directory = queue.prepare(Job("trial", (sh("main", slow),), "main"))
     process = queue.start(directory)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
-    until((queue.path / "ending").exists)
+    wait_until((queue.path / "ending").exists)
     directory.request_cancel()
     process.send_signal(signal.SIGTERM)
     (queue.path / "go").touch()
@@ -210,7 +203,7 @@ def test_a_signal_during_the_set_up_is_handled_afterwards(queue: Queue, number: 
     directory = queue.prepare(Job("trial", (sh("main", "touch began; exec sleep 600"),), "main"))
     directory.write_secrets({"PASS": "word"})
     process = queue.start(directory, SLOW="1")
-    until((queue.path / "job" / "setting-up").exists)
+    wait_until((queue.path / "job" / "setting-up").exists)
     process.send_signal(number)
     (queue.path / "job" / "go-on").touch()
     assert process.wait(_WAIT_S) == 0
@@ -222,7 +215,7 @@ def test_a_signal_during_the_set_up_is_handled_afterwards(queue: Queue, number: 
 def test_in_an_interactive_allocation_sigterm_cancels_the_job(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", HEARTBEAT),), "main"))
     process = queue.start(directory, ALLOCATION="1")
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(_WAIT_S) == 130
     assert directory.read().status.state == "cancelled"
@@ -231,7 +224,7 @@ def test_in_an_interactive_allocation_sigterm_cancels_the_job(queue: Queue) -> N
 def test_a_damaged_record_is_rewritten(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", "touch began; until [ -e go ]; do sleep 0.05; done"),), "main"))
     process = queue.start(directory)
-    until((queue.path / "began").exists)
+    wait_until((queue.path / "began").exists)
     (directory.path / job_dir.STATUS).write_bytes(b"\xff\x00 rubbish")
     with pytest.raises(Damaged):
         directory.read()
@@ -241,7 +234,7 @@ def test_a_damaged_record_is_rewritten(queue: Queue) -> None:
             return directory.read().status.state == "running"
         return False
 
-    until(is_whole)
+    wait_until(is_whole)
     (queue.path / "go").touch()
     assert process.wait(_WAIT_S) == 0
     assert directory.read().status.state == "succeeded"
@@ -256,9 +249,9 @@ def test_children_of_a_killed_process_in_other_sessions_are_killed(queue: Queue)
         Job("trial", (kept, actor, sh("main", "until [ -e over ]; do sleep 0.05; done")), "main", grace_s=1.0)
     )
     process = queue.start(directory)
-    until((queue.path / "third").exists)
+    wait_until((queue.path / "third").exists)
     strays = [int(word) for word in (queue.path / "strays").read_text().split()]
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in strays[:3]))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in strays[:3]))
     assert Path(f"/proc/{(queue.path / 'kept-child').read_text().strip()}").exists(), "children of other processes survive"
     (queue.path / "over").touch()
     assert process.wait(_WAIT_S) == 0
@@ -276,8 +269,8 @@ def test_on_a_full_disk_the_final_status_overwrites_the_last_one(queue: Queue, t
             Job("trial", (sh("main", f"touch {tmp_path}/began; until [ -e {tmp_path}/go ]; do sleep 0.05; done"),), "main")
         )
         process = small.start(directory)
-        until((tmp_path / "began").exists)
-        until(lambda: directory.read().status.state == "running")
+        wait_until((tmp_path / "began").exists)
+        wait_until(lambda: directory.read().status.state == "running")
         with contextlib.suppress(OSError), open(disk / "rubbish", "wb") as file:
             while True:
                 file.write(bytes(4096))
@@ -302,7 +295,7 @@ def test_the_end_of_stdin_ends_a_remote_process(queue: Queue) -> None:
 def test_a_killed_supervisor_leaves_no_process_and_a_failed_status(queue: Queue) -> None:
     directory = queue.prepare(Job("trial", (sh("main", "echo $$ > pid; exec sleep 600"),), "main"))
     keeper = queue.start(directory)
-    until(lambda: (queue.path / "pid").exists() and bool((queue.path / "pid").read_text().strip()))
+    wait_until(lambda: (queue.path / "pid").exists() and bool((queue.path / "pid").read_text().strip()))
     supervisor = directory.read().supervisor
     assert supervisor is not None
     os.kill(supervisor.pid, signal.SIGKILL)

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Connection, Header, Peer, frame, host_and_port, listen_beyond, tcp_address
+from ludus.distributed.hub.rpc import Connection, Header, Peer, frame, listen_beyond
 from ludus.errors import UsageError, WorkerFailed
+from ludus.io.addresses import host_and_port, tcp_address
 from ludus.process import auth
 from ludus.process.auth import Guard, Handshake, HandshakeFailed, read_token, unanswered, write_token
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import Damaged, UsageError
+from ludus.io.atomic_file import open_for_replace
 from ludus.launch.job import OVER, Job, JobStatus, ProcessStatus, Role
-from ludus.process import identity
+from ludus.process import identity, procfs
 
 JOB, STATUS, LOGS, SCRATCH, RUN = "job.json", "status.json", "logs", "scratch", "run.json"
 TOKEN, SECRETS, CANCEL = "token", "secrets", "cancel"
@@ -159,19 +160,10 @@ class JobDirectory:
             (self.path / name).unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> tuple[int, int]:
-        temporary = self.path / f".{name}.{os.getpid()}"
-        try:
-            with open(
-                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
-            ) as file:
-                file.write(text)
-                file.flush()
-                stamp = _stamp_of(os.fstat(file.fileno()))
-            os.replace(temporary, self.path / name)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        return stamp
+        with open_for_replace(self.path / name, mode=0o600) as file:
+            file.write(text.encode())
+            file.flush()
+            return _stamp_of(os.fstat(file.fileno()))
 
 
 def _stamp_of(status: os.stat_result) -> tuple[int, int]:
@@ -217,11 +209,8 @@ def make_private(directory: Path) -> Path:
 
 def machine_id() -> str:
     """Return host name, PID namespace (containers on one host reuse process ids) and boot id, separated by blanks."""
-    try:
-        space = Path("/proc/self/ns/pid").readlink().name
-    except OSError:
-        space = sys.platform
-    return f"{hostname()} {space} {identity.boot() or hostname()}"
+    space = procfs.pid_namespace()
+    return f"{hostname()} {f'pid:[{space}]' if space else sys.platform} {procfs.boot_id() or hostname()}"
 
 
 def hostname() -> str:

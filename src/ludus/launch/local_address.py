@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ludus.errors import UsageError
+from ludus.io.addresses import interface_addresses, local_address
 from ludus.launch.hostfile import Hostfile, is_single_host
 
 INTERFACE = "NET_CARD_NAME"
 RESOLVE_S = 10.0
 
-_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}
 _TEST_ADDRESS = "192.0.2.1"  # unassigned (RFC 5737): finds the default route without sending anything
 
 
@@ -59,25 +56,12 @@ class HostNetwork:
 
     def interfaces(self) -> dict[str, str]:
         """Return name → IPv4 address, "" for an interface without one."""
-        return {name: self._address_of(name) for _, name in socket.if_nameindex()}
+        return interface_addresses()
 
     def address_towards(self, address: str) -> str:
         """Return the local address of the route to an address; "" if there is no route."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing on a datagram socket
-            return str(probe.getsockname()[0])
-        return ""
-
-    def _address_of(self, interface: str) -> str:
-        import fcntl
-
-        request = _SIOCGIFADDR.get(sys.platform)
-        if request is None:
-            return ""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            answer = fcntl.ioctl(asked.fileno(), request, struct.pack("256s", os.fsencode(interface)[:15]))
-            return socket.inet_ntoa(answer[20:24])
+        with contextlib.suppress(OSError):
+            return local_address(address)
         return ""
 
 

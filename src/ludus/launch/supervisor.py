@@ -33,7 +33,7 @@ from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, 
 from ludus.launch.job_dir import PRIVATE, JobDirectory, JobRecord, ProcessIdentity, hostname, machine_id
 from ludus.launch.job_dir import RUN as RUN_FILE
 from ludus.launch.remote_starter import StarterFactory
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.process.job_env import NODE, PORTS, RUN, JobEnv, find_free_ports
 from ludus.process.signals import SignalQueue
 
@@ -303,9 +303,9 @@ class Supervisor:
             return
         known = {other.popen.pid for other in self.processes if other.popen is not None and other.state == "running"}
         marks = {f"LUDUS_JOB_ID={self.directory.id}", f"LUDUS_JOB_ROLE={process.role.name}", f"LUDUS_JOB_INDEX={process.index}"}
-        for pid in identity.children(os.getpid()):
-            if pid not in known and marks <= identity.environment(pid):
-                for stray in (pid, *identity.descendants(pid)):
+        for pid in procfs.list_children(os.getpid()):
+            if pid not in known and marks <= procfs.read_environment(pid):
+                for stray in (pid, *procfs.list_descendants(pid)):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(stray, signal.SIGKILL)
 

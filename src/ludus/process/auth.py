@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import secrets
 import socket
 import struct
@@ -21,6 +20,7 @@ from typing import ClassVar
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io import tcp
+from ludus.io.atomic_file import create_once
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,7 @@ _TOLD = 1024
 
 def write_token(path: Path, token: bytes | None = None) -> None:
     """A token (a new one, unless it is given) in a file that its user alone can read. Raises FileExistsError."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token or secrets.token_hex(32).encode())
-    try:
-        os.link(aside, path)  # whole or not at all, and never in the place of another
-    finally:
-        aside.unlink()
+    create_once(path, token or secrets.token_hex(32).encode(), mode=0o600)
 
 
 def read_token(path: str | Path) -> bytes:

@@ -16,8 +16,6 @@ import hashlib
 import importlib
 import logging
 import os
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -29,6 +27,7 @@ from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io import json_lines
+from ludus.io.addresses import interface_addresses
 from ludus.io.json_lines import LineReader
 from ludus.ray_cluster.cluster import LOCAL, Cluster, address_of
 
@@ -42,7 +41,6 @@ JOIN_S = 60.0
 """How long Ray may take to let a process in."""
 _END_S = 20.0
 _LOOK_S = 0.1
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -256,12 +254,7 @@ def card_address() -> str:
     card = os.environ.get(NET_CARD, "")
     if not card:
         return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(card)[:15]))
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise UsageError(f"{NET_CARD}={card!r} is not an interface with an address here.", f"There are: {names}.") from error
-    return socket.inet_ntoa(answer[20:24])
+    addresses = interface_addresses()
+    if not addresses.get(card):
+        raise UsageError(f"{NET_CARD}={card!r} is not an interface with an address here.", f"There are: {', '.join(addresses)}.")
+    return addresses[card]

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from ludus.errors import Damaged, UsageError, WorkerFailed
+from ludus.io.addresses import host_and_port, tcp_address
 from ludus.process.auth import Handshake, keep_alive
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ HELLO, WELCOME, READY, JOIN, STATE, SPEC, LEARN, DONE = range(1, 9)
 """Kinds of frames, in the order in which they first appear."""
 
 ANSWER_S = 60.0
-TCP = "tcp://"
 
 _FRAME = struct.Struct("<Bqqq")
 """Kind, two numbers, bytes that follow."""
@@ -120,7 +120,7 @@ class Entrance:
             raise UsageError(f"A token of {len(token)} bytes is too short.", "Use 16 random ones or more.")
         self.host, self._handshake = host, _handshake(token)
         self._listening = socket.create_server((host, port))
-        self.address = f"{TCP}{host}:{self._listening.getsockname()[1]}"
+        self.address = tcp_address(host, self._listening.getsockname()[1])
 
     def admit(self, within_s: float) -> Link | None:
         """The next one that knows the token, or None; strangers are cut off. They are heard one after another."""
@@ -174,21 +174,6 @@ def enter(address: str, token: bytes, timeout_s: float = ANSWER_S) -> Link:
             raise UsageError(f"The learner at {address} refuses our token.", "Give the token of this very run.") from error
         raise WorkerFailed(f"There is no learner at {address}: {error}.", "Is the address right, and its run alive?") from error
     return Link(connection, "Learner 0", far=True)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Of `tcp://host:port`. Raises UsageError."""
-    host, _, port = address.removeprefix(TCP).rpartition(":")
-    if not address.startswith(TCP) or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address!r} is not an address.", "Write tcp://host:port.")
-    return host, int(port)
-
-
-def own_address(towards: str) -> str:
-    """The address of this node as seen from `tcp://host:port`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(host_and_port(towards))
-        return str(probe.getsockname()[0])
 
 
 def _handshake(token: bytes) -> Handshake:

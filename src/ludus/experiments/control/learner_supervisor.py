@@ -59,7 +59,7 @@ START_S = 5.0
 CLOSE_S = 30.0
 """After its last word a learner has this long to leave."""
 
-PRELOAD = ("numpy", "torch", "ludus.experiments.runner")
+PRELOAD = ("numpy", "torch", "ludus.experiments.runner", "ludus.experiments.assembly.worker_training")
 _POLL_S = 0.1
 _FAILURES_KEPT = 20
 _ONE_TRAINER = "One run has one trainer: stop the other, or leave this one stopped."
@@ -242,7 +242,7 @@ class _End:
     """It has learned something."""
 
 
-class Driver:
+class LearnerSupervisor:
     """Runs learners, one after the other, until one has come to the end of the run."""
 
     def __init__(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ludus.core.backoff import exponential_delay
 from ludus.process import identity
 from ludus.process.signals import SignalQueue
 
@@ -37,7 +38,7 @@ _LOOK_S = 0.5
 
 def backoff_s(short_lives: int) -> float:
     """Seconds until the next life, after so many short ones in a row (at least one)."""
-    return min(FIRST_BACKOFF_S * 2.0 ** min(short_lives - 1, 16), MAX_BACKOFF_S)
+    return exponential_delay(short_lives, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
 def keep_going(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.addresses import local_address
+from ludus.io.atomic_file import replace_json
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, check_job
 from ludus.launch.job_dir import JobDirectory
@@ -409,11 +411,9 @@ def _resolve(name: str) -> str:
 
 
 def _address_towards(other: str) -> str:
-    """Return the local address of the route to another machine. A datagram socket sends nothing on connect."""
+    """Return the local address of the route to another machine; "" if there is none."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((other, 9))
-            return str(probe.getsockname()[0])
+        return local_address(other, family=socket.AF_INET)
     except OSError:
         return ""
 
@@ -439,7 +439,7 @@ def _read_slurm_job(directory: JobDirectory) -> _SlurmJob:
 
 
 def _write_slurm_job(directory: JobDirectory, number: str, *, interactive: bool = False, cluster: str = "") -> None:
-    _write(directory.path / _SLURM_JOB, {"number": number, "interactive": interactive, "cluster": cluster})
+    replace_json(directory.path / _SLURM_JOB, {"number": number, "interactive": interactive, "cluster": cluster}, mode=0o600)
 
 
 def _read_end(directory: JobDirectory, status: JobStatus) -> JobStatus | None:
@@ -453,11 +453,5 @@ def _read_end(directory: JobDirectory, status: JobStatus) -> JobStatus | None:
 
 def _write_end(directory: JobDirectory, status: JobStatus) -> None:
     """Store the end reported by Slurm. status.json belongs to the supervisor, whose last write may arrive later on a shared file system."""
-    _write(directory.path / _END, {"state": status.state, "exit_code": status.exit_code, "reason": status.reason})
-
-
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
+    end = {"state": status.state, "exit_code": status.exit_code, "reason": status.reason}
+    replace_json(directory.path / _END, end, mode=0o600)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, UsageError
 from ludus.process.auth import GREETING_S, Guard, greet, keep_alive, read_token
 from ludus.process.job_env import TOKEN, JobEnv
@@ -98,14 +99,16 @@ async def hold(
     address: tuple[str, int], node: int, token: bytes, patience_s: float, clock: Callable[[], float] = time.monotonic
 ) -> bool:
     """Stay connected until the server reports the end of the job (True), or cannot be reached for `patience_s` (False)."""
-    lost_at, pause = clock(), _FIRST_PAUSE_S
+    lost_at, backoff = clock(), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
     while True:
         try:
             if await _stay_connected(address, node, token):
                 return True
-            lost_at, pause, why = clock(), _FIRST_PAUSE_S, "it closed the connection"
+            lost_at, why = clock(), "it closed the connection"
+            backoff.reset()
         except _ConnectionLost as error:
-            lost_at, pause, why = clock(), _FIRST_PAUSE_S, str(error)
+            lost_at, why = clock(), str(error)
+            backoff.reset()
         except (LudusError, OSError, TimeoutError) as error:
             why = str(error) or "no answer"
         left = lost_at + patience_s - clock()
@@ -115,8 +118,7 @@ async def hold(
             )
             return False
         log.info("no connection to %s:%d: %s", *address, why)
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _MAX_PAUSE_S)
+        await asyncio.sleep(min(backoff.next_delay(), left))
 
 
 class _ConnectionLost(Exception):

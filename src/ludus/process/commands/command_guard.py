@@ -36,7 +36,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES, CountingLog
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
@@ -328,8 +328,8 @@ class Keeper:
 
     def _end_strays(self) -> None:
         """Who became our child without being a guard has lost his."""
-        for stray in set(identity.children(self._pid)) - self._guards:
-            for pid in (stray, *identity.descendants(stray)):
+        for stray in set(procfs.list_children(self._pid)) - self._guards:
+            for pid in (stray, *procfs.list_descendants(stray)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 

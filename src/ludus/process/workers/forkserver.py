@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import faulthandler
 import gc
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ludus.io import json_lines
-from ludus.process import temp_dirs
+from ludus.process import identity, procfs, temp_dirs
 from ludus.process.signals import SignalQueue
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ LOG_LOOK_S = 10.0
 ERROR_CHARACTERS = 32_000
 LENGTH = struct.Struct("<q")
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT)
 """Blocked in the forkserver, which ends by its lifeline alone; a worker opens them once it can handle them."""
 
@@ -211,8 +209,7 @@ def _move_to(place: Place) -> None:
     importlib.invalidate_caches()
     if place.cwd is not None:
         os.chdir(place.cwd)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, place.name.encode()[:15], 0, 0, 0)
+    identity.set_name(place.name)
 
 
 def _append_output_to(path: Path) -> None:
@@ -309,13 +306,9 @@ def _leave(code: int, orderly: bool) -> NoReturn:
 
 def end_with_forkserver(forkserver: int, lifeline: int | None) -> None:
     """From now on this process is killed when the forkserver is gone, however that happened."""
-    if sys.platform == "linux":
-        # The signal is bound to the thread that forked us; the forkserver has one thread only.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    elif lifeline is not None:
+    if sys.platform != "linux" and lifeline is not None:
         threading.Thread(target=watch, args=(lifeline,), name="lifeline", daemon=True).start()
-    if os.getppid() != forkserver:  # it died before we asked
-        os._exit(1)
+    identity.end_with(forkserver, signal.SIGKILL)
 
 
 def watch(lifeline: int) -> None:
@@ -479,8 +472,7 @@ def _be_alone() -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    tasks = Path("/proc/self/task")
-    if tasks.exists() and (count := len(list(tasks.iterdir()))) > 1:
+    if (count := len(procfs.list_thread_names())) > 1:
         log.warning("a preloaded module runs %d threads; forking beside them may hang workers", count - 1)
 
 

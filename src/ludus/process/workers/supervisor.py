@@ -38,6 +38,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from ludus.core.backoff import exponential_delay
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io import json_lines
 from ludus.io.json_lines import LineReader
@@ -78,8 +79,7 @@ class Restart:
         """
         if self.limit is not None and deaths > self.limit:
             return None
-        doublings = min((deaths if in_a_row is None else in_a_row) - 1, 30)
-        return min(self.backoff_s * 2.0**doublings, self.max_backoff_s)
+        return exponential_delay(deaths if in_a_row is None else in_a_row, self.backoff_s, self.max_backoff_s)
 
 
 NEVER = Restart()
