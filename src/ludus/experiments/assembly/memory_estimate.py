@@ -1,6 +1,6 @@
 """How much memory a run takes on this machine, estimated before it starts, and refused when the machine does not have it.
 
-The estimate is a lower bound: what is certainly allocated and filled. Interpreters, environments and activations come on top.
+The estimate is a lower bound: what is certainly expand_nodelist and filled. Interpreters, environments and activations come on top.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ludus.core.tree import Tree, leaves
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import ConfigError
 from ludus.experiments.resolve import ResolvedExperiment
-from ludus.launch.doctor.checks.limits import look_groups, look_memory
-from ludus.launch.doctor.finding import size
+from ludus.launch.doctor.checks.limits import inspect_cgroups, inspect_memory
+from ludus.launch.doctor.finding import format_size
 from ludus.models.devices import learner_device
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import action_spec
@@ -51,7 +51,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         shown = sorted(((count, part) for part, count in self.parts.items() if count), reverse=True)
-        return ", ".join(f"{size(count)} of {part}" for count, part in shown)
+        return ", ".join(f"{format_size(count)} of {part}" for count, part in shown)
 
 
 def estimate(
@@ -95,7 +95,7 @@ def _model_bytes(policy: Policy, config: AlgorithmConfig, workers: int) -> int:
 
 def free_memory() -> int | None:
     """Bytes that this machine and the cgroups of this process still allow; None where the system does not say."""
-    found = look_memory(look_groups())
+    found = inspect_memory(inspect_cgroups())
     return None if found is None else found.free
 
 
@@ -108,8 +108,8 @@ def check_memory(resolved: ResolvedExperiment, policies: Policy | Mapping[str, P
     free = free_memory()
     if free is not None and found.total > free:
         raise ConfigError(
-            f"This run needs at least {size(found.total)} of memory ({found}), and {size(free)} are free.",
+            f"This run needs at least {format_size(found.total)} of memory ({found}), and {format_size(free)} are free.",
             _REMEDIES[found.largest],
         )
-    log.info("memory: at least %s (%s)", size(found.total), found)
+    log.info("memory: at least %s (%s)", format_size(found.total), found)
     return found
