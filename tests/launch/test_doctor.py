@@ -129,7 +129,7 @@ def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
         (MemoryLimits(64 * GB, GB), "failed", "1.0 GB available"),
         (MemoryLimits(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
         (MemoryLimits(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
-        (None, "skipped", "does not say"),
+        (None, "skipped", "does not report"),
     ],
 )
 def test_memory(memory: MemoryLimits | None, status: Status, said: str) -> None:
@@ -151,7 +151,7 @@ def test_with_too_little_memory_the_number_of_workers_that_fit_is_said() -> None
         (SharedMemory(64 << 20, 64 << 20), "warning", "rings go to the temporary directory"),
         (SharedMemory(GB, 300 << 20), "failed", "300 MB free"),
         (SharedMemory(GB, GB, writable=False), "warning", "not writable"),
-        (None, "warning", "there is none"),
+        (None, "warning", "does not exist"),
     ],
 )
 def test_shared_memory(shared: SharedMemory | None, status: Status, said: str) -> None:
@@ -170,7 +170,7 @@ def test_shared_memory(shared: SharedMemory | None, status: Status, said: str) -
         ),
         (SharedMemory(GB, 100 << 20), "failed", "100 MB free"),
         (SharedMemory(GB, GB, writable=False), "failed", "not writable"),
-        (None, "failed", "there is none"),
+        (None, "failed", "does not exist"),
     ],
 )
 def test_shared_memory_that_was_moved_is_not_replaced_by_another(shared: SharedMemory | None, status: Status, said: str) -> None:
@@ -346,7 +346,7 @@ GPU = gpus.Gpu("A100", 40_000, 100, "550.1")
             "hidden by CUDA_VISIBLE_DEVICES=''",
         ),
         (gpus.GpuInventory((GPU,), 1, True), "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, "ok", "A100"),
-        (gpus.GpuInventory((replace(GPU, used_mb=39_000),), 1, True), "2.13.0", {}, "warning", "others use most"),
+        (gpus.GpuInventory((replace(GPU, used_mb=39_000),), 1, True), "2.13.0", {}, "warning", "other processes use most"),
         (gpus.GpuInventory(devices=2), "2.13.0", {}, "warning", "2 devices in /dev, and nvidia-smi is not installed"),
         (gpus.GpuInventory(why="Driver/library version mismatch", tool=True), "2.13.0", {}, "failed", "mismatch"),
     ],
@@ -409,7 +409,7 @@ def test_the_file_system_of_a_path_is_the_innermost_and_last_mounted(tmp_path: P
     [
         (PortStatus({}, 12_000, 50, (32_768, 60_999)), "ok", "a block of 50 is free"),
         (PortStatus({6379: True}, 12_000), "ok", "6379 free"),
-        (PortStatus({6379: False, 80: True}, 12_000), "failed", "somebody listens on 6379"),
+        (PortStatus({6379: False, 80: True}, 12_000), "failed", "in use: 6379"),
         (PortStatus({}, None), "failed", "no 3 ports in a row"),
         (PortStatus({}, 12_000, 3, (1024, 65_535)), "warning", "outgoing connections use 1024 to 65535"),
     ],
@@ -428,7 +428,7 @@ def test_ports(ports: PortStatus, status: Status, said: str) -> None:
         ([ClockSample(100.0, 100.2, 200.1)], "failed", "100.000 s ahead"),
         ([ClockSample(100.0, 104.0, 103.5)], "ok", "give or take 2.000 s"),
         ([ClockSample(100.0, 104.0, 110.0), ClockSample(110.0, 110.2, 110.1)], "ok", "0.000 s"),
-        ([], "skipped", "nobody told"),
+        ([], "skipped", "not reported"),
     ],
 )
 def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(
@@ -442,13 +442,23 @@ def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(
     ("environ", "nodes", "status", "said"),
     [
         ({}, (), None, ""),
-        ({"http_proxy": "http://u:p@proxy:3128"}, (), "warning", "http_proxy set (proxy), and not spared: localhost, 127.0.0.1"),
-        ({"HTTPS_PROXY": "proxy:3128", "NO_PROXY": "localhost,127.0.0.0/8"}, (), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1"}, ("10.0.0.7",), "warning", "not spared: 10.0.0.7"),
-        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,10.0.0.0/8"}, ("10.0.0.7",), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,.lab"}, ("n1.lab",), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "*"}, ("n1",), "ok", "spared"),
-        ({"http_proxy": "http://proxy", "no_proxy": "*.lab,localhost"}, ("n1.lab",), "warning", "not spared: 127.0.0.1"),
+        (
+            {"http_proxy": "http://u:p@proxy:3128"},
+            (),
+            "warning",
+            "http_proxy set (proxy), and no_proxy does not exclude localhost, 127.0.0.1",
+        ),
+        ({"HTTPS_PROXY": "proxy:3128", "NO_PROXY": "localhost,127.0.0.0/8"}, (), "ok", "no_proxy excludes"),
+        (
+            {"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1"},
+            ("10.0.0.7",),
+            "warning",
+            "does not exclude 10.0.0.7",
+        ),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,10.0.0.0/8"}, ("10.0.0.7",), "ok", "no_proxy excludes"),
+        ({"http_proxy": "http://proxy", "no_proxy": "localhost,127.0.0.1,.lab"}, ("n1.lab",), "ok", "no_proxy excludes"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*"}, ("n1",), "ok", "no_proxy excludes"),
+        ({"http_proxy": "http://proxy", "no_proxy": "*.lab,localhost"}, ("n1.lab",), "warning", "does not exclude 127.0.0.1"),
     ],
 )
 def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Status | None, said: str) -> None:
@@ -468,15 +478,15 @@ def test_proxies(environ: Mapping[str, str], nodes: tuple[str, ...], status: Sta
         (TokenFile("V", "/t", "file", ours=False), "failed", "another user"),
         (TokenFile("V", "/t", "file", length=0), "failed", "0 characters"),
         (TokenFile("V", "/t", "file", why="Permission denied"), "failed", "cannot be read"),
-        (TokenFile("V", "/t", "none", why="No such file"), "failed", "not there"),
+        (TokenFile("V", "/t", "none", why="No such file"), "failed", "cannot be found"),
         (TokenFile("V", "/t", "other"), "failed", "not a file"),
         (TokenFile("", "/t", "file"), "ok", "private"),
         (TokenFile("", "/t", "file", mode=0o644), "warning", "mode 0644"),
         (TokenFile("", "/t", "file", role=True), "ok", "/t, private"),
         (TokenFile("", "/t", "file", mode=0o644, role=True), "failed", "mode 0644"),
-        (TokenFile("V", "/t", "none", why="No such file", role=True), "failed", "not there"),
-        (TokenFile("V", "/t", "file", plain=False, role=True), "failed", "holds no token"),
-        (TokenFile("V", "/t", "file", length=5000, role=True), "failed", "holds no token"),
+        (TokenFile("V", "/t", "none", why="No such file", role=True), "failed", "cannot be found"),
+        (TokenFile("V", "/t", "file", plain=False, role=True), "failed", "does not contain a token"),
+        (TokenFile("V", "/t", "file", length=5000, role=True), "failed", "does not contain a token"),
     ],
 )
 def test_tokens(token: TokenFile, status: Status, said: str) -> None:
@@ -490,7 +500,7 @@ def test_tokens(token: TokenFile, status: Status, said: str) -> None:
         ({"a": "x", "b": "x"}, "ok", "the same on 2 of 2"),
         ({"a": "x", "b": "y", "c": "x"}, "failed", "they differ (one: a, c; one: b)"),
         ({"a": "x", "b": ""}, "failed", "they differ (one: a; none: b)"),
-        ({"a": "", "b": ""}, "skipped", "none has one yet"),
+        ({"a": "", "b": ""}, "skipped", "none yet"),
     ],
 )
 def test_tokens_on_all_nodes(told: Mapping[str, str], status: Status, said: str) -> None:
@@ -575,7 +585,7 @@ BAD = OpenGL("egl", why="eglInitialize failed")
             graphics.GraphicsSupport(replace(NEW, version="2.1 Mesa"), NO_OSMESA, silent="none"),
             True,
             ("failed", "skipped", "ok", "skipped", "skipped"),
-            "engines of today need 3.2",
+            "current engines need 3.2",
         ),
         (
             graphics.GraphicsSupport(NEW, NO_OSMESA, OpenGL("glx", why="the X server has no GLX"), display=":0", xvfb=True),
@@ -597,7 +607,7 @@ def test_graphics(seen: graphics.GraphicsSupport, needed: bool, statuses: tuple[
     ("seen", "status", "said"),
     [
         (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none"), "warning", "by EGL, which has no windows"),
-        (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", xvfb=True, choice="none"), "warning", "for LUDUS_SCREEN=none"),
+        (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", xvfb=True, choice="none"), "warning", "and LUDUS_SCREEN=none"),
         (graphics.GraphicsSupport(NEW, NO_OSMESA, silent="none", private=GLX, xvfb=True), "ok", "by a private Xvfb"),
         (graphics.GraphicsSupport(NEW, NO_OSMESA, GLX, display=":0"), "ok", "by the screen :0"),
         (graphics.GraphicsSupport(NO_EGL, NO_OSMESA, silent="none"), "failed", "nothing can draw"),
@@ -650,7 +660,7 @@ def test_what_is_said_of_screens_is_what_was_chosen(
         ("auto", False, ""),
         ("none", False, ""),
         ("xvfb", True, ""),
-        ("xvfb", False, "no Xvfb"),
+        ("xvfb", False, "Xvfb is not installed"),
         ("bogus", True, "'bogus'"),
     ],
 )
@@ -682,7 +692,7 @@ QUIET = SystemState({}, {}, 4)
     ("scene", "check", "said"),
     [
         (QUIET, "known troubles", "nothing"),
-        (replace(QUIET, environ={"LD_PRELOAD": "/gone/lib.so"}), "LD_PRELOAD", "/gone/lib.so is not there"),
+        (replace(QUIET, environ={"LD_PRELOAD": "/gone/lib.so"}), "LD_PRELOAD", "/gone/lib.so does not exist"),
         (replace(QUIET, environ={"LD_PRELOAD": "libm.so.6"}), "LD_PRELOAD", "into every game and worker"),
         (replace(QUIET, environ={"OMP_NUM_THREADS": "64"}), "OMP_NUM_THREADS", "64 threads on 4 cores"),
         (replace(QUIET, environ={"OMP_NUM_THREADS": "4"}), "known troubles", "nothing"),
@@ -772,9 +782,9 @@ def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> 
     ("rpath", "runpath", "own", "missing"),
     [
         ("$ORIGIN/lib", "", {}, ()),
-        ("", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
-        ("$ORIGIN/lib", "$ORIGIN/lib", {}, ("libb.so (wanted by liba.so)",)),
-        ("$ORIGIN/lib", "", {"runpath": "/nowhere"}, ("libb.so (wanted by liba.so)",)),
+        ("", "$ORIGIN/lib", {}, ("libb.so (needed by liba.so)",)),
+        ("$ORIGIN/lib", "$ORIGIN/lib", {}, ("libb.so (needed by liba.so)",)),
+        ("$ORIGIN/lib", "", {"runpath": "/nowhere"}, ("libb.so (needed by liba.so)",)),
         ("", "$ORIGIN/lib", {"runpath": "$ORIGIN"}, ()),
         ("", "$ORIGIN/lib", {"rpath": "${ORIGIN}"}, ()),
         ("/nowhere", "", {}, ("liba.so",)),
@@ -804,16 +814,16 @@ GAME = Executable("/g", "elf", True, X86, X86.interpreter)
         (replace(GAME, executable=False), "failed", "not executable", "chmod +x /g"),
         (replace(GAME, no_exec=True), "failed", "noexec", "Copy it"),
         (
-            replace(GAME, missing=("libGL.so.1", "libX (wanted by libY)")),
+            replace(GAME, missing=("libGL.so.1", "libX (needed by libY)")),
             "failed",
-            "libGL.so.1, libX (wanted by libY)",
+            "libGL.so.1, libX (needed by libY)",
             "LD_LIBRARY_PATH",
         ),
         (replace(GAME, interpreter_found=False), "failed", "needs the loader /lib64/ld", "Install ld-linux"),
         (replace(GAME, elf=replace(X86, machine="aarch64")), "failed", "is for aarch64; this processor is x86_64", "Build it"),
         (replace(GAME, elf=replace(X86, machine="i386")), "ok", "for i386", ""),
-        (replace(GAME, data="/g_Data"), "failed", "its folder /g_Data is not there", "whole build"),
-        (Executable("/g", "none", near="/g.x86_64"), "failed", "not there", "Did you mean /g.x86_64?"),
+        (replace(GAME, data="/g_Data"), "failed", "its folder /g_Data does not exist", "whole build"),
+        (Executable("/g", "none", near="/g.x86_64"), "failed", "does not exist", "Did you mean /g.x86_64?"),
         (Executable("/g", "directory", near="/g/a.x86_64"), "failed", "directory", "Did you mean /g/a.x86_64?"),
         (Executable("/g", "windows", True), "failed", "for Windows", "Wine"),
         (Executable("/g", "mac", True), "failed", "for macOS", "Build it for Linux"),
@@ -824,7 +834,7 @@ GAME = Executable("/g", "elf", True, X86, X86.interpreter)
             "interpreter ruby",
             "Install ruby",
         ),
-        (Executable("/g", "unknown", True), "warning", "no program that is known", "right file"),
+        (Executable("/g", "unknown", True), "warning", "unknown format", "right file"),
     ],
 )
 def test_programs(seen: Executable, status: Status, said: str, fix: str) -> None:
@@ -885,12 +895,12 @@ def test_what_sinfo_says_is_read() -> None:
         (UP, SlurmRequest("main", "01:00:00", 3), ("ok", "ok"), "36 cores each"),
         (UP, SlurmRequest("main", "03:00:00"), ("ok", "failed"), "--time 03:00:00 is more than main allows"),
         (UP, SlurmRequest("", "03:00:00"), ("ok", "ok", "failed"), "more than main allows"),
-        (UP, SlurmRequest("main", nodes=4), ("ok", "failed"), "4 nodes are wanted, and main has 3"),
+        (UP, SlurmRequest("main", nodes=4), ("ok", "failed"), "4 nodes are requested, and main has 3"),
         (UP, SlurmRequest("main", cpus=64), ("ok", "failed"), "1 node with 64 cores wanted, and main has none"),
-        (UP, SlurmRequest("main", gpus=3), ("ok", "failed"), "1 node with 3 accelerators wanted, and main has none"),
+        (UP, SlurmRequest("main", gpus=3), ("ok", "failed"), "1 node with 3 GPUs wanted, and main has none"),
         (replace(UP, partitions=MIXED), SlurmRequest("gpu", gpus=1), ("ok", "ok"), "6 nodes, 6 idle, 8 cores or more each"),
         (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=5), ("ok", "ok"), "6 nodes"),
-        (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=7), ("ok", "failed"), "7 nodes are wanted, and gpu has 6"),
+        (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=7), ("ok", "failed"), "7 nodes are requested, and gpu has 6"),
         (replace(UP, partitions=MIXED), SlurmRequest("gpu", nodes=2, cpus=32), ("ok", "ok"), "6 nodes"),
         (
             replace(UP, partitions=MIXED),
@@ -914,7 +924,7 @@ def test_what_sinfo_says_is_read() -> None:
             "no node is idle",
         ),
         (replace(UP, partitions=(replace(MAIN, up=False),)), SlurmRequest("main"), ("ok", "failed"), "main is down"),
-        (UP, SlurmRequest("gpu"), ("ok", "failed"), "none of that name"),
+        (UP, SlurmRequest("gpu"), ("ok", "failed"), "does not exist"),
         (replace(UP, partitions=()), SlurmRequest(), ("ok", "failed"), "sinfo names none"),
         (replace(UP, controller="Slurmctld(primary) at vm is DOWN"), SlurmRequest(), ("failed",), "DOWN"),
         (SlurmState(why="it does not answer within 10 s"), SlurmRequest(), ("failed",), "does not answer"),

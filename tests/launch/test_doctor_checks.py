@@ -149,7 +149,7 @@ class Careless(LocalStore):
 def test_a_store_that_lets_two_writers_create_one_file_is_not_good_enough(tmp_path: Path) -> None:
     found = services.check_store(services.inspect_store(f"{__name__}:Careless://{tmp_path}"))
     assert found.status == "failed"
-    assert "two trainers could destroy each other's run" in found.found
+    assert "two trainers could overwrite each other's run" in found.found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +264,7 @@ def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "gone"))
     assert told().status == "failed"
-    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) is not there" in told().found
+    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) cannot be found" in told().found
     monkeypatch.delenv("LUDUS_TOKEN_FILE")
     assert told().status == "skipped"
     token = tmp_path / "state" / "token"
@@ -317,7 +317,7 @@ def hanging(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_file_system_that_hangs_holds_up_nobody(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_checks, "LOOK_S", 0.5)
+    monkeypatch.setattr(local_checks, "CHECK_S", 0.5)
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(hanging / "token"))
     monkeypatch.setenv("LUDUS_SHM", str(hanging / "shm"))
     monkeypatch.setenv("PYTHONPATH", str(hanging))
@@ -471,7 +471,7 @@ def test_a_program_that_cannot_run_says_why_and_is_never_run(tmp_path: Path) -> 
     if (read := executable.read_elf(player.read_bytes())) is not None and "UnityPlayer.so" in read.needed:
         (tmp_path / "UnityPlayer.so").write_bytes(ls)
         whole = {"LD_LIBRARY_PATH": str(tmp_path)}
-        assert "player_Data is not there" in executable.check_executable(executable.inspect_executable(player, whole)).found
+        assert "player_Data does not exist" in executable.check_executable(executable.inspect_executable(player, whole)).found
         (tmp_path / "player_Data").mkdir()
         assert executable.check_executable(executable.inspect_executable(player, whole)).status == "ok"
 
@@ -661,7 +661,7 @@ def test_no_process_is_left_when_an_environment_was_given_up(environments: dict[
     )
     environments["LUDUS_SCREEN"] = "none"
     late = env_smoke_test.run_smoke_test("with_game:game", environments, timeout_s=4.0)
-    assert "was not made, reset and stepped 5 times within 4 s" in late.why
+    assert "was not created, reset and stepped 5 times within 4 s" in late.why
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while _runs(pid):

@@ -170,7 +170,7 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
     assert "cannot be run" in found["python"][0].found
     assert "Ludus" in found["ludus"][0].found
     assert found["ludus"][0].check == "ludus there"
-    assert "not a name that is known" in found["name"][0].found
+    assert "cannot be resolved" in found["name"][0].found
     assert "does not answer" in found["port"][0].found
     assert all(findings[0].fix for findings in found.values())
 

@@ -141,7 +141,7 @@ def reserve_ports(job: str, node: int, size: int, taken: Sequence[int]) -> Itera
                 continue
             yield first
             return
-    raise UsageError(f"No reserve_ports of {size} free ports is left on this machine, of those from {job_env.FIRST_PORT} on.")
+    raise UsageError(f"No block of {size} free ports is left on this machine, of those from {job_env.FIRST_PORT} on.")
 
 
 def _reserve_grain(grain: int) -> socket.socket:

@@ -94,7 +94,7 @@ def _run_checks(
         raise UsageError("Ludus there has another protocol version.", "Install the same version as here.")
     report.versions = {str(key): str(value) for key, value in dict(hello.get("versions", {})).items()}
     took = time.monotonic() - started_at
-    report.findings.append(ok(node.by, f"reports as {hello.get('host')} after {took:.1f} s ({hello.get('python')})"))
+    report.findings.append(ok(node.by, f"answers as {hello.get('host')} after {took:.1f} s ({hello.get('python')})"))
     ticks = []
     for _ in range(_CLOCK_SAMPLES):
         sent = time.time()

@@ -142,7 +142,7 @@ def _explain_srun(name: str) -> ExplainFailure:
             return UsageError(f"The Python on {name} has no Ludus: {last}", "Set python, or setup, in cluster.yaml.")
         if code is None:
             return WorkerFailed(
-                f"{name} does not report{': ' if last else ''}{last}.", f"`scontrol show node {name}` shows its state."
+                f"{name} does not answer{': ' if last else ''}{last}.", f"`scontrol show node {name}` shows its state."
             )
         return WorkerFailed(
             f"srun ended with {code}{': ' if last else ''}{last}", f"`scontrol show node {name}` shows its state."
@@ -216,7 +216,7 @@ def run_in_allocation(
         try:
             out, err = process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
-            return [_no_allocation(f"no report within {within_s:.0f} s")]
+            return [_no_allocation(f"no answer within {within_s:.0f} s")]
         finally:
             _release_allocation(process)
     lines = out.strip().splitlines()

@@ -29,7 +29,7 @@ from ludus.process.identity import adopt_orphans, end_descendants, reap, send, s
 
 SMOKE_TEST_S = 30.0
 STEPS = 5
-_MARK = "ludus-result "
+_MARK = "ludus-smoke-test "
 _CLOSE_S, _TERM_S, _END_S = 5.0, 1.0, 10.0
 """Time to close the environment; between SIGTERM and SIGKILL for remaining processes; and for the guard to finish."""
 

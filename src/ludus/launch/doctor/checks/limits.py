@@ -220,7 +220,7 @@ def _user_threads(user: int) -> Iterator[int]:
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
             text = status.read_text(errors="replace")
-            who, count = re.search(r"^Uid:\s+(\d+)", text, re.MULTILINE), re.search(r"^ThreadLimits:\s+(\d+)", text, re.MULTILINE)
+            who, count = re.search(r"^Uid:\s+(\d+)", text, re.MULTILINE), re.search(r"^Threads:\s+(\d+)", text, re.MULTILINE)
             if who and count and int(who[1]) == user:
                 yield int(count[1])
 
