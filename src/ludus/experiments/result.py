@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ludus.experiments.runs.history import Table, read_history
 from ludus.experiments.runs.remote_runs import shown
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import Run
+
+if TYPE_CHECKING:
+    from ludus.experiments.runs.history import Table
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Result:
     @property
     def history(self) -> Table:
         """The reports of the run, a row each: a pandas.DataFrame where pandas is installed. Read from metrics.jsonl every time."""
+        from ludus.experiments.runs.history import read_history
+
         return read_history(Run(self.run_dir).metrics_path)
 
     def remarks(self) -> list[str]:

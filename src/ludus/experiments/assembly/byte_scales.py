@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.core.types import DEFAULT_MODEL
-from ludus.envs.pettingzoo import Match, at_random
 from ludus.envs.vector_env import make_environments
 from ludus.errors import EnvironmentFault
 from ludus.experiments.runs.checkpoint import Checkpoint
@@ -20,7 +19,9 @@ from ludus.models import byte_scales
 from ludus.models.byte_scales import Seen
 from ludus.models.centralized_critic import OWN
 from ludus.sampling.episode_runner import undisturbed
-from ludus.sampling.multi_agent import plain_action
+
+if TYPE_CHECKING:
+    from ludus.envs.pettingzoo import Match
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ def choose(
 
 def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
     """The largest value in each uint8 part of the observations of one environment that is played at random; no more if it fails."""
+    from ludus.envs.pettingzoo import at_random
+
     seen: dict[str, int] = {}
     random = np.random.default_rng(config.seed)
     with undisturbed():
@@ -79,6 +82,9 @@ def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
 
 def largest_seen_of_agents(make: Callable[[], Match], cast: Mapping[str, str], seed: int, *, central: bool) -> dict[str, Seen]:
     """The same by model, in matches of several agents; of a centralised value what the agents themselves see."""
+    from ludus.envs.pettingzoo import at_random
+    from ludus.sampling.multi_agent import plain_action
+
     seen: dict[str, dict[str, int]] = {model: {} for model in cast.values()}
     random = np.random.default_rng(seed)
     with undisturbed():

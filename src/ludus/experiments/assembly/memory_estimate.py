@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ludus.config.schema import EXTERNAL, AlgorithmConfig
+from ludus.core.formatting import format_bytes
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Tree, leaves
 from ludus.core.types import DEFAULT_MODEL
 from ludus.errors import ConfigError
 from ludus.experiments.resolve import ResolvedExperiment
-from ludus.launch.doctor.checks.limits import look_groups, look_memory
-from ludus.launch.doctor.finding import size
 from ludus.models.devices import learner_device
 from ludus.models.policy import Policy
+from ludus.process.cgroups import find_cgroups, read_memory
 from ludus.sampling.sampler import action_spec
 from ludus.transport.message_stream import EMBEDDED
 
@@ -51,7 +51,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         shown = sorted(((count, part) for part, count in self.parts.items() if count), reverse=True)
-        return ", ".join(f"{size(count)} of {part}" for count, part in shown)
+        return ", ".join(f"{format_bytes(count)} of {part}" for count, part in shown)
 
 
 def estimate(
@@ -95,7 +95,7 @@ def _model_bytes(policy: Policy, config: AlgorithmConfig, workers: int) -> int:
 
 def free_memory() -> int | None:
     """Bytes that this machine and the cgroups of this process still allow; None where the system does not say."""
-    found = look_memory(look_groups())
+    found = read_memory(find_cgroups())
     return None if found is None else found.free
 
 
@@ -108,8 +108,8 @@ def check_memory(resolved: ResolvedExperiment, policies: Policy | Mapping[str, P
     free = free_memory()
     if free is not None and found.total > free:
         raise ConfigError(
-            f"This run needs at least {size(found.total)} of memory ({found}), and {size(free)} are free.",
+            f"This run needs at least {format_bytes(found.total)} of memory ({found}), and {format_bytes(free)} are free.",
             _REMEDIES[found.largest],
         )
-    log.info("memory: at least %s (%s)", size(found.total), found)
+    log.info("memory: at least %s (%s)", format_bytes(found.total), found)
     return found

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ludus.experiments.control.callbacks import Callback, CallbackSink, ReportFunction
-from ludus.experiments.control.notebook import is_notebook, updating_output
 from ludus.experiments.result import Result
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Observers:
-    """Made by `observe_training`. `arguments` are those of `experiment.start` and `experiment.resume`."""
+    """Made by `observe_training`. `arguments` are those of `runner.train` and `runner.resume`."""
 
     def __init__(self, callbacks: CallbackSink, display: TrainingDisplay | None) -> None:
         self._callbacks = callbacks
@@ -54,6 +53,8 @@ def make_display(progress: bool | None) -> TrainingDisplay | None:
     """On standard error, whose last line is replaced where that is possible; None: nothing is to be shown."""
     if progress is False:
         return None
+    from ludus.experiments.control.notebook import is_notebook, updating_output
+
     notebook = is_notebook()
     if not (notebook or progress or sys.stderr.isatty()):
         return None
