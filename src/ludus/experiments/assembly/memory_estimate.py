@@ -1,6 +1,6 @@
-"""How much memory a run takes on this machine, estimated before it starts, and refused when the machine does not have it.
+"""Estimates the memory of a run on this machine before it starts, and refuses a run that needs more than is free.
 
-The estimate is a lower bound: what is certainly allocated and filled. Interpreters, environments and activations come on top.
+The estimate is a lower bound: interpreters, environments and activations come on top.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PER_STEP = 4 + 4 + 4 + 8 + 4  # reward, log-probability, value, version, four f
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     parts: Mapping[str, int]
 
@@ -57,7 +57,7 @@ class MemoryEstimate:
 def estimate(
     policies: Mapping[str, Policy], config: AlgorithmConfig, *, workers: int = 0, timesteps: float | None = None
 ) -> MemoryEstimate:
-    """`workers`: sampling processes on this machine. `timesteps`: after which the run stops; a replay buffer holds no more."""
+    """`workers`: sampling processes on this machine. `timesteps`: length of the run, which bounds the replay buffer."""
     parts = dict.fromkeys((EXPERIENCE, REPLAY, MODEL, INPUTS), 0)
     for policy in policies.values():
         step = step_bytes(policy)
@@ -73,7 +73,7 @@ def estimate(
 
 
 def step_bytes(policy: Policy) -> int:
-    """Of one recorded step."""
+    """Bytes of one recorded step."""
     return _tree_bytes(array_spec(policy.observation_space)) + _tree_bytes(action_spec(policy)) + _PER_STEP
 
 
@@ -87,20 +87,20 @@ def _capacity(config: AlgorithmConfig) -> int:
 
 
 def _model_bytes(policy: Policy, config: AlgorithmConfig, workers: int) -> int:
-    """Weights, gradient and both moments of Adam for every learner, weights for every worker; on a GPU only the weights are here."""
+    """Weights, gradient and both moments of Adam for every learner, and weights for every worker. On a GPU only weights count here."""
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())
     on_cpu = learner_device(config.learner_device, config.num_gpus).type == "cpu"
     return int(weights * ((4 * config.learners if on_cpu else 1) + workers))
 
 
 def free_memory() -> int | None:
-    """Bytes that this machine and the cgroups of this process still allow; None where the system does not say."""
+    """Bytes that are free on this machine and in the cgroups of this process; None: unknown."""
     found = read_memory(find_cgroups())
     return None if found is None else found.free
 
 
 def check_memory(resolved: ResolvedExperiment, policies: Policy | Mapping[str, Policy]) -> MemoryEstimate:
-    """Raises ConfigError, with the figures, when this run needs more memory than there is."""
+    """Raises ConfigError when this run needs more memory than is free."""
     experiment, config = resolved.experiment, resolved.config
     elsewhere = resolved.cluster is not None or experiment.memory != EMBEDDED or experiment.env == EXTERNAL
     named = {DEFAULT_MODEL: policies} if isinstance(policies, Policy) else policies
