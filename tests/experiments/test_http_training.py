@@ -55,7 +55,10 @@ MASK = {"type": "MultiBinary", "shape": [2]}
         (ONE_SEAT | {"observation_space": {"type": "Sphere"}}, "not the description of a space"),
         (ONE_SEAT | {"action_space": {"type": "Discrete", "n": 0}}, "not the description of a space"),
         ({"seats": {"a": ONE_SEAT, "b": ONE_SEAT | {"observation_space": MASK}}}, "Seat 'b' has other spaces"),
-        (ONE_SEAT | {"observation_space": {"type": "Dict", "spaces": {"observation": PLANE, "action_mask": MASK}}}, "beside the"),
+        (
+            ONE_SEAT | {"observation_space": {"type": "Dict", "spaces": {"observation": PLANE, "action_mask": MASK}}},
+            "next to the",
+        ),
         (
             {"seats": {"a": ONE_SEAT | {"observation_space": {"type": "Dict", "spaces": {"action_mask": MASK, "x": PLANE}}}}},
             "'a'",

@@ -30,7 +30,7 @@ from ludus.experiments.control.evaluation_schedule import (
 from ludus.experiments.control.experience_source import ExperienceSource
 from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
-from ludus.experiments.control.stop_conditions import reached_condition
+from ludus.experiments.control.stopping import StopConditions, reached_condition
 from ludus.experiments.runs import checkpoint
 from ludus.models.weights.version_store import LocalPool, stored_versions
 from ludus.sampling.episode_runner import Score
@@ -221,8 +221,7 @@ class _Stage:
             self.reporter,
             self.checkpointer,
             self.evaluations,
-            stop or StopConfig(),
-            start_timeout_s=start_timeout_s,
+            StopConditions(stop or StopConfig(), start_timeout_s=start_timeout_s),
         )
 
     def play(self, *returns: float | None, seconds: float = 1.0) -> None:
