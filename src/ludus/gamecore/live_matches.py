@@ -29,7 +29,7 @@ from ludus.core.types import Bools
 from ludus.errors import ConfigError, Refused
 from ludus.gamecore.game_spec import ONLY_SEAT, Playable
 from ludus.gateway.actor import Actor
-from ludus.gateway.builtin_actor import decoded, encoded
+from ludus.gateway.builtin_actor import decode_message, encode_message
 from ludus.models.inference.micro_batcher import Answer
 
 log = logging.getLogger(__name__)
@@ -616,12 +616,12 @@ class TableActor(Actor):
         self._acted: set[int] = set()
 
     async def start(self, session: str, body: bytes) -> bytes:
-        about, packed = decoded(body) if body.strip() else ({}, False)
+        about, packed = decode_message(body) if body.strip() else ({}, False)
         table, self._camps = self._tables.sit(self.match, about)
         names = self._reading.seats if len(self._camps) == 1 else self._reading.joint
         self._rows = dict(zip(names, [row for camp in self._camps for row in table.rows[camp]], strict=True))
         self._table = table
-        return encoded(self._handed(), packed)
+        return encode_message(self._handed(), packed)
 
     def _handed(self) -> dict[str, Any]:
         """The matches that the game is to play as well, if there are some."""
@@ -638,7 +638,7 @@ class TableActor(Actor):
         table = self._table
         assert table is not None
         try:
-            message, packed = decoded(body)
+            message, packed = decode_message(body)
             message.pop("info", None)
             said = self._said(message)
             missing = [seat for seat, row in self._rows.items() if row not in said and row not in table.left]
@@ -654,9 +654,9 @@ class TableActor(Actor):
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}
         if self._reading.lone:
-            return encoded({"action": actions[self._rows[ONLY_SEAT]], **self._handed()}, packed)
+            return encode_message({"action": actions[self._rows[ONLY_SEAT]], **self._handed()}, packed)
         chosen = {seat: actions[row] for seat, row in self._rows.items() if row in said}
-        return encoded({"actions": chosen, **self._handed()}, packed)
+        return encode_message({"actions": chosen, **self._handed()}, packed)
 
     def _said(self, message: dict[str, Any], *, last: bool = False) -> dict[int, Said]:
         said = {}
@@ -673,7 +673,7 @@ class TableActor(Actor):
             self._tables.lose(table, f"its session ended: {self.ended_by}")
             return b""
         try:
-            message, packed = decoded(body) if body.strip() else ({}, False)
+            message, packed = decode_message(body) if body.strip() else ({}, False)
             info = message.pop("info", None)
             said = self._said(message, last=True) if message else {}
         except Refused as refused:
@@ -681,4 +681,4 @@ class TableActor(Actor):
             raise
         result = info.get("result") if isinstance(info, dict) else None
         self._tables.end(table, self._camps, said, result if isinstance(result, dict) else {})
-        return encoded(self._handed(), packed)
+        return encode_message(self._handed(), packed)

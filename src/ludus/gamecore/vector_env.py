@@ -34,8 +34,8 @@ from ludus.gamecore.live_matches import Leaves, Outcome, Reading, Sight, Slot, T
 from ludus.gamecore.match_scheduler import CAMP_S, Matchmaker, Terms, slots_of
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.gateway.threaded_server import Door, own_address
-from ludus.protocol.codec import SeatSpaces, plain_spec
+from ludus.gateway.threaded_server import ThreadedGateway, own_address
+from ludus.protocol.codec import SeatSpaces, seats_to_spec
 from ludus.protocol.gamecore_client import GamecoreClient
 
 log = logging.getLogger(__name__)
@@ -311,9 +311,9 @@ class _House:
         settings = GatewaySettings(
             token=self.token,
             sessions=SessionLimits(tick_s=_TICK_S, silent_s=silent_s, retry_s=10.0),
-            spec=plain_spec({seat: SeatSpaces(game.seen_space, game.action_space) for seat in game.seats}),
+            spec=seats_to_spec({seat: SeatSpaces(game.seen_space, game.action_space) for seat in game.seats}),
         )
-        self.door = Door(host, lambda: TableActor(self.tables, reading), settings)
+        self.door = ThreadedGateway(host, lambda: TableActor(self.tables, reading), settings)
 
     def begin(self, start_from: str | None, eval_mode: bool, together: int, seed: int | None, timesteps: int) -> None:
         actor = {"url": self.door.url, "token": self.token, "timeout_s": CAMP_S}

@@ -37,7 +37,7 @@ from ludus.experiments.assembly.program import Handle, Program
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.gateway.http_connection import HttpLimits
-from ludus.gateway.inline_source import Gathering, WatchedMemory
+from ludus.gateway.inline_source import InlineGatewaySource, NotifyingMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import Deciding
@@ -198,13 +198,13 @@ def _opened(open_run: Callable[[], Run], policies: dict[str, Policy], config: Al
     return opened(open_run, next(iter(policies.values())), config)
 
 
-def _memories(policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, WatchedMemory]:
+def _memories(policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, NotifyingMemory]:
     """A session holds a block while it records, even for a few steps: room for many short ones."""
     blocks = max(1024, _BATCHES_AHEAD * config.train_batch_size)
-    return {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
+    return {name: NotifyingMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
 
 
-def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> Collated:
+def _memory(memories: dict[str, NotifyingMemory], batch_steps: int) -> Collated:
     return Collated(list(memories.values()), batch_steps)
 
 
@@ -249,10 +249,10 @@ def _games(
     config: ExternalConfig,
     seats: GameSeats,
     deciding: dict[str, Deciding[Policy]],
-    memories: dict[str, WatchedMemory],
+    memories: dict[str, NotifyingMemory],
     memory: Collated,
-) -> Gathering:
-    return Gathering(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
+) -> InlineGatewaySource:
+    return InlineGatewaySource(listening, settings_of(config, seats), seats.seats, deciding, memories, memory)
 
 
 def _trainer(algorithms: dict[str, Algorithm], memory: Collated, pool: Publisher, smoothing: int, clock: RunClock) -> Trainer:
