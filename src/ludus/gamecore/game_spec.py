@@ -16,8 +16,8 @@ import numpy as np
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
 from ludus.envs.opponents.lineups import Lineups
-from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF, shares_of
-from ludus.envs.opponents.opponent_sampler import FIXED, Rivals, happens
+from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF, parse_opponent_mix
+from ludus.envs.opponents.opponent_sampler import FIXED, OpponentSampler, bernoulli
 from ludus.errors import ConfigError, Refused
 from ludus.protocol import spec
 from ludus.protocol.codec import ONLY_SEAT
@@ -67,7 +67,7 @@ class GameSpec:
     """Seats of both camps, camp 0 first, in a session that plays both; empty: the game has no such sessions."""
     opponent_shares: Mapping[str, float]
     """Share of matches per kind of opponent; all rules of the game are one kind."""
-    opponent_sampler: Rivals
+    opponent_sampler: OpponentSampler
     """Chooses the rule where the opponent is a rule of the game."""
     lineups: Lineups
     opponents: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class GameSpec:
         heroes = None if lineup is None else lineup if camp == 0 else (lineup[1], lineup[0])
         rule = self.opponent_sampler.draw(random, number)
         seed = int(random.integers(1 << 31))
-        lane = happens(self.lane, random)
+        lane = bernoulli(self.lane, random)
         return MatchDraw(camp, heroes, rule, seed, bool(self.repeat) and random.random() < self.repeat, lane, number)
 
     def check(self, about: Mapping[str, Any]) -> None:
@@ -233,7 +233,7 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
     if side not in _SIDES:
         raise ConfigError(f"side is {side!r}.", f"One of {', '.join(_SIDES)}.")
     opponent = given.get("opponent", SELF)
-    shares = shares_of(opponent, [ANY_RULE, *_rule_names(opponent)])
+    shares = parse_opponent_mix(opponent, [ANY_RULE, *_rule_names(opponent)])
     rules = {kind.removeprefix(RULE): share for kind, share in shares.items() if kind.startswith(RULE)} or {ANY_RULE: 1.0}
     lineups = Lineups(given.get("lineup"), len(seats), given.get("heroes", ()))
     return GameSpec(
@@ -244,7 +244,7 @@ def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str,
         masked=bool(given.get("masked", spaces.split_mask(observation)[1] is not None)),
         seats=tuple(seats),
         opponent_shares=_shares_by_kind(shares),
-        opponent_sampler=Rivals(
+        opponent_sampler=OpponentSampler(
             {"" if name == ANY_RULE else name: share for name, share in rules.items()},
             given.get("matchmaking", FIXED),
             lineups.choices,

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
+from ludus.core.backoff import exponential_delay
 from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
 from ludus.gamecore.game_spec import ANY_RULE, CAMPS, GameSpec
@@ -347,7 +348,7 @@ def _matches_per_process(matches: int, most: int) -> int:
 
 
 def _retry_delay_s(attempts: int) -> float:
-    return 0.0 if attempts == 0 else min(_MAX_DELAY_S, _MIN_DELAY_S * 2.0 ** min(attempts - 1, 10))
+    return 0.0 if attempts == 0 else exponential_delay(attempts, _MIN_DELAY_S, _MAX_DELAY_S)
 
 
 def make_slots(kinds: Sequence[str], seats: int) -> tuple[list[MatchSlot], int]:

@@ -26,7 +26,7 @@ from gymnasium.vector.utils import batch_space
 from ludus.core.spaces import ACTION_MASK
 from ludus.core.tree import Array, map_tree
 from ludus.core.types import Bools, Floats
-from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, groups
+from ludus.envs.opponents.opponent_mix import PAST, PAST_VERSION, RULE, assign_opponents
 from ludus.envs.vector_env import LOST
 from ludus.errors import ConfigError, EnvironmentFault
 from ludus.gamecore.game_spec import ARENA, MAX_MATCHES_PER_PROCESS, GameSpec, resolve_game
@@ -109,7 +109,7 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         self._endpoint = _Endpoint(server, token_file, advertise or os.environ.get(ADVERTISE) or None)
         self._timeouts = _Timeouts(timeout_s, start_s, away_s)
         seats = len(self.game.seats)
-        kinds = groups(max(1, num_envs // seats), self.game.opponent_shares, stand_in=RULE)
+        kinds = assign_opponents(max(1, num_envs // seats), self.game.opponent_shares, stand_in=RULE)
         self.slots, rows = make_slots(kinds, seats)
         self.num_envs = rows if num_envs % seats == 0 else num_envs
         self.opponent_rows: Bools = np.arange(self.num_envs) >= num_envs
