@@ -24,7 +24,7 @@ from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, Refused, Usa
 from ludus.experiments.runs import checkpoint
 from ludus.models.weights.version_store import LocalPool
 from ludus.protocol.client import Client
-from ludus.protocol.spec import About
+from ludus.protocol.spec import StartOptions
 from ludus.serving import checkpoint_follower, release
 from ludus.serving.canary import CanarySettings
 from ludus.serving.checkpoint_follower import Follower, Offering, Source
@@ -76,9 +76,9 @@ def loaded(directory: Path, *runs: Path, settings: ServiceSettings | None = None
     return service, spec_of(sources)
 
 
-def answers(actor: ServedActor, messages: list[dict[str, Any]], about: About | None = None) -> list[Any]:
+def answers(actor: ServedActor, messages: list[dict[str, Any]], about: StartOptions | None = None) -> list[Any]:
     async def play() -> list[Any]:
-        actor.about = about or About()
+        actor.about = about or StartOptions()
         await actor.start("s", b"")
         return [json.loads(await actor.tick(json.dumps(message).encode())) for message in messages]
 
@@ -119,16 +119,16 @@ def test_several_agents_are_told_by_their_names(runs: dict[str, Path], tmp_path:
     assert spec["observation_space"]["shape"] == [2]
     assert {name: agent["observation_space"]["shape"] for name, agent in spec["models"].items()} == {"agent0": [2], "agent1": [4]}
     for name, width in (("agent0", 2), ("agent1", 4)):
-        assert answers(service(), [{"observation": seen(1, width)[0]}], About(model=name))
+        assert answers(service(), [{"observation": seen(1, width)[0]}], StartOptions(model=name))
 
 
 def test_exploring_actions_vary_and_others_do_not(runs: dict[str, Path], tmp_path: Path) -> None:
     same = [{"observation": [0.1, 0.1]}] * 60
     for default, about, different in (
         (0.0, None, 1),
-        (0.0, About(temperature=1.0), 2),
+        (0.0, StartOptions(temperature=1.0), 2),
         (1.0, None, 2),
-        (1.0, About(temperature=0.0), 1),
+        (1.0, StartOptions(temperature=0.0), 1),
     ):
         service, _ = loaded(tmp_path, runs["one"], settings=ServiceSettings(temperature=default))
         assert len({answer["action"] for answer in answers(service(), same, about)}) == different

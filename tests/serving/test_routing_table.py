@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.errors import Refused
-from ludus.protocol.spec import About
+from ludus.protocol.spec import StartOptions
 from ludus.serving.routing_table import FILE, Agent, Lineup, drawn
 
 SESSIONS = [f"match-{number}" for number in range(4000)]
 PATHS = {120: "a", 121: "b", 122: "c"}
 ONE = Agent(121, PATHS, levels=(120,), canary=122, percent=25.0)
-ANY = About()
+ANY = StartOptions()
 
 
 def test_sessions_that_ask_for_nothing_get_the_current_version_of_the_first_agent() -> None:
     both = Lineup({"hard": Agent(7, {7: "x"}), "easy": Agent(3, {3: "y"})})
     assert both.choose("s", ANY) == ("hard", 7)
-    assert both.choose("s", About(model="easy")) == ("easy", 3)
+    assert both.choose("s", StartOptions(model="easy")) == ("easy", 3)
 
 
 def test_a_canary_gets_its_share_and_the_same_sessions_again() -> None:
@@ -65,11 +65,11 @@ def test_a_version_that_is_not_there_is_404_with_those_that_are(asked: int) -> N
 
 def test_a_model_that_is_not_there_is_404_with_the_nearest() -> None:
     with pytest.raises(Refused) as refused:
-        Lineup({"easy": ONE, "hard": ONE}).choose("s", About(model="eassy"))
+        Lineup({"easy": ONE, "hard": ONE}).choose("s", StartOptions(model="eassy"))
     assert (refused.value.status, refused.value.error) == (404, "model")
     assert "easy" in refused.value.hint
     with pytest.raises(Refused) as refused:
-        Lineup({"easy": ONE}).choose("s", About(model="x" * 256))
+        Lineup({"easy": ONE}).choose("s", StartOptions(model="x" * 256))
     assert len(refused.value.message) < 150
 
 

@@ -621,11 +621,11 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
 def test_games_elsewhere_reach_us_by_what_is_said_or_found(server: Running, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     at: list[str] = []
 
-    def bound(host: str) -> socket.socket:
+    def listen_on(host: str) -> socket.socket:
         at.append(host)
-        return threaded_server.bound(host)
+        return threaded_server.listen_on(host)
 
-    monkeypatch.setattr(gamecore_matches, "bound", bound)
+    monkeypatch.setattr(gamecore_matches, "listen_on", listen_on)
     place = Place(server.url, "nim", options={"stones": 7})
     if way == "variable":
         monkeypatch.setenv("LUDUS_ADVERTISE", "localhost")

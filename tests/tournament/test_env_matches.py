@@ -24,7 +24,7 @@ from ludus.gateway.server import GatewaySettings
 from ludus.models.inference.batched_policy import BatchedPolicy, State
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Acted, Policy
-from ludus.protocol.codec import SeatSpaces, decode, plain_spec
+from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
 from ludus.sampling.multi_agent import play_episode
 from ludus.sampling.trained_agent import TrainedAgent
 from ludus.serving.worker import Fixed
@@ -224,7 +224,7 @@ def test_a_served_player_answers_the_same_matches(run: Path) -> None:
     spaces = SeatSpaces(theirs.policy.observation_space, theirs.policy.action_space)
 
     def answering(*names: str) -> contextlib.AbstractContextManager[Gateway]:
-        settings = GatewaySettings(spec=plain_spec(dict.fromkeys(names, spaces)))
+        settings = GatewaySettings(spec=seats_to_spec(dict.fromkeys(names, spaces)))
         return gateway(lambda: actor(theirs, *names), settings)
 
     for names in (("",), ("player_1", "player_2")):
@@ -481,7 +481,7 @@ def test_a_served_agent_that_comes_back_begins_anew(seated: bool) -> None:
     spaces = dict.fromkeys(names, SeatSpaces(OBSERVATION, counting.policy.action_space))
     options = {"kind": "away", "rounds": 6}
     near = fought(counting, named(1), games=4, options=options)
-    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=plain_spec(spaces))) as served:
+    with gateway(lambda: actor(counting, *names), GatewaySettings(spec=seats_to_spec(spaces))) as served:
         far = fought(Served(served.url), named(1), games=4, options=options)
     assert not far.failed
     assert [game.heroes for game in far.games] == [game.heroes for game in near.games]

@@ -65,7 +65,7 @@ class RunningService:
                 workers=workers,
                 settings=told,
                 prepare=service.load,
-                house=service,
+                extension=service,
             )
         except BaseException:
             self._supervisor.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Refused
 from ludus.io.atomic_file import replace_json
-from ludus.protocol.spec import About
+from ludus.protocol.spec import StartOptions
 
 FILE = "lineup.json"
 DEFAULT_AGENT = "default"
@@ -49,7 +49,7 @@ class Lineup:
     agents: Mapping[str, Agent] = field(default_factory=dict)
     """By the name that the model header says; the first is for sessions that name none."""
 
-    def choose(self, session: str, about: About) -> tuple[str, int]:
+    def choose(self, session: str, about: StartOptions) -> tuple[str, int]:
         """(agent, version) for a new session. Raises Refused (404)."""
         name = about.model or next(iter(self.agents))
         if name not in self.agents:

@@ -24,9 +24,9 @@ import numpy as np
 from ludus.errors import LudusError
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
-from ludus.gateway.http_connection import Page, Replied
-from ludus.gateway.latency_histogram import Meter
-from ludus.gateway.server import Gateway, Watched
+from ludus.gateway.http_connection import AccessRecord, Page
+from ludus.gateway.latency_histogram import LatencyHistogram
+from ludus.gateway.server import FileWatcher, Gateway
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.protocol import spec as protocol
 from ludus.sampling.segment_recorder import acting_policy_spec
@@ -86,7 +86,7 @@ class Live:
 
     def __init__(self, agent: str, loaded: release.Loaded, settings: ServiceSettings) -> None:
         self.agent, self.version, self._loaded = agent, loaded.version, loaded
-        self.meter = Meter()
+        self.latency = LatencyHistogram()
         self.deciding = {
             name: BatchedPolicy(Fixed(player, loaded.versions[name]), max_batch_size=settings.max_batch_size, deterministic=True)
             for name, player in loaded.players.items()
@@ -122,7 +122,7 @@ class Live:
             "batches": [sum(column) for column in zip(*(batcher.sizes for batcher in batchers), strict=True)],
             "batch_seconds": [sum(column) for column in zip(*(batcher.seconds for batcher in batchers), strict=True)],
             "answered": sum(batcher.answered for batcher in batchers),
-            **self.meter.to_json(),
+            **self.latency.to_json(),
         }
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Live:
 class ServedActor(BuiltinActor):
     """The built-in actor, with the version and temperature that its session is given."""
 
-    meter: Meter
+    latency: LatencyHistogram
     live: Live
 
     def __init__(self, service: Service) -> None:
@@ -148,7 +148,7 @@ class ServedActor(BuiltinActor):
         service, self._service = self._service, None
         live = service.live_for(session, self.about)
         temperature = self.about.temperature if self.about.temperature >= 0 else service.settings.temperature
-        self.sit(live.recorded_seats(temperature) if service.is_recorded(session) else live.seats)
+        self.set_seats(live.recorded_seats(temperature) if service.is_recorded(session) else live.seats)
         self._temperature = temperature
         await super().start(session, body)
         self.join(live)  # from here on nothing can be refused
@@ -160,7 +160,7 @@ class ServedActor(BuiltinActor):
         return reply
 
     def join(self, live: Live) -> None:
-        self.live, self.meter = live, live.meter
+        self.live, self.latency = live, live.latency
         live.sessions.add(self)
 
 
@@ -175,7 +175,7 @@ class Service:
     def load(self) -> None:
         """Once, in the worker, before its event loop begins."""
         np.seterr(over="ignore", invalid="ignore")  # what games send is looked at, and refused, where it matters
-        self._watched = Watched(self.directory / routing_table.FILE)
+        self._watched = FileWatcher(self.directory / routing_table.FILE)
         self._lineup = Lineup.read(self.directory)
         self._live: dict[tuple[str, int], Live] = {}
         self._retired: list[Live] = []
@@ -195,7 +195,7 @@ class Service:
 
     # -- sessions
 
-    def live_for(self, session: str, about: protocol.About) -> Live:
+    def live_for(self, session: str, about: protocol.StartOptions) -> Live:
         """Raises Refused (404)."""
         return self._live[self._lineup.choose(session, about)]
 
@@ -268,7 +268,7 @@ class Service:
         if not self._retired or self._gateway is None:
             return
         retired, left = set(self._retired), _MOVES
-        for session in self._gateway.sessions.idle():
+        for session in self._gateway.sessions.idle_sessions():
             actor = session.actor
             if not isinstance(actor, ServedActor) or actor.live not in retired:
                 continue
@@ -279,7 +279,7 @@ class Service:
             carried = actor.move(target.seats, carry=self.settings.carry_state)
             actor.live.sessions.discard(actor)
             actor.join(target)
-            session.meter = target.meter
+            session.latency = target.latency
             self._moved[target.agent, "carried" if carried else "reset"] += 1
         self._retired = [live for live in self._retired if live.sessions]
 
@@ -297,16 +297,16 @@ class Service:
 
     # -- the house around the gateway
 
-    def moved_in(self, gateway: Gateway) -> None:
+    def on_start(self, gateway: Gateway) -> None:
         self._gateway = gateway
         if self.settings.log_form is not None:
             log_format.configure(self.settings.log_form, f"worker {gateway.slot}")
         if self.settings.access_log is not None:
             self._log = AccessLog(self.settings.access_log)
-            gateway.logs, gateway.logs_ticks = self._note, self.settings.log_ticks
+            gateway.access_log, gateway.log_ticks = self._note, self.settings.log_ticks
         self._snapshot()
 
-    async def moved_out(self) -> None:
+    async def on_stop(self) -> None:
         if self._loading is not None:
             self._loading.cancel()
         for live in self._live.values():
@@ -332,11 +332,11 @@ class Service:
         self._snapshot()
         return Page(200, prometheus.text(prometheus.snapshots(self.directory), time.monotonic()), prometheus.MEDIA)
 
-    def _note(self, replied: Replied) -> None:
+    def _note(self, replied: AccessRecord) -> None:
         assert self._log is not None
         assert self._gateway is not None
         begun = self._gateway.sessions.find(replied.session) if replied.kind is protocol.START else None
-        live = begun.actor.live if begun is not None and begun.opened else None
+        live = begun.actor.live if begun is not None and begun.started else None
         self._log.request(
             kind=replied.kind or replied.path,
             status=replied.status,

@@ -29,7 +29,7 @@ from ludus.gamecore.vector_env import ADVERTISE
 from ludus.gateway.agent import Seat
 from ludus.gateway.builtin_actor import BuiltinActor
 from ludus.gateway.server import Gateway, GatewaySettings
-from ludus.gateway.threaded_server import bound, own_address
+from ludus.gateway.threaded_server import listen_on, own_address
 from ludus.io.atomic_file import path_for_replace
 from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.process.host import usable_cores
@@ -137,7 +137,7 @@ class Backstage:
 
     def serve(self, seats: Mapping[str, ActingPolicy], version: int) -> int:
         """The port where it answers."""
-        listening = bound(self._host)
+        listening = listen_on(self._host)
         number = len(self._gateways)
 
         async def start() -> Gateway:

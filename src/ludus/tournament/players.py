@@ -22,7 +22,7 @@ from ludus.envs.pettingzoo import AgentSpaces, Departure, sample_action
 from ludus.errors import EnvironmentFault, IncompatibleCheckpoint, LudusError, Unreachable, UsageError
 from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
-from ludus.protocol.codec import ONLY_SEAT, decode, encode, seats_from
+from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
 from ludus.sampling.multi_agent import PolicySet, plain_action
 from ludus.serving.worker import Fixed
 from ludus.tournament.contestants import RULE, Contestant, Script, Served
@@ -180,7 +180,7 @@ class Called:
         """As far as it says what it plays."""
         if not self._seated and "observation_space" not in spec:
             return
-        seats = seats_from(spec)
+        seats = parse_seats(spec)
         for agent, known in agents.items():
             seat = seats.get(agent if self._seated else ONLY_SEAT)
             if seat is None:
