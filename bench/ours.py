@@ -116,10 +116,10 @@ def main(args: Args) -> None:
     run.note(watch.shares())
 
     def evaluate() -> float:
-        from ludus.sampling.episode_runner import play
+        from ludus.sampling.episode_runner import EpisodePlan, play
 
         with result.agent.policy.acting():
-            return play(result.agent.policy, make_environments(ENVIRONMENTS[args.task], 20), 20, 10_000).mean
+            return play(result.agent.policy, make_environments(ENVIRONMENTS[args.task], 20), EpisodePlan(20), 10_000).mean
 
     run.finish(evaluate)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ludus.algorithms.ppo import PPO
-from ludus.buffers.segment_validation import Inspector
+from ludus.buffers.segment_validation import SegmentValidator
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.distributed.redis.learner import Ages, Fleet, channel_of
@@ -88,13 +88,13 @@ class Rig:
 
     @contextlib.contextmanager
     def fleet(self, incarnation: int = 1, *, resumed: int | None = None, max_age: int | None = 0) -> Iterator[Fleet]:
-        inspector = Inspector(self.shape.observation_space, self.shape.action_space, self.layout.spec)
+        validator = SegmentValidator(self.shape.observation_space, self.shape.action_space, self.layout.spec)
         fleet = Fleet(
             self.url,
             self.store,
             self.orders,
             incarnation,
-            inspect=inspector.inspect,
+            inspect=validator.find_error,
             layout=self.layout,
             blocks=self.blocks,
             max_age=max_age,

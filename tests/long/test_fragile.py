@@ -12,7 +12,7 @@ from ludus.envs.vector_env import make_environments
 from ludus.experiments.assembly.assemble import assemble_run
 from ludus.experiments.assembly.components import PreparedRun
 from ludus.experiments.resolve import resolve
-from ludus.sampling.episode_runner import play
+from ludus.sampling.episode_runner import EpisodePlan, play
 from tests.long.record import record
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -60,7 +60,7 @@ def steps_to_goal(where: Path, seed: int, **faults: Any) -> tuple[int, dict[str,
                 return False
             judged = done
             with policy.acting():
-                score = play(policy, fair, 10, 1000 + done)
+                score = play(policy, fair, EpisodePlan(10), 1000 + done)
             reached["score"] = score.mean
             return score.mean >= GOAL
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import Array
 from ludus.distributed.gateway_workers import GatewayFleet
 from ludus.distributed.hub.server import shared_memory
@@ -62,7 +62,7 @@ class FleetGathering:
         workers: int,
         steps: int,
         boards: Boards,
-        memory: Collated,
+        memory: CollatedBatches,
         log_dir: Path,
         *,
         explore: bool = True,

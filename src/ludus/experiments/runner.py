@@ -12,7 +12,7 @@ from ludus.algorithms.trainer import Progress
 from ludus.config import schema as configs
 from ludus.config.problem import ConfigErrors
 from ludus.core.metrics import Sink, read_jsonl
-from ludus.envs.wrappers import names_of
+from ludus.envs.wrappers import wrapper_names
 from ludus.errors import Damaged, IncompatibleCheckpoint, NotFound, StoreUnavailable, UsageError
 from ludus.experiments.assembly.components import PreparedRun
 from ludus.experiments.assembly.learners import has_remote_learners
@@ -274,7 +274,7 @@ def code_bundle_of(resolved: ResolvedExperiment) -> Luggage:
     from ludus.distributed.code_bundle import Luggage
 
     e, config = resolved.experiment, resolved.config
-    return Luggage.of(e.env, e.run, *names_of(config.wrappers), models=[config.model.custom_model])
+    return Luggage.of(e.env, e.run, *wrapper_names(config.wrappers), models=[config.model.custom_model])
 
 
 @dataclass(frozen=True)

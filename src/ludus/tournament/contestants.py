@@ -26,7 +26,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.remote_runs import directory_of, is_remote, shown, store_of
 from ludus.experiments.validation.game_seats import seats_of, single_model_seats
 from ludus.models.centralized_critic import actor_of
-from ludus.models.inference.batched_policy import Acts
+from ludus.models.inference.batched_policy import ActingPolicy
 from ludus.models.inference.onnx_policy import OnnxPolicy
 from ludus.models.weights import version_store
 from ludus.sampling.trained_agent import TrainedAgent
@@ -75,12 +75,12 @@ class Trained:
     """A policy of ours, ready to act, and the experiment that it comes from as far as that is known."""
 
     label: str
-    policy: Acts
+    policy: ActingPolicy
     version: int = 0
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """`config:` of its run."""
-    seats: Mapping[str, Acts] = field(default_factory=dict)
+    seats: Mapping[str, ActingPolicy] = field(default_factory=dict)
     """By the names that games of its training call them; one without a name if it was trained in environments."""
     env: str = ""
     several: tuple[str, ...] = ()

@@ -31,8 +31,8 @@ from ludus.config.schema import TuneConfig
 from ludus.config.search_space import Searched, Trial
 from ludus.core import trust
 from ludus.distributed.code_bundle import Luggage
-from ludus.envs.registry import registered
-from ludus.envs.wrappers import names_of
+from ludus.envs.registry import registered_envs
+from ludus.envs.wrappers import wrapper_names
 from ludus.errors import ConfigError, Damaged, LudusError, MissingExtra, NotFound, UsageError
 from ludus.experiments import runner
 from ludus.experiments.resolve import ClusterOptions, resolve
@@ -262,9 +262,9 @@ def plain_trainable(data: Mapping[str, Any], report_s: float = 1.0) -> Any:
     given = {**data, "config": configs.canonical(data.get("config") or {})}
     algorithm_class(str(data["run"]))
     inner = given["config"]
-    names = [str(given.get("env", "")), str(data["run"]), *names_of(inner.get("wrappers") or [])]
+    names = [str(given.get("env", "")), str(data["run"]), *wrapper_names(inner.get("wrappers") or [])]
     luggage = [Luggage.of(*names, models=[(inner.get("model") or {}).get("custom_model")])]
-    luggage += [Luggage(registered=dict(registered()))]  # what the param_space names is not known yet
+    luggage += [Luggage(registered_envs=dict(registered_envs()))]  # what the param_space names is not known yet
     luggage += [Luggage(spec=spec) for spec in gym.registry.values() if callable(spec.entry_point)]
     begin: Begin = functools.partial(begin_plain, given, report_s)
     reserve: Reserve = functools.partial(reserve_plain, given)

@@ -17,7 +17,7 @@ from ludus.experiments.assembly.learners import make_algorithm
 from ludus.experiments.assembly.policies import make_policy
 from ludus.models.policy import Policy
 from ludus.sampling.sampler import Sampler, segment_spec
-from ludus.sampling.self_play import with_past
+from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.local import LocalMemory
 
 _MEASURE_S = 0.5
@@ -93,7 +93,7 @@ def measure(env: str, algorithm: type[Algorithm], config: AlgorithmConfig) -> St
 
 def _measure_blocks(environments: Environments, policy: Policy, learner: Algorithm, config: AlgorithmConfig) -> StepCost:
     memory = LocalMemory(segment_spec(policy, environments, 1), environments.num, 1)
-    facing = with_past(environments, _Fixed(policy), config.self_play, config.seed)
+    facing = with_past_opponents(environments, _Fixed(policy), config.self_play, config.seed)
     sampler = Sampler(environments, facing, memory, config.seed)
     sampler.step()
     steps = min(_STEPS if sampler.times.environment_s <= _SLOW_STEP_S else _FEW_STEPS, config.steps)

@@ -18,10 +18,10 @@ from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.models import byte_scales
 from ludus.models.byte_scales import Seen
 from ludus.models.centralized_critic import OWN
-from ludus.sampling.episode_runner import undisturbed
+from ludus.sampling.episode_runner import preserve_random_state
 
 if TYPE_CHECKING:
-    from ludus.envs.pettingzoo import Match
+    from ludus.envs.pettingzoo import MultiAgentMatch
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,19 @@ def choose(
 
 def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
     """The largest value in each uint8 part of the observations in random play, which ends early if the environment fails."""
-    from ludus.envs.pettingzoo import at_random
+    from ludus.envs.pettingzoo import sample_action
 
     largest: dict[str, int] = {}
     random = np.random.default_rng(config.seed)
-    with undisturbed():
+    with preserve_random_state():
         one = make_environments(env, 1, config.env_config, preprocess=config.preprocess, wrappers=config.wrappers)
         try:
             observed = one.reset(config.seed)
             _update_largest(largest, observed.observation)
             for _ in range(STEPS):
                 mask = None if observed.mask is None or not observed.mask[0].any() else observed.mask[0]
-                action = at_random(one.action_space, mask, random)
-                observed = one.step(map_tree(lambda x: np.asarray(x)[None], action)).seen
+                action = sample_action(one.action_space, mask, random)
+                observed = one.step(map_tree(lambda x: np.asarray(x)[None], action)).observations
                 _update_largest(largest, observed.observation)
         except EnvironmentFault as fault:  # training will raise it
             log.warning("%s failed while its observations were sampled: %s", env, fault)
@@ -80,21 +80,23 @@ def largest_seen(env: str, config: AlgorithmConfig) -> Seen:
     return largest
 
 
-def largest_seen_of_agents(make: Callable[[], Match], agents: Mapping[str, str], seed: int, *, central: bool) -> dict[str, Seen]:
+def largest_seen_of_agents(
+    make: Callable[[], MultiAgentMatch], agents: Mapping[str, str], seed: int, *, central: bool
+) -> dict[str, Seen]:
     """The same by model, in matches of several agents. `central`: of the agents' own observations."""
-    from ludus.envs.pettingzoo import at_random
+    from ludus.envs.pettingzoo import sample_action
     from ludus.sampling.multi_agent import plain_action
 
     largest: dict[str, dict[str, int]] = {model: {} for model in agents.values()}
     random = np.random.default_rng(seed)
-    with undisturbed():
+    with preserve_random_state():
         match = make()
         try:
             moved = match.reset(seed)
             for number in range(STEPS):
                 for turn in moved.turns:
                     _update_largest(largest[agents[turn.agent]], {OWN: turn.observation} if central else turn.observation)
-                drawn = {turn.agent: at_random(match.agents[turn.agent].action, turn.mask, random) for turn in moved.turns}
+                drawn = {turn.agent: sample_action(match.agents[turn.agent].action, turn.mask, random) for turn in moved.turns}
                 actions = {agent: plain_action(action) for agent, action in drawn.items()}
                 moved = match.reset(seed + 1 + number) if moved.over else match.step(actions)
         except EnvironmentFault as fault:

@@ -127,9 +127,9 @@ def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
     """The blocks, or complete episodes made of them, as `batch_mode` sets."""
     if config.batch_mode == "truncate_episodes":
         return blocks
-    from ludus.buffers.complete_episodes import WholeEpisodes
+    from ludus.buffers.complete_episodes import CompleteEpisodes
 
-    return WholeEpisodes(blocks, config.train_batch_size)
+    return CompleteEpisodes(blocks, config.train_batch_size)
 
 
 def restore_counters(prepared: PreparedRun, trainer: Trainer, source: ExperienceSource) -> None:

@@ -6,7 +6,7 @@ import uuid
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
-from ludus.buffers.segment_validation import Inspector
+from ludus.buffers.segment_validation import SegmentValidator
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.redis.learner import Fleet, channel_of
@@ -109,7 +109,7 @@ def _make_fleet(
         run.store,
         orders,
         pool.incarnation(DEFAULT_MODEL),
-        inspect=Inspector(shape.observation_space, shape.action_space, layout.spec).inspect,
+        inspect=SegmentValidator(shape.observation_space, shape.action_space, layout.spec).find_error,
         layout=layout,
         blocks=blocks,
         max_age=0 if in_turn and not config.replays else config.max_lag,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
 from ludus.distributed.gateway_workers import bind, check_exposure
@@ -31,7 +31,7 @@ from ludus.gateway.http_connection import HttpLimits
 from ludus.gateway.inline_source import Gathering, WatchedMemory
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
 from ludus.protocol.spec import read_token
@@ -107,13 +107,13 @@ def _start_gateway(
     policies: dict[str, Policy],
     pool: LocalPool,
     stack: ComponentStack,
-) -> tuple[Gathering, Collated]:
+) -> tuple[Gathering, CollatedBatches]:
     """A gateway in this process, which pauses while the learner computes."""
     blocks = max(_LEAST_BLOCKS, _BATCHES_AHEAD * config.train_batch_size)
     memories = {name: WatchedMemory(session_spec(policy, config.steps, name), 1, blocks) for name, policy in policies.items()}
-    memory = stack.own(Collated(list(memories.values()), config.train_batch_size))
+    memory = stack.own(CollatedBatches(list(memories.values()), config.train_batch_size))
     acting = {
-        name: Deciding(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
+        name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)
     }
     return stack.own(Gathering(listening, gateway_settings(external, seats), seats.seats, acting, memories, memory)), memory
@@ -128,7 +128,7 @@ def _start_gateway_workers(
     pool: LocalPool,
     run: Run,
     stack: ComponentStack,
-) -> tuple[FleetGathering, Collated, Publisher]:
+) -> tuple[FleetGathering, CollatedBatches, Publisher]:
     """Gateways in `num_workers` processes, which serve games while the learner computes."""
     from ludus.distributed.gateway_source import Boards, FleetGathering
     from ludus.distributed.publishing_pool import PublishingPool
@@ -136,7 +136,7 @@ def _start_gateway_workers(
     boards = stack.own(Boards(policies, config.steps, _BATCHES_AHEAD * config.train_batch_size))
     for name in pool.names():
         boards.publish(name, pool.newest(name)[1])
-    memory = stack.own(Collated([boards.memory.of(name) for name in policies], config.train_batch_size))
+    memory = stack.own(CollatedBatches([boards.memory.of(name) for name in policies], config.train_batch_size))
     settings, logs = gateway_settings(external, seats), run.directory / "logs" / "actor"
     given = (listening, settings, seats.seats, config.workers, config.steps, boards, memory, logs)
     return stack.own(FleetGathering(*given, explore=config.explore)), memory, PublishingPool(pool, boards.publish)

@@ -27,8 +27,8 @@ from ludus.experiments.assembly.policies import embedding_bound, make_policy
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.models.devices import acting_on, named_device
-from ludus.sampling.sampler import Clock, Sampler, segment_spec
-from ludus.sampling.self_play import with_past
+from ludus.sampling.sampler import Interruption, Sampler, VersionClock, segment_spec
+from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.base import make_memory
 
 
@@ -57,11 +57,11 @@ def assemble_local(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack
     # One block: sampling and learning alternate, as on-policy algorithms need it.
     memory = stack.own(make_memory("local", segment_spec(policy, environments, config.steps), environments.num, 1))
     newest = pool.source(DEFAULT_MODEL)
-    source = with_past(environments, newest, config.self_play, seed, run.directory)
-    steps = Clock(newest.newest()[1], prepared.timesteps, environments.num * config.steps)
+    source = with_past_opponents(environments, newest, config.self_play, seed, run.directory)
+    steps = VersionClock(newest.newest()[1], prepared.timesteps, environments.num * config.steps)
     sampler = Sampler(
         environments, source, memory, seed,
-        beat=stop.before_step, explore=config.explore, timesteps=steps.timesteps, interruptible=stop.interruptible,
+        explore=config.explore, timesteps=steps.timesteps, interruption=Interruption(stop.before_step, stop.interruptible),
     )  # fmt: skip
 
     trainer = Trainer(

@@ -10,7 +10,7 @@ import gymnasium as gym
 
 from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
 from ludus.envs import pettingzoo
-from ludus.envs.pettingzoo import Match, Whole, central_space
+from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space
 from ludus.errors import ConfigError, Interrupted
 from ludus.experiments.control.stopping import StopCheck
 from ludus.experiments.evaluation.evaluation import warn_of_cuts
@@ -19,8 +19,8 @@ from ludus.experiments.runs import checkpoint
 from ludus.models.centralized_critic import OWN, WHOLE, actor_of
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import FixedSource
-from ludus.sampling.episode_runner import Score, longest_episode, undisturbed
-from ludus.sampling.multi_agent import Copies, play_matches
+from ludus.sampling.episode_runner import Score, episode_step_limit, preserve_random_state
+from ludus.sampling.multi_agent import EnvCopies, play_matches
 from ludus.sampling.opponents import RANDOM, Opponent, ZeroSum
 
 _ROWS = 16
@@ -29,7 +29,7 @@ _ROWS = 16
 _DISPLAY_EVERY_S = 10.0
 
 
-def make_match(env: str, config: AlgorithmConfig, render_mode: str | None = None) -> Match:
+def make_match(env: str, config: AlgorithmConfig, render_mode: str | None = None) -> MultiAgentMatch:
     """Make the environment with the wrappers of the config."""
     return pettingzoo.make_match(env, config.env_config, render_mode, config.wrappers)
 
@@ -42,11 +42,11 @@ class AgentAssignment:
     spaces: Mapping[str, tuple[gym.Space[Any], gym.Space[Any]]]
 
 
-def assign_agents(match: Match, section: MultiAgentConfig) -> AgentAssignment:
+def assign_agents(match: MultiAgentMatch, section: MultiAgentConfig) -> AgentAssignment:
     """The assignment of a resolved configuration. With a centralised value, networks also take the state of the whole match."""
     assert isinstance(section.policy_mapping, Mapping)
     agents = dict(section.policy_mapping)
-    whole = Whole(match.agents, match.state_space).space if section.centralized_value else None
+    whole = CentralState(match.agents, match.state_space).space if section.centralized_value else None
     spaces = {}
     for agent, policy in agents.items():
         own = match.agents[agent]
@@ -70,7 +70,7 @@ class MatchEvaluation:
         self._resolved, self._assignment, self._stop = resolved, assignment, stop
         self._opponent, self._zero_sum = opponent, zero_sum
         self._sources = {name: FixedSource(actor_of(policy)) for name, policy in policies.items()}
-        self._copies: Copies | None = None
+        self._copies: EnvCopies | None = None
 
     @property
     def every_s(self) -> float | None:
@@ -93,18 +93,18 @@ class MatchEvaluation:
         if self._copies is None:
             changes = config.evaluation_config.env_config
             other = config if changes is None else config.model_copy(update={"env_config": {**config.env_config, **changes}})
-            self._copies = Copies(
+            self._copies = EnvCopies(
                 lambda: make_match(env, other),
                 min(config.evaluation_duration, _ROWS),
                 forgiving=config.restart_failed_sub_environments,
                 beat=self._stop.before_evaluation_step,
             )
-        with undisturbed():
+        with preserve_random_state():
             score = self._play(self._copies, (config.seed * 7919 + iteration * 104_729 + 1) % (1 << 31))
         warn_of_cuts(score, env)
         return score
 
-    def _play(self, copies: Copies, seed: int) -> Score:
+    def _play(self, copies: EnvCopies, seed: int) -> Score:
         config = self._resolved.config
         return play_matches(
             copies,
@@ -114,7 +114,7 @@ class MatchEvaluation:
             seed,
             deterministic=not config.evaluation_config.explore,
             opponent=self._opponent or (RANDOM if self._plays_chance else None),
-            max_steps=longest_episode(self._resolved.experiment.env),
+            max_steps=episode_step_limit(self._resolved.experiment.env),
             interrupted=self._stop.ends_evaluation,
         )
 

@@ -34,7 +34,8 @@ from ludus.experiments.validation.agent_mapping import policy_config
 from ludus.models.byte_scales import Seen
 from ludus.models.devices import acting_on, named_device
 from ludus.models.policy import Policy
-from ludus.sampling.multi_agent import Copies, MatchBatches, MultiSampler
+from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings
+from ludus.sampling.sampler import Interruption
 from ludus.sampling.segment_recorder import session_spec
 from ludus.transport.local import LocalMemory
 
@@ -62,19 +63,17 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     pool = make_pool(run, policies, prepared, stack)
 
     batches = stack.own(_make_batches(policies, copies, config))
-    sampler = MultiSampler(
-        copies,
-        assignment.agents,
-        {name: pool.source(name) for name in assignment.spaces},
-        batches,
+    settings = MultiAgentSettings(
         config.train_batch_size,
-        prepared.environment_seed,
+        by_env_steps=section.count_steps_by == "env_steps",
         central=section.centralized_value,
         explore=config.explore,
         smoothing=config.metrics_num_episodes_for_smoothing,
-        by_env_steps=section.count_steps_by == "env_steps",
-        beat=stop.before_step,
-        interruptible=stop.interruptible,
+    )
+    sources = {name: pool.source(name) for name in assignment.spaces}
+    interruption = Interruption(stop.before_step, stop.interruptible)
+    sampler = MultiAgentSampler(
+        copies, assignment.agents, sources, batches, settings, prepared.environment_seed, interruption=interruption
     )
 
     smoothing = config.metrics_num_episodes_for_smoothing
@@ -87,11 +86,11 @@ def assemble_multi_agent(prepared: PreparedRun, hooks: RunHooks, stack: Componen
     return TrainingComponents(run, pool, sampler, trainer, controller)
 
 
-def _make_copies(env: str, config: AlgorithmConfig, stop: StopCheck) -> Copies:
+def _make_copies(env: str, config: AlgorithmConfig, stop: StopCheck) -> EnvCopies:
     """Raises Interrupted."""
     forgiving = config.restart_failed_sub_environments
     with stop.interruptible():
-        return Copies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving, beat=stop.raise_if_due)
+        return EnvCopies(lambda: make_match(env, config), config.num_envs_per_worker, forgiving=forgiving, beat=stop.raise_if_due)
 
 
 def _make_policies(
@@ -117,7 +116,7 @@ def _make_policies(
     return policies
 
 
-def _make_batches(policies: Mapping[str, Policy], copies: Copies, config: AlgorithmConfig) -> MatchBatches:
+def _make_batches(policies: Mapping[str, Policy], copies: EnvCopies, config: AlgorithmConfig) -> MatchBatches:
     """Blocks for all that may be recorded until a batch is complete, even in segments of one step."""
     assert config.multiagent is not None
     trained = config.multiagent.policies_to_train or list(policies)

@@ -24,7 +24,7 @@ from ludus.distributed.code_bundle import Luggage
 from ludus.distributed.publishing_pool import PublishingPool
 from ludus.distributed.sampling_pool import LocalNode, Nodes, Plan, Sampling, ThisNode
 from ludus.envs.vector_env import make_environments
-from ludus.envs.wrappers import names_of
+from ludus.envs.wrappers import wrapper_names
 from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
     ComponentStack,
@@ -46,7 +46,7 @@ from ludus.experiments.resolve import Announce, ClusterOptions
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalPool
 from ludus.process.workers.supervisor import Restart
-from ludus.sampling.sampler import Clock, segment_spec
+from ludus.sampling.sampler import VersionClock, segment_spec
 
 _STEADY_S = 1.0
 """A worker that has sampled for this long is replaced at once when it dies, however often that happened before."""
@@ -62,7 +62,7 @@ class EnvironmentShape:
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
     masked: bool
-    resets_at_once: bool
+    same_step_autoreset: bool
     results: tuple[str, ...] = ()
 
 
@@ -110,7 +110,7 @@ def probe_environment(env: str, config: AlgorithmConfig, stop: StopCheck | None 
         try:
             one.reset(config.seed)
             spaces = one.observation_space, one.action_space
-            return EnvironmentShape(config.num_envs_per_worker, *spaces, one.masked, one.resets_at_once, one.results)
+            return EnvironmentShape(config.num_envs_per_worker, *spaces, one.masked, one.same_step_autoreset, one.results)
         finally:
             one.close()
 
@@ -132,9 +132,9 @@ def blocks_of(config: AlgorithmConfig) -> int:
     return 1 if config.replays else config.train_batch_size // (config.num_envs_per_worker * config.steps)
 
 
-def make_clock(config: AlgorithmConfig, first_version: int, begun: int) -> Clock:
+def make_clock(config: AlgorithmConfig, first_version: int, begun: int) -> VersionClock:
     """Counts the steps sampled for each update, also where an algorithm with replay learns from more."""
-    return Clock(first_version, begun, blocks_of(config) * config.num_envs_per_worker * config.steps)
+    return VersionClock(first_version, begun, blocks_of(config) * config.num_envs_per_worker * config.steps)
 
 
 def make_plan(
@@ -168,7 +168,7 @@ def make_plan(
         self_play=config.self_play,
         run=run,
         clock=make_clock(config, first_version, begun),
-        luggage=Luggage.of(env, *names_of(config.wrappers), models=[config.model.custom_model]),
+        luggage=Luggage.of(env, *wrapper_names(config.wrappers), models=[config.model.custom_model]),
     )
 
 

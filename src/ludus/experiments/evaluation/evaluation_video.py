@@ -21,7 +21,7 @@ from ludus.experiments.evaluation.video import check_renders, write_video
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.models.centralized_critic import actor_of
 from ludus.models.policy import Policy
-from ludus.sampling.episode_runner import undisturbed
+from ludus.sampling.episode_runner import preserve_random_state
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def make_rendering(stage: Stage) -> gym.Env[Any, Any]:
 def why_not_recorded(stage: Stage) -> str | None:
     """Makes a copy of the environment to find out why it cannot be recorded; None: it says that it renders RGB frames."""
     try:
-        with undisturbed():
+        with preserve_random_state():
             make_rendering(stage).close()
     except Exception as error:  # whatever a renderer raises: a video is not worth a training
         return describe_failure(stage.env, error)

@@ -17,7 +17,7 @@ from ludus.core.tree import Array
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import Luggage
 from ludus.envs.vector_env import Environments
-from ludus.envs.wrappers import names_of
+from ludus.envs.wrappers import wrapper_names
 from ludus.errors import LudusError
 from ludus.experiments.evaluation.evaluation import Course, Notice, warn_of_cuts
 from ludus.experiments.evaluation.evaluation_video import Recorded, VideoRecorder
@@ -35,7 +35,7 @@ def make_evaluation_workers(
     course: Course, config: AlgorithmConfig, directory: Path, interrupted: Callable[[], bool], notice: Notice
 ) -> EvaluationWorkers:
     """`directory`: of the run. `notice` is called once if videos cannot be recorded."""
-    bundle = Luggage.of(course.env, *names_of(config.wrappers), models=[config.model.custom_model])
+    bundle = Luggage.of(course.env, *wrapper_names(config.wrappers), models=[config.model.custom_model])
     restart = Restart(config.max_worker_restarts, config.worker_restart_backoff_s)
     pool = WorkerSettings(config.evaluation_num_workers, config.worker_hang_s, restart)
     return EvaluationWorkers(course, bundle, directory, pool, interrupted, notice)

@@ -15,7 +15,7 @@ from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean, import_object
 from ludus.core.types import DEFAULT_MODEL
-from ludus.envs.registry import registered
+from ludus.envs.registry import registered_envs
 from ludus.errors import ConfigError
 from ludus.models.policy import PROBABILITIES
 
@@ -38,7 +38,7 @@ def is_multi_agent(env: str, settings: Mapping[str, Any]) -> bool:
     """
     if settings.get("multiagent") is not None and ":" in env and "/" not in env:
         return True  # no need to make it; errors in it are reported when the run makes it
-    if "/" not in env and ":" not in env and env not in registered():
+    if "/" not in env and ":" not in env and env not in registered_envs():
         return False  # a plain id of Gymnasium
     from ludus.envs import pettingzoo
 
