@@ -80,7 +80,7 @@ def test_of_several_models_the_one_furthest_behind_counts() -> None:
     assert describe_bottleneck(numbers).startswith("the learner")
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_without_measurements_no_bottleneck_is_described() -> None:
     assert describe_bottleneck({}) == ""
     assert describe_bottleneck({"learner_share": math.nan}) == ""
     assert describe_bottleneck({"sampler/env_share": 0.0, "learner/wait_share": 0.0}) == "", "the first second has no shares"

@@ -95,7 +95,7 @@ def test_what_comes_from_outside_the_learner_is_tried_again_up_to_the_limit(erro
     assert end.error is raised
 
 
-def test_a_loss_that_says_it_is_final_is_final() -> None:
+def test_a_final_error_is_not_retried() -> None:
     raised = WorkerFailed("The head of the cluster is gone.")
     raised.final = True
     crossed = unpack_error(json.loads(json.dumps(pack_error(raised))))
@@ -191,7 +191,7 @@ def test_an_error_of_the_set_up_is_raised_here_and_leaves_no_directory(tmp_path:
 # -- deaths -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_that_dies_goes_on_from_its_checkpoint_and_one_that_always_dies_ends_the_run(tmp_path: Path) -> None:
+def test_a_dead_learner_is_restarted_from_its_checkpoint_until_the_limit(tmp_path: Path) -> None:
     """First the file is there and a learner removes it as it dies; later it stays."""
     run, marker, said = tmp_path / "run", tmp_path / "deadly", list[str]()
     marker.touch()
@@ -277,7 +277,7 @@ class Unmounting(Kept):
             self.away.rename(self.run)
 
 
-def test_a_run_whose_file_system_is_away_is_not_begun_anew_below_its_mount_point(tmp_path: Path) -> None:
+def test_a_run_whose_file_system_is_not_mounted_is_not_started_again(tmp_path: Path) -> None:
     run, data = tmp_path / "run", small.data(5, top={"checkpoint_freq": 1}, evaluation_duration=0)
     mount = Unmounting(run, tmp_path / "away")
     result = runner.train(data, project=tmp_path, trial="run", sinks=[mount], announce=mount.hear, supervised=True)
