@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ludus.core.backoff import exponential_delay
-from ludus.gamecore.server.catalogue import Restart
+from ludus.gamecore.server.catalogue import RestartPolicy
 
 State = Literal["starting", "running", "finished", "crashed", "stopped", "timed-out", "lost"]
 STATES: tuple[State, ...] = get_args(State)
@@ -16,7 +16,7 @@ MAX_BACKOFF_S = 60.0
 
 
 @dataclass
-class Status:
+class GameStatus:
     """Of one game, from its order until it is forgotten."""
 
     runtime_id: str
@@ -50,7 +50,7 @@ class Status:
         return dict(vars(self))
 
     @classmethod
-    def from_json(cls, data: Any) -> Status:
+    def from_json(cls, data: Any) -> GameStatus:
         """Raises ValueError for what is none."""
         known = {one.name for one in fields(cls)}
         if not isinstance(data, dict) or data.get("state") not in STATES:
@@ -62,7 +62,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EndDecision:
     """What becomes of a game whose process has ended. `again_s`: it is started again after so many seconds."""
 
     state: State
@@ -70,14 +70,14 @@ class Verdict:
     again_s: float | None = None
 
 
-def verdict(code: int | None, said: str, asked: tuple[State, str] | None, restarts: int, policy: Restart) -> Verdict:
-    """`said`: how the process ended, in words; `asked`: as what it was to end, and why, if it did not end by itself."""
-    if asked is not None:
-        state, reason = asked
+def decide_end(code: int | None, description: str, requested: tuple[State, str] | None, restarts: int, policy: RestartPolicy) -> EndDecision:
+    """`description`: how the process ended, in words; `requested`: as what it was to end, and why, if it did not end by itself."""
+    if requested is not None:
+        state, reason = requested
     elif code == 0:
         state, reason = "finished", ""
     else:
-        state, reason = "crashed", said
+        state, reason = "crashed", description
     if state != "crashed" or policy.on == "never" or restarts >= policy.times:
-        return Verdict(state, reason)
-    return Verdict("starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s)))
+        return EndDecision(state, reason)
+    return EndDecision("starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s)))

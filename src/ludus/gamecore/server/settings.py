@@ -17,12 +17,12 @@ from ludus.process.commands.thread_limits import raise_open_file_limit
 
 HOST, PORT = "127.0.0.1", 23432
 MAX_GAMES = 200
-_OWN_FILES, _FILES_PER_GAME, _LEAST_CONNECTIONS = 64, 1, 32
+_RESERVED_FILES, _FILES_PER_GAME, _MIN_CONNECTIONS = 64, 1, 32
 _PATHS = ("games", "token_file", "state_dir")
 
 
 @dataclass(frozen=True)
-class HttpLimits:
+class ServerLimits:
     body_bytes: int = 1_000_000
     head_bytes: int = 32_768
     connections: int = 4096
@@ -50,7 +50,7 @@ class Settings:
     state_dir: Path | None = None
     keep: int = 1000
     """Games that are over, and are remembered with their directories."""
-    http: HttpLimits = field(default_factory=HttpLimits)
+    http: ServerLimits = field(default_factory=ServerLimits)
 
     def check(self) -> None:
         """Raises UsageError, ConfigError, MissingExtra."""
@@ -61,20 +61,20 @@ class Settings:
         catalogue.read(self.games)
         if self.token_file is not None:
             Tokens.read(self.token_file)
-        elif not _is_here(self.host):
+        elif not _is_loopback(self.host):
             raise UsageError(
                 f"Listening on {self.host} without a token would let anyone in.",
                 "Give a token (--token-file FILE), or listen on 127.0.0.1.",
             )
 
-    def affordable(self) -> HttpLimits:
+    def affordable_limits(self) -> ServerLimits:
         """With no more connections than there are files for, once all games run: each of them takes one."""
-        others = _FILES_PER_GAME * self.max_games + _OWN_FILES
+        others = _FILES_PER_GAME * self.max_games + _RESERVED_FILES
         limit = raise_open_file_limit(self.http.connections + others)
         if limit is None:
             return self.http
         room = limit - others
-        return replace(self.http, connections=min(self.http.connections, max(_LEAST_CONNECTIONS, room)))
+        return replace(self.http, connections=min(self.http.connections, max(_MIN_CONNECTIONS, room)))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -83,10 +83,10 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         data: dict[str, Any] = json.loads(text)
         data |= {key: Path(data[key]) for key in _PATHS if data[key] is not None}
-        return cls(**{**data, "http": HttpLimits(**data["http"])})
+        return cls(**{**data, "http": ServerLimits(**data["http"])})
 
 
-def _is_here(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from ludus.gamecore.server.game_status import Status
+from ludus.gamecore.server.game_status import GameStatus
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _MAX_RESULT = 4_000
 _MAX_LINE = 100_000
 
 
-class Tasks:
+class TaskResults:
     """One line of JSON per game that is over. May be used from any thread; `load` and `write` may wait for the disk."""
 
     def __init__(self, path: Path, keep: int = KEEP) -> None:
@@ -38,18 +38,18 @@ class Tasks:
         with self._lock:
             return list(dict.fromkeys(task_id for task_id, _ in self._games))
 
-    def of(self, task_id: str) -> list[dict[str, Any]]:
+    def games_of(self, task_id: str) -> list[dict[str, Any]]:
         with self._lock:
             lines = [line for mine, line in self._games if mine == task_id]
         return [json.loads(line) for line in lines]
 
-    def add(self, status: Status) -> None:
+    def add(self, status: GameStatus) -> None:
         assert status.task_id is not None
-        told = {**status.to_json(), "last_lines": status.last_lines[-1:]}
+        fields = {**status.to_json(), "last_lines": status.last_lines[-1:]}
         if len(json.dumps(status.result)) > _MAX_RESULT:
             result = status.result or {}
-            told["result"] = {"winner": result.get("winner")} | ({"lost": result["lost"]} if result.get("lost") else {})
-        line = json.dumps(told).encode() + b"\n"
+            fields["result"] = {"winner": result.get("winner")} | ({"lost": result["lost"]} if result.get("lost") else {})
+        line = json.dumps(fields).encode() + b"\n"
         with self._lock:
             self._games.append((status.task_id, line))
             self._unwritten.append(line)
@@ -67,7 +67,7 @@ class Tasks:
                 self._lines += 1
                 self._rewrite = not line.endswith(b"\n")  # of a server that was killed: nothing may be appended to it
                 try:
-                    task_id = Status.from_json(json.loads(line)).task_id
+                    task_id = GameStatus.from_json(json.loads(line)).task_id
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(task_id, str):
@@ -77,13 +77,13 @@ class Tasks:
         """What is new; all of it, if the file has become twice as long as it must be."""
         with self._writing:
             with self._lock:
-                anew = self._rewrite or self._lines + len(self._unwritten) > 2 * self._keep
-                lines = [line for _, line in self._games] if anew else self._unwritten
+                rewrite = self._rewrite or self._lines + len(self._unwritten) > 2 * self._keep
+                lines = [line for _, line in self._games] if rewrite else self._unwritten
                 self._unwritten, self._rewrite = [], False
-            self._lines = len(lines) + (0 if anew else self._lines)
+            self._lines = len(lines) + (0 if rewrite else self._lines)
             try:
                 handle = os.open(
-                    self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if anew else os.O_APPEND), 0o600
+                    self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if rewrite else os.O_APPEND), 0o600
                 )
                 with open(handle, "wb") as file:
                     file.writelines(lines)

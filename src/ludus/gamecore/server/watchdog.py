@@ -29,42 +29,42 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.2, 30.0, 60.0
 """A server that lived for STEADY_S was healthy: the next back-off begins anew."""
 
-HOPELESS = 2
+USAGE_ERROR = 2
 """The exit code of a server that was given something wrong: another one would fail alike."""
 
 STOP_S = 60.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
-def backoff_s(short_lives: int) -> float:
-    """Seconds until the next life, after so many short ones in a row (at least one)."""
-    return exponential_delay(short_lives, FIRST_BACKOFF_S, MAX_BACKOFF_S)
+def backoff_s(short_runs: int) -> float:
+    """Seconds until the next server, after so many short ones in a row (at least one)."""
+    return exponential_delay(short_runs, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
-def keep_going(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
+def supervise_server(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
     """Until SIGTERM or SIGINT, or until a server ends by itself. Raises SystemExit with its code if that is not 0."""
     host, port = bound.getsockname()[:2]
-    with _Ear((signal.SIGTERM, signal.SIGINT)) as ear:
-        short_lives = 0
+    with _SignalWaiter((signal.SIGTERM, signal.SIGINT)) as signals:
+        short_runs = 0
         while True:
             began = time.monotonic()
-            with _Life(settings.to_json(), bound) as life:
-                if life.begins(ear) and announce is not None:
+            with _ServerProcess(settings.to_json(), bound) as server:
+                if server.wait_until_ready(signals) and announce is not None:
                     announce(host, port)
                     announce = None
-                code = life.outlive(ear)
-            if ear.is_told() or code in (0, HOPELESS):
+                code = server.wait(signals)
+            if signals.stop_requested() or code in (0, USAGE_ERROR):
                 break
-            short_lives = 1 if time.monotonic() - began >= STEADY_S else short_lives + 1
-            pause = backoff_s(short_lives)
-            log.error("the gamecore server (process %d) ended with code %d and is started again in %g s", life.pid, code, pause)
-            if ear.wait_until_told(pause):
+            short_runs = 1 if time.monotonic() - began >= STEADY_S else short_runs + 1
+            pause = backoff_s(short_runs)
+            log.error("the gamecore server (process %d) ended with code %d and is started again in %g s", server.pid, code, pause)
+            if signals.wait_for_stop(pause):
                 return
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
 
 
-class _Life:
+class _ServerProcess:
     """One server, from its start to its end."""
 
     def __init__(self, settings: str, bound: socket.socket) -> None:
@@ -82,7 +82,7 @@ class _Life:
             os.close(ready)
         self.pid = self._server.pid
 
-    def __enter__(self) -> _Life:
+    def __enter__(self) -> _ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,45 +91,45 @@ class _Life:
             self._server.kill()
             self._server.wait(STOP_S)
 
-    def begins(self, ear: _Ear) -> bool:
+    def wait_until_ready(self, signals: _SignalWaiter) -> bool:
         """Wait until it serves. False: it has ended before, or we are to end."""
-        while not ear.is_told():
-            if ear.wait(STOP_S, self._ready):
+        while not signals.stop_requested():
+            if signals.wait(STOP_S, self._ready):
                 return os.read(self._ready, 1) == b"."
         return False
 
-    def outlive(self, ear: _Ear) -> int:
+    def wait(self, signals: _SignalWaiter) -> int:
         """Its exit code. Once we are asked to end so is it; it has STOP_S to stop its games."""
         deadline = None
         while True:
-            is_told = ear.is_told()
+            stop_requested = signals.stop_requested()
             if (code := self._server.poll()) is not None:  # an end after this makes `wait` return at once
                 return code
-            if is_told and deadline is None:
+            if stop_requested and deadline is None:
                 self._server.send_signal(signal.SIGTERM)
                 deadline = time.monotonic() + STOP_S
             if deadline is not None and time.monotonic() > deadline:
                 self._server.kill()
-            ear.wait(_LOOK_S)
+            signals.wait(_POLL_S)
 
 
-class _Ear:
+class _SignalWaiter:
     """Signals that end us, and that of a child, as something to wait for."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self._signals = SignalQueue(*numbers, signal.SIGCHLD)
-        self._told = False
+        self._stop = False
 
-    def __enter__(self) -> _Ear:
+    def __enter__(self) -> _SignalWaiter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._signals.close()
 
-    def is_told(self) -> bool:
+    def stop_requested(self) -> bool:
         """To end."""
-        self._told |= any(number != signal.SIGCHLD for number in self._signals.take())
-        return self._told
+        self._stop |= any(number != signal.SIGCHLD for number in self._signals.take())
+        return self._stop
 
     def wait(self, timeout_s: float, other: int | None = None) -> bool:
         """Until a signal comes, or something can be read from `other`: then True."""
@@ -137,8 +137,8 @@ class _Ear:
         found = select.select([signals] if other is None else [signals, other], [], [], timeout_s)[0]
         return other in found
 
-    def wait_until_told(self, timeout_s: float) -> bool:
+    def wait_for_stop(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not self.is_told() and (left := deadline - time.monotonic()) > 0:
+        while not self.stop_requested() and (left := deadline - time.monotonic()) > 0:
             self.wait(left)
-        return self._told
+        return self._stop

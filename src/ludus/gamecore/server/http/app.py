@@ -3,7 +3,7 @@
     serve(Settings(port=23432, games=Path("games.yaml")))           # until SIGTERM
     with running(Settings(port=0, state_dir=tmp)) as server: …      # in a thread; server.url
 
-What it answers is in `pages.py` and `v2.py`, who may ask in `http.py`, the games themselves are in `hall.py`.
+What it answers is in `pages.py` and `v2.py`, who may ask in `http.py`, the games themselves are in `table.py`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.gamecore.server import catalogue
-from ludus.gamecore.server.settings import HttpLimits, Settings
-from ludus.gamecore.server.state_dir import Home, default_directory
+from ludus.gamecore.server.settings import ServerLimits, Settings
+from ludus.gamecore.server.state_dir import StateDir, default_directory
 from ludus.gateway.auth import Caller
 from ludus.io.rotating_log import LogWriter
 
 if TYPE_CHECKING:
-    from ludus.gamecore.server.http.middleware import Clients
+    from ludus.gamecore.server.http.middleware import ConnectionRegistry
 
-__all__ = ["HttpLimits", "Running", "Settings", "running", "serve"]
+__all__ = ["RunningServer", "ServerLimits", "Settings", "running", "serve"]
 
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
 _START_S, _END_S = 60.0, 60.0
 _BACKLOG = 1024
-_NONSENSE_PER_S = 2.0
+_WARNINGS_PER_S = 2.0
 Announce = Callable[[str, int], object]
 
 
@@ -52,15 +52,15 @@ def serve(
     bound = listen(settings.host, settings.port) if listening is None else listening
     with contextlib.closing(bound):
         if supervise:
-            from ludus.gamecore.server.watchdog import keep_going
+            from ludus.gamecore.server.watchdog import supervise_server
 
-            keep_going(settings, bound, announce)
+            supervise_server(settings, bound, announce)
             return
-        with _opened(settings, bound) as home:
-            asyncio.run(_run(settings, bound, home, announce))
+        with _open_state_dir(settings, bound) as state_dir:
+            asyncio.run(_run(settings, bound, state_dir, announce))
 
 
-class Running:
+class RunningServer:
     """A server in a thread of this process."""
 
     def __init__(self, settings: Settings) -> None:
@@ -75,7 +75,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        return f"http://{_bracketed(self.host)}:{self.port}"
+        return f"http://{_bracket_ipv6(self.host)}:{self.port}"
 
     def start(self) -> None:
         self._thread.start()
@@ -96,21 +96,21 @@ class Running:
 
     def _main(self) -> None:
         try:
-            with contextlib.closing(self._bound), _opened(self._settings, self._bound) as home:
-                asyncio.run(self._run(home))
+            with contextlib.closing(self._bound), _open_state_dir(self._settings, self._bound) as state_dir:
+                asyncio.run(self._run(state_dir))
         except BaseException as error:  # for whoever started the thread
             self._error = error
         finally:
             self._ready.set()
 
-    async def _run(self, home: Home) -> None:
+    async def _run(self, state_dir: StateDir) -> None:
         self._loop = asyncio.get_running_loop()
-        await _run(self._settings, self._bound, home, lambda host, port: self._ready.set(), self._stop)
+        await _run(self._settings, self._bound, state_dir, lambda host, port: self._ready.set(), self._stop)
 
 
 @contextlib.contextmanager
-def running(settings: Settings) -> Iterator[Running]:
-    server = Running(settings)
+def running(settings: Settings) -> Iterator[RunningServer]:
+    server = RunningServer(settings)
     server.start()
     try:
         yield server
@@ -137,47 +137,47 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _opened(settings: Settings, bound: socket.socket) -> Iterator[Home]:
+def _open_state_dir(settings: Settings, bound: socket.socket) -> Iterator[StateDir]:
     """Its directory, locked, and its log there."""
     directory = default_directory(bound.getsockname()[1]) if settings.state_dir is None else settings.state_dir.expanduser()
-    with Home(directory) as home, _logging_to(home.log):
-        yield home
+    with StateDir(directory) as state_dir, _log_to_file(state_dir.log):
+        yield state_dir
 
 
 async def _run(
-    settings: Settings, bound: socket.socket, home: Home, announce: Announce | None, stop: asyncio.Event | None = None
+    settings: Settings, bound: socket.socket, state_dir: StateDir, announce: Announce | None, stop: asyncio.Event | None = None
 ) -> None:
-    from ludus.gamecore.server.http.middleware import Clients, Doorkeeper
-    from ludus.gamecore.server.http.routes import application
-    from ludus.gamecore.server.process_table import Bounds, Hall
+    from ludus.gamecore.server.http.middleware import AccessMiddleware, ConnectionRegistry
+    from ludus.gamecore.server.http.routes import build_app
+    from ludus.gamecore.server.process_table import ProcessTable, TableLimits
 
-    offered = catalogue.read(settings.games)
+    games = catalogue.read(settings.games)
     host, port = bound.getsockname()[:2]
     ended = asyncio.Event() if stop is None else stop
-    async with Hall(offered, home, Bounds(settings.max_games, settings.keep)) as hall:
+    async with ProcessTable(games, state_dir, TableLimits(settings.max_games, settings.keep)) as table:
         replies: Counter[int] = Counter()
-        limits = settings.affordable()
-        clients = Clients(limits, tokens=settings.token_file is not None)
-        app = Doorkeeper(application(hall, limits, replies), settings.token_file, limits, replies, clients)
+        limits = settings.affordable_limits()
+        clients = ConnectionRegistry(limits, tokens=settings.token_file is not None)
+        app = AccessMiddleware(build_app(table, limits, replies), settings.token_file, limits, replies, clients)
         server, started = _server(app, limits, clients)
         with _signals(ended, server):
             serving = asyncio.create_task(server.serve([bound]))
-            await _first(started.wait(), serving)
-            log.info("serving %s at %s:%d, process state in %s", ", ".join(offered.games), host, port, home.directory)
+            await _wait_or_fail(started.wait(), serving)
+            log.info("serving %s at %s:%d, process state in %s", ", ".join(games.games), host, port, state_dir.directory)
             if announce is not None:
                 announce(host, port)
-            await _first(ended.wait(), serving)
-            log.info("ending: %d games are stopped", len(hall.running))
-            await hall.close(STOP_S)
+            await _wait_or_fail(ended.wait(), serving)
+            log.info("ending: %d games are stopped", len(table.running))
+            await table.close(STOP_S)
             server.should_exit = True
             await serving
     log.info("ended")
 
 
-def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asyncio.Event]:
+def _server(app: Any, limits: ServerLimits, clients: ConnectionRegistry) -> tuple[Any, asyncio.Event]:
     import uvicorn
 
-    from ludus.gamecore.server.http.middleware import connection
+    from ludus.gamecore.server.http.middleware import protocol_class
 
     started = asyncio.Event()
 
@@ -194,7 +194,7 @@ def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asynci
 
     config = uvicorn.Config(
         app,
-        http=connection(limits, clients),
+        http=protocol_class(limits, clients),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -207,7 +207,7 @@ def _server(app: Any, limits: HttpLimits, clients: Clients) -> tuple[Any, asynci
     return Server(config), started
 
 
-async def _first(awaited: Any, serving: asyncio.Task[None]) -> None:
+async def _wait_or_fail(awaited: Any, serving: asyncio.Task[None]) -> None:
     """Until this happens; whatever ends the server meanwhile ends the wait."""
     waiting = asyncio.ensure_future(awaited)
     try:
@@ -226,13 +226,13 @@ def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
         return
     loop = asyncio.get_running_loop()
 
-    def heard() -> None:
+    def on_signal() -> None:
         server.force_exit = ended.is_set()
         ended.set()
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, heard)
+        loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
@@ -256,39 +256,39 @@ class _LogFile(logging.Handler):
         super().close()
 
 
-class _Seldom(logging.Filter):
+class _WarningRateLimit(logging.Filter):
     """Whoever sends nonsense does not fill the log with it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._allowed = Caller("log", _NONSENSE_PER_S)
+        self._allowed = Caller("log", _WARNINGS_PER_S)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno > logging.WARNING or self._allowed.allow(time.monotonic())
 
 
 @contextlib.contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
+def _log_to_file(path: Path) -> Iterator[None]:
     try:
         handler = _LogFile(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.", "Choose another --state-dir.") from error
-    heard = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.game", "uvicorn.error")]
-    before = [logger.level for logger in heard]
-    for logger in heard:
+    on_signal = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.game", "uvicorn.error")]
+    before = [logger.level for logger in on_signal]
+    for logger in on_signal:
         logger.addHandler(handler)
         logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()) if logger.name != "uvicorn.error" else logging.WARNING)
-    seldom = _Seldom()
-    heard[-1].addFilter(seldom)
+    rate_limit = _WarningRateLimit()
+    on_signal[-1].addFilter(rate_limit)
     try:
         yield
     finally:
-        heard[-1].removeFilter(seldom)
-        for logger, level in zip(heard, before, strict=True):
+        on_signal[-1].removeFilter(rate_limit)
+        for logger, level in zip(on_signal, before, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
         handler.close()
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host
