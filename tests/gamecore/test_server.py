@@ -152,7 +152,7 @@ def test_a_game_can_be_stopped_while_it_waits_for_its_next_life(call: Caller) ->
     call.start("pausing", "slow-again")
     seen = wait_until(lambda: (now := state(call, "pausing"))["restarts"] and now, what="a restart")
     assert seen["state"] == "starting"
-    assert "It is started again in 100 s." in seen["reason"]
+    assert "Restarting in 100 s." in seen["reason"]
     assert call("DELETE", "/v1/games/pausing").json["state"] == "stopped"
 
 
@@ -336,7 +336,7 @@ def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> N
         for thread in starting:
             thread.start()
         wait_until(lambda: len(call("GET", "/v1/games?state=starting").json["games"]) == 2, what="both to be known")
-        wait_until(lambda: "is being imported" in state(call, "a")["reason"], what="a reason")
+        wait_until(lambda: "Waiting for the import" in state(call, "a")["reason"], what="a reason")
         assert call("DELETE", "/v1/games/a").json["state"] == "stopped"
         starting[0].join(20)
         server.close()  # the other one waits still

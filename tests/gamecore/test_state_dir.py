@@ -92,7 +92,9 @@ def test_games_that_ran_when_the_server_was_killed_are_lost_and_ended(tmp_path: 
         other = subprocess.Popen(["sleep", "1000"], env={**os.environ, "LUDUS_GAME_CONFIG": "/elsewhere/games/began/config.json"})
         since = identity.started(by_record.pid)
         assert since is not None
-        state_dir.save(GameStatus("ran", "g", state="running"), {by_record.pid: since, other.pid: "another process had this number"})
+        state_dir.save(
+            GameStatus("ran", "g", state="running"), {by_record.pid: since, other.pid: "another process had this number"}
+        )
         try:
             found = {status.runtime_id: status for status, _ in state_dir.load()}
             assert {name: status.state for name, status in found.items()} == {"ended": "finished", "ran": "lost", "began": "lost"}

@@ -148,7 +148,7 @@ def test_one_client_waits_for_several_games_at_once(client: GamecoreClient) -> N
 
 def test_a_large_file_comes_whole_and_only_when_the_game_is_over(games: Path, server: RunningServer, client: GamecoreClient) -> None:
     client.start_game("kept-1", camp_config={"mode": "1v1"}, options={"behave": "go on"})
-    with pytest.raises(Refused, match="is not over, and has no recording yet"):
+    with pytest.raises(Refused, match="is still running and has no recording yet"):
         client.kept("kept-1", "recording")
     client.stop_game("kept-1", grace_s=0)
     client.start_game("kept-2", camp_config={"mode": "1v1"})

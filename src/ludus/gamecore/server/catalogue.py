@@ -1,4 +1,4 @@
-"""Which games a server can start, and how: a YAML file, read into values. What is not in it cannot be started.
+"""The catalogue of games that a server can start, read from a YAML file. Nothing else can be started.
 
     games:
       mygame:
@@ -6,7 +6,7 @@
         modes: [1v1]
         limits: {seconds: 1800, memory_mb: 2000}
 
-All but `read` is pure.
+Everything except `read` is pure.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ BUILTIN = Path(__file__).with_name("games.yaml")
 MAX_BYTES = 1_000_000
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Of games, modes and runtime ids: never empty, never a path, never an option."""
+"""Names of games, modes and runtime ids: never empty, a path or an option."""
 
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""Of saved states, which games name after their ids."""
+"""Names of saved states, which games derive from their ids."""
 
 WRAPPERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"wine": ("wine",), "xvfb-run": ("xvfb-run", "--auto-servernum"), "nice": ("nice", "-n", "10")}
@@ -48,18 +48,18 @@ _WEEK_S = 7 * 24 * 3600.0
 
 
 def _to_word(value: Any) -> Any:
-    """8080 and 0.5 are words too where words are meant."""
+    """Accept numbers such as 8080 and 0.5 as words."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _reject_zero_byte(value: str) -> str:
     if "\0" in value:
-        raise ValueError("it holds a zero byte")
+        raise ValueError("it contains a zero byte")
     return value
 
 
 Word = Annotated[str, BeforeValidator(_to_word), pydantic.AfterValidator(_reject_zero_byte)]
-Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]  # of Rust, in which $ is the very end
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]  # a Rust pattern: $ matches only at the end
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 
 
@@ -89,22 +89,22 @@ class StatePolicy(_Section):
 
     @property
     def ratio(self) -> float:
-        """Of the matches, which may save states."""
+        """Share of matches that may save states."""
         return float(self.save)
 
     @model_validator(mode="after")
     def _validate(self) -> StatePolicy:
         if not 0 <= self.ratio <= 1:
-            raise ValueError(f"save is {self.save}: true, false, or which part of the matches, from 0 to 1")
+            raise ValueError(f"save is {self.save}: expected true, false or a share of the matches from 0 to 1")
         return self
 
 
 class GameOption(_Section):
-    """Something else that a caller may set."""
+    """An option of a game that callers may set."""
 
     type: Literal["number", "integer", "boolean", "string"]
     default: bool | int | float | str | None = None
-    """None: the game is told only if the caller says something."""
+    """None: the game gets the option only if the caller sets it."""
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
@@ -118,13 +118,13 @@ class GameOption(_Section):
             try:
                 re.compile(self.pattern)
             except re.error as error:
-                raise ValueError(f"pattern is no regular expression: {error}") from error
+                raise ValueError(f"pattern is not a regular expression: {error}") from error
         if self.default is not None and (wrong := self.problem_with(self.default)):
             raise ValueError(f"default is {self.default!r}: {wrong}")
         return self
 
     def problem_with(self, value: Any) -> str:
-        """What is wrong with this value; empty: nothing."""
+        """Describe why a value is invalid; empty: it is valid."""
         if self.type == "boolean":
             return "" if isinstance(value, bool) else "true or false is expected"
         if self.type == "string":
@@ -147,7 +147,7 @@ class GameOption(_Section):
 
 
 def _expand_wrapper(wrapper: Any) -> Any:
-    """`nice`, or a list of such names, of words, and of lists of words."""
+    """Expand a wrapper: a name such as `nice`, or a list of names, words and lists of words."""
     if isinstance(wrapper, str):
         if wrapper not in WRAPPERS:
             raise ValueError(f"wrapper {wrapper!r} is unknown. {did_you_mean(wrapper, WRAPPERS)} A command is a list of words")
@@ -166,7 +166,7 @@ def _expand_wrapper(wrapper: Any) -> Any:
 
 
 class GameEntry(_Section):
-    """One game."""
+    """The catalogue entry of one game."""
 
     command: tuple[Word, ...] = Field(min_length=1)
     environment: dict[Variable, Word] = {}
@@ -174,7 +174,7 @@ class GameEntry(_Section):
     directory: str | None = None
     modes: tuple[Name, ...] = ()
     wrapper: Annotated[tuple[str, ...], BeforeValidator(_expand_wrapper)] = ()
-    """Words that stand before the command."""
+    """Words before the command."""
     windows: bool = False
     limits: GameLimits = GameLimits()
     restart: RestartPolicy = RestartPolicy(on="never")
@@ -197,11 +197,11 @@ class GameEntry(_Section):
         for found in _PLACEHOLDER.finditer(word):
             name = found[1]
             if name is None and found[0] in ("{", "}"):
-                raise ValueError(f"{word!r} has a brace without its other half; a brace of its own is written twice")
+                raise ValueError(f"{word!r} has an unmatched brace; write a literal brace twice")
             known = {*PLACEHOLDERS, *(OPTION + key for key, option in self.options.items() if option.default is not None)}
             if name is not None and name not in known:
-                hint = f"{did_you_mean(name, known)} A brace of its own is written twice"
-                raise ValueError(f"{word!r} has a placeholder {name!r} that does not exist. {hint}")
+                hint = f"{did_you_mean(name, known)} Write a literal brace twice"
+                raise ValueError(f"{word!r} has an unknown placeholder {name!r}. {hint}")
 
     @property
     def uses_wine(self) -> bool:
@@ -211,7 +211,7 @@ class GameEntry(_Section):
         return mode is None or not self.modes or mode in self.modes
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a match: what the caller set, else the defaults. Raises Refused."""
+        """Return the options of a match: given values over defaults. Raises Refused."""
         for name, value in given.items():
             if name not in self.options:
                 raise Refused(400, "option", f"options.{name[:64]} does not exist.", did_you_mean(name, self.options))
@@ -222,36 +222,36 @@ class GameEntry(_Section):
 
 
 def fill_placeholders(word: str, values: Mapping[str, str]) -> str:
-    """A word of a command with its placeholders replaced: it stays one word, whatever the values are."""
+    """Replace the placeholders of one word. The result stays one word."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]] if found[1] is not None else found[0][0], word)
 
 
 def find_placeholders(words: Iterable[str]) -> set[str]:
-    """Names of the placeholders in these words."""
+    """Return the names of all placeholders."""
     return {found[1] for word in words for found in _PLACEHOLDER.finditer(word) if found[1] is not None}
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """`base`: paths in it are relative to this directory."""
+    """`base`: directory that paths in the catalogue are relative to."""
 
     games: Mapping[str, GameEntry]
     base: Path
 
     def choose_game(self, game: str | None, mode: str | None) -> str:
-        """The game that was asked for, else the first that plays this mode. Raises Refused."""
+        """Return `game` if given, else the first game with this mode. Raises Refused."""
         if game is not None:
             if game not in self.games:
                 raise Refused(404, "unknown_game", f"There is no game {_quote(game)}.", did_you_mean(game[:128], self.games))
             if not self.games[game].supports_mode(mode):
                 modes = ", ".join(self.games[game].modes)
-                raise Refused(404, "unknown_game", f"{game} does not play mode {_quote(mode)}.", f"It plays {modes}.")
+                raise Refused(404, "unknown_game", f"{game} has no mode {_quote(mode)}.", f"It has {modes}.")
             return game
         for name, entry in self.games.items():
             if entry.supports_mode(mode):
                 return name
         known = {mode for entry in self.games.values() for mode in entry.modes}
-        raise Refused(404, "unknown_game", f"No game plays mode {_quote(mode)}.", did_you_mean(str(mode)[:128], known))
+        raise Refused(404, "unknown_game", f"No game has mode {_quote(mode)}.", did_you_mean(str(mode)[:128], known))
 
 
 def _quote(value: Any) -> str:
@@ -264,22 +264,22 @@ class _CatalogueFile(_Section):
 
 
 def parse(text: str, source: str, base: Path) -> Catalogue:
-    """Raises ConfigError, which names the key."""
+    """Raises ConfigError, whose message names the key."""
     data = parse_yaml(text, source)
     if not isinstance(data, dict):
-        raise ConfigError(f"{source} is no catalogue of games.", "It begins with games:, and below it stands a section for each.")
+        raise ConfigError(f"{source} is not a catalogue of games.", "It has a key games: with a section for each game.")
     try:
-        # By JSON, in which a list may be a tuple, while "1" is no number.
+        # Through JSON: strict mode then accepts a list as a tuple, but not "1" as a number.
         file = _CatalogueFile.model_validate_json(json.dumps(data))
     except pydantic.ValidationError as error:
         raise _to_config_error(error, source) from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source} holds what is no value: {error}.") from error
+        raise ConfigError(f"{source} contains an unsupported value: {error}.") from error
     return Catalogue(MappingProxyType(file.games), base)
 
 
 def read(path: Path | None = None) -> Catalogue:
-    """From a file (None: the games that we bring). Raises ConfigError."""
+    """Read a catalogue file (None: the built-in games). Raises ConfigError."""
     path = (path or BUILTIN).absolute()
     found = parse(read_text(path, MAX_BYTES, "It is the catalogue of games."), str(path), path.parent)
     for name, entry in found.games.items():
@@ -288,7 +288,12 @@ def read(path: Path | None = None) -> Catalogue:
     return found
 
 
-_MODELS: dict[str, type[_Section]] = {"limits": GameLimits, "restart": RestartPolicy, "states": StatePolicy, "options": GameOption}
+_MODELS: dict[str, type[_Section]] = {
+    "limits": GameLimits,
+    "restart": RestartPolicy,
+    "states": StatePolicy,
+    "options": GameOption,
+}
 
 
 def _to_config_error(error: pydantic.ValidationError, source: str) -> ConfigError:

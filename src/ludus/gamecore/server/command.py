@@ -1,4 +1,4 @@
-"""From an entry of the catalogue and an request to a command with its environment. Pure: no process is started here."""
+"""Builds the command and environment of a game from its catalogue entry and a request. Pure: starts no process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ INHERITED = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "NUMBA_CACHE_DIR"),
 )
-"""Of the server's environment; nothing else reaches a game, unless its entry says `inherit`."""
+"""Variables of the server's environment that games inherit; further ones are listed under `inherit` in the catalogue."""
 
 
 @dataclass(frozen=True)
 class GameDirectory:
-    """Where one game lives."""
+    """Directory of one game and its files."""
 
     path: Path
 
@@ -46,13 +46,13 @@ class GameDirectory:
 
     @property
     def prefix(self) -> Path:
-        """Of Wine, for games that need it."""
+        """Wine prefix, for games that use Wine."""
         return self.path / "wine"
 
 
 @dataclass(frozen=True)
 class GameCommand:
-    """What `Games.start` is given."""
+    """Arguments of `Games.start`."""
 
     words: tuple[str, ...]
     environment: dict[str, str]
@@ -67,7 +67,7 @@ def build_command(
     base_environment: Mapping[str, str],
     free_port: Callable[[], int],
 ) -> GameCommand:
-    """`states`: where the game may save some; `base_environment`: the server's own environment. `free_port` is asked only if one is used."""
+    """`states`: directory in which the game may save states; `base_environment`: the server's. `free_port` is called only if needed."""
     entry = catalogue.games[request.game]
     words = _command_words(entry, catalogue.base, base_environment)
     used = find_placeholders((*words, *entry.environment.values()))
@@ -82,11 +82,11 @@ def build_command(
     if "port" in used:
         values["port"] = str(free_port())
     environment = {name: base_environment[name] for name in (*INHERITED, *entry.inherit) if name in base_environment}
-    environment["PYTHONUNBUFFERED"] = "1"  # else the last lines of a game that is killed are lost
+    environment["PYTHONUNBUFFERED"] = "1"  # otherwise the last output of a killed game is lost
     if "wine" in words:
         environment |= {"WINEPREFIX": str(game_dir.prefix), "WINEDEBUG": "-all"}
     if "xvfb-run" in words:
-        environment["TMPDIR"] = str(game_dir.path)  # one that is stopped leaves a directory there
+        environment["TMPDIR"] = str(game_dir.path)  # a stopped xvfb-run leaves a directory there
     environment |= {name: fill_placeholders(value, values) for name, value in entry.environment.items()}
     environment |= {CONFIG: str(game_dir.config), RESULT: str(game_dir.result)}
     if states is not None:
@@ -101,7 +101,7 @@ def build_command(
 
 
 def has_wrapper(entry: GameEntry, base_environment: Mapping[str, str]) -> bool:
-    """Whether anything stands before its command."""
+    """Whether a wrapper precedes the command."""
     return bool(entry.wrapper or _wine(entry, base_environment))
 
 
@@ -114,7 +114,7 @@ def _wine(entry: GameEntry, base_environment: Mapping[str, str]) -> tuple[str, .
 
 
 def _command_words(entry: GameEntry, base: Path, base_environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Wrappers first, the program as it is found from the catalogue."""
+    """Return wrappers, program (relative to the catalogue) and arguments."""
     program, *rest = entry.command
     if "/" in program and not program.startswith(("/", "{")):
         program = str(base / program)

@@ -1,4 +1,4 @@
-"""One game of a server while it is looked after: its request, its process, as what it is to end."""
+"""The server's record of one running game: its request, its process and its requested end."""
 
 from __future__ import annotations
 
@@ -18,34 +18,42 @@ from ludus.io import rotating_log
 from ludus.process.commands.command import GameProcess
 
 EXIT_S = 20.0
-"""A guard that has not spoken for so long after its game was to be gone will not any more."""
+"""Time limit for the guard process to report the exit of a stopped game."""
 
 LAST_LINES = 20
 
 
 class GameRecord:
-    """Belongs to the event loop of its table, but for `seen` and `log_size`. Times are on the clock of the loop."""
+    """Used on the event loop of its table, except `usage` and `log_size`. Times are on the clock of the loop."""
 
-    def __init__(self, request: GameRequest, entry: GameEntry, game_dir: GameDirectory, status: GameStatus, start_from: Path | None, saves_states: bool) -> None:
+    def __init__(
+        self,
+        request: GameRequest,
+        entry: GameEntry,
+        game_dir: GameDirectory,
+        status: GameStatus,
+        start_from: Path | None,
+        saves_states: bool,
+    ) -> None:
         self.request, self.entry, self.game_dir, self.status = request, entry, game_dir, status
         self.start_from, self.saves_states = start_from, saves_states
         self.is_forked = False
         self.process: GameProcess | None = None
         self.began = asyncio.get_running_loop().time()
-        """When it was ordered; then: when its first process began."""
+        """Time of the request; later the start of the first process."""
         self.time_limit_s = request.timeout_s or entry.limits.seconds
         self.deadline = math.inf
         self.started, self.ended, self.stop_requested = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        """Its first process has begun or failed to; nothing of it is left; somebody wants its end."""
+        """The first process has started or failed to; no process is left; an end was requested."""
         self.failure: WorkerFailed | None = None
         self.requested_end: tuple[State, str] | None = None
-        """As what it is to end, and why."""
+        """Final state and reason, once an end was requested."""
         self.grace_s, self.kill_deadline = entry.grace_s, math.inf
         self.initial_log_size = 0
-        """Of its log, when this life began."""
+        """Size of the log when the current process started."""
 
     def request_end(self, state: State, reason: str, grace_s: float) -> None:
-        """Ask its process to end; the first to ask says as what and why. A shorter grace replaces a longer."""
+        """Stop the process. The first call sets state and reason; later calls can only shorten the grace period."""
         if self.requested_end is None:
             self.requested_end, self.grace_s = (state, reason), grace_s
         self.grace_s = min(grace_s, self.grace_s)
@@ -58,7 +66,7 @@ class GameRecord:
         self.request_end("timed-out", f"It ran for longer than {self.time_limit_s:g} s.", self.entry.grace_s)
 
     def prepare_restart(self) -> None:
-        """Whatever was wanted of its last life is done."""
+        """Clear the requested end of the previous process."""
         self.requested_end, self.kill_deadline = None, math.inf
         self.stop_requested.clear()
 
@@ -68,9 +76,11 @@ class GameRecord:
         return self.status.to_json()
 
     def usage(self) -> ResourceUsage:
-        """What it uses now. Reads /proc."""
+        """Measure current resource usage. Reads /proc."""
         process = self.process
-        return ResourceUsage() if process is None or not process.guard else process_tree_usage(process.guard, shared=self.is_forked)
+        return (
+            ResourceUsage() if process is None or not process.guard else process_tree_usage(process.guard, shared=self.is_forked)
+        )
 
     def last_lines(self) -> list[str]:
         return rotating_log.tail(self.game_dir.log, LAST_LINES)

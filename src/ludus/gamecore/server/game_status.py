@@ -1,4 +1,4 @@
-"""How a game fares, as callers are told, and what follows from the way in which it ended. Pure."""
+"""Status of a game, and the decision that follows from the exit of its process. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass
 class GameStatus:
-    """Of one game, from its order until it is forgotten."""
+    """Status of one game, as returned to callers and saved in its record."""
 
     runtime_id: str
     game: str
@@ -29,7 +29,7 @@ class GameStatus:
     finished: float | None = None
     seconds: float = 0.0
     exit_code: int | None = None
-    """Of its process; negative for a signal."""
+    """Exit code of its process; negative for a signal."""
     reason: str = ""
     restarts: int = 0
     result: dict[str, Any] | None = None
@@ -51,10 +51,10 @@ class GameStatus:
 
     @classmethod
     def from_json(cls, data: Any) -> GameStatus:
-        """Raises ValueError for what is none."""
+        """Raises ValueError."""
         known = {one.name for one in fields(cls)}
         if not isinstance(data, dict) or data.get("state") not in STATES:
-            raise ValueError("it is no record of a game")
+            raise ValueError("it is not a record of a game")
         try:
             return cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as error:
@@ -63,15 +63,17 @@ class GameStatus:
 
 @dataclass(frozen=True)
 class EndDecision:
-    """What becomes of a game whose process has ended. `again_s`: it is started again after so many seconds."""
+    """What to do after the exit of a process. `again_s`: delay before a restart; None: no restart."""
 
     state: State
     reason: str
     again_s: float | None = None
 
 
-def decide_end(code: int | None, description: str, requested: tuple[State, str] | None, restarts: int, policy: RestartPolicy) -> EndDecision:
-    """`description`: how the process ended, in words; `requested`: as what it was to end, and why, if it did not end by itself."""
+def decide_end(
+    code: int | None, description: str, requested: tuple[State, str] | None, restarts: int, policy: RestartPolicy
+) -> EndDecision:
+    """`description`: how the process ended, in words; `requested`: state and reason of a requested end."""
     if requested is not None:
         state, reason = requested
     elif code == 0:
@@ -80,4 +82,6 @@ def decide_end(code: int | None, description: str, requested: tuple[State, str] 
         state, reason = "crashed", description
     if state != "crashed" or policy.on == "never" or restarts >= policy.times:
         return EndDecision(state, reason)
-    return EndDecision("starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s)))
+    return EndDecision(
+        "starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s))
+    )

@@ -1,4 +1,4 @@
-"""Who starts the processes: one `Games` for all commands, and one for each game that is kept warm, which is then a fork that takes milliseconds."""
+"""Process launchers: one `Games` for plain commands, and one per game with a prefork module, whose processes start in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ludus.process.commands.command import GameProcess, Games
 log = logging.getLogger(__name__)
 
 WARM_S = 120.0
-"""So long may a module take to be imported; until then its games wait, and after that they are started as commands."""
+"""Time limit for importing a prefork module; after that its games start as plain commands."""
 
 
 class GameLaunchers:
-    """`ready` belongs to an event loop; `start` and `close` block."""
+    """`wait_until_warm` runs on an event loop; `start` and `close` block."""
 
     def __init__(self, base_environment: Mapping[str, str], mark: str) -> None:
-        """`mark`: what LUDUS_GAME_CONFIG of all that belongs to this server begins with: so it is found if the server is killed."""
+        """`mark`: prefix of LUDUS_GAME_CONFIG in all processes of this server, by which they are found if the server was killed."""
         self._base_environment, self._mark = base_environment, mark
         self._plain = Games()
         self._warm: dict[str, Games] = {}
@@ -31,7 +31,7 @@ class GameLaunchers:
         self._lock = threading.Lock()
 
     async def wait_until_warm(self, game: str, entry: GameEntry) -> bool:
-        """Whether its games are forks. The first one waits until the module is imported, all others with it; no thread is held up by that."""
+        """Wait for the import of the prefork module, and return whether the game is started by forking."""
         if entry.warm is None or has_wrapper(entry, self._base_environment):
             return False
         if game not in self._warm_ups:
@@ -39,8 +39,12 @@ class GameLaunchers:
         return await asyncio.shield(self._warm_ups[game])
 
     async def _warm_up(self, game: str, entry: GameEntry, module: str) -> bool:
-        environment = {name: self._base_environment[name] for name in (*INHERITED, *entry.inherit) if name in self._base_environment}
-        environment |= {name: fill_placeholders(value, {}) for name, value in entry.environment.items() if not find_placeholders([value])}
+        environment = {
+            name: self._base_environment[name] for name in (*INHERITED, *entry.inherit) if name in self._base_environment
+        }
+        environment |= {
+            name: fill_placeholders(value, {}) for name, value in entry.environment.items() if not find_placeholders([value])
+        }
         environment[CONFIG] = self._mark
         try:
             games = Games(module, environment)
@@ -48,9 +52,9 @@ class GameLaunchers:
                 self._warm[game] = games
             await asyncio.to_thread(games.wait_until_warm, WARM_S)
         except (WorkerFailed, OSError) as error:
-            log.warning("%s is started by its command: %s", game, getattr(error, "message", error))
+            log.warning("%s: prefork failed, starting it as a command: %s", game, getattr(error, "message", error))
             return False
-        log.info("%s is kept warm", game)
+        log.info("%s: prefork module imported", game)
         return True
 
     def start(
@@ -80,12 +84,12 @@ class GameLaunchers:
             try:
                 return start(self._warm[game], [str(entry.warm)], warm=True)
             except WorkerFailed:
-                if self._warm[game].warm_failure is None:  # it is not because it is a fork
+                if self._warm[game].warm_failure is None:  # not a failure of the prefork process
                     raise
         return start(self._plain, command.words)
 
     def close(self) -> None:
-        """Whatever still runs is killed."""
+        """Kill all remaining processes."""
         with self._lock:
             pools = [self._plain, *self._warm.values()]
         for games in pools:

@@ -1,4 +1,7 @@
-"""All games of one server: started, watched, ended, started again, remembered. Every method belongs to one event loop."""
+"""The process table of a gamecore server: starts, watches, restarts and stops game processes, and keeps their results.
+
+All public methods run on one event loop; blocking work runs in two thread pools.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ from ludus.process.commands.command import GameExit, GameProcess
 log = logging.getLogger(__name__)
 
 SAMPLE_S, SAMPLE_SHARE = 2.0, 0.04
-"""How often games are looked at; with many of them less often, so that it takes no more than this part of the time."""
+"""Interval between measurements of resource usage, extended so that they take at most this share of the time."""
 
 START_REPLY_S = 10.0
 _START_THREADS, _DISK_THREADS = 8, 4
-"""Threads: a start takes some milliseconds, and up to ten seconds on a machine that is overloaded."""
+"""A start takes some milliseconds, and up to ten seconds on an overloaded machine."""
 
 _PREPARE_S, _FIRST_LINE_S, _POLL_S = 0.1, 0.1, 5.0
 _PORTS = 1000
@@ -49,31 +52,34 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class TableLimits:
-    """Of what a server holds."""
+    """Maximum sizes of a process table."""
 
     games: int = 200
-    """At once."""
+    """Running games."""
     keep: int = 1000
-    """Games that are over, with their directories."""
+    """Finished games that are kept with their directories."""
     keep_bytes: int = 4_000_000_000
+    """Disk space of finished games."""
 
 
 class ProcessTable:
-    """`base_environment`: the environment of which games inherit a part."""
+    """All running and finished games of one server."""
 
-    def __init__(self, catalogue: Catalogue, state_dir: StateDir, limits: TableLimits, base_environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, catalogue: Catalogue, state_dir: StateDir, limits: TableLimits, base_environment: Mapping[str, str] = os.environ
+    ) -> None:
         self.catalogue, self.state_dir, self.limits = catalogue, state_dir, limits
         self._base_environment = base_environment
         self._running: dict[str, GameRecord] = {}
         self._finished: dict[str, GameStatus] = {}
-        """Those that are over, the oldest first: also from earlier lives of the server."""
+        """Oldest first; includes games of earlier server processes."""
         self._sizes: dict[str, int] = {}
         self.tasks = TaskResults(state_dir.directory / "tasks.jsonl")
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports: deque[int] = deque(maxlen=_PORTS)
         self._ports_lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
-        """(game, what happened)."""
+        """Counts by (game, event)."""
         self._closing = False
         self._start_pool = ThreadPoolExecutor(_START_THREADS, "gamecore-start")
         self._disk_pool = ThreadPoolExecutor(_DISK_THREADS, "gamecore-disk")
@@ -85,7 +91,9 @@ class ProcessTable:
             self._finished[status.runtime_id], self._sizes[status.runtime_id] = status, size
             if status.state == "lost":
                 self.counts[status.game, "lost"] += 1
-        self._launchers = GameLaunchers(self._base_environment, self.state_dir.mark)  # after everything that has this mark is gone
+        self._launchers = GameLaunchers(
+            self._base_environment, self.state_dir.mark
+        )  # after all old processes with this mark were killed
         await self._run_in(self._disk_pool, self.tasks.load)
         await self._run_in(self._disk_pool, self.state_dir.empty_trash)
         self._sampler = asyncio.create_task(self._sample_usage())
@@ -95,12 +103,12 @@ class ProcessTable:
         await self.close()
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Stop all games and wait until nothing of them is left."""
+        """Stop all games and wait until their processes are gone."""
         if self._closing:
             return
         self._closing = True
         for record in self.running:
-            record.request_end("stopped", "The server was ended.", min(grace_s, record.entry.grace_s))
+            record.request_end("stopped", "The server was stopped.", min(grace_s, record.entry.grace_s))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s + EXIT_S)
         if self._sampler is not None:
@@ -112,7 +120,7 @@ class ProcessTable:
         for pool in (self._start_pool, self._disk_pool):
             await asyncio.to_thread(pool.shutdown)
 
-    # -- what callers ask for
+    # -- requests of callers
 
     @property
     def is_closing(self) -> bool:
@@ -120,7 +128,7 @@ class ProcessTable:
 
     @property
     def finished(self) -> int:
-        """Games that are over and not forgotten."""
+        """Number of finished games that are kept."""
         return len(self._finished)
 
     @property
@@ -128,7 +136,7 @@ class ProcessTable:
         return [record for record in self._running.values() if not record.status.is_over]
 
     async def start(self, request: GameRequest) -> tuple[GameRecord, bool]:
-        """The game, and whether it was started for this request (else it runs already). Raises Refused."""
+        """Start a game, or find it running. Returns its record and whether it was started now. Raises Refused."""
         state = None
         if request.start_from is not None and request.runtime_id not in self._running:
             state = await self._run_in(self._disk_pool, self.state_dir.choose_state, request)
@@ -138,7 +146,7 @@ class ProcessTable:
                 raise Refused(
                     409,
                     "conflict",
-                    f"{request.runtime_id} runs already, and with another request.",
+                    f"{request.runtime_id} is already running with a different request.",
                     "Stop it first, or choose another runtime_id.",
                 )
             await self._wait_until_started(present)
@@ -157,14 +165,16 @@ class ProcessTable:
             return record.to_json()
         if runtime_id in self._finished:
             return self._finished[runtime_id].to_json()
-        raise Refused(404, "unknown_id", f"There is no game {quote(runtime_id)}.", "It was never started, or it is forgotten.")
+        raise Refused(
+            404, "unknown_id", f"There is no game {quote(runtime_id)}.", "It was never started, or its record was removed."
+        )
 
     def exists(self, runtime_id: str) -> bool:
-        """Whether it runs, or is being started."""
+        """Whether the game is running or starting."""
         return runtime_id in self._running
 
     async def refresh(self, runtime_id: str) -> dict[str, Any]:
-        """Its status with what it uses and says now. Raises Refused."""
+        """Return the status with current resource usage and output. Raises Refused."""
         record = self._running.get(runtime_id)
         if record is not None and record.process is not None:
             self._record_usage(record, await self._run_in(self._disk_pool, record.usage))
@@ -174,22 +184,25 @@ class ProcessTable:
         return self.status(runtime_id)
 
     def list_games(self, state: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
-        """The oldest first; of their last lines only the very last."""
-        found = [*(status.to_json() for status in self._finished.values()), *(record.to_json() for record in self._running.values())]
+        """List statuses, oldest first, with the last line of output only."""
+        found = [
+            *(status.to_json() for status in self._finished.values()),
+            *(record.to_json() for record in self._running.values()),
+        ]
         chosen = [one for one in found if state in (None, one["state"]) and task_id in (None, one["task_id"])]
         return [{**one, "last_lines": one["last_lines"][-1:]} for one in chosen]
 
     async def wait(self, runtime_id: str, timeout_s: float) -> dict[str, Any]:
-        """Its status when it is over, or after so long. Raises Refused."""
+        """Wait for the end of a game or the time-out, and return its status. Raises Refused."""
         record = self._running.get(runtime_id)
         if record is not None:
             await _wait_for(record.ended, timeout_s)
             if record.status.is_over:
-                return record.status.to_json()  # also if it was forgotten, or played again, meanwhile
+                return record.status.to_json()  # even if it was removed or started again meanwhile
         return self.status(runtime_id)
 
     async def stop(self, runtime_id: str, grace_s: float | None = None) -> dict[str, Any]:
-        """Raises Refused for one that never was; one that is over is as it is."""
+        """Stop a running game and return its status. Raises Refused for an unknown id."""
         record = self._running.get(runtime_id)
         if record is None:
             return self.status(runtime_id)
@@ -204,18 +217,20 @@ class ProcessTable:
         return await self._run_in(self._disk_pool, state_dirs.last_lines, self.state_dir.game_dir(runtime_id).log, lines)
 
     async def open_artifact(self, runtime_id: str, what: str) -> tuple[BinaryIO, int]:
-        """What a game calls its `recording`, or its `video`, and its size. Raises Refused."""
+        """Open the `recording` or `video` that a finished game left, and return its size. Raises Refused."""
         status = self.status(runtime_id)
         if status["state"] in ALIVE:
-            raise Refused(409, "conflict", f"Game {runtime_id} is not over, and has no {what} yet.", "Wait for its end.")
-        return await self._run_in(self._disk_pool, state_dirs.open_artifact, self.state_dir.game_dir(runtime_id).path, status.get("result"), what)
+            raise Refused(409, "conflict", f"Game {runtime_id} is still running and has no {what} yet.", "Wait for its end.")
+        return await self._run_in(
+            self._disk_pool, state_dirs.open_artifact, self.state_dir.game_dir(runtime_id).path, status.get("result"), what
+        )
 
     async def read(self, file: BinaryIO, size: int) -> bytes:
-        """The next part of a file, without holding up the games."""
+        """Read the next part of a file in a thread."""
         return await self._run_in(self._disk_pool, file.read, size)
 
     async def describe_catalogue(self) -> dict[str, Any]:
-        """What can be asked for; not how it is started."""
+        """Describe the games that callers can start, without their commands."""
         alike = Counter(record.request.game for record in self.running)
         found = {}
         for name, entry in self.catalogue.games.items():
@@ -230,42 +245,42 @@ class ProcessTable:
         return found
 
     async def task_results(self, task_id: str) -> list[dict[str, Any]]:
-        """The games of a task that are over."""
+        """Results of the finished games of a task."""
         return await self._run_in(self._disk_pool, self.tasks.games_of, task_id)
 
     async def remove_task(self, task_id: str | None) -> None:
-        """What is kept of the games of one task; None: of all."""
+        """Remove the results of one task; None: of all tasks."""
         self.tasks.remove(task_id)
         await self._run_in(self._disk_pool, self.tasks.write)
 
     async def forget(self, runtime_id: str) -> None:
-        """Raises Refused for one that runs."""
+        """Remove a finished game and its directory. Raises Refused if it is running."""
         self.status(runtime_id)
         if runtime_id in self._running:
-            raise Refused(409, "conflict", f"{runtime_id} still runs.", "Stop it first.")
+            raise Refused(409, "conflict", f"{runtime_id} is still running.", "Stop it first.")
         self._remove(runtime_id)
         await self._run_in(self._disk_pool, self.state_dir.empty_trash)
 
     async def clear(self) -> int:
-        """Forget all that are over."""
+        """Remove all finished games; returns their number."""
         gone = list(self._finished)
         for runtime_id in gone:
             self._remove(runtime_id)
         await self._run_in(self._disk_pool, self.state_dir.empty_trash)
         return len(gone)
 
-    # -- one life after the other
+    # -- life cycle of a game
 
     def _admit(self, request: GameRequest, start_from: Path | None) -> GameRecord:
         running = self.running
         entry = self.catalogue.games[request.game]
         if self._closing:
-            raise Refused(503, "closing", "This server is being ended.", "Try another one.", 1)
+            raise Refused(503, "closing", "This server is stopping.", "Try another one.", 1)
         if len(running) >= self.limits.games:
-            raise Refused(503, "full", f"{len(running)} games run, and no more may (--max-games).", "Try again later.", 1)
+            raise Refused(503, "full", f"{len(running)} games are running, the limit (--max-games).", "Try again later.", 1)
         alike = sum(record.request.game == request.game for record in running)
         if entry.limits.games is not None and alike >= entry.limits.games:
-            raise Refused(503, "full", f"{alike} games of {request.game} run, and no more may.", "Try again later.", 1)
+            raise Refused(503, "full", f"{alike} games of {request.game} are running, their limit.", "Try again later.", 1)
         seed = random.randrange(_SEEDS) if request.seed is None else request.seed  # noqa: S311
         status = GameStatus(
             request.runtime_id,
@@ -286,30 +301,30 @@ class ProcessTable:
         return record
 
     async def _wait_until_started(self, record: GameRecord) -> None:
-        """Or not within START_REPLY_S: then the caller is told that it is still starting. Raises Refused."""
+        """Wait up to START_REPLY_S; after that the reply is the status `starting`. Raises Refused if the start failed."""
         await _wait_for(record.started, START_REPLY_S)
         if record.failure is not None:
-            raise Refused(500, "cannot_start", record.failure.message, "The log of the server says more.")
+            raise Refused(500, "cannot_start", record.failure.message, "See the log of the server.")
 
     async def _supervise(self, record: GameRecord) -> None:
-        """From its first start to its end."""
+        """Run a game from its first start to its end, with restarts."""
         try:
             while (decision := await self._run_once(record)) is not None:
                 await self._wait_before_restart(record, decision)
-        except Exception:  # whatever it is, nobody may wait for this game for ever
-            log.exception("%s: looking after it failed", record.status.runtime_id)
+        except Exception:  # a bug: end the game, so that callers do not wait for ever
+            log.exception("%s: supervising the game failed", record.status.runtime_id)
             if record.process is not None:
                 record.process.ask_to_stop(0.0)
-            await self._finish(record, "crashed", "The server failed to look after it; see its log.")
+            await self._finish(record, "crashed", "The server failed to supervise it; see the server's log.")
         finally:
             record.started.set()
 
     async def _run_once(self, record: GameRecord) -> EndDecision | None:
-        """None: it was the last. Else it is started again."""
+        """Run one process of a game. Returns the decision to restart it, or None after its end."""
         status = record.status
         exited: asyncio.Future[GameExit] = asyncio.get_running_loop().create_future()
         await self._prepare(record)
-        if record.requested_end is not None:  # before there is anything to be ended
+        if record.requested_end is not None:  # stopped before its process existed
             await self._finish(record, *record.requested_end)
             return None
         try:
@@ -331,14 +346,14 @@ class ProcessTable:
         return None
 
     async def _prepare(self, record: GameRecord) -> None:
-        """A module that is to be kept warm may take long to be imported; one may stop the game meanwhile."""
+        """Wait for the import of a prefork module, which may take long; the game can be stopped meanwhile."""
         assert self._launchers is not None
         ready = asyncio.ensure_future(self._launchers.wait_until_warm(record.request.game, record.entry))
         wanted = asyncio.ensure_future(record.stop_requested.wait())
         try:
             done, _ = await asyncio.wait((ready, wanted), timeout=_PREPARE_S, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                record.status.reason = "The module that it is a fork of is being imported."
+                record.status.reason = "Waiting for the import of its prefork module."
             await asyncio.wait((ready, wanted), return_when=asyncio.FIRST_COMPLETED)
             record.is_forked = ready.done() and ready.result()
         finally:
@@ -346,7 +361,7 @@ class ProcessTable:
                 waiting.cancel()
 
     def _start(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameProcess:
-        """In a thread: it blocks until the program runs."""
+        """Start the process. Runs in a thread; blocks until the program runs."""
         request, status, game_dir = record.request, record.status, record.game_dir
         loop = exited.get_loop()
         assert self._launchers is not None
@@ -358,10 +373,12 @@ class ProcessTable:
                 config = request.game_config(status.seed, str(record.start_from) if record.start_from else None)
                 self.state_dir.create(game_dir, config, with_prefix=uses_wine(record.entry, self._base_environment))
             except OSError as error:
-                raise WorkerFailed(f"{game_dir.path} cannot be made: {error.strerror}.", "Is the disk full?") from error
+                raise WorkerFailed(
+                    f"Cannot create {game_dir.path}: {error.strerror}.", "Check whether the disk is full."
+                ) from error
         states = self.state_dir.states_dir(request.game, request.kind) if record.saves_states else None
         record.initial_log_size = record.log_size()
-        self.state_dir.save(status)  # before there is anything that could be lost
+        self.state_dir.save(status)  # before the process starts, so that a killed server can find it
         command = build_command(self.catalogue, request, game_dir, states, self._base_environment, self._free_port)
 
         def on_exit(game: GameProcess) -> None:
@@ -369,7 +386,9 @@ class ProcessTable:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_set_exit, exited, game.exit)
 
-        process = self._launchers.start(request.game, record.entry, command, game_dir, request.runtime_id, on_exit, warm=record.is_forked)
+        process = self._launchers.start(
+            request.game, record.entry, command, game_dir, request.runtime_id, on_exit, warm=record.is_forked
+        )
         status.pid = process.pid
         loop.call_soon_threadsafe(self._on_started, record, process)
         began = {pid: since for pid in (process.pid, process.guard) if (since := identity.started(pid)) is not None}
@@ -385,16 +404,20 @@ class ProcessTable:
         if not record.status.is_over:
             record.status.state = "starting" if record.entry.limits.start_s is not None else "running"
             record.status.reason = ""
-        if record.requested_end is not None:  # while it was being started
+        if record.requested_end is not None:  # stopped while it was starting
             process.ask_to_stop(record.grace_s)
         record.started.set()
         log.info(
-            "%s: %s %s, process %d", record.status.runtime_id, record.request.game, "begins" if first else "begins again", process.pid
+            "%s: %s %s, process %d",
+            record.status.runtime_id,
+            record.request.game,
+            "begins" if first else "begins again",
+            process.pid,
         )
         self.counts[record.request.game, "started" if first else "restarted"] += 1
 
     async def _watch(self, record: GameRecord, exited: asyncio.Future[GameExit]) -> GameExit:
-        """Until it has ended, by itself or because it took too long."""
+        """Wait for the exit of the process, and enforce its time limits."""
         loop, limits = asyncio.get_running_loop(), record.entry.limits
         begun = loop.time()
         while not exited.done():
@@ -414,10 +437,10 @@ class ProcessTable:
         return exited.result()
 
     async def _wait_before_restart(self, record: GameRecord, decision: EndDecision) -> None:
-        """Before its next life."""
+        """Wait for the back-off, or for a stop request."""
         status, seconds = record.status, decision.again_s or 0.0
         status.state, status.restarts = "starting", status.restarts + 1
-        status.reason = f"{decision.reason} It is started again in {seconds:g} s."
+        status.reason = f"{decision.reason} Restarting in {seconds:g} s."
         log.warning("%s: %s", status.runtime_id, status.reason)
         record.prepare_restart()
         loop = asyncio.get_running_loop()
@@ -426,7 +449,7 @@ class ProcessTable:
             record.request_timeout()
 
     async def _finish(self, record: GameRecord, state: State, reason: str) -> None:
-        """Written down before anybody is told: then the same id may be played again, in the same directory."""
+        """Save the final status, then notify waiters: the same id and directory may be used again after that."""
         seconds = round(asyncio.get_running_loop().time() - record.began, 3)
         status = replace(record.status, state=state, reason=reason, pid=None, finished=time.time(), seconds=seconds)
         size = await self._run_in(self._disk_pool, self._save_result, record, status)
@@ -443,7 +466,7 @@ class ProcessTable:
             await self._run_in(self._disk_pool, self.state_dir.prune_states, record.request.game, record.entry.states)
 
     def _save_result(self, record: GameRecord, status: GameStatus) -> int:
-        """In a thread. Returns how many bytes there are of it."""
+        """Read and save the result. Runs in a thread; returns the size of the game's directory."""
         status.result, wrong = state_dirs.read_result(record.game_dir.result)
         status.reason = " ".join(filter(None, (status.reason, wrong)))
         size = self.state_dir.size(record.game_dir)
@@ -467,7 +490,7 @@ class ProcessTable:
         self._sizes.pop(runtime_id, None)
         self.state_dir.discard(self.state_dir.game_dir(runtime_id))
 
-    # -- watching
+    # -- resource usage
 
     async def _sample_usage(self) -> None:
         loop, took = asyncio.get_running_loop(), 0.0
@@ -479,8 +502,8 @@ class ProcessTable:
                     self._record_usage(record, used)
                 took = loop.time() - began
                 await self._run_in(self._disk_pool, self.state_dir.empty_trash)
-            except Exception:  # the games go on
-                log.exception("looking at the games failed")
+            except Exception:  # the games continue without measurements
+                log.exception("measuring the games failed")
 
     def _record_usage(self, record: GameRecord, used: ResourceUsage) -> None:
         status, limits = record.status, record.entry.limits
@@ -490,17 +513,15 @@ class ProcessTable:
         if record.requested_end is not None:
             return
         if limits.memory_mb is not None and used.memory_mb > limits.memory_mb:
-            record.request_end("crashed", f"It used {used.memory_mb:,.0f} MB, and {limits.memory_mb:,} may be used.", 0.0)
+            record.request_end("crashed", f"It used {used.memory_mb:,.0f} MB; the limit is {limits.memory_mb:,}.", 0.0)
         elif limits.threads is not None and used.threads > limits.threads:
-            record.request_end("crashed", f"It had {used.threads:,} threads, and {limits.threads:,} are allowed.", 0.0)
-
-    # -- small things
+            record.request_end("crashed", f"It had {used.threads:,} threads; the limit is {limits.threads:,}.", 0.0)
 
     async def _run_in(self, pool: ThreadPoolExecutor, function: Callable[..., _Result], *given: Any) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *given)
 
     def _free_port(self) -> int:
-        """One that was free just now, and was not given to another game lately."""
+        """Return a free port that was not given to another game recently."""
         with self._ports_lock:
             for _ in range(_PORTS):
                 with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What a caller asks for: one match, checked value by value. Nothing in it is ever a command, a path or an option of a program."""
+"""Requests to start a game, parsed and validated. No value of a request becomes a command, a path or a program option."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.errors import Refused
 from ludus.gamecore.server.catalogue import NAME, STATE_NAME, Catalogue
 
 ANY = "any"
-"""As `start_from`: whichever saved state there is."""
+"""Value of `start_from`: any saved state."""
 
 MAX_CAMPS, MAX_HEROES, MAX_LIST = 16, 64, 64
 MAX_FRAMES = 1_000_000_000
@@ -37,7 +37,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class CampActor:
-    """Who plays a camp: the actor at this address."""
+    """The actor that plays a camp."""
 
     url: str
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -46,7 +46,7 @@ class CampActor:
 
 @dataclass(frozen=True)
 class GameRequest:
-    """Two of them are equal if the same match was asked for."""
+    """A validated request. Two requests are equal if they describe the same match."""
 
     runtime_id: str
     game: str
@@ -60,21 +60,21 @@ class GameRequest:
     timeout_s: float | None = None
     start_from: str | None = None
     must_resume: bool = False
-    """With `start_from: any`: refuse if there is no saved state. Else a fresh match is played."""
+    """With `start_from: any`: refuse the request if there is no saved state, instead of starting a new match."""
     task_id: str | None = None
 
     @property
     def kind(self) -> str:
-        """Matches of one kind can go on with each other's states."""
+        """Matches of the same kind can start from each other's saved states."""
         return self.mode or "v".join(str(len(camp)) for camp in self.heroes) or "usual"
 
     @property
     def plays_several(self) -> bool:
-        """Its game goes on with other matches, that it is problem of by its actors."""
+        """Whether the process plays further matches, which its actors announce."""
         return bool(self.options.get("together"))
 
     def game_config(self, seed: int, start_from: str | None) -> dict[str, Any]:
-        """What the game is problem. Tokens are not in it: it is a file."""
+        """Content of the game's config file. Tokens are passed in environment variables instead."""
         return {
             "runtime_id": self.runtime_id,
             "game": self.game,
@@ -90,14 +90,14 @@ class GameRequest:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """JSON, an object, in which every number is one. Raises Refused."""
+    """Parse a JSON object with finite numbers. Raises Refused."""
     try:
         data: Any = json.loads(body or b"{}", parse_constant=_reject_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise Refused(400, "bad_request", f"The body is not JSON: {problem[:200]}.") from error
     if not isinstance(data, dict):
-        raise Refused(400, "bad_request", "The body is not a JSON object.", "It looks like {…}.")
+        raise Refused(400, "bad_request", "The body is not a JSON object.", "Send {…}.")
     return data
 
 
@@ -113,7 +113,7 @@ def _parse_finite(text: str) -> float:
 
 
 def parse_request(data: Mapping[str, Any], catalogue: Catalogue) -> GameRequest:
-    """Raises Refused, which names the key and its value."""
+    """Validate a request. Raises Refused, whose message names the key and its value."""
     for key in data:
         if key not in KEYS:
             raise Refused(400, "bad_request", f"The key {quote(key)} is unknown.", did_you_mean(key[:64], KEYS))
@@ -144,7 +144,7 @@ def parse_request(data: Mapping[str, Any], catalogue: Catalogue) -> GameRequest:
 
 
 def parse_id(value: Any) -> str:
-    """Of a game. Raises Refused."""
+    """Validate a runtime id. Raises Refused."""
     if not isinstance(value, str) or NAME.fullmatch(value) is None:
         hint = "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit."
         raise Refused(400, "runtime_id", f"runtime_id is {quote(value)}, which is not an id.", hint)
@@ -162,7 +162,7 @@ def parse_task_id(value: Any) -> str | None:
 
 
 def parse_url(value: Any, where: str) -> str:
-    """http(s)://host[:port][/path]; a host is a name or an address."""
+    """Normalise http(s)://HOST[:PORT][/PATH]. Raises Refused."""
     expected = "http://HOST:PORT is expected"
     if not isinstance(value, str) or len(value) > _MAX_URL or not value.isascii() or not value.isprintable() or " " in value:
         raise _invalid(where, value, expected)
@@ -193,7 +193,7 @@ def _camps(value: Any, heroes: int) -> tuple[CampActor | None, ...]:
         raise _invalid("camps", value, f"a list of 1 to {MAX_CAMPS} is expected, each null or {{url: …}}")
     if heroes and len(value) != heroes:
         raise Refused(
-            400, "bad_request", f"There are {len(value)} camps, and heroes for {heroes}.", "Give one list of heroes each."
+            400, "bad_request", f"There are {len(value)} camps, but heroes for {heroes}.", "Send one list of heroes per camp."
         )
     return tuple(_camp(one, f"camps[{index}]") for index, one in enumerate(value))
 
@@ -306,6 +306,6 @@ def _invalid(where: str, value: Any, expected: str) -> Refused:
 def quote(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more digits than Python writes, a list in a list in a list …
-        text = f"of type {type(value).__name__}, and too large to be quote"
+    except (ValueError, RecursionError):  # an integer with too many digits, or deeply nested lists
+        text = f"of type {type(value).__name__}, too large to print"
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

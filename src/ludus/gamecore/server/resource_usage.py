@@ -1,4 +1,4 @@
-"""What a game uses of the machine: it and all that it has started, summed."""
+"""CPU, memory and threads of a game's process tree."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ResourceUsage(NamedTuple):
 
 
 def process_tree_usage(guard: int, *, shared: bool = False) -> ResourceUsage:
-    """Of all processes below a guard, those that have ended included as far as time goes; where there is no /proc: nothing.
+    """Sum over all processes below a guard; CPU time includes ended ones. Zero without /proc.
 
-    `shared`: they are forks of one process and have most of their pages in common, which are counted in parts (slower).
+    `shared`: the processes are forks that share most pages, so proportional memory is counted (slower).
     """
     own = procfs.read_stat(guard)
     if own is None:
         return ResourceUsage()
-    ticks, memory, threads = own.children_cpu, 0.0, 0  # what the guard has waited for
+    ticks, memory, threads = own.children_cpu, 0.0, 0  # of children that the guard has reaped
     for pid in procfs.list_descendants(guard):
         found = procfs.read_stat(pid)
         if found is not None:
@@ -36,7 +36,9 @@ def process_tree_usage(guard: int, *, shared: bool = False) -> ResourceUsage:
 
 
 def own_usage() -> tuple[ResourceUsage, int]:
-    """Of this process alone, and how many files it has open."""
+    """Usage of this process, and its number of open files."""
     found = procfs.read_stat(os.getpid())
     files = max(0, len(procfs.list_open_files()) - 1)  # one is the listing itself
-    return (ResourceUsage() if found is None else ResourceUsage(found.cpu / _TICKS, found.resident * _PAGE / 1e6, found.threads)), files
+    return (
+        ResourceUsage() if found is None else ResourceUsage(found.cpu / _TICKS, found.resident * _PAGE / 1e6, found.threads)
+    ), files

@@ -1,4 +1,4 @@
-"""Where a server keeps what it knows: one directory per game, saved states, its log. One server at a time."""
+"""State directory of a server: one directory per game, saved states, the server log. Locked by one server at a time."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _REAP_S = 10.0
 _REGISTRY = "system.reg"
 _ARTIFACT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}")
 _INCOMPLETE_S = 3600.0
-"""A state that was begun so long ago and never got its name is nobody's."""
+"""Age after which an incomplete saved state is deleted."""
 
 
 def default_directory(port: int) -> Path:
-    """LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus; and below it one for each port."""
+    """gamecore/PORT below LUDUS_STATE_DIR, else XDG_STATE_HOME/ludus, else ~/.local/state/ludus."""
     own, shared = os.environ.get("LUDUS_STATE_DIR"), os.environ.get("XDG_STATE_HOME")
     if own:
         base = Path(own).absolute()
-    elif shared and Path(shared).is_absolute():  # the specification says to ignore others
+    elif shared and Path(shared).is_absolute():  # the XDG specification ignores relative paths
         base = Path(shared) / "ludus"
     else:
         base = Path.home() / ".local" / "state" / "ludus"
@@ -54,7 +54,7 @@ def default_directory(port: int) -> Path:
 
 
 class StateDir:
-    """The directory, locked for as long as this is open. Methods may wait for the disk; they may be called from any thread."""
+    """The directory, locked until `close`. Methods block on the disk and are thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -67,11 +67,11 @@ class StateDir:
                 path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             owner = self.directory.stat().st_uid
         except OSError as error:
-            raise UsageError(f"{self.directory} cannot be used: {error.strerror}.", "Choose another by --state-dir.") from error
+            raise UsageError(f"Cannot use {self.directory}: {error.strerror}.", "Choose another with --state-dir.") from error
         if owner != os.getuid():
-            raise UsageError(f"{self.directory} belongs to another user.", "Choose another by --state-dir.")
+            raise UsageError(f"{self.directory} belongs to another user.", "Choose another with --state-dir.")
         self._lock = _lock_file(self.directory / "lock")
-        for path in self._kept.iterdir():  # of a server that was killed between two renames
+        for path in self._kept.iterdir():  # left by a server that was killed between two renames
             os.rename(path, self._trash / uuid.uuid4().hex)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class StateDir:
 
     @property
     def mark(self) -> str:
-        """What the paths of all configs of this state_dir begin with."""
+        """Common prefix of all config paths of this directory."""
         return f"{self.games}{os.sep}"
 
     # -- games
@@ -94,10 +94,10 @@ class StateDir:
         return GameDirectory(self.games / runtime_id)
 
     def create(self, game_dir: GameDirectory, config: dict[str, Any], *, with_prefix: bool = False) -> None:
-        """Anew: what an earlier game of this id left is gone.
+        """Create the directory of a game and remove that of an earlier game with this id.
 
-        `with_prefix`: but for its Wine prefix, which takes seconds to make and hundreds of megabytes. One without a registry was not
-        finished, or its server of Wine was killed before it wrote that down.
+        `with_prefix`: keep its Wine prefix, which takes seconds to create and hundreds of megabytes. A prefix without a registry is
+        incomplete and is not kept.
         """
         kept = self._kept / game_dir.path.name  # not in the trash, which another thread may be emptying
         if with_prefix and (game_dir.prefix / _REGISTRY).is_file():
@@ -110,7 +110,7 @@ class StateDir:
         replace_json(game_dir.config, config, mode=0o600)
 
     def discard(self, game_dir: GameDirectory) -> Path | None:
-        """Out of the way at once; `empty_trash` takes its time."""
+        """Move the directory of a game to the trash; `empty_trash` deletes it."""
         away = self._trash / uuid.uuid4().hex
         try:
             os.rename(game_dir.path, away)
@@ -123,17 +123,16 @@ class StateDir:
             shutil.rmtree(path, ignore_errors=True)
 
     def save(self, status: GameStatus, processes: dict[int, str] | None = None, size: int = 0) -> None:
-        """`processes`: by number, with when they began; `size`: of its directory. A full disk costs the record, not the game."""
+        """Write the record of a game. `processes`: start time by pid; `size`: of its directory. Only logs disk errors."""
         game_dir = self.game_dir(status.runtime_id)
         record = {"status": status.to_json(), "processes": processes or {}, "bytes": size}
         try:
             replace_json(game_dir.record, record, mode=0o600)
         except OSError as error:
-            log.warning("the record of %s cannot be written: %s", status.runtime_id, error)
+            log.warning("cannot write the record of %s: %s", status.runtime_id, error)
 
     def load(self) -> list[tuple[GameStatus, int]]:
-        """All games that are known here, with the bytes of each, the oldest first. Those that ran are lost, and nothing of them
-        runs any more."""
+        """Load all records with their sizes, oldest first. Games that were running become `lost`, and their processes are killed."""
         found: list[tuple[GameStatus, int]] = []
         processes: dict[int, str] = {}
         for directory in self.games.iterdir():
@@ -146,7 +145,7 @@ class StateDir:
                 began = {int(pid): str(since) for pid, since in data["processes"].items()}
                 size = int(data["bytes"])
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                log.warning("%s is no record of a game (%s) and is removed", game_dir.record, error)
+                log.warning("%s is not a record of a game (%s): removing it", game_dir.record, error)
                 self.discard(game_dir)
                 continue
             if not status.is_over:
@@ -166,19 +165,19 @@ class StateDir:
         return size
 
     def reap(self, processes: dict[int, str]) -> None:
-        """End whatever a server that was killed left behind. Its guards do that; this is for when they were killed too."""
+        """Kill the processes that a killed server left behind, in case their guards were killed as well."""
         deadline = time.monotonic() + _REAP_S
         while left := {*_list_alive(processes), *_list_marked(f"{CONFIG}={self.mark}")}:
             if time.monotonic() > deadline:
-                log.error("these processes of lost games could not be killed: %s", sorted(left))
+                log.error("cannot kill these processes of lost games: %s", sorted(left))
                 return
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)  # a killed process is gone when the kernel gets round to it, which nothing here can wait for
+            time.sleep(0.02)  # not our children, so there is nothing to wait on
 
     def size(self, game_dir: GameDirectory) -> int:
-        """Bytes of all that a game left in its directory."""
+        """Disk usage of a game's directory in bytes."""
         total = 0
         for folder, _, names in os.walk(game_dir.path):
             for name in names:
@@ -189,13 +188,13 @@ class StateDir:
     # -- saved states
 
     def states_dir(self, game: str, kind: str) -> Path:
-        """Of matches of one kind: a state of 1v1 is none for 3v3."""
+        """Directory of the saved states of one kind of match, such as 1v1."""
         directory = self.states / game / kind
         directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return directory
 
     def saved_states(self, game: str, kind: str | None = None) -> list[Path]:
-        """The oldest first; of all kinds, if none is named."""
+        """Saved states, oldest first; of all kinds if `kind` is None."""
         found: list[tuple[float, Path]] = []
         for directory in self._kinds(game) if kind is None else [self.states / game / kind]:
             with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
@@ -211,7 +210,7 @@ class StateDir:
         return []
 
     def choose_state(self, request: GameRequest) -> Path | None:
-        """As `start_from` says; None: it begins anew. Raises Refused if there is none of this name."""
+        """Return the state for `start_from`; None: a new match. Raises Refused if the named state does not exist."""
         name, which = request.start_from, f"{request.game} ({request.kind})"
         saved = self.saved_states(request.game, request.kind)
         if name is None:
@@ -219,11 +218,11 @@ class StateDir:
         if name == ANY:
             if saved or not request.must_resume:
                 return random.choice(saved) if saved else None  # noqa: S311
-            raise Refused(404, "unknown_state", f"There is no saved state of {which}.", "Play matches that save some first.")
+            raise Refused(404, "unknown_state", f"There is no saved state of {which}.", "Play matches that save states first.")
         for path in saved:
             if path.name == name:
                 return path
-        raise Refused(404, "unknown_state", f"{which} has no saved state {quote(name)}.", "Name one that exists, or say any.")
+        raise Refused(404, "unknown_state", f"{which} has no saved state {quote(name)}.", "Name an existing one, or use any.")
 
     def prune_states(self, game: str, keep: StatePolicy) -> None:
         saved = self.saved_states(game)
@@ -240,18 +239,18 @@ class StateDir:
 
 
 def read_result(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """What a game wrote as its result, and what is wrong with it."""
+    """Return the result that a game wrote, or the reason why it cannot be read."""
     try:
         data = json.loads(read_regular(path, MAX_RESULT), parse_constant=_not_finite, parse_float=_finite)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
-        return None, f"Its result cannot be read: {error}."
+        return None, f"Cannot read its result: {error}."
     return (data, "") if isinstance(data, dict) else (None, "Its result is not a JSON object.")
 
 
 def open_artifact(directory: Path, result: object, what: str) -> tuple[BinaryIO, int]:
-    """A file that a game has left in its directory and names in its result, as its `recording` or its `video`; and its size. Raises Refused."""
+    """Open the file that the result names as `recording` or `video`, and return its size. Raises Refused."""
     name = result.get(what) if isinstance(result, dict) else None
     if not isinstance(name, str) or _ARTIFACT_NAME.fullmatch(name) is None:
         raise Refused(
@@ -260,9 +259,9 @@ def open_artifact(directory: Path, result: object, what: str) -> tuple[BinaryIO,
     try:
         file = open_regular(directory / name)
     except FileNotFoundError:
-        raise Refused(404, "no_file", f"The game has left no {name}.", "It is to be there before the result.") from None
+        raise Refused(404, "no_file", f"The game left no file {name}.", "A game writes it before its result.") from None
     except OSError as error:
-        raise Refused(404, "no_file", f"{name} cannot be read: {error.strerror or error}.") from None
+        raise Refused(404, "no_file", f"Cannot read {name}: {error.strerror or error}.") from None
     size = os.fstat(file.fileno()).st_size
     if size > MAX_ARTIFACT:
         file.close()
@@ -271,7 +270,7 @@ def open_artifact(directory: Path, result: object, what: str) -> tuple[BinaryIO,
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """Of a log with the one before it; at most MAX_LOG_BYTES of it."""
+    """Return the last lines of a rotated log, from at most MAX_LOG_BYTES."""
     data = b""
     for game_dir in (path, rotating_log.before(path)):
         with contextlib.suppress(OSError), open_regular(game_dir) as file:  # the game can put a link in its game_dir
@@ -300,7 +299,7 @@ def _lock_file(path: Path) -> int:
         holder = os.read(handle, 32).decode(errors="replace").strip()
         os.close(handle)
         raise UsageError(
-            f"Another gamecore server (process {holder or '?'}) uses {path.parent}.", "End it, or choose another --state-dir."
+            f"Another gamecore server (process {holder or '?'}) uses {path.parent}.", "Stop it, or choose another --state-dir."
         ) from error
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
@@ -313,6 +312,6 @@ def _list_alive(processes: dict[int, str]) -> list[int]:
 
 
 def _list_marked(mark: str) -> list[int]:
-    """Processes that were started as games of this state_dir."""
-    # A killed process has no environment any more, also while nobody has taken its exit code.
+    """Return the pids of processes started as games of this directory."""
+    # A killed process has no environment, even as a zombie.
     return [pid for pid in procfs.list_pids() if any(entry.startswith(mark) for entry in procfs.read_environment(pid))]

@@ -1,4 +1,4 @@
-"""Results of games that were started for a task, kept although their ids are used again; bounded, and written down."""
+"""Results of games by task, kept on disk even when runtime ids are reused. Bounded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 KEEP = 10_000
 _MAX_RESULT = 4_000
-"""Of a larger one only the winner and the lost camps are kept."""
+"""Bytes; of a larger result only the winner and the lost camps are kept."""
 
 _MAX_LINE = 100_000
 
 
 class TaskResults:
-    """One line of JSON per game that is over. May be used from any thread; `load` and `write` may wait for the disk."""
+    """A JSON line per finished game. Thread-safe; `load` and `write` block on the disk."""
 
     def __init__(self, path: Path, keep: int = KEEP) -> None:
         self._path, self._keep = path, keep
         self._games: deque[tuple[str, bytes]] = deque(maxlen=keep)
-        """Task and line: as a dictionary it would take several times as much."""
+        """(task id, line): parsed dictionaries would take several times the memory."""
         self._unwritten: list[bytes] = []
         self._lines = 0
         self._rewrite = False
@@ -55,7 +55,7 @@ class TaskResults:
             self._unwritten.append(line)
 
     def remove(self, task_id: str | None = None) -> None:
-        """Of one task; None: of all."""
+        """Remove the results of one task; None: of all."""
         with self._lock:
             left = [] if task_id is None else [game for game in self._games if game[0] != task_id]
             self._games = deque(left, maxlen=self._keep)
@@ -65,7 +65,7 @@ class TaskResults:
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
             while line := file.readline(_MAX_LINE):
                 self._lines += 1
-                self._rewrite = not line.endswith(b"\n")  # of a server that was killed: nothing may be appended to it
+                self._rewrite = not line.endswith(b"\n")  # an incomplete line of a killed server: do not append to it
                 try:
                     task_id = GameStatus.from_json(json.loads(line)).task_id
                 except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ class TaskResults:
                     self._games.append((task_id, line))
 
     def write(self) -> None:
-        """What is new; all of it, if the file has become twice as long as it must be."""
+        """Append new lines, or rewrite the file once it is twice as long as needed."""
         with self._writing:
             with self._lock:
                 rewrite = self._rewrite or self._lines + len(self._unwritten) > 2 * self._keep
@@ -88,4 +88,4 @@ class TaskResults:
                 with open(handle, "wb") as file:
                     file.writelines(lines)
             except OSError as error:
-                log.warning("%s cannot be written: %s", self._path, error)
+                log.warning("cannot write %s: %s", self._path, error)

@@ -1,6 +1,6 @@
-"""A small parent that starts the server again when it dies. It holds the listening socket, so that callers wait instead of being refused.
+"""Watchdog: a parent process that restarts the server when it dies, and holds the listening socket so that callers can wait.
 
-Like all who look after processes here it has one thread: the kernel's signal for a parent's death is bound to the thread that forked.
+Single-threaded, because the kernel binds the parent-death signal to the thread that forked.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.2, 30.0, 60.0
-"""A server that lived for STEADY_S was healthy: the next back-off begins anew."""
+"""The back-off starts again after a server has run for STEADY_S."""
 
 USAGE_ERROR = 2
-"""The exit code of a server that was given something wrong: another one would fail alike."""
+"""Exit code of a server with wrong settings, which is not restarted."""
 
 STOP_S = 60.0
 _POLL_S = 0.5
 
 
 def backoff_s(short_runs: int) -> float:
-    """Seconds until the next server, after so many short ones in a row (at least one)."""
+    """Delay before a restart after this many consecutive short runs (at least one)."""
     return exponential_delay(short_runs, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
 def supervise_server(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
-    """Until SIGTERM or SIGINT, or until a server ends by itself. Raises SystemExit with its code if that is not 0."""
+    """Run servers until SIGTERM, SIGINT or a normal exit. Raises SystemExit with the exit code if it is not 0."""
     host, port = bound.getsockname()[:2]
     with _SignalWaiter((signal.SIGTERM, signal.SIGINT)) as signals:
         short_runs = 0
@@ -57,7 +57,7 @@ def supervise_server(settings: Settings, bound: socket.socket, announce: Announc
                 break
             short_runs = 1 if time.monotonic() - began >= STEADY_S else short_runs + 1
             pause = backoff_s(short_runs)
-            log.error("the gamecore server (process %d) ended with code %d and is started again in %g s", server.pid, code, pause)
+            log.error("the gamecore server (process %d) exited with code %d; restarting in %g s", server.pid, code, pause)
             if signals.wait_for_stop(pause):
                 return
     if code:
@@ -65,18 +65,18 @@ def supervise_server(settings: Settings, bound: socket.socket, announce: Announc
 
 
 class _ServerProcess:
-    """One server, from its start to its end."""
+    """One server process."""
 
     def __init__(self, settings: str, bound: socket.socket) -> None:
         self._ready, ready = os.pipe()
         parent = os.getpid()
         try:
-            self._server = subprocess.Popen(  # noqa: S603 - this interpreter, with a program of ours
+            self._server = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
                 [sys.executable, "-P", "-m", "ludus.gamecore.server", settings, str(bound.fileno()), str(ready)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[bound.fileno(), ready],
-                start_new_session=True,  # Ctrl-C at a terminal is for us, and we tell it
-                preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # there are no threads here
+                start_new_session=True,  # Ctrl-C goes to the watchdog, which forwards it
+                preexec_fn=lambda: identity.end_with(parent, signal.SIGTERM),  # safe without threads
             )
         finally:
             os.close(ready)
@@ -92,18 +92,18 @@ class _ServerProcess:
             self._server.wait(STOP_S)
 
     def wait_until_ready(self, signals: _SignalWaiter) -> bool:
-        """Wait until it serves. False: it has ended before, or we are to end."""
+        """Wait until the server listens. False: it has exited, or a stop was requested."""
         while not signals.stop_requested():
             if signals.wait(STOP_S, self._ready):
                 return os.read(self._ready, 1) == b"."
         return False
 
     def wait(self, signals: _SignalWaiter) -> int:
-        """Its exit code. Once we are asked to end so is it; it has STOP_S to stop its games."""
+        """Wait for the exit and return its code. Forwards a stop request; the server has STOP_S to stop its games."""
         deadline = None
         while True:
             stop_requested = signals.stop_requested()
-            if (code := self._server.poll()) is not None:  # an end after this makes `wait` return at once
+            if (code := self._server.poll()) is not None:  # a later exit makes `wait` return at once
                 return code
             if stop_requested and deadline is None:
                 self._server.send_signal(signal.SIGTERM)
@@ -114,7 +114,7 @@ class _ServerProcess:
 
 
 class _SignalWaiter:
-    """Signals that end us, and that of a child, as something to wait for."""
+    """Waits for stop signals and SIGCHLD."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self._signals = SignalQueue(*numbers, signal.SIGCHLD)
@@ -127,12 +127,11 @@ class _SignalWaiter:
         self._signals.close()
 
     def stop_requested(self) -> bool:
-        """To end."""
         self._stop |= any(number != signal.SIGCHLD for number in self._signals.take())
         return self._stop
 
     def wait(self, timeout_s: float, other: int | None = None) -> bool:
-        """Until a signal comes, or something can be read from `other`: then True."""
+        """Wait for a signal or for data on `other`; returns whether `other` is readable."""
         signals = self._signals.fileno()
         found = select.select([signals] if other is None else [signals, other], [], [], timeout_s)[0]
         return other in found

@@ -1,9 +1,9 @@
-"""The gamecore server: games are started, watched and stopped over HTTP.
+"""The gamecore server: starts, watches and stops games over HTTP.
 
     serve(Settings(port=23432, games=Path("games.yaml")))           # until SIGTERM
     with running(Settings(port=0, state_dir=tmp)) as server: …      # in a thread; server.url
 
-What it answers is in `pages.py` and `v2.py`, who may ask in `http.py`, the games themselves are in `table.py`.
+Endpoints are in `routes.py` and `routes_v2.py`, access control in `middleware.py`, the games in `process_table.py`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Announce = Callable[[str, int], object]
 def serve(
     settings: Settings, *, supervise: bool = False, announce: Announce | None = None, listening: socket.socket | None = None
 ) -> None:
-    """Blocks until SIGTERM or SIGINT; then its games are stopped. Raises UsageError, ConfigError, MissingExtra before it listens.
+    """Serve until SIGTERM or SIGINT, then stop all games. Raises UsageError, ConfigError or MissingExtra before it listens.
 
-    `supervise`: in a process of its own that is started again when it dies; `listening`: a socket that is bound already.
+    `supervise`: run the server in a child process that is restarted when it dies; `listening`: an already bound socket.
     """
     settings.check()
     bound = listen(settings.host, settings.port) if listening is None else listening
@@ -61,7 +61,7 @@ def serve(
 
 
 class RunningServer:
-    """A server in a thread of this process."""
+    """A server in a background thread of this process."""
 
     def __init__(self, settings: Settings) -> None:
         settings.check()
@@ -80,17 +80,17 @@ class RunningServer:
     def start(self) -> None:
         self._thread.start()
         if not self._ready.wait(_START_S):
-            raise WorkerFailed(f"The gamecore server at {self.url} did not begin within {_START_S:g} s.")
+            raise WorkerFailed(f"The gamecore server at {self.url} did not start within {_START_S:g} s.")
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise WorkerFailed(f"The gamecore server at {self.url} did not end within {_END_S:g} s.")
+            raise WorkerFailed(f"The gamecore server at {self.url} did not stop within {_END_S:g} s.")
         if self._error is not None:
             raise self._error
 
@@ -98,7 +98,7 @@ class RunningServer:
         try:
             with contextlib.closing(self._bound), _open_state_dir(self._settings, self._bound) as state_dir:
                 asyncio.run(self._run(state_dir))
-        except BaseException as error:  # for whoever started the thread
+        except BaseException as error:  # raised again by `start` or `close`
             self._error = error
         finally:
             self._ready.set()
@@ -124,7 +124,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, number)
     except OSError as error:
-        raise UsageError(f"{host} is no address of this machine: {error.strerror}.", "Use 127.0.0.1.") from error
+        raise UsageError(f"{host} is not an address of this machine: {error.strerror}.", "Use 127.0.0.1.") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
@@ -138,7 +138,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _open_state_dir(settings: Settings, bound: socket.socket) -> Iterator[StateDir]:
-    """Its directory, locked, and its log there."""
+    """Open and lock the state directory, and log to a file in it."""
     directory = default_directory(bound.getsockname()[1]) if settings.state_dir is None else settings.state_dir.expanduser()
     with StateDir(directory) as state_dir, _log_to_file(state_dir.log):
         yield state_dir
@@ -167,11 +167,11 @@ async def _run(
             if announce is not None:
                 announce(host, port)
             await _wait_or_fail(ended.wait(), serving)
-            log.info("ending: %d games are stopped", len(table.running))
+            log.info("stopping %d games", len(table.running))
             await table.close(STOP_S)
             server.should_exit = True
             await serving
-    log.info("ended")
+    log.info("stopped")
 
 
 def _server(app: Any, limits: ServerLimits, clients: ConnectionRegistry) -> tuple[Any, asyncio.Event]:
@@ -182,7 +182,7 @@ def _server(app: Any, limits: ServerLimits, clients: ConnectionRegistry) -> tupl
     started = asyncio.Event()
 
     class Server(uvicorn.Server):
-        """Signals are ours, and we are told when it listens."""
+        """Leaves signals to the caller, and sets `started` when it listens."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -208,7 +208,7 @@ def _server(app: Any, limits: ServerLimits, clients: ConnectionRegistry) -> tupl
 
 
 async def _wait_or_fail(awaited: Any, serving: asyncio.Task[None]) -> None:
-    """Until this happens; whatever ends the server meanwhile ends the wait."""
+    """Wait for `awaited` or the end of the server, whose exception is raised."""
     waiting = asyncio.ensure_future(awaited)
     try:
         await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -220,7 +220,7 @@ async def _wait_or_fail(awaited: Any, serving: asyncio.Task[None]) -> None:
 
 @contextlib.contextmanager
 def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
-    """The first asks games to end; a second one does not wait for connections any more."""
+    """The first signal stops the games; a second one closes connections at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -241,7 +241,7 @@ def _signals(ended: asyncio.Event, server: Any) -> Iterator[None]:
 
 
 class _LogFile(logging.Handler):
-    """Bounded by its size, and by that of the one before it."""
+    """Writes to a rotating log file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.INFO)
@@ -257,7 +257,7 @@ class _LogFile(logging.Handler):
 
 
 class _WarningRateLimit(logging.Filter):
-    """Whoever sends nonsense does not fill the log with it."""
+    """Limits the rate of warnings, so that invalid requests cannot fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,19 +272,19 @@ def _log_to_file(path: Path) -> Iterator[None]:
     try:
         handler = _LogFile(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Choose another --state-dir.") from error
-    on_signal = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.game", "uvicorn.error")]
-    before = [logger.level for logger in on_signal]
-    for logger in on_signal:
+        raise UsageError(f"Cannot write {path}: {error.strerror}.", "Choose another --state-dir.") from error
+    loggers = [logging.getLogger(name) for name in ("ludus.gamecore.server", "ludus.process.commands", "uvicorn.error")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()) if logger.name != "uvicorn.error" else logging.WARNING)
     rate_limit = _WarningRateLimit()
-    on_signal[-1].addFilter(rate_limit)
+    loggers[-1].addFilter(rate_limit)
     try:
         yield
     finally:
-        on_signal[-1].removeFilter(rate_limit)
-        for logger, level in zip(on_signal, before, strict=True):
+        loggers[-1].removeFilter(rate_limit)
+        for logger, level in zip(loggers, before, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
         handler.close()

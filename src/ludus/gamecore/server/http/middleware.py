@@ -1,4 +1,4 @@
-"""HTTP around the server's pages: who may ask, how much, and for how long; and every refusal is JSON."""
+"""HTTP middleware of the server: authentication, limits of size and time, JSON error replies."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _TOKENS_S = 1.0
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 LOGGED_PER_S = 20.0
-"""Refusals that are told in the log; all of them are counted."""
+"""Maximum rate of logged error replies; all of them are counted."""
 
 Address = tuple[str, int]
 AUTHORIZED = "is_known"
 PUBLIC_PATHS = frozenset({"/health"})
-"""Routes that need no token."""
+"""Paths that need no token."""
 
 
 class LimitedConnection(H11Protocol):
-    """uvicorn's, with limits on how many there are and on how long one may take to say what it wants, and to read the answer."""
+    """uvicorn's h11 connection with a connection limit and an idle time limit."""
 
     limits = ServerLimits()
     clients: ConnectionRegistry
@@ -78,7 +78,7 @@ class LimitedConnection(H11Protocol):
 
 
 class ConnectionRegistry:
-    """The connections of a server, by the address of their client. Those that send_reply a valid token are kept before all others."""
+    """The connections of a server by client address; authorized ones are evicted last."""
 
     def __init__(self, limits: ServerLimits, *, tokens: bool) -> None:
         """`tokens`: whether clients must send one."""
@@ -113,7 +113,7 @@ def protocol_class(limits: ServerLimits, clients: ConnectionRegistry) -> type[Li
 
 
 class AccessMiddleware:
-    """Looks at every request before the pages do."""
+    """ASGI middleware that checks the token, limits rates, and adds a request id."""
 
     def __init__(
         self, app: ASGIApp, token_file: Path | None, limits: ServerLimits, replies: Counter[int], clients: ConnectionRegistry
@@ -151,7 +151,7 @@ class AccessMiddleware:
         await self._app(scope, receive, send_reply)
 
     def _admit(self, path: str, headers: dict[str, bytes]) -> bool:
-        """Whether the caller may see everything; others see what is open. Raises Refused."""
+        """Return whether the caller is authorized; others may use public paths only. Raises Refused."""
         if self._tokens is None:
             _refuse_browsers(headers)
             return True
@@ -166,11 +166,11 @@ class AccessMiddleware:
         self._replies[status] += 1
         if status >= 400 and self._log_rate.allow(time.monotonic()):
             peer = (scope.get("client") or ("?",))[0]
-            what = f"{scope['method'][:16]} {scope['path'][:128]!r}"
-            log.info("refused: %d for %s of %s (request %s)", status, what, peer, request_id)
+            target = f"{scope['method'][:16]} {scope['path'][:128]!r}"
+            log.info("refused: %d for %s from %s (request %s)", status, target, peer, request_id)
 
     def _reload_tokens(self) -> Tokens:
-        """The file is read again when it has changed; a file that is not right changes nothing."""
+        """Reload the token file if it has changed; keep the current tokens if it is invalid."""
         assert self._tokens is not None
         now = time.monotonic()
         if self._token_file is not None and now - self._checked_at > _TOKENS_S:
@@ -181,7 +181,7 @@ class AccessMiddleware:
                     self._tokens, self._stamp = Tokens.read(self._token_file), stamp
                     self._clients.revoke_all()
                 except LudusError as error:
-                    log.warning("the tokens are as they were: %s", error)
+                    log.warning("cannot reload the tokens, keeping the previous ones: %s", error)
         return self._tokens
 
 
@@ -194,7 +194,7 @@ def _file_stamp(path: Path | None) -> tuple[int, ...]:
 
 
 def _refuse_browsers(headers: dict[str, bytes]) -> None:
-    """Without a token any web page that a user of this machine looks at could start games here. Programs send no Origin."""
+    """Refuse requests from web pages, which could start games on a server without a token. Programs send no Origin."""
     host = headers.get("host", b"").decode("latin-1")
     name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
     named = name.lower() not in ("", "localhost")
@@ -204,14 +204,14 @@ def _refuse_browsers(headers: dict[str, bytes]) -> None:
             named = False
     if named or "origin" in headers:
         raise Refused(
-            403, "browser", "This server has no token, and so it does not talk to web pages.", "Call it by its address."
+            403, "browser", "This server has no token, so it refuses requests from web pages.", "Call it by its IP address."
         )
 
 
 async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """Raises Refused for one that is too large or too slow."""
+    """Read the body. Raises Refused if it is too large or too slow."""
     most = limits.body_bytes
-    too_large = Refused(413, "body", f"The body is larger than {most:,} bytes.", "Say less.")
+    too_large = Refused(413, "body", f"The body is larger than {most:,} bytes.", "Send less.")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and (len(declared) > 12 or int(declared) > most):
         raise too_large
@@ -226,12 +226,12 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     except TimeoutError as error:
         raise Refused(408, "slow", f"The body was not received within {limits.receive_s:g} s.", "Send it at once.") from error
     except ClientDisconnect as error:
-        raise Refused(400, "bad_request", "The caller went away.") from error
+        raise Refused(400, "bad_request", "The client disconnected.") from error
     return b"".join(parts)
 
 
 def error_response(refused: Refused, **more: Any) -> Response:
-    """A refusal as JSON."""
+    """Return a refusal as a JSON response with extra fields `more`."""
     body: bytes = error_body(refused)
     if more:
         body = json.dumps({**json.loads(body), **more}).encode()
@@ -239,7 +239,7 @@ def error_response(refused: Refused, **more: Any) -> Response:
     if refused.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(refused.retry_after_s)))
     if refused.status in (401, 403, 408, 413):
-        headers["Connection"] = "close"  # what else it sends is not read
+        headers["Connection"] = "close"  # the rest of the request is not read
     return Response(body, refused.status, headers, "application/json")
 
 
@@ -249,16 +249,18 @@ async def on_refused(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses."""
+    """Convert errors of Starlette's router."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         response = error_response(
-            Refused(405, "method", f"{request.url.path[:128]} does not take {request.method[:16]}.", f"It takes {allowed}.")
+            Refused(405, "method", f"{request.url.path[:128]} does not accept {request.method[:16]}.", f"It accepts {allowed}.")
         )
         response.headers["Allow"] = allowed
         return response
-    return error_response(Refused(error.status_code, "not_found", f"There is no page {request.url.path[:128]}.", "See docs/gamecore.md."))
+    return error_response(
+        Refused(error.status_code, "not_found", f"There is no page {request.url.path[:128]}.", "See docs/gamecore.md.")
+    )
 
 
 async def on_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""What the server and its games use and do, for Prometheus."""
+"""Prometheus metrics of the server and its games."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _reply_family(replies: Mapping[int, int]) -> Family:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    """Ids and names consist of letters, digits and a few signs: nothing needs to be escaped."""
+    """Format labels. Ids and names contain only letters, digits and '._-', so nothing is escaped."""
     inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
     return f"{{{inner}}}" if inner else ""
 

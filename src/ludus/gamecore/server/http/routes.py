@@ -1,4 +1,4 @@
-"""The pages of the server: its REST form. `v2.py` has the other one."""
+"""REST endpoints of the server, below /v1. `routes_v2.py` has the older protocol."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAX_WAIT_S, MAX_GRACE_S = 60.0, 600.0
 MAX_LINES = 10_000
 ARTIFACTS = ("recording", "video")
 DOWNLOADS = 8
-"""Files that are handed out at once; others wait."""
+"""Concurrent file downloads; further ones wait."""
 _CHUNK = 1 << 18
 
 
 class _FileResponse(Response):
-    """A file, part by part: neither a large one nor a slow reader takes much of the server's memory."""
+    """Streams a file in parts, so that large files and slow readers use little memory."""
 
     media_type = "application/octet-stream"
 
@@ -47,7 +47,7 @@ class _FileResponse(Response):
                 while left:
                     part = await self._table.read(self._file, min(left, _CHUNK))
                     if not part:
-                        raise OSError("a file that is handed out has become shorter")
+                        raise OSError("the file became shorter during its download")
                     left -= len(part)
                     await send({"type": "http.response.body", "body": part, "more_body": left > 0})
             if not self._size or scope["method"] == "HEAD":
@@ -55,7 +55,7 @@ class _FileResponse(Response):
 
 
 def build_app(table: ProcessTable, limits: ServerLimits, replies: Mapping[int, int]) -> Starlette:
-    """`replies`: how many there were, by status; whoever sends them counts them."""
+    """`replies`: number of replies by status, counted by the middleware."""
     endpoints = Routes(table, limits, replies)
     routes = [
         Route("/health", endpoints.health),
@@ -139,7 +139,7 @@ def _id(request: Request) -> str:
 
 
 def _seconds(request: Request, key: str, default: Any, most: float) -> Any:
-    """A number of the query, from 0 on."""
+    """Read a number from 0 to `most` from the query."""
     given = request.query_params.get(key)
     if given is None:
         return default

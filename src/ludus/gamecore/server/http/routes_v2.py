@@ -1,4 +1,4 @@
-"""The older form of the server's pages, which clients of gamecore servers use: POST /v2/newGame, stopGame, exists, task…"""
+"""The older protocol of gamecore servers, for existing clients: POST /v2/newGame, stopGame, exists, task…"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RoutesV2:
         return {"data": record.to_json()}
 
     async def stop_game(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Also of one that never was: clients stop first, to be sure."""
+        """Stop a game; succeeds for unknown ids, because clients stop before they start."""
         runtime_id = parse_id(data.get("runtime_id"))
         return {"data": await self._table.stop(runtime_id) if self._table.exists(runtime_id) else {}}
 
@@ -86,14 +86,14 @@ def _task(data: dict[str, Any]) -> str:
 
 
 def _scores(result: Any) -> list[dict[str, int]]:
-    """1 for the camp that has won."""
+    """Score 1 for the winning camp, 0 for the others."""
     winner = result.get("winner") if isinstance(result, dict) else None
     camps = max(2, winner + 1) if isinstance(winner, int) and 0 <= winner < 16 else 2
     return [{"Score": int(camp == winner and not isinstance(winner, bool))} for camp in range(camps)]
 
 
 def to_game_request(data: dict[str, Any]) -> dict[str, Any]:
-    """An order in the newer form. Raises Refused for what cannot be meant."""
+    """Translate a request into the form of /v1. Raises Refused."""
     kind, config = data.get("simulator_type"), data.get("simulator_config")
     if kind not in (*FRESH, *RESUMING):
         raise Refused(400, "bad_request", f"simulator_type is {quote(kind)}.", f"It is remote, {', '.join(RESUMING)}.")
@@ -116,9 +116,9 @@ def to_game_request(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _camps(value: Any) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any] | None]]:
-    """From one list of heroes to one list per camp. The first hero of a camp says who plays it, the others refer to him.
+    """Split the list of heroes into two camps of equal size.
 
-    Heroes of a camp without an actor all say nothing: then the list is two camps of one size.
+    The first hero of a camp names its actor, and the others refer to that hero; a camp without an actor names none.
     """
     if not isinstance(value, list) or not value or len(value) % 2 or not all(isinstance(hero, dict) for hero in value):
         raise Refused(400, "bad_request", f"hero_conf is {quote(value)}: a list of the heroes of both camps is expected.")
@@ -136,7 +136,7 @@ def _camps(value: Any) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any] 
                 camps.append(actor)
             elif actor not in (None, camps[camp]):
                 raise Refused(
-                    400, "bad_request", f"{where} names another actor than the first hero of its camp.", "One plays a camp."
+                    400, "bad_request", f"{where} names another actor than the first hero of its camp.", "Use one actor per camp."
                 )
     return heroes, camps
 
