@@ -275,7 +275,7 @@ def test_a_log_that_a_game_made_a_link_is_not_read(call: Caller) -> None:
 
 def test_beyond_this_machine_it_wants_a_token(home: Path) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
-        with pytest.raises(UsageError, match="without a token would let anyone in"):
+        with pytest.raises(UsageError, match="without a token would give anyone access"):
             Settings(host=host, state_dir=home / "never").check()
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
         Settings(host=host, state_dir=home / "never").check()
@@ -302,7 +302,7 @@ from ludus.gamecore.server.http.app import ServerLimits, Settings
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(*(
-    settings.affordable().connections
+    settings.affordable_limits().connections
     for settings in (Settings(max_games=200), Settings(max_games=2000), Settings(http=ServerLimits(connections=5), max_games=1))
 ), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """

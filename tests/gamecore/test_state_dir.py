@@ -28,7 +28,7 @@ def test_one_server_at_a_time_has_the_directory(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match="Cannot use"):
         StateDir(tmp_path / "file" / "x")
 
 
@@ -175,11 +175,11 @@ def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None
     path = tmp_path / "result.json"
     assert read_result(path) == (None, "")
     for text, said in (
-        ("{", "cannot be read"),
+        ("{", "Cannot read"),
         ("[]", "not a JSON object"),
         ('{"a": NaN}', "NaN"),
         ('{"a": 1e999}', "1e999"),
-        ("[" * 9000, "cannot be read"),
+        ("[" * 9000, "Cannot read"),
         (" " * 17_000, "larger than"),
     ):
         path.write_text(text)

@@ -146,7 +146,9 @@ def test_one_client_waits_for_several_games_at_once(client: GamecoreClient) -> N
         assert [wait.result(30).runtime_id for wait in waits] == names
 
 
-def test_a_large_file_comes_whole_and_only_when_the_game_is_over(games: Path, server: RunningServer, client: GamecoreClient) -> None:
+def test_a_large_file_comes_whole_and_only_when_the_game_is_over(
+    games: Path, server: RunningServer, client: GamecoreClient
+) -> None:
     client.start_game("kept-1", camp_config={"mode": "1v1"}, options={"behave": "go on"})
     with pytest.raises(Refused, match="is still running and has no recording yet"):
         client.kept("kept-1", "recording")

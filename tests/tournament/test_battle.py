@@ -38,8 +38,8 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
 from ludus.sampling.trained_agent import TrainedAgent
-from ludus.serving.checkpoint_follower import Source
-from ludus.serving.worker import Fixed
+from ludus.serving.checkpoint_follower import CheckpointSource
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import gamecore_matches
 from ludus.tournament.arena_matches import ArenaStage, Ended, every_for, pairings
 from ludus.tournament.battle import battle
@@ -390,7 +390,7 @@ def test_a_served_player_is_fought_through_a_private_server_and_the_match_is_the
     terms = Terms(2, seconds=6, seed=8)
 
     def actor() -> BuiltinActor:
-        return BuiltinActor({"": Seat(BatchedPolicy(Fixed(theirs, 1), deterministic=True))})
+        return BuiltinActor({"": Seat(BatchedPolicy(FixedPolicySource(theirs, 1), deterministic=True))})
 
     with gateway(actor) as served:
         far = battle(trained(mine), Served(served.url), terms, Keeping(tmp_path / "far"))
@@ -578,7 +578,7 @@ def test_a_team_that_was_trained_on_a_game_of_its_own_fights_and_serves_under_it
     assert isinstance(one, Trained)
     assert set(one.seats) == {"tank", "mage"}
     assert result.failed == ()
-    assert set(Source(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
+    assert set(CheckpointSource(str(tmp_path / "run")).spec()["seats"]) == {"tank", "mage"}
 
 
 def test_a_game_that_crashes_in_the_middle_is_no_result_and_is_shown(server: RunningServer) -> None:
@@ -618,7 +618,9 @@ def test_what_cannot_be_played_there_is_said_before_anything_begins(server: Runn
 
 
 @pytest.mark.parametrize("way", ["advertise", "variable", "towards the server"])
-def test_games_elsewhere_reach_us_by_what_is_said_or_found(server: RunningServer, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_games_elsewhere_reach_us_by_what_is_said_or_found(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     at: list[str] = []
 
     def listen_on(host: str) -> socket.socket:
