@@ -24,7 +24,7 @@ from ludus.experiments.runs import run_sync as carriers
 from ludus.experiments.runs.remote_runs import directory_of, fetch, is_remote, shown, store_of
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.experiments.runs.run_sync import Carrier
-from ludus.serving.checkpoint_follower import Follower, Offering, Source, named_sources
+from ludus.serving.checkpoint_follower import CheckpointFollower, CheckpointSource, UpdateSettings, parse_sources
 from ludus.storage.base import STORES
 from ludus.storage.local import LocalStore
 from ludus.tuning import sweep
@@ -580,16 +580,16 @@ def test_training_goes_on_while_its_store_is_away(elsewhere: Elsewhere) -> None:
 
 def test_what_is_served_follows_a_run_on_a_store(boxes: Path) -> None:
     train(iterations=1)
-    source, best = Source(PLACE), Source(f"{PLACE}/best")
+    source, best = CheckpointSource(PLACE), CheckpointSource(f"{PLACE}/best")
     assert (source.newest(), source.fixed, source.best, best.best) == ("000001", False, False, True)
-    assert Source(f"{PLACE}/checkpoints/000001").fixed
+    assert CheckpointSource(f"{PLACE}/checkpoints/000001").fixed
     first = source.release()
     ludus.resume(PLACE, stop={"iterations": 2})
     assert source.newest() == "000002"
     assert source.release().version > first.version
     assert source.version(first.version).parts["model"].weights == first.parts["model"].weights
     assert first.origin == f"{PLACE}/checkpoints/000001"
-    named = named_sources([f"easy={PLACE}?endpoint=http://x:1", "box://shelf/run?endpoint=http://x:1"], "runs")
+    named = parse_sources([f"easy={PLACE}?endpoint=http://x:1", "box://shelf/run?endpoint=http://x:1"], "runs")
     assert {name: found.where for name, found in named.items()} == {
         "easy": f"{PLACE}?endpoint=http://x:1",
         "default": "box://shelf/run?endpoint=http://x:1",
@@ -600,7 +600,9 @@ def test_a_run_on_a_store_is_looked_at_less_often_than_one_that_is_here(boxes: P
     def looked_at(place: str, far_s: float) -> str:
         runner.train(small.data(1), place=place)
         service = Path(tempfile.mkdtemp(dir=tmp_path))
-        made = Follower({"default": Source(place)}, service, Offering(follow=True, follow_s=0.0, follow_far_s=far_s))
+        made = CheckpointFollower(
+            {"default": CheckpointSource(place)}, service, UpdateSettings(follow=True, follow_s=0.0, follow_far_s=far_s)
+        )
         made.open()
         first = made.serving()["default"].version
         made.poll()

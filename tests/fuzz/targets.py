@@ -337,7 +337,7 @@ def _catalogue() -> catalogue.Catalogue:
 
 
 def read_game_order(data: bytes) -> None:
-    request.read_order(request.decoded(data), _catalogue())
+    request.parse_request(request.parse_json(data), _catalogue())
 
 
 def read_catalogue(data: bytes) -> None:

@@ -329,7 +329,7 @@ def test_a_server_without_room_for_another_process_costs_nothing(
         server = f"127.0.0.1:{found.port}"
         env = arena(made, server, 4, together=4, options={"on_illegal": "forfeit"})
         begun = processes(env, server).keys()
-        monkeypatch.setattr(match_scheduler, "_OPEN_S", 0.0)  # another one is due
+        monkeypatch.setattr(match_scheduler, "_MAX_AGE_S", 0.0)  # another one is due
         for row in range(4):
             forfeits(env, row)
             wait_until(lambda: all_play(env), what="a match for all rows")
@@ -389,7 +389,7 @@ def test_weights_that_have_changed_count_from_the_next_match_on(server: str, mad
 
 
 def test_a_process_is_not_kept_for_ever(server: str, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(match_scheduler, "_OPEN_S", 0.0)
+    monkeypatch.setattr(match_scheduler, "_MAX_AGE_S", 0.0)
     env = arena(made, server, 2, seconds=1, together=2)
     begun = processes(env, server).keys()
     for _ in range(20):
@@ -507,7 +507,7 @@ def test_a_match_whose_last_sight_is_nonsense_has_no_result(server: str, made: l
 
 def test_a_game_that_never_goes_right_is_an_error_that_says_why(server: str, made: list[Any]) -> None:
     env = counting(made, server, 4, fault="protocol")
-    with pytest.raises(EnvironmentFault, match=r"came to nothing.*version 2 of the protocol"):
+    with pytest.raises(EnvironmentFault, match=r"were lost.*version 2 of the protocol"):
         played(env, 100)
 
 
@@ -585,7 +585,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
 
 def test_a_server_that_stays_away_is_an_error(made: list[Any]) -> None:
     env = counting(made, "127.0.0.1:9", away_s=0.5)
-    with pytest.raises(EnvironmentFault, match=r"away for 0.5 s: No gamecore server listens on 127.0.0.1:9"):
+    with pytest.raises(EnvironmentFault, match=r"unreachable for 0.5 s: No gamecore server listens on 127.0.0.1:9"):
         env.step(ones(env))
 
 

@@ -20,7 +20,7 @@ from ludus.gateway import server as gateways
 from ludus.gateway.actor import Actor
 from ludus.gateway.http_connection import AccessRecord, HttpLimits, Page
 from ludus.gateway.server import Gateway, GatewaySettings, owner_of
-from ludus.serving.access_log import AccessLog
+from ludus.serving.access_log import AccessEntry, AccessLog
 from tests.gateway.wire import PATIENCE_S, Reply, Wire, ask, raw, step
 from tests.local_servers import Served, gateway
 from tests.waiting import wait_until
@@ -445,19 +445,19 @@ def test_an_id_that_cannot_be_written_down_is_left_out_or_cut(server: Served, id
 
 
 class RecordingExtension:
-    """The log of a service around a gateway, and nothing else of it."""
+    """A gateway extension that only writes the access log."""
 
     def __init__(self, path: Path, ticks: bool = False) -> None:
         self._log, self._ticks = AccessLog(path, flush_s=0.02), ticks
 
     def on_start(self, gateway: Gateway) -> None:
-        gateway.access_log, gateway.log_ticks = self._note, self._ticks
+        gateway.access_log, gateway.log_ticks = self._log_request, self._ticks
 
-    def _note(self, replied: AccessRecord) -> None:
-        said = replied._asdict()
-        said["kind"], said["ms"] = replied.kind or said.pop("path"), said.pop("seconds") * 1e3
-        said.pop("path", None)
-        self._log.request(**said)
+    def _log_request(self, record: AccessRecord) -> None:
+        fields = record._asdict()
+        fields["kind"], fields["ms"] = record.kind or fields.pop("path"), fields.pop("seconds") * 1e3
+        fields.pop("path", None)
+        self._log.record(AccessEntry(**fields))
 
     def sweep(self, now: float) -> None: ...
 

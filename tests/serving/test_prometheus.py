@@ -57,7 +57,7 @@ def worker(**changes: Any) -> dict[str, Any]:
 
 
 def told(found: Mapping[str, Mapping[str, Any]], now: float = NOW) -> bytes:
-    return prometheus.text(found, now)
+    return prometheus.render(found, now)
 
 
 def took(*seconds: float, failed: int = 0) -> LatencyHistogram:
@@ -159,10 +159,10 @@ def test_a_snapshot_that_cannot_be_read_hides_nobody_else(tmp_path: Path) -> Non
     prometheus.write_snapshot(tmp_path, "1", worker(connections=9))
     (tmp_path / "2.metrics").write_text('{"at": 1')
     (tmp_path / "3.metrics").mkdir()
-    assert set(prometheus.snapshots(tmp_path)) == {"0", "1"}
-    assert total(samples(told(prometheus.snapshots(tmp_path))), "ludus_connections") == 16
+    assert set(prometheus.read_snapshots(tmp_path)) == {"0", "1"}
+    assert total(samples(told(prometheus.read_snapshots(tmp_path))), "ludus_connections") == 16
     prometheus.write_snapshot(tmp_path, "1", worker(connections=1))
-    assert total(samples(told(prometheus.snapshots(tmp_path))), "ludus_connections") == 8
+    assert total(samples(told(prometheus.read_snapshots(tmp_path))), "ludus_connections") == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.metrics", "1.metrics", "2.metrics", "3.metrics"]
 
 

@@ -27,7 +27,7 @@ from ludus.models.policy import Acted, Policy
 from ludus.protocol.codec import SeatSpaces, decode, seats_to_spec
 from ludus.sampling.multi_agent import play_episode
 from ludus.sampling.trained_agent import TrainedAgent
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament import players
 from ludus.tournament.battle import battle
 from ludus.tournament.contestants import Contestant, Script, Served, Trained, contestant
@@ -214,7 +214,7 @@ def test_several_models_play_their_own_agents_unless_one_is_chosen(tmp_path: Pat
 
 
 def actor(one: Trained, *names: str) -> BuiltinActor:
-    return BuiltinActor({name: Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True)) for name in names})
+    return BuiltinActor({name: Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True)) for name in names})
 
 
 def test_a_served_player_answers_the_same_matches(run: Path) -> None:
@@ -504,7 +504,7 @@ def test_a_served_player_hears_how_it_ended() -> None:
     pytest.importorskip("uvicorn")
     Listening.heard.clear()
     one = named(0)
-    with gateway(lambda: Listening({"": Seat(BatchedPolicy(Fixed(one.policy, 1), deterministic=True))})) as served:
+    with gateway(lambda: Listening({"": Seat(BatchedPolicy(FixedPolicySource(one.policy, 1), deterministic=True))})) as served:
         result = fought(Served(served.url), named(1), games=2, options={"rounds": 2})
     assert not result.failed
     assert Listening.heard == [{"reward": 1.0, "terminated": True}] * 4

@@ -143,16 +143,16 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
     if unknown:
         name = min(unknown)
         raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, [*seats.Options.__dataclass_fields__, *KEYS]))
-    asked = seats.Options(mode=mode or "1v1", **rest)
-    if asked.states is not None:
-        raise ConfigError(f"states is {asked.states!r}.", "Remove it: a gamecore server uses its own saved states with `repeat`.")
-    size, settings = asked.size, asked.settings()
+    arena = seats.Options(mode=mode or "1v1", **rest)
+    if arena.states is not None:
+        raise ConfigError(f"states is {arena.states!r}.", "Remove it: a gamecore server uses its own saved states with `repeat`.")
+    size, settings = arena.size, arena.settings()
     rewards = settings.rewards
     game_options = {
-        "every": asked.every,
-        "sparse": asked.sparse,
-        "zero_sum": asked.zero_sum,
-        **({"whole": True} if asked.whole else {}),
+        "every": arena.every,
+        "sparse": arena.sparse,
+        "zero_sum": arena.zero_sum,
+        **({"whole": True} if arena.whole else {}),
         "lenient": True,
         **options,
         # Rows step in lock step; a game without its actor must end.
@@ -171,22 +171,22 @@ def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -
     return GameSpec(
         game=ARENA,
         mode=f"{size}v{size}",
-        observation_space=seats.observation_space(size, whole=asked.whole),
+        observation_space=seats.observation_space(size, whole=arena.whole),
         action_space=seats.action_space(size),
         masked=True,
         seats=tuple(f"hero_{i}" for i in range(size)),
         joint_seats=tuple(f"{camp}_{i}" for camp in seats.CAMPS for i in range(size)),
-        opponent_shares=_shares_by_kind(asked.shares),
-        opponent_sampler=asked.rivals(),
-        lineups=asked.lineups(),
-        side=asked.camp(),
-        opponents=tuple(kind.removeprefix(RULE) for kind in asked.shares if kind != SELF),
-        repeat=asked.repeat,
-        lane=asked.from_lane(),
+        opponent_shares=_shares_by_kind(arena.shares),
+        opponent_sampler=arena.rivals(),
+        lineups=arena.lineups(),
+        side=arena.camp(),
+        opponents=tuple(kind.removeprefix(RULE) for kind in arena.shares if kind != SELF),
+        repeat=arena.repeat,
+        lane=arena.from_lane(),
         options=game_options,
         scheduled_options=lambda timesteps: _reward_options(rewards.at(timesteps)),
         matches_per_process=0 if game_options.get("record") else _ARENA_MATCHES,
-        max_frames=asked.limit(),
+        max_frames=arena.limit(),
         expected_start=expected_start,
         mask_splits=tuple(np.cumsum(seats.options_of(size))[:-1].tolist()),
         statistics=tuple(seats.STATISTICS),

@@ -283,7 +283,9 @@ class GamecoreVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
                 continue  # the time limit begins when the server accepts the order
             if silent_s > (self._timeouts.silent_s if begun else self._timeouts.start_s):
                 problem = "its game has been silent for" if begun else "its game has not begun within"
-                turns = "; a tick must contain all seats, and some were missing" if match.updates else ""
+                turns = (
+                    "; a game must send the ticks of all seats at the same time, and some are missing" if match.updates else ""
+                )
                 backend.matches.lose(match, f"{problem} {silent_s:.1f} s{turns}")
             elif silent_s > _CHECK_S and now - match.checked_at > _CHECK_S:
                 match.checked_at = now

@@ -35,7 +35,7 @@ from ludus.models.inference.batched_policy import ActingPolicy, BatchedPolicy
 from ludus.process.host import usable_cores
 from ludus.protocol.client import Client
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import ONLY_SEAT, RULE, Contestant, Script, Served, Trained
 from ludus.tournament.result import SHORT, Hero, Played, Recorded, lopsided, who_of, why
 from ludus.tournament.settings import Pairing, Terms, schedule
@@ -143,7 +143,9 @@ class Backstage:
         async def start() -> Gateway:
             made: dict[int, Seat] = {}
             for policy in seats.values():
-                deciding = BatchedPolicy(Fixed(policy, version), seed=self._seed + number, deterministic=self._deterministic)
+                deciding = BatchedPolicy(
+                    FixedPolicySource(policy, version), seed=self._seed + number, deterministic=self._deterministic
+                )
                 made.setdefault(id(policy), Seat(deciding))
             told = {seat: made[id(policy)] for seat, policy in seats.items()}
             gateway = Gateway(lambda: BuiltinActor(told), GatewaySettings(token=self.token))

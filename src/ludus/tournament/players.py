@@ -24,7 +24,7 @@ from ludus.models.inference.batched_policy import ActingPolicy, State
 from ludus.protocol.client import Client
 from ludus.protocol.codec import ONLY_SEAT, decode, encode, parse_seats
 from ludus.sampling.multi_agent import PolicySet, plain_action
-from ludus.serving.worker import Fixed
+from ludus.serving.worker import FixedPolicySource
 from ludus.tournament.contestants import RULE, Contestant, Script, Served
 from ludus.tournament.result import SHORT, why
 
@@ -104,7 +104,7 @@ class Policies:
         self._of = of
         first: dict[int, str] = {}
         self._models = {agent: first.setdefault(id(policy), agent) for agent, policy in of.items()}
-        sources = {model: Fixed(of[model], 0) for model in first.values()}
+        sources = {model: FixedPolicySource(of[model], 0) for model in first.values()}
         self._minds = PolicySet(sources, torch.Generator(), explore=False)  # noise comes from the matches
         self._draws = not deterministic
         self._generators = [torch.Generator() for _ in range(places)]
