@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.core.formatting import format_bytes
 from ludus.display.opengl_probe import OpenGL
 from ludus.launch.doctor.checks import (
     directories,
@@ -29,7 +30,7 @@ from ludus.launch.doctor.checks import (
 from ludus.launch.doctor.checks.directories import DirectoryStatus
 from ludus.launch.doctor.checks.executable import ElfHeader, Executable
 from ludus.launch.doctor.checks.known_issues import SystemState
-from ludus.launch.doctor.checks.limits import CpuLimits, MemoryLimits, OpenFileLimits, SharedMemory, ThreadLimit, ThreadLimits
+from ludus.launch.doctor.checks.limits import CpuLimits, OpenFileLimits, SharedMemory, ThreadLimit, ThreadLimits
 from ludus.launch.doctor.checks.network import ClockSample, PortStatus
 from ludus.launch.doctor.checks.slurm import NodeKind, Partition, SlurmRequest, SlurmState
 from ludus.launch.doctor.checks.token_file import TokenFile
@@ -37,7 +38,6 @@ from ludus.launch.doctor.finding import (
     DoctorFinding,
     Status,
     failed,
-    format_size,
     is_healthy,
     ok,
     redact_secrets,
@@ -45,6 +45,8 @@ from ludus.launch.doctor.finding import (
     warning,
 )
 from ludus.launch.doctor.requirements import ResourceNeeds
+from ludus.process import cgroups
+from ludus.process.cgroups import Memory
 
 GB = 1 << 30
 EIGHT = ResourceNeeds(workers=8, cores=8)
@@ -73,7 +75,7 @@ def test_secrets_are_found_where_they_are_kept() -> None:
 
 @pytest.mark.parametrize(("count", "said"), [(512, "512 bytes"), (1536, "1.5 KB"), (3 * GB, "3.0 GB"), (200 * GB, "200 GB")])
 def test_bytes_are_said_as_people_say_them(count: int, said: str) -> None:
-    assert format_size(count) == said
+    assert format_bytes(count) == said
 
 
 # -- limits ---------------------------------------------------------------------------------------------------------------
@@ -124,21 +126,21 @@ def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
 @pytest.mark.parametrize(
     ("memory", "status", "said"),
     [
-        (MemoryLimits(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
-        (MemoryLimits(64 * GB, 2 * GB), "warning", "2.0 GB available"),
-        (MemoryLimits(64 * GB, GB), "failed", "1.0 GB available"),
-        (MemoryLimits(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
-        (MemoryLimits(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
+        (Memory(64 * GB, 60 * GB), "ok", "64.0 GB, 60.0 GB available; needed 600 MB + 8 workers × 150 MB = 1,800 MB"),
+        (Memory(64 * GB, 2 * GB), "warning", "2.0 GB available"),
+        (Memory(64 * GB, GB), "failed", "1.0 GB available"),
+        (Memory(64 * GB, 60 * GB, 2 * GB, GB), "failed", "the cgroup allows 2.0 GB, 1.0 GB of it used"),
+        (Memory(64 * GB, 60 * GB, 32 * GB, GB), "ok", "the cgroup allows 32.0 GB"),
         (None, "skipped", "does not report"),
     ],
 )
-def test_memory(memory: MemoryLimits | None, status: Status, said: str) -> None:
+def test_memory(memory: Memory | None, status: Status, said: str) -> None:
     found = limits.check_memory(memory, EIGHT)
     assert (found.status, said in found.found) == (status, True), found
 
 
 def test_with_too_little_memory_the_number_of_workers_that_fit_is_said() -> None:
-    found = limits.check_memory(MemoryLimits(4 * GB, GB), EIGHT)
+    found = limits.check_memory(Memory(4 * GB, GB), EIGHT)
     assert "--num-workers 2" in found.fix
     fits = ResourceNeeds(2, 8).memory
     assert fits <= GB < ResourceNeeds(3, 8).memory
@@ -193,7 +195,7 @@ def test_the_store_of_ray_stays_where_it_was_when_rings_are_moved() -> None:
         (OpenFileLimits(1024, 4096), "ok", ""),
         (OpenFileLimits(100, 4096), "failed", "ulimit -n 4096"),
         (OpenFileLimits(100, 100), "failed", "nofile 4096 in /etc/security/limits.conf"),
-        (OpenFileLimits(limits.UNLIMITED, limits.UNLIMITED), "ok", ""),
+        (OpenFileLimits(cgroups.UNLIMITED, cgroups.UNLIMITED), "ok", ""),
     ],
 )
 def test_open_files(files: OpenFileLimits, status: Status, fix: str) -> None:
@@ -230,7 +232,7 @@ def test_with_too_few_threads_the_number_of_workers_that_fit_is_said() -> None:
     assert replace(GAMES, workers=3).threads <= 1000 < replace(GAMES, workers=4).threads
 
 
-@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (limits.UNLIMITED, "ok")])
+@pytest.mark.parametrize(("maps", "status"), [(65_530, "ok"), (30_000, "warning"), (1_000, "failed"), (cgroups.UNLIMITED, "ok")])
 def test_mappings(maps: int, status: Status) -> None:
     assert limits.check_maps(ThreadLimits((), maps), EIGHT).status == status
 
@@ -258,9 +260,9 @@ def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -
         (root / path).write_text(text)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
-    groups = limits.inspect_cgroups(proc, root)
+    groups = cgroups.find_cgroups(proc, root)
     assert limits.inspect_cores(groups).quota == 1.5
-    assert limits.inspect_memory(groups, meminfo) == MemoryLimits(64 * GB, 32 * GB, 2 * GB, GB // 2)
+    assert cgroups.read_memory(groups, meminfo) == Memory(64 * GB, 32 * GB, 2 * GB, GB // 2)
     assert [most for most, _ in groups.numbers("pids", "pids.max", "pids.max")] == [512]
 
 

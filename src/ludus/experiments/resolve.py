@@ -15,7 +15,6 @@ from ludus.envs.legacy_names import current_name
 from ludus.envs.vector_env import check_exists, reward_threshold
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
 from ludus.experiments.validation import agent_mapping, iteration_units, validate
-from ludus.experiments.validation.game_seats import seats_of
 from ludus.experiments.validation.validate import ParsedExperiment
 from ludus.models.devices import learner_device, named_device
 from ludus.process.host import usable_cores
@@ -94,6 +93,8 @@ def _resolve(parsed: ParsedExperiment, cluster: ClusterOptions | None) -> Resolv
         config = _with_fleet_worker(parsed).algorithm_config
         _check_fleet(experiment.memory, config, cluster, external=external, multi_agent=multi_agent)
     if external:
+        from ludus.experiments.validation.game_seats import seats_of
+
         seats_of(configs.external_config(config.env_config))
     _check_mode(config, cluster, external=external)
     if multi_agent:

@@ -69,13 +69,5 @@ def _clean(text: str, secrets: Sequence[str]) -> str:
     return re.sub(r"[\x00-\x1f\x7f]+", " ", text).strip()
 
 
-def format_size(count: float) -> str:
-    """Format a number of bytes with a unit."""
-    for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}" if count < 100 * scale else f"{count / scale:,.0f} {unit}"
-    return f"{count:.0f} bytes"
-
-
 def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

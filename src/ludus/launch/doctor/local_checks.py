@@ -30,6 +30,7 @@ from ludus.launch.doctor.checks import (
 from ludus.launch.doctor.finding import DoctorFinding, failed, redact_secrets, skipped
 from ludus.launch.doctor.requirements import ResourceNeeds
 from ludus.launch.ray_role import block_size
+from ludus.process.cgroups import Cgroups, find_cgroups, read_memory
 from ludus.process.job_env import PORTS
 
 CHECK_S = 20.0
@@ -88,7 +89,7 @@ def run_local_checks(request: DoctorRequest) -> DoctorReport:
     """Run all checks. Does not raise: a check that fails to run is a finding too."""
     installed = versions.inspect_versions()
     environ = dict(os.environ)
-    groups = limits.inspect_cgroups()
+    groups = find_cgroups()
     cores = limits.inspect_cores(groups)
     tried = (
         CheckThread("environment", lambda: env_smoke_test.run_smoke_test(request.env))
@@ -123,13 +124,13 @@ def run_local_checks(request: DoctorRequest) -> DoctorReport:
 
 
 def _check_limits(
-    needs: ResourceNeeds, cores: limits.CpuLimits, groups: limits.Cgroups, environ: Mapping[str, str]
+    needs: ResourceNeeds, cores: limits.CpuLimits, groups: Cgroups, environ: Mapping[str, str]
 ) -> tuple[list[DoctorFinding], list[DoctorFinding]]:
     """Check kernel limits, which cannot hang. The findings about shared memory belong between the two lists."""
     threads = limits.inspect_threads(groups)
     return [
         limits.check_cores(cores, needs, environ),
-        limits.check_memory(limits.inspect_memory(groups), needs),
+        limits.check_memory(read_memory(groups), needs),
     ], [
         limits.check_files(limits.inspect_files(), needs),
         limits.check_threads(threads, needs),

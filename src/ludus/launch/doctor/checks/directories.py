@@ -9,7 +9,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_size, ok, warning
+from ludus.core.formatting import format_bytes
+from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
 from ludus.launch.doctor.requirements import RUN_BYTES, STATE_BYTES, TEMP_BYTES
 from ludus.launch.job_dir import state_dir
 
@@ -119,15 +120,15 @@ def check_directory(what: str, status: DirectoryStatus, *, shared: bool = False)
     """`what`: runs, temp or state. `shared`: all nodes must share the directory, as for the records of Slurm jobs."""
     check, move = _CHECKS[what], f"{_MOVE_OPTION[what]} elsewhere"
     kind = f" ({status.kind})" if status.kind else ""
-    text = f"{status.asked}: {format_size(status.free)} free{kind}"
+    text = f"{status.asked}: {format_bytes(status.free)} free{kind}"
     if status.why:
         return failed(check, f"{status.asked} cannot be written to: {status.why}", f"{move}.")
     if status.free < _NEEDED[what] // 10:
-        return failed(check, f"{text}; at least {format_size(_NEEDED[what])} should be", f"Free some room, or {move}.")
+        return failed(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
     if status.inodes is not None and status.inodes < _INODES:
         return failed(check, f"{text}, and room for {status.inodes:,} more files", f"Remove files, or {move}.")
     if status.free < _NEEDED[what]:
-        return warning(check, f"{text}; at least {format_size(_NEEDED[what])} should be", f"Free some room, or {move}.")
+        return warning(check, f"{text}; at least {format_bytes(_NEEDED[what])} should be", f"Free some room, or {move}.")
     if what == "state" and not status.ours:
         return (
             failed(check, f"{status.path} belongs to another user", f"{move}.")

@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from ludus.core import trust
+from ludus.core.formatting import format_bytes
 from ludus.display import headless
 from ludus.errors import LudusError
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, format_size, ok, skipped, warning
+from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, skipped, warning
 from ludus.process import procfs
 from ludus.process.identity import adopt_orphans, end_descendants, reap, send, started
 
@@ -106,7 +107,7 @@ def check_smoke_test(result: SmokeTest) -> DoctorFinding:
             f"{result.env}: {result.why}",
             result.hint or "`ludus train` would end with the same error: see its message.",
         )
-    takes = f"{format_count(result.threads, 'thread')}, {format_size(result.memory)}"
+    takes = f"{format_count(result.threads, 'thread')}, {format_bytes(result.memory)}"
     if result.processes:
         takes += f", {format_count(result.processes, 'process').replace('processs', 'processes')}"
     text = f"{result.env}: created, reset and stepped in {result.seconds:.1f} s; one takes {takes}"

@@ -7,14 +7,13 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, format_size, ok, warning
+from ludus.core.formatting import format_bytes
+from ludus.launch.doctor.finding import DoctorFinding, failed, format_count, ok, warning
 from ludus.launch.doctor.requirements import ResourceNeeds
-
-UNLIMITED = 1 << 60
-"""Kernels report missing limits as various numbers above this."""
+from ludus.process.cgroups import UNLIMITED, Cgroups, Memory, read_number
 
 SHM = "LUDUS_SHM"
 """Variable with the directory of ring buffers and weights (distributed/hub/server.py)."""
@@ -41,20 +40,6 @@ class CpuLimits:
     @property
     def whole(self) -> int:
         return max(1, min(self.usable, int(self.quota) if self.quota is not None else self.usable))
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """`limit`, `used`: of the cgroup with the least memory left; None: no limit."""
-
-    total: int
-    available: int
-    limit: int | None = None
-    used: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.available if self.limit is None else min(self.available, max(0, self.limit - self.used))
 
 
 @dataclass(frozen=True)
@@ -90,55 +75,6 @@ class OpenFileLimits:
     hard: int
 
 
-@dataclass(frozen=True)
-class Cgroups:
-    """Directories of this process's cgroups by controller, innermost first; "" is version 2."""
-
-    directories: dict[str, tuple[Path, ...]] = field(default_factory=dict)
-
-    def numbers(self, controller: str, old: str, new: str) -> Iterator[tuple[int, Path]]:
-        """Yield the limits in the files of that name and their directories, from the innermost; without unlimited ones."""
-        for version, name in ((controller, old), ("", new)):
-            for directory in self.directories.get(version, ()):
-                with contextlib.suppress(OSError, ValueError):
-                    value = int((directory / name).read_text().split()[0])
-                    if value < UNLIMITED:
-                        yield value, directory
-
-
-def inspect_cgroups(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")) -> Cgroups:
-    found: dict[str, tuple[Path, ...]] = {}
-    try:
-        lines = (proc / "cgroup").read_text().splitlines()
-    except OSError:
-        return Cgroups()
-    for line in lines:
-        _, names, inner = line.split(":", 2)
-        for name in names.split(",") if names else [""]:
-            base = _mount_point(root, name)
-            if base is not None:
-                found[name] = tuple(_parents_to_root(base, inner))
-    return Cgroups(found)
-
-
-def _mount_point(root: Path, name: str) -> Path | None:
-    if name:
-        return root / name if (root / name).is_dir() else None
-    return next((base for base in (root, root / "unified") if (base / "cgroup.controllers").exists()), None)
-
-
-def _parents_to_root(base: Path, inner: str) -> Iterator[Path]:
-    """Yield a cgroup's directory and its parents. In a container, its own cgroup may be mounted as the root."""
-    here = base / inner.strip("/")
-    if not here.is_dir():
-        here = base
-    while True:
-        yield here
-        if here == base:
-            return
-        here = here.parent
-
-
 def inspect_cores(groups: Cgroups) -> CpuLimits:
     affinity = getattr(os, "sched_getaffinity", None)
     present = os.cpu_count() or 1
@@ -157,30 +93,6 @@ def _quota(groups: Cgroups) -> float | None:
             if granted > 0:
                 found.append(granted / int((directory / "cpu.cfs_period_us").read_text()))
     return min(found, default=None)
-
-
-def inspect_memory(groups: Cgroups, meminfo: Path = Path("/proc/meminfo")) -> MemoryLimits | None:
-    """Return None if the system does not report it."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    limit, used = None, 0
-    for most, directory in groups.numbers("memory", "memory.limit_in_bytes", "memory.max"):
-        now = _memory_used(directory)
-        if limit is None or most - now < limit - used:
-            limit, used = most, now
-    return MemoryLimits(total, available, limit, used)
-
-
-def _memory_used(directory: Path) -> int:
-    """Return the used bytes without the reclaimable page cache."""
-    used = _read_number(directory / "memory.usage_in_bytes") or _read_number(directory / "memory.current") or 0
-    with contextlib.suppress(OSError):
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE)
-        used -= int(found[1]) if found else 0
-    return max(0, used)
 
 
 def inspect_shared_memory(path: Path = _SHM) -> SharedMemory | None:
@@ -203,17 +115,17 @@ def inspect_threads(groups: Cgroups) -> ThreadLimits:
         mine = sum(_user_threads(os.getuid()))
         bounds.append(ThreadLimit("ulimit -u", soft, mine, "ulimit -u unlimited, or nproc in /etc/security/limits.conf"))
     for allowed, directory in groups.numbers("pids", "pids.max", "pids.max"):
-        now = _read_number(directory / "pids.current") or 0
+        now = read_number(directory / "pids.current") or 0
         bounds.append(ThreadLimit("cgroup pids.max", allowed, now, "TasksMax= of the service, --pids-limit of the container"))
     machine_threads = _machine_threads()
     for name, path in (("kernel.threads-max", "threads-max"), ("kernel.pid_max", "pid_max")):
-        if (most := _read_number(Path("/proc/sys/kernel") / path)) is not None:
+        if (most := read_number(Path("/proc/sys/kernel") / path)) is not None:
             bounds.append(
                 ThreadLimit(
                     name, most, machine_threads, f"sysctl -w {name}={max(4_194_304 if path == 'pid_max' else 0, 2 * most)}"
                 )
             )
-    return ThreadLimits(tuple(bounds), _read_number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
+    return ThreadLimits(tuple(bounds), read_number(Path("/proc/sys/vm/max_map_count")) or UNLIMITED)
 
 
 def _user_threads(user: int) -> Iterator[int]:
@@ -230,12 +142,6 @@ def _machine_threads() -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
     return 0
-
-
-def _read_number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None
 
 
 # -- checks ---------------------------------------------------------------------------------------------------------------
@@ -260,12 +166,12 @@ def check_cores(cores: CpuLimits, needs: ResourceNeeds, environ: Mapping[str, st
     return ok("cpu", text)
 
 
-def check_memory(memory: MemoryLimits | None, needs: ResourceNeeds) -> DoctorFinding:
+def check_memory(memory: Memory | None, needs: ResourceNeeds) -> DoctorFinding:
     if memory is None:
         return DoctorFinding("memory", "skipped", "this system does not report it")
-    text = f"{format_size(memory.total)}, {format_size(memory.available)} available"
+    text = f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     if memory.limit is not None and memory.limit < memory.total:
-        text += f"; the cgroup allows {format_size(memory.limit)}, {format_size(memory.used)} of it used"
+        text += f"; the cgroup allows {format_bytes(memory.limit)}, {format_bytes(memory.used)} of it used"
     text += f"; needed {needs.explain_memory()}"
     if memory.free < needs.memory:
         fewer = max(0, needs.workers - -(-(needs.memory - memory.free) // max(1, needs.memory_per_worker)))
@@ -291,7 +197,7 @@ def check_moved_memory(directory: str, shared: SharedMemory | None, needs: Resou
         return failed(
             "shared memory", f"{SHM}={directory}: {'it does not exist' if shared is None else 'it is not writable'}", other
         )
-    text = f"{SHM}={directory}: {format_size(shared.total)}, {format_size(shared.free)} free; needed {needs.explain_rings()}"
+    text = f"{SHM}={directory}: {format_bytes(shared.total)}, {format_bytes(shared.free)} free; needed {needs.explain_rings()}"
     if shared.free < needs.rings:
         return failed("shared memory", text, f"Set {SHM} to a directory with more room, or unset it.")
     return ok("shared memory", text)
@@ -304,7 +210,7 @@ def check_store(shared: SharedMemory | None, needs: ResourceNeeds) -> DoctorFind
         return warning(
             check, f"{_SHM}: {what}; Ray's store goes to a disk, which is slower", "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
         )
-    text = f"{_SHM}: {format_size(shared.total)}, {format_size(shared.free)} free; needed {wanted}"
+    text = f"{_SHM}: {format_bytes(shared.total)}, {format_bytes(shared.free)} free; needed {wanted}"
     return ok(check, text) if shared.free >= needs.store else failed(check, text, _enlarge_command(needs.store))
 
 
@@ -316,7 +222,7 @@ def check_shared_memory(shared: SharedMemory | None, needs: ResourceNeeds) -> Do
             f"{_SHM}: {what}; rings go to the temporary directory, which is slower",
             "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
         )
-    text = f"{_SHM}: {format_size(shared.total)}, {format_size(shared.free)} free; needed {needs.explain_shared()}"
+    text = f"{_SHM}: {format_bytes(shared.total)}, {format_bytes(shared.free)} free; needed {needs.explain_shared()}"
     bigger = _enlarge_command(needs.shared)
     if shared.free < _SHM_MIN:
         return warning("shared memory", f"{text}; with so little, rings go to the temporary directory, which is slower", bigger)
