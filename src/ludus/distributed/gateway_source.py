@@ -19,8 +19,8 @@ from ludus.errors import WorkerFailed
 from ludus.gateway.server import GatewaySettings
 from ludus.gateway.worker_policies import COUNTED, CURRENT, Played
 from ludus.models.policy import Policy
-from ludus.models.weights.shared_weights import Board, stage
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.shared_weights import SharedWeights, stage
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
@@ -36,7 +36,7 @@ class Boards:
 
     def __init__(self, policies: Mapping[str, Policy], steps: int, capacity: int) -> None:
         self._scratch = Scratch(shared_memory())
-        self.boards = {name: Board(self._scratch.path / name) for name in policies}
+        self.boards = {name: SharedWeights(self._scratch.path / name) for name in policies}
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name
         segments.mkdir(mode=0o700)
@@ -55,7 +55,7 @@ class Boards:
 class PublishingPool:
     """The pool of the run, whose versions also reach the workers."""
 
-    def __init__(self, pool: LocalPool, boards: Boards) -> None:
+    def __init__(self, pool: LocalVersionStore, boards: Boards) -> None:
         self._pool, self._boards = pool, boards
         for name in pool.names():
             boards.publish(name, pool.newest(name)[1])

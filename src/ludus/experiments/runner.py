@@ -76,10 +76,10 @@ from ludus.experiments.runs.run_dir import Run, holds_run, run_directory
 from ludus.experiments.runs.run_status import StatusWriter, described
 from ludus.experiments.runs.run_sync import Carrier
 from ludus.experiments.validation import iteration_units, validate
-from ludus.models.centralized_critic import actor_of
-from ludus.models.devices import acting_on, learner_device, named_device
+from ludus.models.centralized_critic import actor_policy
+from ludus.models.devices import copy_for_acting, learner_device, named_device
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool, PolicySource
+from ludus.models.weights.version_store import LocalVersionStore, PolicySource
 from ludus.process.host import keep_freed_memory, stop_on_signals, usable_cores
 from ludus.process.job_env import Surroundings
 from ludus.ray_cluster.cluster import address_of
@@ -599,7 +599,9 @@ def training(
         contextlib.ExitStack() as last,  # what the others say while they end is carried too
         assembled(*given) as parts,
         StatusWriter(
-            parts.run.directory, functools.partial(_shown, parts, resolved, _carrier(last, parts)), guard=parts.pool.look
+            parts.run.directory,
+            functools.partial(_shown, parts, resolved, _carrier(last, parts)),
+            guard=parts.pool.check_recently,
         ) as shown,
     ):
         if before is not None:
@@ -652,7 +654,7 @@ class Training:
         policy, version = parts.pool.newest(model)
         where = parts.run.directory / checkpoint.FOLDER / name if name else None
         log.info("%s: %s after %s timesteps", parts.run.status, stopped_by, metrics.get("timesteps"))
-        agent = RunAgent(actor_of(policy), resolved.config.seed, version, run_dir=parts.run.directory, model=model)
+        agent = RunAgent(actor_policy(policy), resolved.config.seed, version, run_dir=parts.run.directory, model=model)
         return Result(parts.run.directory, where, stopped_by, metrics, agent, resolved.experiment.env)
 
 
@@ -692,7 +694,7 @@ class Parts:
     sampler: Experience
     trainer: Trainer
     conductor: Conductor
-    pool: LocalPool
+    pool: LocalVersionStore
 
 
 @contextlib.contextmanager
@@ -797,7 +799,7 @@ def _policy(environments: Environments, config: AlgorithmConfig, scales: Scales,
     policy = make_policy(
         environments.observation_space, environments.action_space, config, scales, embed_above=embedding_bound(before)
     )
-    return acting_on(policy, named_device(config.inference_device, "inference_device"))
+    return copy_for_acting(policy, named_device(config.inference_device, "inference_device"))
 
 
 def _memory(policy: Policy, environments: Environments, steps: int) -> Memory:
@@ -805,7 +807,7 @@ def _memory(policy: Policy, environments: Environments, steps: int) -> Memory:
     return make_memory("local", segment_spec(policy, environments, steps), environments.num, 1)
 
 
-def _source(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> PolicySource:
+def _source(pool: LocalVersionStore, policy: Policy, before: Checkpoint | None) -> PolicySource:
     pool.add(DEFAULT_MODEL, policy, above=before.state["models"][DEFAULT_MODEL]["version"] if before else 0)
     return pool.source(DEFAULT_MODEL)
 
@@ -833,5 +835,5 @@ def _sampler(
     )
 
 
-def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalPool, smoothing: int, clock: RunClock) -> Trainer:
+def _trainer(algorithm: Algorithm, memory: Batches, pool: LocalVersionStore, smoothing: int, clock: RunClock) -> Trainer:
     return Trainer({DEFAULT_MODEL: algorithm}, memory, pool, smoothing=smoothing, clock=clock)

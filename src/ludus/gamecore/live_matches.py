@@ -30,7 +30,7 @@ from ludus.errors import ConfigError, Refused
 from ludus.gamecore.game_spec import ONLY_SEAT, Playable
 from ludus.gateway.actor import Actor
 from ludus.gateway.builtin_actor import decoded, encoded
-from ludus.models.inference.micro_batcher import Answer
+from ludus.models.inference.micro_batcher import BatchFuture
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Table:
         """Camps whose session is over."""
         self.left: set[int] = set()
         """Rows whose seat has left a match that goes on."""
-        self.parked: dict[tuple[int, ...], Answer] = {}
+        self.parked: dict[tuple[int, ...], BatchFuture] = {}
         """By the camps of a session."""
         self.said: dict[int, Said] = {}
         """By row, of this round."""
@@ -147,7 +147,7 @@ class Table:
         self.since = now
         self.missing -= sum(len(self.rows[camp]) for camp in camps)
 
-    def answered(self, now: float) -> dict[tuple[int, ...], Answer]:
+    def answered(self, now: float) -> dict[tuple[int, ...], BatchFuture]:
         """A new round begins; who waits for the answer, by the camps of the session."""
         self.left = (self.left - self.said.keys()) | {row for row, one in self.said.items() if one.over}
         parked, self.parked, self.said = self.parked, {}, {}
@@ -243,7 +243,7 @@ class Tables:
             log.warning("match %s is lost: %s (%d so far)", table.id, why, number)
 
     @staticmethod
-    def _cancel(answer: Answer) -> None:
+    def _cancel(answer: BatchFuture) -> None:
         """Its session is over for us. May be called by any thread."""
         answer.get_loop().call_soon_threadsafe(_refuse, answer)
 
@@ -278,7 +278,7 @@ class Tables:
             raise Refused(409, "camp", f"Camp {camp} of this match has a session already.", "One for each camp, once.")
         return (int(camp),)
 
-    def park(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said], answer: Answer) -> None:
+    def park(self, table: Table, camps: tuple[int, ...], said: Mapping[int, Said], answer: BatchFuture) -> None:
         """A tick. Raises Refused when nobody waits for it any more."""
         with self.changed:
             self._still(table)
@@ -317,7 +317,7 @@ class Tables:
 
     def answer(self, actions: Callable[[int], Any]) -> None:
         """Tell all games whose turn it is not what their seats do; `actions(row)` as a message can say it."""
-        answers: list[tuple[Answer, dict[int, Any]]] = []
+        answers: list[tuple[BatchFuture, dict[int, Any]]] = []
         loop: asyncio.AbstractEventLoop | None = None
         with self.changed:
             now = self.clock()
@@ -409,7 +409,7 @@ def _shows(slot: Slot) -> bool:
     return slot.following is not None and slot.following.ready
 
 
-def _release(answers: Sequence[tuple[Answer, dict[int, Any]]]) -> None:
+def _release(answers: Sequence[tuple[BatchFuture, dict[int, Any]]]) -> None:
     for answer, actions in answers:
         if not answer.done():
             answer.set_result(actions)
@@ -417,7 +417,7 @@ def _release(answers: Sequence[tuple[Answer, dict[int, Any]]]) -> None:
                 answer.waiter.resume()
 
 
-def _refuse(answer: Answer) -> None:
+def _refuse(answer: BatchFuture) -> None:
     if not answer.done():
         answer.set_exception(Refused(410, "session_lost", "This match was given up.", "End it."))
         if answer.waiter is not None:
@@ -649,7 +649,7 @@ class TableActor(Actor):
         except Refused as refused:
             self._tables.lose(table, f"it sent something else than was agreed on: {refused}")
             raise
-        answer = Answer(loop=asyncio.get_running_loop())
+        answer = BatchFuture(loop=asyncio.get_running_loop())
         self._tables.park(table, self._camps, said, answer)
         actions = await answer
         self._acted = {row for row, action in actions.items() if action is not None}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ludus.errors import Refused
 from ludus.gateway.latency_histogram import Meter
-from ludus.models.inference.micro_batcher import Answer
+from ludus.models.inference.micro_batcher import BatchFuture
 from ludus.protocol.spec import END, START, TICK, About, error_body
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Session:
                 raise
         else:
             _leave_task(loop, task)
-            if waited.__class__ is Answer and waited.waiter is None:
+            if waited.__class__ is BatchFuture and waited.waiter is None:
                 waited._asyncio_future_blocking = False
                 waited.waiter = self
                 self._fut_waiter = waited
@@ -191,7 +191,7 @@ class Session:
         waited = self._fut_waiter
         if waited is None:
             return False
-        if waited.__class__ is Answer and waited.waiter is self:
+        if waited.__class__ is BatchFuture and waited.waiter is self:
             waited.waiter = None  # a batch does not tell of what is cancelled, and must not resume us later
             waited.add_done_callback(self._go_on)
         return bool(waited.cancel(msg=self._cancel_message))

@@ -30,11 +30,11 @@ from ludus.experiments.runs.remote_runs import shown
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.autoregressive_actions import Branch
 from ludus.models.categories import EMBED_ABOVE
-from ludus.models.centralized_critic import OWN, WHOLE
-from ludus.models.devices import learner_device, learning_on
+from ludus.models.centralized_critic import OWN, STATE
+from ludus.models.devices import copy_for_learning, learner_device
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.process.host import usable_cores
 from ludus.process.job_env import LEARNERS, Surroundings
 from ludus.transport.base import Batches
@@ -110,9 +110,9 @@ def make_policy(
         byte_scales=scales,
         embed_above=embed_above,
     )
-    if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, WHOLE}:
+    if not network.central and isinstance(observation_space, gym.spaces.Dict) and set(observation_space.spaces) == {OWN, STATE}:
         log.warning(
-            "Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, WHOLE
+            "Observations are {%s, %s}, and the policy sees both. For the value alone: model.centralized_value.", OWN, STATE
         )
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(config.seed)
@@ -162,7 +162,7 @@ def make_algorithm(
 ) -> Algorithm:
     threads = threads_of(policy, config)
     torch.set_num_threads(threads["torch_threads"])
-    learning = learning_on(policy, learner_device(config.learner_device, config.num_gpus))
+    learning = copy_for_learning(policy, learner_device(config.learner_device, config.num_gpus))
     algorithm = kind(learning, config.model_copy(update=threads), config.seed)
     if before is not None:
         before.restore(model, algorithm)
@@ -221,10 +221,10 @@ def opened(open_run: Callable[[], Run], policy: Policy, config: AlgorithmConfig)
     return run
 
 
-def make_pool(run: Run, before: Checkpoint | None = None) -> LocalPool:
+def make_pool(run: Run, before: Checkpoint | None = None) -> LocalVersionStore:
     """`before`: the checkpoint that the run goes on from. From here on the run is written only while it is ours."""
     began = checkpoint.origin(run.store, before)
-    pool = LocalPool(run.store, {checkpoint.FROM: began}, functools.partial(checkpoint.check_newest, run.store, began))
+    pool = LocalVersionStore(run.store, {checkpoint.FROM: began}, functools.partial(checkpoint.check_newest, run.store, began))
     run.guard = pool.check
     return pool
 
@@ -239,7 +239,7 @@ def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
 def make_conductor(
     trainer: Trainer,
     source: Experience,
-    pool: LocalPool,
+    pool: LocalVersionStore,
     run: Run,
     resolved: Resolved,
     evaluate: Evaluate | None,

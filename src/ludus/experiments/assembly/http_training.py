@@ -42,7 +42,7 @@ from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
 
@@ -208,12 +208,12 @@ def _memory(memories: dict[str, WatchedMemory], batch_steps: int) -> CollatedBat
     return CollatedBatches(list(memories.values()), batch_steps)
 
 
-def add_models(pool: LocalPool, policies: dict[str, Policy], before: Checkpoint | None) -> None:
+def add_models(pool: LocalVersionStore, policies: dict[str, Policy], before: Checkpoint | None) -> None:
     for name, policy in policies.items():
         pool.add(name, policy, above=before.state["models"][name]["version"] if before else 0)
 
 
-def _deciding(pool: LocalPool, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, BatchedPolicy[Policy]]:
+def _deciding(pool: LocalVersionStore, policies: dict[str, Policy], config: AlgorithmConfig) -> dict[str, BatchedPolicy[Policy]]:
     return {
         name: BatchedPolicy(pool.source(name), seed=config.seed + number, deterministic=not config.explore)
         for number, name in enumerate(policies)

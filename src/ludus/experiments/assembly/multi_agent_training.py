@@ -41,11 +41,11 @@ from ludus.experiments.evaluation.evaluation import warn_of_cuts
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import Run
-from ludus.models.byte_scales import Seen
-from ludus.models.centralized_critic import OWN, WHOLE, actor_of
-from ludus.models.devices import acting_on, named_device
+from ludus.models.byte_scales import LargestValues
+from ludus.models.centralized_critic import OWN, STATE, actor_policy
+from ludus.models.devices import copy_for_acting, named_device
 from ludus.models.policy import PROBABILITIES, Policy
-from ludus.models.weights.version_store import FixedSource, LocalPool
+from ludus.models.weights.version_store import FixedSource, LocalVersionStore
 from ludus.sampling.episode_runner import Score, episode_step_limit, preserve_random_state
 from ludus.sampling.multi_agent import EnvCopies, MatchBatches, MultiAgentSampler, MultiAgentSettings, play_matches
 from ludus.sampling.opponents import RANDOM, Opponent, ZeroSum
@@ -325,18 +325,18 @@ def _policies(
     central = config.multiagent.centralized_value
 
     @functools.cache
-    def look() -> dict[str, Seen]:
+    def look() -> dict[str, LargestValues]:
         return byte_scales.largest_seen_of_agents(lambda: make_match(env, config), cast.agents, config.seed, central=central)
 
     made = {}
     for name, (seen, done) in cast.spaces.items():
         scales = byte_scales.choose(seen, of_each[name], functools.partial(_seen_of, look, name), before, announce, name)
         policy = make_policy(seen, done, of_each[name], scales, central=central, embed_above=embedding_bound(before, name))
-        made[name] = acting_on(policy, named_device(of_each[name].inference_device, "inference_device"))
+        made[name] = copy_for_acting(policy, named_device(of_each[name].inference_device, "inference_device"))
     return made
 
 
-def _seen_of(look: Callable[[], Mapping[str, Seen]], model: str) -> Seen:
+def _seen_of(look: Callable[[], Mapping[str, LargestValues]], model: str) -> LargestValues:
     return look()[model]
 
 
@@ -356,7 +356,13 @@ def _batches(policies: Mapping[str, Policy], copies: EnvCopies, config: Algorith
 
 
 def _sampler(
-    copies: EnvCopies, cast: Cast, pool: LocalPool, batches: MatchBatches, config: AlgorithmConfig, seed: int, stop: StopCheck
+    copies: EnvCopies,
+    cast: Cast,
+    pool: LocalVersionStore,
+    batches: MatchBatches,
+    config: AlgorithmConfig,
+    seed: int,
+    stop: StopCheck,
 ) -> MultiAgentSampler:
     assert config.multiagent is not None
     return MultiAgentSampler(
@@ -377,7 +383,7 @@ def _sampler(
 
 
 def _trainer(
-    algorithms: dict[str, Algorithm], batches: MatchBatches, pool: LocalPool, smoothing: int, clock: RunClock
+    algorithms: dict[str, Algorithm], batches: MatchBatches, pool: LocalVersionStore, smoothing: int, clock: RunClock
 ) -> Trainer:
     return Trainer(algorithms, batches, pool, smoothing=smoothing, by_model=False, clock=clock)
 
@@ -400,7 +406,7 @@ class MatchEvaluation:
         """`opponent`: None plays the policies of the run, or chance once its matches are found to be zero-sum."""
         self._resolved, self._cast, self._stop = resolved, cast, stop
         self._opponent, self._zero_sum = opponent, zero_sum
-        self._sources = {name: FixedSource(actor_of(policy)) for name, policy in policies.items()}
+        self._sources = {name: FixedSource(actor_policy(policy)) for name, policy in policies.items()}
         self._copies: EnvCopies | None = None
 
     @property
@@ -481,7 +487,7 @@ def opponent_of(where: str, cast: Cast) -> Opponent:
     policies = {agent: models[mapping[agent]] for agent in cast.agents}
     for agent, model in cast.agents.items():
         seen, done = cast.spaces[model]
-        own = seen[OWN] if isinstance(seen, gym.spaces.Dict) and set(seen.spaces) == {OWN, WHOLE} else seen
+        own = seen[OWN] if isinstance(seen, gym.spaces.Dict) and set(seen.spaces) == {OWN, STATE} else seen
         theirs = policies[agent]
         if (theirs.observation_space, theirs.action_space) != (own, done):
             raise ConfigError(

@@ -49,7 +49,7 @@ from ludus.experiments.evaluation.evaluation import make_evaluation
 from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.process.workers.supervisor import Restart
 from ludus.ray_cluster.cluster import Cluster
 from ludus.sampling.sampler import VersionClock, segment_spec
@@ -157,7 +157,7 @@ def _policy(shape: Shape, config: AlgorithmConfig, scales: Scales, before: Check
     return make_policy(shape.observation_space, shape.action_space, config, scales, embed_above=embedding_bound(before))
 
 
-def _add_model(pool: LocalPool, policy: Policy, before: Checkpoint | None) -> None:
+def _add_model(pool: LocalVersionStore, policy: Policy, before: Checkpoint | None) -> None:
     pool.add(DEFAULT_MODEL, policy, above=before.state["models"][DEFAULT_MODEL]["version"] if before else 0)
 
 
@@ -190,7 +190,7 @@ def make_plan(
 
 
 def _plan(
-    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalPool, run: Run, seed: int, begun: int
+    env: str, config: AlgorithmConfig, shape: Shape, policy: Policy, pool: LocalVersionStore, run: Run, seed: int, begun: int
 ) -> Plan:  # fmt: skip
     return make_plan(env, config, shape, policy, pool.newest(DEFAULT_MODEL)[1], seed, begun, str(run.directory.absolute()))
 
@@ -202,7 +202,7 @@ def _cluster(options: ClusterOptions | None, announce: Callable[[str], None] | N
 
 
 def _sampling(
-    plan: Plan, workers: int, pool: LocalPool, run: Run, cluster: Cluster | None, announce: Callable[[str], None] | None
+    plan: Plan, workers: int, pool: LocalVersionStore, run: Run, cluster: Cluster | None, announce: Callable[[str], None] | None
 ) -> Sampling:
     logs = run.directory / "logs" / "sampler"
     if announce is not None:
@@ -216,13 +216,13 @@ def _sampling(
     return Sampling(nodes, workers, lambda: _newest(pool))
 
 
-def _newest(pool: LocalPool) -> tuple[int, Mapping[str, Array]]:
+def _newest(pool: LocalVersionStore) -> tuple[int, Mapping[str, Array]]:
     """The newest version and its weights as they are, not a copy: whoever keeps them copies them."""
     policy, version = pool.newest(DEFAULT_MODEL)
     return version, {name: tensor.detach().cpu().numpy() for name, tensor in policy.state_dict().items()}
 
 
-def make_batches(sampling: Sampling, pool: LocalPool, config: AlgorithmConfig) -> BlockBatches:
+def make_batches(sampling: Sampling, pool: LocalVersionStore, config: AlgorithmConfig) -> BlockBatches:
     sampling.batches = BlockBatches(
         sampling,
         config.workers,
@@ -238,7 +238,7 @@ def _fleet(
     resolved: Resolved,
     shape: Shape,
     policy: Policy,
-    pool: LocalPool,
+    pool: LocalVersionStore,
     run: Run,
     before: Checkpoint | None,
     begun: int,
@@ -303,7 +303,7 @@ def _fleet_batches(fleet: Fleet) -> FleetBatches:
 class PublishingPool:
     """The pool of the run, whose versions also reach the workers."""
 
-    def __init__(self, pool: LocalPool, sampling: Sampling | Fleet) -> None:
+    def __init__(self, pool: LocalVersionStore, sampling: Sampling | Fleet) -> None:
         self._pool, self._sampling = pool, sampling
 
     def newest(self, name: str) -> tuple[Policy, int]:

@@ -22,7 +22,7 @@ from ludus.experiments.control.stopping import FINAL_EVALUATION_S
 from ludus.experiments.evaluation.evaluation_video import show_videos
 from ludus.experiments.runs import checkpoint
 from ludus.experiments.runs.checkpoint import Best
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.episode_runner import Score
 from ludus.storage.base import Store
 
@@ -152,7 +152,7 @@ class Conductor:
         self,
         trainer: Trainer,
         source: Experience,
-        pool: LocalPool,
+        pool: LocalVersionStore,
         store: Store,
         schedule: Schedule,
         sinks: Sequence[Sink],
@@ -206,7 +206,7 @@ class Conductor:
         """Report, then checkpoint, then evaluate: a kill in between loses neither what was learned nor what was said of it."""
         progress = self._trainer.progress
         with contextlib.suppress(StoreUnavailable):  # that is said when there is something to store
-            self._pool.look(_LOOK_AFTER_S)
+            self._pool.check_recently(_LOOK_AFTER_S)
         heard = self._collect()
         self._check_start()
         if progress.iterations == self._seen:

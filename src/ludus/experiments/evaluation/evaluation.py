@@ -29,7 +29,7 @@ from ludus.experiments.evaluation.rollout import Stage
 from ludus.experiments.runs.checkpoint import FOLDER
 from ludus.experiments.runs.remote_runs import store_of
 from ludus.experiments.runs.run_dir import Run
-from ludus.models.devices import acting_on
+from ludus.models.devices import copy_for_acting
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.process.workers.supervisor import Context, Restart
@@ -88,7 +88,7 @@ class Course:
 
     def policy(self) -> Policy:
         """A policy of its own, so that nothing it does while it plays is seen by whoever trains."""
-        return acting_on(serialization.policy_from(self.description), torch.device(self.device))
+        return copy_for_acting(serialization.policy_from(self.description), torch.device(self.device))
 
     def stage(self) -> Stage:
         """What a video shows."""
