@@ -71,11 +71,11 @@ def _choose_one(path: str, box: gym.spaces.Box, largest: int | None) -> ByteScal
             "its space allows 0 to 255. If it holds small integers, declare their largest value, or set preprocess.scale",
         )
     if largest > LARGEST_SYMBOL:
-        return ByteScale(path, IMAGE_DIVISOR, f"values up to {largest} were largest")
+        return ByteScale(path, IMAGE_DIVISOR, f"values up to {largest} occur")
     return ByteScale(
         path,
         max(1.0, float(largest)),
-        f"a grid of small integers, the largest largest is {largest}. If it is a picture, set preprocess.scale: 255",
+        f"a grid of small integers, the largest value is {largest}. If it is a picture, set preprocess.scale: 255",
     )
 
 

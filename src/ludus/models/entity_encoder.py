@@ -1,7 +1,7 @@
 """Sets of entities: a permutation-invariant encoder, and a head that points at one entity.
 
 Most slots of a set are usually empty. Outside an exported graph only as many slots are computed as the fullest set of the batch uses:
-its entities are compacted first, and results are scattered scatter_back.
+its entities are compacted first, and results are scattered back.
 
 Shapes: N slots of a set, W slots after compaction, F features.
 """

@@ -217,7 +217,7 @@ class PolicySet:
     def decide(
         self, model: str, requests: Sequence[tuple[Tree, State | None, Bools | None]], noise: Array | None = None
     ) -> list[Decision]:
-        """Decide for all rows. `noise`: one row each; by default drawn active if exploring."""
+        """Decide for all rows. `noise`: one row each; by default drawn here if exploring."""
         policy, version = self._sources[model].newest()
         observation, states, masks = zip(*requests, strict=True)
         mask = _join_masks(masks)

@@ -56,17 +56,17 @@ class CustomNetwork(PolicyNetwork):
         self.label = f"custom_model {config.custom_model}"
         if config.core is not None:
             raise ConfigError(
-                f"model.{'use_lstm' if config.core == 'lstm' else 'core'} is set beside custom_model {config.custom_model!r}.",
+                f"model.{'use_lstm' if config.core == 'lstm' else 'core'} is set together with custom_model {config.custom_model!r}.",
                 f"A custom model implements its own recurrence: initial_state(batch_size), and {_RECURRENT}.",
             )
         if config.autoregressive:
             raise ConfigError(
-                f"model.autoregressive is set beside custom_model {config.custom_model!r}.",
+                f"model.autoregressive is set together with custom_model {config.custom_model!r}.",
                 "Leave one of them out: a custom model chooses the parts of an action independently.",
             )
         if config.central:
             raise ConfigError(
-                f"centralized_value is set beside custom_model {config.custom_model!r}.",
+                f"centralized_value is set together with custom_model {config.custom_model!r}.",
                 "Leave one of them out: a custom model gets the observation of its agent only.",
             )
         self.num_outputs = num_outputs

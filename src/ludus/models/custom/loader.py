@@ -71,7 +71,7 @@ def register_files(files: ModelFiles) -> None:
 
 
 def add_search_directory(directory: Path) -> None:
-    """Make this process and its children search models resolved first, for example next to an experiment file."""
+    """Make this process and its children search models there first, for example next to an experiment file."""
     resolved = str(directory.resolve())
     trust.add_project(directory)
     os.environ[VARIABLE] = os.pathsep.join([resolved, *(entry for entry in _search_path() if entry != resolved)])
@@ -148,7 +148,7 @@ def _read(name: str, path: Path) -> ModelFiles:
     remaining = _MAX_BYTES - len(texts[name])
     for other in sorted(path.parent.glob("*.py")):
         if other.stem not in texts and other.is_file() and (remaining := remaining - other.stat().st_size) >= 0:
-            with contextlib.suppress(ConfigError):  # it need not matter; whoever imports it is user_code_error
+            with contextlib.suppress(ConfigError):  # it may be unused; importing it reports the error
                 texts[other.stem] = _text(other)
     return ModelFiles(name, str(path.parent.resolve()), texts)
 

@@ -239,9 +239,9 @@ class _Checks:
             if self._differ(first, part, slice(begin, end)):
                 norms = self._modules_of_type(_BATCH_NORMS)
                 if norms:
-                    raise self.fail(f"a row's answer depends on the rows beside it: {', '.join(norms)} is a BatchNorm.", _NORMS)
+                    raise self.fail(f"a row's output depends on the other rows: {', '.join(norms)} is a BatchNorm.", _NORMS)
                 raise self.fail(
-                    "a row's answer depends on the rows beside it.",
+                    "a row's output depends on the other rows.",
                     "Compute along the dimensions after the first; no mean(0) or softmax(0).",
                 )
 

@@ -476,10 +476,10 @@ def module_feeds(args: Sequence[Tree], kwargs: Mapping[str, Tree], seed: int = 0
     rng = np.random.default_rng(seed)
     examples = [*named("args", tuple(args)), *named("kwargs", dict(kwargs))]
     sizes = [1, 2, 3, 64, *rng.integers(1, 65, batches).tolist()][:batches]
-    return [{name: _varied(np.asarray(value), rows, rng) for name, value in examples} for rows in sizes]
+    return [{name: _vary(np.asarray(value), rows, rng) for name, value in examples} for rows in sizes]
 
 
-def _varied(example: Array, rows: int, rng: np.random.Generator) -> Array:
+def _vary(example: Array, rows: int, rng: np.random.Generator) -> Array:
     shape = (rows, *example.shape)
     if example.dtype.kind == "f":
         return (example + rng.normal(size=shape)).astype(example.dtype)

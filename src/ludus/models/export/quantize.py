@@ -148,7 +148,7 @@ class _Calibration:
 
 
 def _quantize_products(onnx: Any, model: Any, products: Collection[str]) -> None:
-    """Convert these products to integers, in place: quantize_input input times quantize_input weights, times the scales of both."""
+    """Convert these products to integers, in place: rounded input times rounded weights, times the scales of both."""
     graph = model.graph
     weights = {item.name: item for item in graph.initializer}
     known = _intervals(onnx, graph)
@@ -184,7 +184,7 @@ class _GraphWriter:
     def quantize_input(self, x: str, interval: Interval | None) -> _QuantizedInput:
         if interval is not None and np.isfinite(interval).all():
             step, zero_point = _grid(interval)
-            return _QuantizedInput(*self._quantized(x, x, step, zero_point), step, None)
+            return _QuantizedInput(*self._quantize_linear(x, x, step, zero_point), step, None)
         positive = interval is not None and interval[0] >= 0
         sizes = x if positive else self._node("Abs", [x], f"{x}.sizes")
         if self._opset < _AXES_ARE_INPUTS:
@@ -195,7 +195,7 @@ class _GraphWriter:
         # A row of zeros divided by zero may become any integers; times its scale they are zero again.
         share = self._node("Div", [x, scale], f"{x}.share")
         step, zero_point = _grid((0.0, 1.0) if positive else (-1.0, 1.0))
-        return _QuantizedInput(*self._quantized(x, share, step, zero_point), step, scale)
+        return _QuantizedInput(*self._quantize_linear(x, share, step, zero_point), step, scale)
 
     def product(self, node: Any, x: _QuantizedInput, weight: Array) -> None:
         name = node.name
@@ -209,7 +209,7 @@ class _GraphWriter:
         else:
             self._node("Mul", [self._node("Mul", [numbers, steps_name], f"{name}.shares"), x.row_scale], node.output[0])
 
-    def _quantized(self, name: str, x: str, step: float, zero_point: int) -> tuple[str, str]:
+    def _quantize_linear(self, name: str, x: str, step: float, zero_point: int) -> tuple[str, str]:
         zero = self._constant(f"{name}.zero", np.uint8(zero_point))
         given = [x, self._constant(f"{name}.step", np.float32(step)), zero]
         return self._node("QuantizeLinear", given, f"{name}.integers"), zero

@@ -151,7 +151,7 @@ class VersionStore(Generic[Model]):
             self._verify = None
             self._check_claim(name, incarnation)
             self._store.put(_claim_key(name, incarnation), self._claim_content())
-        last = max(self._reserved(name), above)
+        last = max(self._highest_reserved(name), above)
         self._entries[name] = _ManagedModel(model, last, last, incarnation)
         self._store.put(f"models/{name}/model.json", json.dumps(model.description(), indent=1).encode())
         self._write_counter(name, last + RESERVED_BLOCK)
@@ -319,7 +319,7 @@ class VersionStore(Generic[Model]):
             return
         entry.block = block
 
-    def _reserved(self, name: str) -> int:
+    def _highest_reserved(self, name: str) -> int:
         """Return the highest version that may ever have been published."""
         key = _counter_key(name)
         try:
