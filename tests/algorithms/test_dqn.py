@@ -15,7 +15,7 @@ from ludus.config.schema import algorithm_config, dumped
 from ludus.core.types import Segments
 from ludus.envs.vector_env import make_environments
 from ludus.errors import ConfigError, TrainingDiverged
-from ludus.models.devices import acting_on
+from ludus.models.devices import copy_for_acting
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
@@ -239,7 +239,7 @@ def test_what_is_forbidden_where_an_episode_is_cut_is_not_hoped_for(double_q: bo
 
 def test_exploration_follows_its_schedule_and_reaches_whoever_acts() -> None:
     playing = Playing("CartPole-v1", epsilon=[[0, 1.0], [320, 0.25]], num_steps_sampled_before_learning_starts=10_000)
-    acting = acting_on(playing.policy, torch.device("cpu"))
+    acting = copy_for_acting(playing.policy, torch.device("cpu"))
     assert epsilon_of(acting) == 1.0
     while playing.timestep < 160:
         playing.learn()

@@ -32,7 +32,7 @@ from ludus.experiments.control.metrics_reporter import MetricsReporter
 from ludus.experiments.control.run_controller import RunController
 from ludus.experiments.control.stopping import StopConditions, reached_condition
 from ludus.experiments.runs import checkpoint
-from ludus.models.weights.version_store import LocalPool, stored_versions
+from ludus.models.weights.version_store import LocalVersionStore, stored_versions
 from ludus.sampling.episode_runner import Score
 from ludus.storage.base import Bytes, Guard
 from ludus.storage.local import LocalStore
@@ -199,7 +199,7 @@ class _Stage:
     ) -> None:
         limit_s = None if stop is None else stop.time_s
         self.store, self.trainer, self.sink = LocalStore(root) if isinstance(root, Path) else root, _Trainer(limit_s), _Sink()
-        self.pool = LocalPool(self.store, {checkpoint.FROM: began})
+        self.pool = LocalVersionStore(self.store, {checkpoint.FROM: began})
         self.pool.add("model", self.trainer.algorithms["model"].policy)
         trainer, source = cast(Trainer, self.trainer), source or _Sampler()
         self.reporter = MetricsReporter([self.sink], report_every_s)
@@ -807,8 +807,8 @@ def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
 # -- a run that another trainer has taken over --------------------------------------------------------------------------
 
 
-def _take_over(store: LocalStore, began: str | None) -> LocalPool:
-    pool = LocalPool(store, {checkpoint.FROM: began})
+def _take_over(store: LocalStore, began: str | None) -> LocalVersionStore:
+    pool = LocalVersionStore(store, {checkpoint.FROM: began})
     pool.add("model", make_ppo().policy)
     return pool
 
@@ -843,7 +843,7 @@ def _until_fenced(stage: _Stage) -> None:
     """The first look may be a moment old."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
-        stage.pool.look()
+        stage.pool.check_recently()
     stage.controller.step()
 
 

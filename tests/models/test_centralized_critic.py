@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ludus.algorithms.ppo import PPOConfig
 from ludus.experiments.assembly.policies import make_policy
-from ludus.models.centralized_critic import actor_of
+from ludus.models.centralized_critic import actor_policy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import Policy
 
@@ -79,15 +79,15 @@ def test_shared_layers_learn_from_the_value_and_layers_of_its_own_keep_it_to_the
 def test_laid_out_and_acting_it_says_the_same(share: bool) -> None:
     it, observation = policy(central_shares=share), seen()
     action, log_prob, value, _ = it.step(observation)
-    arranged = it.arranged(observation)
-    assert arranged["observation"]["picture"].shape == (ROWS, 12, 12, 3)
+    to_network_layout = it.to_network_layout(observation)
+    assert to_network_layout["observation"]["picture"].shape == (ROWS, 12, 12, 3)
     with it.acting():
-        for shown in (observation, arranged):
+        for shown in (observation, to_network_layout):
             again, its_log_prob, its_value, _ = it.step(shown)
             assert torch.equal(action, again)
             torch.testing.assert_close(its_log_prob, log_prob)
             torch.testing.assert_close(its_value, value)
-    torch.testing.assert_close(actor_of(it).step(observation["observation"])[1], log_prob)
+    torch.testing.assert_close(actor_policy(it).step(observation["observation"])[1], log_prob)
 
 
 def test_a_stored_one_from_before_they_could_be_shared_is_what_it_was() -> None:

@@ -24,7 +24,7 @@ from ludus.errors import ConfigError, IncompatibleCheckpoint, LudusError, Unknow
 from ludus.models.autoregressive_actions import Branch
 from ludus.models.custom import loader
 from ludus.models.custom.custom_network import CustomNetwork
-from ludus.models.custom.loader import Files, find_class
+from ludus.models.custom.loader import ModelFiles, find_class
 from ludus.models.custom.validation import check_custom
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
@@ -74,7 +74,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """A project in an empty directory, which is the present one; `write` puts a model into it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(loader.VARIABLE, raising=False)
-    monkeypatch.setattr(loader, "_carried", {})
+    monkeypatch.setattr(loader, "_registered", {})
 
     def put(text: str = GOOD, name: str = "customnet", root: Path = tmp_path, folder: str = "model") -> Path:
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def test_the_folder_of_an_experiments_file_is_looked_into_first(
     monkeypatch.setenv(loader.VARIABLE, str(tmp_path / "other"))
     write(root=tmp_path / "beside")
     for _ in range(2):
-        loader.look_in(tmp_path / "beside")
+        loader.add_search_directory(tmp_path / "beside")
     assert os.environ[loader.VARIABLE] == os.pathsep.join([str(tmp_path / "beside"), str(tmp_path / "other")])
     assert find_class("customnet").__name__ == "CustomModel"
 
@@ -156,7 +156,7 @@ def test_what_is_not_found_is_told_with_where_it_was_looked_for_and_how_to_make_
 )
 def test_only_names_are_names(write: Write, name: str) -> None:
     write()
-    with pytest.raises(ConfigError, match="names no model"):
+    with pytest.raises(ConfigError, match="not the name of a model"):
         find_class(name)
 
 
@@ -227,7 +227,7 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(write: Write) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read model/customnet\.py"):
         find_class("customnet")
     write().write_text("x = '" + "y" * (1 << 20) + "'")
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match="too many for a model"):
         find_class("customnet")
 
 
@@ -289,7 +289,7 @@ def test_the_constructor_is_given_the_spaces_the_outputs_the_section_and_its_own
         (GOOD, {"hiden": 3}, "custom_model_config.hiden is not an argument .* Did you mean 'hidden'"),
         (GOOD.replace("hidden=8", "hidden"), {}, r"needs 'hidden'.* Add  custom_model_config: \{hidden: …\}"),
         (GOOD.replace(", hidden=8", ""), {"hidden": 3}, "takes nothing beyond obs_space"),
-        (GOOD, {"name": "x"}, "every model is given name anyway"),
+        (GOOD, {"name": "x"}, "every model gets name already"),
         (GOOD, {"hidden": "many"}, "cannot be built: customnet.py, line 9: TypeError"),
         (GOOD.replace("obs_space, action_space, num_outputs, model_config, name, hidden=8", "obs_space, hidden=8"), {}, "Write  def __init__"),
         (GOOD.replace("        super().__init__()\n", ""), {}, r"Call super\(\).__init__\(\) first"),
@@ -736,8 +736,8 @@ def test_luggage_of_a_missing_file_is_told_where_the_run_is_started(write: Write
 
 
 def test_files_are_plain_values() -> None:
-    assert Files("a", "/x", {"a": "1"}).package == Files("a", "/x", {"a": "1"}).package
-    assert Files("a", "/x", {"a": "1"}).package != Files("a", "/x", {"a": "2"}).package
+    assert ModelFiles("a", "/x", {"a": "1"}).package == ModelFiles("a", "/x", {"a": "1"}).package
+    assert ModelFiles("a", "/x", {"a": "1"}).package != ModelFiles("a", "/x", {"a": "2"}).package
 
 
 def test_values_and_probabilities_are_kinds_of_one_class(write: Write) -> None:

@@ -42,7 +42,7 @@ class Moody(nn.Module):
         self.layer = nn.Linear(1, Moody.built)
 
 
-def rebuilt(described: module_spec.Described) -> nn.Module:
+def rebuilt(described: module_spec.DescribedModule) -> nn.Module:
     return module_spec.build(json.loads(json.dumps(described.description)))
 
 
@@ -89,7 +89,7 @@ class Unsaid(Policy):
         ("tests.models.test_module_spec:Plain", (), "not a torch module", "torch.nn.Module"),
         (Plain(4), (), "another network: layer", "model_args"),
         (Moody(), (), "another network", "model_args"),
-        (Plain, (np.float32(3),), "cannot be written down", "numbers, strings"),
+        (Plain, (np.float32(3),), "cannot be stored as JSON", "numbers, strings"),
         (Unsaid(gym.spaces.Discrete(2), gym.spaces.Discrete(2)), (), "another class", "description"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_class_of_the_program_itself_is_found_by_its_file(tmp_path: Path) -> N
     assert module_spec.describe(net()).description["class"] == f"{script}:Net"
     with pytest.raises(UnknownName, match="no class 'Other'"):
         module_spec.find_class(f"{script}:Other")
-    with pytest.raises(UnknownName, match="not there any more"):
+    with pytest.raises(UnknownName, match="no longer exists"):
         module_spec.find_class(f"{tmp_path}/gone.py:Net")
 
 

@@ -145,8 +145,8 @@ def test_whom_a_pointer_may_not_mean_is_hidden_in_half_precision_too(half: torch
     present = torch.tensor([[True, False, True, False, True], [False] * 4 + [True]])
     allowed = torch.rand(2, 2, 5) < 0.5
     with torch.no_grad(), torch.autocast("cpu", half):
-        crowd = encoder.crowd(torch.randn(2, 5, 3), present)
-        logits = pointer(torch.randn(2, 8), crowd, allowed).unflatten(-1, (2, 5))
+        encode_entities = encoder.encode_entities(torch.randn(2, 5, 3), present)
+        logits = pointer(torch.randn(2, 8), encode_entities, allowed).unflatten(-1, (2, 5))
     assert torch.isfinite(logits).all(), "what hides them has to be a number that half precision does not have"
     assert (logits[~allowed] < -1e6).all()
     assert (logits[allowed & present[:, None]].abs() < 1e3).all()
@@ -456,7 +456,7 @@ def test_a_two_dimensional_box_is_a_list_of_entities_only_beside_its_mask() -> N
 def test_pictures_arranged_for_learning_give_the_same_features(lead: tuple[int, ...]) -> None:
     space = gs.Dict({"a": gs.Tuple((gs.Box(0, 255, (4, 40, 44), np.uint8),)), "b": gs.Box(-1, 1, (2,))})
     network, seen = Network(space, 3, NetworkConfig()), observations(space, *lead)
-    arranged = network.arranged(seen)
-    assert arranged["a"][0].shape == (*lead, 40, 44, 4)
-    for mine, theirs in zip(network(arranged, (), None)[:2], network(seen, (), None)[:2], strict=True):
+    to_network_layout = network.to_network_layout(seen)
+    assert to_network_layout["a"][0].shape == (*lead, 40, 44, 4)
+    for mine, theirs in zip(network(to_network_layout, (), None)[:2], network(seen, (), None)[:2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)

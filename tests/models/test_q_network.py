@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.models.distributions import EpsilonGreedy, make_values
+from ludus.models.distributions import EpsilonGreedy, make_q_distribution
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import VALUES, Policy
 
@@ -65,7 +65,7 @@ def test_a_greedy_policy_has_finite_log_probabilities() -> None:
 
 
 def test_actions_are_shifted_to_where_their_space_begins() -> None:
-    chooser = make_values(gym.spaces.Discrete(3, start=-1))
+    chooser = make_q_distribution(gym.spaces.Discrete(3, start=-1))
     assert chooser.to_environment(np.array([0, 2])).tolist() == [-1, 1]
 
 

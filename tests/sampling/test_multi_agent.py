@@ -15,7 +15,7 @@ from ludus.core.tree import leaves
 from ludus.core.types import Segments
 from ludus.envs.pettingzoo import CentralState, MultiAgentMatch, central_space, make_match, match_of
 from ludus.errors import EnvironmentFault
-from ludus.models.centralized_critic import CentralNetwork, actor_of
+from ludus.models.centralized_critic import CentralNetwork, actor_policy
 from ludus.models.distributions import EpsilonGreedy
 from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, VALUES, Policy
@@ -327,7 +327,7 @@ def test_the_policy_does_not_see_the_state_and_the_value_does(network: dict[str,
 
 def test_the_actor_of_a_policy_with_a_centralised_value_is_the_same_without_the_state() -> None:
     policy = central_policy(match_of(Roles(), "roles"), "listener")
-    actor = actor_of(policy)
+    actor = actor_policy(policy)
     assert actor.observation_space == gym.spaces.Box(0, 3, (1,), np.float32)
     own = np.array([[0.5], [2.0]], np.float32)
     whole = {"agent": np.zeros((2, 2), np.float32), "seen": np.ones((2, 2), np.float32)}
@@ -336,7 +336,7 @@ def test_the_actor_of_a_policy_with_a_centralised_value_is_the_same_without_the_
     with torch.no_grad():
         central_of(policy).actor.head.bias.add_(1.0)
     np.testing.assert_allclose(actor.act(own).log_prob, policy.act({"observation": own, "state": whole}).log_prob, rtol=1e-6)
-    assert actor_of(actor) is actor
+    assert actor_policy(actor) is actor
 
 
 def test_what_is_recorded_for_a_centralised_value_is_the_state_of_that_moment() -> None:

@@ -18,8 +18,8 @@ from ludus.envs.opponents.opponent_rows import OpponentRows
 from ludus.envs.vector_env import Environments, VectorEnvironments
 from ludus.errors import ConfigError
 from ludus.models.networks import NetworkConfig
-from ludus.models.policy import Acted, Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.policy import BatchDecision, Policy
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import Sampler, VersionClock, segment_spec
 from ludus.sampling.self_play import PastPlayer, PolicyHistory, with_past_opponents
 from ludus.storage.local import LocalStore
@@ -169,7 +169,7 @@ def test_results_of_own_rows_are_told_once_for_each_episode(environments: Enviro
 def test_whoever_begins_later_meets_what_the_run_has_kept(
     environments: Environments, env: Rows, source: Versions, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = LocalPool(LocalStore(tmp_path))
+    pool = LocalVersionStore(LocalStore(tmp_path))
     pool.add("model", source.policy)
     for version in range(2, 24):
         source.always(version % 5, version)
@@ -248,10 +248,10 @@ class Remembers(nn.Module):
     def draw_noise(self, rows: int, generator: torch.Generator) -> Any:
         return None
 
-    def act(self, observation: Any, state: Any, mask: Any, noise: Any) -> Acted:
+    def act(self, observation: Any, state: Any, mask: Any, noise: Any) -> BatchDecision:
         self.asked.append(state[0][:, 0, 0].tolist())
         n = len(observation)
-        return Acted(np.zeros(n, np.int64), None, np.zeros(n), np.zeros(n), (state[0] + 1,))
+        return BatchDecision(np.zeros(n, np.int64), None, np.zeros(n), np.zeros(n), (state[0] + 1,))
 
 
 def test_states_of_any_shape_begin_as_their_network_says(source: Versions) -> None:

@@ -46,7 +46,7 @@ class Observations:
     """
 
     def raw_value(self, row: int, path: str, index: Sequence[int]) -> float:
-        """Return one number of an observation in its original precision; NaN if it is not values."""
+        """Return one number of an observation in its original precision; NaN if it is not found."""
         given = _plain(self.raw[row] if self.raw is not None else map_tree(lambda x: np.asarray(x)[row], self.observation))
         leaf = dict(leaves(given)).get(path)
         return math.nan if leaf is None else float(leaf[tuple(index)])
@@ -612,13 +612,13 @@ class WithoutCentralState(gym.ObservationWrapper[Any, Any, Any]):
         parts = env.observation_space.spaces
         own = parts["observation"]
         self._named = isinstance(own, gym.spaces.Dict)
-        shown = self._joined({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
+        shown = self._combine({**parts, "observation": own.spaces if isinstance(own, gym.spaces.Dict) else own})
         self.observation_space = gym.spaces.Dict(shown) if isinstance(shown, dict) else shown
 
     def observation(self, observation: Any) -> Any:
-        return self._joined(observation)
+        return self._combine(observation)
 
-    def _joined(self, parts: Mapping[str, Any]) -> Any:
+    def _combine(self, parts: Mapping[str, Any]) -> Any:
         own = parts["observation"]
         if ACTION_MASK not in parts:
             return own

@@ -33,7 +33,7 @@ from ludus.gateway.server import GatewaySettings
 from ludus.gateway.sessions import SessionLimits
 from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
-from ludus.models.weights.version_store import LocalPool
+from ludus.models.weights.version_store import LocalVersionStore
 from ludus.protocol.spec import read_token
 from ludus.sampling.segment_recorder import session_spec
 
@@ -105,7 +105,7 @@ def _start_gateway(
     seats: GameSeats,
     config: AlgorithmConfig,
     policies: dict[str, Policy],
-    pool: LocalPool,
+    pool: LocalVersionStore,
     stack: ComponentStack,
 ) -> tuple[InlineGatewaySource, CollatedBatches]:
     """A gateway in this process, which pauses while the learner computes."""
@@ -127,7 +127,7 @@ def _start_gateway_workers(
     seats: GameSeats,
     config: AlgorithmConfig,
     policies: dict[str, Policy],
-    pool: LocalPool,
+    pool: LocalVersionStore,
     run: Run,
     stack: ComponentStack,
 ) -> tuple[FleetGathering, CollatedBatches, Publisher]:

@@ -39,9 +39,9 @@ def training_data(
     if len(found) > 1:
         raise UsageError(f"{source} holds {len(found)} experiments: {', '.join(found)}.", "Say which: experiment=…")
     if source is not None:
-        from ludus.models.custom.loader import look_in
+        from ludus.models.custom.loader import add_search_directory
 
-        look_in(source.parent)
+        add_search_directory(source.parent)
     ((called, data),) = found.items()
     return {"name": called, **data}
 
