@@ -310,7 +310,7 @@ def test_a_class_that_does_not_fit_is_told_what_to_write(write: Write, text: str
 
 def test_a_recurrent_layer_of_ours_is_not_put_on_top(write: Write) -> None:
     write()
-    with pytest.raises(ConfigError, match="use_lstm is set beside custom_model"):
+    with pytest.raises(ConfigError, match="use_lstm is set together with custom_model"):
         made(core="lstm")
 
 
