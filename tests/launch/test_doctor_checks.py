@@ -32,8 +32,8 @@ from ludus.launch.doctor.checks import (
     services,
     token_file,
 )
-from ludus.launch.doctor.finding import Finding
-from ludus.launch.doctor.local_checks import Pending, Request, examine
+from ludus.launch.doctor.finding import DoctorFinding
+from ludus.launch.doctor.local_checks import CheckThread, DoctorRequest, run_local_checks
 from ludus.process import cgroups
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 NOBODY = 65534
 
 
-def by_check(findings: Any) -> dict[str, Finding]:
+def by_check(findings: Any) -> dict[str, DoctorFinding]:
     return {finding.check: finding for finding in findings}
 
 
@@ -66,8 +66,8 @@ def test_a_redis_is_written_to_and_left_as_it_was(redis: RedisServer) -> None:
     client = redis.client()
     before = sorted(client.keys("*"))
     for url in (redis.full_url, redis.player_url):
-        seen = services.look_redis(url)
-        assert services.judge_redis(seen).status in ("ok", "warning"), seen  # the latter: a busy machine
+        seen = services.inspect_redis(url)
+        assert services.check_redis(seen).status in ("ok", "warning"), seen  # the latter: a busy machine
         assert seen.seconds.keys() == {"connect", "write", "read", "round trip"}
     assert sorted(client.keys("*")) == before
     assert [bytes(delivery.data) for delivery in run.pull(2, 1.0)] == [b"a message of a run"]
@@ -80,7 +80,7 @@ def test_a_redis_is_written_to_and_left_as_it_was(redis: RedisServer) -> None:
 def test_a_wrong_password_is_said_and_never_shown(redis: RedisServer, password: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LUDUS_MEMORY_PASSWORD", raising=False)
     url = redis.url.replace("://", f"://:{password}@") if password else redis.url
-    found = by_check(examine(Request(memory=url, launcher=True)).findings)["memory server"]
+    found = by_check(run_local_checks(DoctorRequest(memory=url, launcher=True)).findings)["memory server"]
     assert found.status == "failed"
     assert "password" in found.found
     assert "LUDUS_MEMORY_PASSWORD" in found.fix
@@ -90,11 +90,11 @@ def test_a_wrong_password_is_said_and_never_shown(redis: RedisServer, password: 
 def test_a_redis_that_is_away_or_silent_is_a_line_and_no_wait(redis: RedisServer, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        away = services.judge_redis(services.look_redis(f"redis://127.0.0.1:{taken.getsockname()[1]}"))
+        away = services.check_redis(services.inspect_redis(f"redis://127.0.0.1:{taken.getsockname()[1]}"))
     assert away.status == "failed"
     assert "127.0.0.1" in away.found
     with redis.paused():
-        silent = services.judge_redis(services.look_redis(redis.full_url))
+        silent = services.check_redis(services.inspect_redis(redis.full_url))
     assert silent.status == "failed"
 
 
@@ -103,8 +103,8 @@ def test_a_redis_that_is_away_or_silent_is_a_line_and_no_wait(redis: RedisServer
 
 def test_a_store_on_s3_is_written_to_and_left_as_it_was(s3_server: Server) -> None:
     url = s3_server.url("doctor-test")
-    seen = services.look_store(url)
-    assert services.judge_store(seen).status in ("ok", "warning"), seen
+    seen = services.inspect_store(url)
+    assert services.check_store(seen).status in ("ok", "warning"), seen
     assert seen.seconds.keys() == {"write", "read", "create", "bundle", "delete"}
     _, listed = s3_server.ask("GET", "ludus", "prefix=doctor-test")
     assert b"<Key>" not in listed
@@ -115,26 +115,26 @@ def test_an_s3_that_is_away_or_refuses_us_is_said_without_the_secret(s3_server: 
         monkeypatch.delenv(name)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        away = services.judge_store(
-            services.look_store(s3_server.url("x", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}"))
+        away = services.check_store(
+            services.inspect_store(s3_server.url("x", endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}"))
         )
     assert away.status == "failed"
     assert away.fix
     wrong = SECRET[::-1]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
-    refused = by_check(examine(Request(store=s3_server.url("x"), launcher=True)).findings)["store"]
+    refused = by_check(run_local_checks(DoctorRequest(store=s3_server.url("x"), launcher=True)).findings)["store"]
     assert refused.status == "failed"
     assert wrong not in str(refused.to_json())
 
 
 def test_a_directory_is_a_store_too_and_nothing_stays_in_it(tmp_path: Path) -> None:
     there = tmp_path / "new" / "runs"
-    seen = services.look_store(str(there))
-    assert services.judge_store(seen).status in ("ok", "warning"), seen
-    assert seen.note == directories.kind_of(tmp_path)
+    seen = services.inspect_store(str(there))
+    assert services.check_store(seen).status in ("ok", "warning"), seen
+    assert seen.note == directories.filesystem_type(tmp_path)
     assert list(tmp_path.iterdir()) == [], "directories that were made for it are removed"
     (tmp_path / "file").write_text("")
-    assert services.judge_store(services.look_store(str(tmp_path / "file" / "runs"))).status == "failed"
+    assert services.check_store(services.inspect_store(str(tmp_path / "file" / "runs"))).status == "failed"
 
 
 class Careless(LocalStore):
@@ -148,9 +148,9 @@ class Careless(LocalStore):
 
 
 def test_a_store_that_lets_two_writers_create_one_file_is_not_good_enough(tmp_path: Path) -> None:
-    found = services.judge_store(services.look_store(f"{__name__}:Careless://{tmp_path}"))
+    found = services.check_store(services.inspect_store(f"{__name__}:Careless://{tmp_path}"))
     assert found.status == "failed"
-    assert "two trainers could destroy each other's run" in found.found
+    assert "two trainers could overwrite each other's run" in found.found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,8 +256,8 @@ def test_shared_memory_that_was_moved_is_looked_at_where_it_is(doctor: Callable[
 
 
 def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told() -> Finding:
-        return by_check(examine(Request(quick=True, launcher=True)).findings)["token"]
+    def told() -> DoctorFinding:
+        return by_check(run_local_checks(DoctorRequest(quick=True, launcher=True)).findings)["token"]
 
     for name in ("RAY_AUTH_TOKEN_PATH", "LUDUS_JOB_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -265,7 +265,7 @@ def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LUDUS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(tmp_path / "gone"))
     assert told().status == "failed"
-    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) is not there" in told().found
+    assert f"{tmp_path}/gone (LUDUS_TOKEN_FILE) cannot be found" in told().found
     monkeypatch.delenv("LUDUS_TOKEN_FILE")
     assert told().status == "skipped"
     token = tmp_path / "state" / "token"
@@ -279,7 +279,7 @@ def test_the_token_of_roles_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_choice_of_screens_that_is_none_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_SCREEN", "bogus")
-    found = by_check(examine(Request(quick=True)).findings)["LUDUS_SCREEN"]
+    found = by_check(run_local_checks(DoctorRequest(quick=True)).findings)["LUDUS_SCREEN"]
     assert (found.status, "auto, xvfb, none" in found.fix) == ("failed", True)
 
 
@@ -292,9 +292,9 @@ def test_a_machine_that_only_starts_runs_is_not_asked_for_ray(monkeypatch: pytes
         return real(package)
 
     monkeypatch.setattr(importlib.metadata, "version", without)
-    found = by_check(examine(Request(ray=True, launcher=True, quick=True)).findings)
+    found = by_check(run_local_checks(DoctorRequest(ray=True, launcher=True, quick=True)).findings)
     assert (found["ray"].status, found["torch"].status) == ("skipped", "skipped")
-    assert by_check(examine(Request(ray=True, quick=True)).findings)["ray"].status == "failed"
+    assert by_check(run_local_checks(DoctorRequest(ray=True, quick=True)).findings)["ray"].status == "failed"
 
 
 @pytest.fixture
@@ -318,11 +318,11 @@ def hanging(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_file_system_that_hangs_holds_up_nobody(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_checks, "LOOK_S", 0.5)
+    monkeypatch.setattr(local_checks, "CHECK_S", 0.5)
     monkeypatch.setenv("LUDUS_TOKEN_FILE", str(hanging / "token"))
     monkeypatch.setenv("LUDUS_SHM", str(hanging / "shm"))
     monkeypatch.setenv("PYTHONPATH", str(hanging))
-    found = by_check(examine(Request(quick=True, key="k")).findings)
+    found = by_check(run_local_checks(DoctorRequest(quick=True, key="k")).findings)
     for check in ("token", "known troubles", "shared memory"):
         assert found[check].status == "failed", found[check]
         assert "no answer within" in found[check].found
@@ -338,7 +338,7 @@ def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
         try:
             os.setresuid(NOBODY, NOBODY, NOBODY)
             resource.setrlimit(resource.RLIMIT_NPROC, (37, 37))
-            (bound, *_) = limits.look_threads(cgroups.Cgroups()).bounds
+            (bound, *_) = limits.inspect_threads(cgroups.Cgroups()).bounds
             os.write(writer, json.dumps([bound.name, bound.limit, bound.used]).encode())
         finally:
             os._exit(0)
@@ -352,17 +352,17 @@ def test_a_limit_of_processes_counts_what_the_user_already_has() -> None:
 
 def test_a_hang_is_one_line() -> None:
     never = threading.Event()
-    found = Pending("store", lambda: never.wait(60)).findings(time.monotonic() + 0.05)
+    found = CheckThread("store", lambda: never.wait(60)).findings(time.monotonic() + 0.05)
     never.set()
     assert [(finding.check, finding.status) for finding in found] == [("store", "failed")]
     assert "no answer within" in found[0].found
 
 
 def test_a_look_that_raises_is_one_line() -> None:
-    def broken() -> list[Finding]:
+    def broken() -> list[DoctorFinding]:
         raise ZeroDivisionError("of all things")
 
-    (found,) = Pending("gpu", broken).findings(time.monotonic() + 5)
+    (found,) = CheckThread("gpu", broken).findings(time.monotonic() + 5)
     assert found.status == "failed"
     assert "ZeroDivisionError: of all things" in found.found
 
@@ -373,18 +373,18 @@ def test_what_is_looked_at_here_agrees_with_the_system_itself() -> None:
     assert memory is not None
     assert memory.total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < memory.free <= memory.total
-    assert limits.look_cores(groups).usable == len(os.sched_getaffinity(0))
-    assert limits.look_files().soft == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    names = [bound.name for bound in limits.look_threads(groups).bounds]
+    assert limits.inspect_cores(groups).usable == len(os.sched_getaffinity(0))
+    assert limits.inspect_files().soft == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    names = [bound.name for bound in limits.inspect_threads(groups).bounds]
     assert {"kernel.threads-max", "kernel.pid_max"} <= set(names)
-    assert all(bound.used > 0 for bound in limits.look_threads(groups).bounds)
+    assert all(bound.used > 0 for bound in limits.inspect_threads(groups).bounds)
 
 
 def test_a_port_that_somebody_listens_on_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert network.look_ports([port]).asked == {port: False}
-    assert network.look_ports([port]).asked == {port: True}
+        assert network.inspect_ports([port]).asked == {port: False}
+    assert network.inspect_ports([port]).asked == {port: True}
 
 
 def test_tokens_are_looked_for_where_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,18 +394,18 @@ def test_tokens_are_looked_for_where_they_are_used(tmp_path: Path, monkeypatch: 
     for path in (usual, own):
         path.touch(0o600)
         path.write_text("0" * 64)
-    assert [token.path for token in token_file.look_tokens({"HOME": str(tmp_path)})] == [str(usual)]
+    assert [token.path for token in token_file.inspect_tokens({"HOME": str(tmp_path)})] == [str(usual)]
     named = {"HOME": str(tmp_path), "RAY_AUTH_TOKEN_PATH": str(own), "LUDUS_JOB_TOKEN_FILE": str(tmp_path / "gone")}
-    assert [(token.path, token.kind) for token in token_file.look_tokens(named)] == [
+    assert [(token.path, token.kind) for token in token_file.inspect_tokens(named)] == [
         (str(tmp_path / "gone"), "none"),
         (str(own), "file"),
     ]
-    assert token_file.look_tokens({"HOME": str(tmp_path / "elsewhere")}) == []
+    assert token_file.inspect_tokens({"HOME": str(tmp_path / "elsewhere")}) == []
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "token").write_text("0" * 64)
     nothing_else = {"HOME": str(tmp_path / "elsewhere")}
-    assert [token.path for token in token_file.look_tokens(nothing_else)] == [str(tmp_path / "state" / "token")]
-    (chosen,) = token_file.look_tokens({**nothing_else, "LUDUS_TOKEN_FILE": str(own)})
+    assert [token.path for token in token_file.inspect_tokens(nothing_else)] == [str(tmp_path / "state" / "token")]
+    (chosen,) = token_file.inspect_tokens({**nothing_else, "LUDUS_TOKEN_FILE": str(own)})
     assert (chosen.path, chosen.named, chosen.role) == (str(own), "LUDUS_TOKEN_FILE", True)
 
 
@@ -427,8 +427,8 @@ def test_a_package_on_the_path_is_not_taken_for_its_own_shadow(tmp_path: Path) -
     real = Path(numpy.__file__).parents[1]
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").touch()
-    scene = known_issues.look_scene({"PYTHONPATH": f"{real}"}, 2, tmp_path)
-    (found,) = [finding for finding in known_issues.judge_scene(scene) if finding.check == "shadowed modules"]
+    scene = known_issues.inspect_system({"PYTHONPATH": f"{real}"}, 2, tmp_path)
+    (found,) = [finding for finding in known_issues.check_system(scene) if finding.check == "shadowed modules"]
     assert str(tmp_path) in found.found
     assert str(real) not in found.found
 
@@ -438,8 +438,8 @@ def test_a_package_on_the_path_is_not_taken_for_its_own_shadow(tmp_path: Path) -
 
 def test_a_program_of_this_machine_is_found_whole_and_its_libraries_are_those_that_the_loader_finds() -> None:
     path = Path("/bin/ls").resolve()
-    seen = executable.look_binary(path)
-    assert executable.judge_binary(seen).status == "ok", seen
+    seen = executable.inspect_executable(path)
+    assert executable.check_executable(seen).status == "ok", seen
     assert seen.elf is not None
     assert seen.elf.needed
     loaded = subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=30).stdout  # a program that we trust
@@ -449,22 +449,22 @@ def test_a_program_of_this_machine_is_found_whole_and_its_libraries_are_those_th
 def test_a_program_that_cannot_run_says_why_and_is_never_run(tmp_path: Path) -> None:
     trap = tmp_path / "game.x86_64"
     trap.write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
-    assert executable.judge_binary(executable.look_binary(trap)).fix == f"chmod +x {trap}"
+    assert executable.check_executable(executable.inspect_executable(trap)).fix == f"chmod +x {trap}"
     trap.chmod(0o755)
-    assert executable.judge_binary(executable.look_binary(trap)).status == "ok"
+    assert executable.check_executable(executable.inspect_executable(trap)).status == "ok"
     assert not (tmp_path / "was-run").exists()
-    assert str(trap) in executable.judge_binary(executable.look_binary(tmp_path / "game")).fix
-    assert str(trap) in executable.judge_binary(executable.look_binary(tmp_path)).fix
+    assert str(trap) in executable.check_executable(executable.inspect_executable(tmp_path / "game")).fix
+    assert str(trap) in executable.check_executable(executable.inspect_executable(tmp_path)).fix
 
     ls = Path("/bin/ls").read_bytes()
     lost = tmp_path / "lost"
     lost.write_bytes(ls.replace(b"libc.so.6\0", b"libq.so.6\0"))
     lost.chmod(0o755)
-    found = executable.judge_binary(executable.look_binary(lost))
+    found = executable.check_executable(executable.inspect_executable(lost))
     assert found.status == "failed"
     assert "libq.so.6" in found.found
     (tmp_path / "libq.so.6").write_bytes(Path("/bin/ls").read_bytes())
-    assert executable.look_binary(lost, {"LD_LIBRARY_PATH": str(tmp_path)}).missing == ()
+    assert executable.inspect_executable(lost, {"LD_LIBRARY_PATH": str(tmp_path)}).missing == ()
 
     player = tmp_path / "player.x86_64"
     player.write_bytes(ls.replace(b"libselinux.so.1\0", b"UnityPlayer.so\0\0") if b"libselinux.so.1" in ls else ls)
@@ -472,26 +472,26 @@ def test_a_program_that_cannot_run_says_why_and_is_never_run(tmp_path: Path) -> 
     if (read := executable.read_elf(player.read_bytes())) is not None and "UnityPlayer.so" in read.needed:
         (tmp_path / "UnityPlayer.so").write_bytes(ls)
         whole = {"LD_LIBRARY_PATH": str(tmp_path)}
-        assert "player_Data is not there" in executable.judge_binary(executable.look_binary(player, whole)).found
+        assert "player_Data does not exist" in executable.check_executable(executable.inspect_executable(player, whole)).found
         (tmp_path / "player_Data").mkdir()
-        assert executable.judge_binary(executable.look_binary(player, whole)).status == "ok"
+        assert executable.check_executable(executable.inspect_executable(player, whole)).status == "ok"
 
     foreign = tmp_path / "foreign"
     other = 183 if ls[18] != 183 else 62
     foreign.write_bytes(ls[:18] + bytes([other, 0]) + ls[20:])
     foreign.chmod(0o755)
-    assert "this processor is" in executable.judge_binary(executable.look_binary(foreign)).found
+    assert "this processor is" in executable.check_executable(executable.inspect_executable(foreign)).found
 
     old = tmp_path / "old"
     old.write_text("#!/usr/bin/env no-such-interpreter-9\n")
     old.chmod(0o755)
-    assert "no-such-interpreter-9" in executable.judge_binary(executable.look_binary(old)).found
+    assert "no-such-interpreter-9" in executable.check_executable(executable.inspect_executable(old)).found
 
 
 def test_graphics_fall_back_to_a_private_screen_where_display_leads_nowhere() -> None:
     need("Xvfb")
-    seen = graphics.look_graphics({**os.environ, "DISPLAY": ":4321"})
-    found = by_check(graphics.judge_graphics(seen, needed=True))
+    seen = graphics.inspect_graphics({**os.environ, "DISPLAY": ":4321"})
+    found = by_check(graphics.check_graphics(seen, needed=True))
     assert found["X server"].status == "warning"
     assert "no X server answers at DISPLAY=:4321" in found["X server"].found
     assert {found[check].status for check in ("graphics", "Xvfb")} == {"ok"}
@@ -499,10 +499,10 @@ def test_graphics_fall_back_to_a_private_screen_where_display_leads_nowhere() ->
         assert found[check].status == ("ok" if ctypes.util.find_library(check) else "skipped")
     assert seen is not None
     assert seen.private is not None
-    assert seen.private.number >= graphics.LEAST
+    assert seen.private.number >= graphics.MIN_OPENGL
     with headless.screen("xvfb") as variables:
-        seen = graphics.look_graphics({**os.environ, **variables})
-    assert by_check(graphics.judge_graphics(seen, needed=True))["X server"].status == "ok"
+        seen = graphics.inspect_graphics({**os.environ, **variables})
+    assert by_check(graphics.check_graphics(seen, needed=True))["X server"].status == "ok"
 
 
 ENVIRONMENTS = """
@@ -562,18 +562,18 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
 
 
 def test_an_environment_is_tried_and_what_it_takes_is_counted(environments: dict[str, str]) -> None:
-    tried = env_smoke_test.look_trial("my_environments:threaded", environments)
+    tried = env_smoke_test.run_smoke_test("my_environments:threaded", environments)
     assert tried.why == ""
     assert tried.threads == 7
-    assert env_smoke_test.judge_trial(tried).status == "ok"
+    assert env_smoke_test.check_smoke_test(tried).status == "ok"
 
 
 def test_an_environment_that_fails_says_why(environments: dict[str, str]) -> None:
     environments["LUDUS_SCREEN"] = "none"
-    raised = env_smoke_test.look_trial("my_environments:raising", environments)
+    raised = env_smoke_test.run_smoke_test("my_environments:raising", environments)
     assert "the licence has run out" in raised.why
-    assert "signal 6" in env_smoke_test.look_trial("my_environments:crashing", environments).why
-    assert "SystemExit: 3" in env_smoke_test.look_trial("my_environments:leaving", environments).why
+    assert "signal 6" in env_smoke_test.run_smoke_test("my_environments:crashing", environments).why
+    assert "SystemExit: 3" in env_smoke_test.run_smoke_test("my_environments:leaving", environments).why
 
 
 @pytest.mark.parametrize("crashes", ["", "1"])
@@ -581,7 +581,9 @@ def test_games_of_an_environment_are_no_hindrance_and_end_with_it(
     environments: dict[str, str], tmp_path: Path, crashes: str
 ) -> None:
     """In its session or in their own, quiet or not, deaf to signals, or left by their parent."""
-    tried = env_smoke_test.look_trial("my_environments:with_games", {**environments, "LUDUS_SCREEN": "none", "CRASHES": crashes})
+    tried = env_smoke_test.run_smoke_test(
+        "my_environments:with_games", {**environments, "LUDUS_SCREEN": "none", "CRASHES": crashes}
+    )
     assert ("signal 6" in tried.why) if crashes else (tried.why == "")
     games = [int(pid) for pid in (tmp_path / "games").read_text().split()]
     assert len(games) == 4
@@ -590,13 +592,13 @@ def test_games_of_an_environment_are_no_hindrance_and_end_with_it(
 
 
 def test_an_environment_is_closed(environments: dict[str, str], tmp_path: Path) -> None:
-    assert env_smoke_test.look_trial("my_environments:closing", environments).why == ""
+    assert env_smoke_test.run_smoke_test("my_environments:closing", environments).why == ""
     assert (tmp_path / "closed").exists()
 
 
 @pytest.mark.long
 def test_an_environment_that_cannot_be_closed_is_judged_all_the_same(environments: dict[str, str], tmp_path: Path) -> None:
-    assert env_smoke_test.look_trial("my_environments:closing", {**environments, "HANGS": "1"}).why == ""
+    assert env_smoke_test.run_smoke_test("my_environments:closing", {**environments, "HANGS": "1"}).why == ""
     assert (tmp_path / "closed").exists()
 
 
@@ -610,7 +612,7 @@ def test_games_end_when_whoever_asked_is_killed(environments: dict[str, str], tm
         "    import os; os.rename('pid.tmp', 'pid')\n"
         "    time.sleep(600)\n"
     )
-    script = "from ludus.launch.doctor.checks import env_smoke_test as trial; trial.look_trial('waiting:game', timeout_s=500)"
+    script = "from ludus.launch.doctor.checks import env_smoke_test as trial; trial.run_smoke_test('waiting:game', timeout_s=500)"
     with subprocess.Popen([sys.executable, "-c", script], env={**environments, "LUDUS_SCREEN": "none"}) as asking:
         deadline = time.monotonic() + 30
         while not (tmp_path / "pid").exists():
@@ -627,7 +629,7 @@ def test_a_private_screen_of_an_environment_leaves_no_files(environments: dict[s
     need("Xvfb")
     temporary = tmp_path / "t"
     temporary.mkdir()
-    tried = env_smoke_test.look_trial(
+    tried = env_smoke_test.run_smoke_test(
         "my_environments:on_a_screen", {**environments, "LUDUS_SCREEN": "xvfb", "TMPDIR": str(temporary)}
     )
     assert tried.why == ""
@@ -636,16 +638,16 @@ def test_a_private_screen_of_an_environment_leaves_no_files(environments: dict[s
 
 def test_an_environment_that_needs_a_screen_gets_one(environments: dict[str, str]) -> None:
     need("Xvfb")
-    tried = env_smoke_test.look_trial("my_environments:on_a_screen", environments)
+    tried = env_smoke_test.run_smoke_test("my_environments:on_a_screen", environments)
     assert tried.private_screen
-    found = env_smoke_test.judge_trial(tried)
+    found = env_smoke_test.check_smoke_test(tried)
     assert (found.status, found.fix) == ("warning", "export LUDUS_SCREEN=xvfb")
 
 
 def test_a_healthy_machine_is_looked_at_without_pytorch() -> None:
     script = (
-        "import sys\nfrom ludus.launch.doctor.local_checks import Request, examine\n"
-        "found = examine(Request(workers=1, quick=True))\nprint(len(found.findings), 'torch' in sys.modules, 'ray' in sys.modules)"
+        "import sys\nfrom ludus.launch.doctor.local_checks import DoctorRequest, run_local_checks\n"
+        "found = run_local_checks(DoctorRequest(workers=1, quick=True))\nprint(len(found.findings), 'torch' in sys.modules, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     count, torch, ray = done.stdout.split()
@@ -659,8 +661,8 @@ def test_no_process_is_left_when_an_environment_was_given_up(environments: dict[
         f"def game(**_):\n    started = subprocess.Popen(['sleep', '600'])\n    open({str(tmp_path / 'pid')!r}, 'w').write(str(started.pid))\n    time.sleep(600)\n"
     )
     environments["LUDUS_SCREEN"] = "none"
-    late = env_smoke_test.look_trial("with_game:game", environments, timeout_s=4.0)
-    assert "was not made, reset and stepped 5 times within 4 s" in late.why
+    late = env_smoke_test.run_smoke_test("with_game:game", environments, timeout_s=4.0)
+    assert "was not created, reset and stepped 5 times within 4 s" in late.why
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while _runs(pid):

@@ -194,7 +194,7 @@ class RemoteAgent:
         try:
             os.chdir(_workdir(part.workdir))
         except OSError as error:
-            where = f"{part.workdir or 'The state_dir directory'} on {job_dir.hostname()}"
+            where = f"{part.workdir or 'The home directory'} on {job_dir.hostname()}"
             raise UsageError(f"{where}: {error.strerror}.", "Set workdir, or copy something there.") from error
         self._prune()
         first = not directory.exists()
