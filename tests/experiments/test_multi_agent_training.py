@@ -94,7 +94,7 @@ def test_a_wrong_section_is_refused_before_anything_starts(section: dict[str, An
         ({"multiagent": {**ROLES, "centralized_value": True}, "model": {"custom_model": "mine"}}, "custom_model"),
     ],
 )
-def test_what_several_agents_do_not_have_is_told(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_several_agents_do_not_support_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(data(**settings))
 
@@ -150,7 +150,7 @@ def unlicensed(config: dict[str, Any]):  # type: ignore[no-untyped-def] # as use
     raise RuntimeError("no licence")
 
 
-def test_an_environment_that_cannot_be_made_is_told_and_not_taken_for_one_agent() -> None:
+def test_an_environment_that_cannot_be_made_is_an_error_and_not_taken_for_one_agent() -> None:
     ludus.register_env("unlicensed", unlicensed)
     with pytest.raises(EnvironmentFault, match="no licence"):
         resolve({"env": "unlicensed", "config": {"multiagent": ROLES}})

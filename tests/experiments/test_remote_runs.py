@@ -18,7 +18,7 @@ import ludus
 from ludus.core.metrics import Numbers, read_jsonl
 from ludus.errors import Fenced, NotFound, StoreUnavailable, UsageError
 from ludus.experiments import runner
-from ludus.experiments.control.learner_supervisor import Policy
+from ludus.experiments.control.restart_policy import RestartPolicy
 from ludus.experiments.runs import checkpoint, remote_runs, run_status
 from ludus.experiments.runs import run_sync as carriers
 from ludus.experiments.runs.remote_runs import directory_of, fetch, is_remote, shown, store_of
@@ -616,7 +616,7 @@ def test_a_run_on_a_store_is_looked_at_less_often_than_one_that_is_here(boxes: P
 
 
 def test_a_learner_that_lost_its_store_is_started_again() -> None:
-    from ludus.experiments.control.learner_supervisor import Again, Failure
+    from ludus.experiments.control.restart_policy import LearnerFailure, RestartAfter
 
-    decided = Policy(3).decide(Failure("it was away", StoreUnavailable("It was away.")), "000001", True)
-    assert isinstance(decided, Again)
+    decided = RestartPolicy(3).decide(LearnerFailure("it was away", StoreUnavailable("It was away.")), "000001", True)
+    assert isinstance(decided, RestartAfter)

@@ -34,7 +34,7 @@ from ludus.gateway.http_connection import HttpConnection, HttpLimits
 from ludus.gateway.raw_codec import RawCodec
 from ludus.gateway.server import Gateway, GatewaySettings
 from ludus.io.yaml_documents import parse_yaml
-from ludus.launch.hostfile import read_iplist
+from ludus.launch.hostfile import parse_hostfile
 from ludus.models.weights import serialization
 from ludus.storage.local import LocalStore
 from ludus.transport.segment_codec import Decoder, Rejected
@@ -355,7 +355,7 @@ def read_ini(data: bytes) -> None:
 
 
 def read_hosts(data: bytes) -> None:
-    read_iplist(data.decode("utf-8", "replace"))
+    parse_hostfile(data.decode("utf-8", "replace"))
 
 
 _ORDER = {
