@@ -116,7 +116,7 @@ class Client:
         return self._protocol.missed_of(session)
 
     def spec(self) -> dict[str, Any]:
-        """The protocol's version, and the observation and action spaces if the server has told them."""
+        """Fetch the protocol version and, if declared, the observation and action spaces."""
         return _parse_spec(self._drive(self._protocol.get(SPEC)))
 
     def start(
@@ -237,7 +237,7 @@ class AsyncClient:
         return self._protocol.missed_of(session)
 
     async def spec(self) -> dict[str, Any]:
-        """The protocol's version, and the observation and action spaces if the server has told them."""
+        """Fetch the protocol version and, if declared, the observation and action spaces."""
         return _parse_spec(await self._drive(self._protocol.get(SPEC)))
 
     async def start(
@@ -769,7 +769,7 @@ class _Reader:
         if len(buffer) < end + length:
             return None
         if len(buffer) > end + length:
-            raise ConnectionError("more came back than was asked for")
+            raise ConnectionError("unexpected data after the reply")
         self._buffer = b""
         return _Reply(status, buffer[end:], retry_after_s, endpoint, close)
 
@@ -814,7 +814,7 @@ class _Reader:
             self._buffer = b"0" + rest
             return None
         if stop < len(rest):
-            raise ConnectionError("more came back than was asked for")
+            raise ConnectionError("unexpected data after the reply")
         self._buffer, self._chunks, self._chunked = b"", None, 0
         return _Reply(self._head.status, body, self._head.retry_after_s, self._head.endpoint, self._head.close)
 

@@ -60,7 +60,7 @@ CHECKS: Mapping[str, Check] = {
         Check("seq_skipped", "mistake", "seq rises by 1", "Repeat the last number to retry, add 1 for a new request."),
         Check("seq_changed", "mistake", "A repeated seq repeats the request", "Add 1 for every new request."),
         Check("seq_mixed", "mistake", "All requests of a session have a seq, or none", "Number them all."),
-        Check("too_fast", "mistake", "429 is obeyed", "Wait as long as Retry-After says."),
+        Check("too_fast", "mistake", "429 is obeyed", "Wait for the time in Retry-After."),
         Check("body", "mistake", "Bodies are of the agreed format", "See the page of the protocol.", body=True),
         Check("keys", "mistake", "Bodies have the known keys", "observation, reward, terminated, truncated, action_mask", body=True),
         Check("seats", "mistake", "Seats are those of the game", 'Send {"seats": {name: {…}}}.', body=True),
@@ -80,7 +80,7 @@ CHECKS: Mapping[str, Check] = {
         Check("bounds", "warning", "Observations keep their bounds", "Correct the space or the values.", body=True),
         Check("no_reward", "warning", "Every tick after the first has a reward", "It counts as 0.", body=True),
         Check("over_in_tick", "warning", "A match ends with end", "terminated in a tick: the next tick begins anew.", body=True),
-        Check("no_outcome", "warning", "end says how it ended", "Send the last reward, or the last action is not learned from.", body=True),
+        Check("no_outcome", "warning", "end has the outcome", "Send the last reward; without it the last action is not learned from.", body=True),
     )
 }  # fmt: skip
 

@@ -135,7 +135,7 @@ class GameState:
     def from_json(cls, data: Any) -> GameState:
         """Parse a state, ignoring unknown or mistyped fields of newer servers. Raises Refused."""
         if not (isinstance(data, dict) and isinstance(data.get("runtime_id"), str) and isinstance(data.get("state"), str)):
-            raise _unexpected("a state of a game")
+            raise _unexpected_reply("a state of a game")
         known = {field.name: data[field.name] for field in fields(cls) if data.get(field.name) is not None}
         sane: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, _KINDS.get(name, object))}
         sane["last_lines"] = tuple(str(line) for line in sane.get("last_lines", ()))
@@ -344,7 +344,7 @@ class GamecoreClient:
         found = self._request("GET", "/v1/games" + (f"?{urlencode({'state': state})}" if state else ""))
         games = found.get("games")
         if not isinstance(games, list):
-            raise _unexpected("a list of games")
+            raise _unexpected_reply("a list of games")
         return [GameState.from_json(item) for item in games]
 
     def logs(self, runtime_id: str, lines: int = 100) -> str:
@@ -798,7 +798,7 @@ def _parse_object(reply: _HttpReply) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise _unexpected("a JSON object")
+        raise _unexpected_reply("a JSON object")
     return found
 
 
@@ -808,7 +808,7 @@ def _data(found: dict[str, Any]) -> dict[str, Any]:
     return data if isinstance(data, dict) else found
 
 
-def _unexpected(expected: str) -> Refused:
+def _unexpected_reply(expected: str) -> Refused:
     return Refused(200, "http", f"The reply is not {expected}.", "Check that it is a gamecore server.")
 
 
