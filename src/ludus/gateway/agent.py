@@ -147,7 +147,7 @@ class Agent:
         return self.take(checked, allowed, await self.ask(checked, allowed))
 
     @property
-    def settled(self) -> bool:
+    def can_ask(self) -> bool:
         """Whether the previous episode is completely recorded, so that `ask` may be called."""
         return self._closing is None
 
