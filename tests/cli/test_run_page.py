@@ -97,11 +97,11 @@ def test_a_curve_fits_into_the_terminal(width: int) -> None:
 
 def test_only_settings_that_differ_from_the_defaults_are_changed() -> None:
     from ludus.algorithms.base import algorithm_class
-    from ludus.config import schema as configs
+    from ludus.config.validation import dump_config, parse_algorithm_config
 
     schema = algorithm_class("PPO").Config
-    assert changed_settings({"run": "PPO", "config": configs.dumped(configs.algorithm_config(schema, {}))}) == {}
-    own = configs.dumped(configs.algorithm_config(schema, {"lr": 0.125, "seed": 5, "model": {"core": "lstm"}}))
+    assert changed_settings({"run": "PPO", "config": dump_config(parse_algorithm_config(schema, {}))}) == {}
+    own = dump_config(parse_algorithm_config(schema, {"lr": 0.125, "seed": 5, "model": {"core": "lstm"}}))
     assert changed_settings({"run": "PPO", "config": own}) == {"lr": 0.125, "model.core": "lstm"}
     assert changed_settings({"run": "os:system", "config": {"gamma": 0.5}}) == {"gamma": 0.5}, "nothing of a run is imported"
 

@@ -15,8 +15,8 @@ import pytest
 
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Progress, Trainer
-from ludus.config import schema as configs
 from ludus.config.schema import StopConfig
+from ludus.config.validation import parse_experiment
 from ludus.core.metrics import Numbers
 from ludus.errors import EnvironmentFault, Fenced, StartTimeout, StoreFull, StoreUnavailable
 from ludus.experiments.control import run_controller
@@ -49,7 +49,7 @@ def progress(returns: Iterable[float] = (), window: int = 3, **counts: Any) -> P
     ],
 )
 def test_each_stop_key_stops_at_its_value_and_not_before(key: str, value: float, before: Any, at: Any) -> None:
-    stop = configs.experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
+    stop = parse_experiment({"env": "CartPole-v1", "stop": {key: value}}).stop
     canonical = {
         "timesteps_total": "timesteps",
         "time_total_s": "time_s",
@@ -190,7 +190,7 @@ class _Stage:
             self.store,
             Schedule(keep=keep, **settings),
             [self.sink],
-            configs.experiment({"env": "CartPole-v1"}),
+            parse_experiment({"env": "CartPole-v1"}),
             evaluate,
         )
 

@@ -21,7 +21,8 @@ from ludus.algorithms.minibatch import described
 from ludus.algorithms.target_network import Target
 from ludus.buffers.prioritized_replay import Drawn, Priorities, Transitions
 from ludus.buffers.sum_tree import Doubles
-from ludus.config.schema import REPLAYED_STEPS, AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
+from ludus.config.batch_shape import REPLAYED_STEPS
+from ludus.config.schema import AlgorithmConfig, ModelConfig, ReplayBufferConfig, Schedule
 from ludus.core.schedule import value_at
 from ludus.core.spaces import array_spec
 from ludus.core.tree import Array, Tree, map_tree

@@ -17,9 +17,10 @@ import torch
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Progress, Trainer
-from ludus.config import schema as configs
 from ludus.config.problem import ConfigErrors
-from ludus.config.schema import AlgorithmConfig, StopConfig
+from ludus.config.schema import EXTERNAL, AlgorithmConfig, StopConfig
+from ludus.config.translation import canonical_config, translate_config, translate_experiment
+from ludus.config.validation import dump_config, parse_algorithm_config, parse_experiment, parse_external_config
 from ludus.core.metrics import Sink, read_jsonl
 from ludus.core.types import DEFAULT_MODEL
 from ludus.distributed.code_bundle import Luggage
@@ -114,22 +115,22 @@ def resolve(data: Mapping[str, Any], cluster: ClusterOptions | None = None) -> R
 
 
 def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolved:
-    experiment = configs.experiment(data)
+    experiment = parse_experiment(data)
     experiment = experiment.model_copy(update={"env": current_name(experiment.env).name})
-    called = experiment.env == configs.EXTERNAL
+    called = experiment.env == EXTERNAL
     algorithm = validate.algorithm_of(experiment.run)
     several = not called and multi_agent_training.is_meant(experiment.env, experiment.config)
     if not called and not several:
         check_exists(experiment.env)
     elsewhere = experiment.memory != EMBEDDED
     keys = _with_a_worker(experiment.config, algorithm.Config) if elsewhere else experiment.config
-    config = configs.algorithm_config(
+    config = parse_algorithm_config(
         algorithm.Config, keys, collated=called or several, run=experiment.run, owners=validate.owners
     )
     if elsewhere:
         _refuse_in_a_fleet(experiment.memory, config, called, several, cluster)
     if called:
-        http_training.seats_of(configs.external_config(config.env_config))
+        http_training.seats_of(parse_external_config(config.env_config))
     _refuse_what_needs_more(config, called, cluster)
     if several:
         config = multi_agent_training.resolved_config(experiment.env, algorithm.Config, config)
@@ -141,13 +142,13 @@ def _resolved(data: Mapping[str, Any], cluster: ClusterOptions | None) -> Resolv
     if not stop.model_dump(exclude_none=True):
         solved = None if called or several else reward_threshold(experiment.env)
         stop = StopConfig(timesteps=DEFAULT_TIMESTEPS, episode_return_mean=solved)
-    resolved = configs.dumped(config)
+    resolved = dump_config(config)
     return Resolved(experiment.model_copy(update={"stop": stop, "config": resolved}), algorithm, config, cluster)
 
 
 def _with_a_worker(data: Mapping[str, Any], schema: type[AlgorithmConfig]) -> Mapping[str, Any]:
     """In a fleet num_workers is how many segments of equal size make up a batch, whoever brings them: at least one."""
-    inner = configs.read_config(data, schema).data
+    inner = translate_config(data, schema).data
     return data if inner.get("num_workers") not in (None, 0, "auto") else {**inner, "num_workers": 1}
 
 
@@ -182,13 +183,13 @@ def cluster_of(option: str | None, num_cpus: int | None = None, object_store_mem
 
 def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, cluster: ClusterOptions | None) -> Mapping[str, Any]:
     """`num_workers: auto` becomes a number, once and for all: it is saved with the run."""
-    given = configs.read_experiment(data).data
+    given = translate_experiment(data).data
     if not isinstance(given.get("config", {}), Mapping) or not isinstance(run := given.get("run", "PPO"), str):
         return data  # what is wrong with it is said by whoever resolves it
-    inner = configs.read_config(given.get("config", {})).data
+    inner = translate_config(given.get("config", {})).data
     if inner.get("num_workers") != "auto":
         return data
-    inner = configs.canonical(given["config"], validate.algorithm_of(run).Config)
+    inner = canonical_config(given["config"], validate.algorithm_of(run).Config)
     if cluster is not None and cluster.asked_for:
         raise ConfigError(
             "config.num_workers is auto, which looks at this machine alone, and a cluster is named.",
@@ -199,12 +200,12 @@ def _with_workers_chosen(data: Mapping[str, Any], announce: Announce | None, clu
         chosen, why = 1, "workers of a fleet come by themselves"
     elif multi_agent_training.is_meant(str(data.get("env")), inner):
         chosen, why = 0, "several agents are sampled by this process"
-    elif data.get("env") == configs.EXTERNAL:
+    elif data.get("env") == EXTERNAL:
         chosen, why = max(0, cores - 1), f"one for every core but that of the learner, of {cores}"
     else:
         any_batch = {key: value for key, value in inner.items() if key != "train_batch_size"}
         alone = resolve({**data, "config": any_batch | {"num_workers": 0, "sampling": "sync"}})
-        config = configs.algorithm_config(alone.algorithm.Config, any_batch)
+        config = parse_algorithm_config(alone.algorithm.Config, any_batch)
         if announce is not None:
             announce("measuring the environment …")
         chosen, why = choose_workers(alone.experiment.env, alone.algorithm, config, inner, cores * _nodes_of_job())
@@ -474,7 +475,7 @@ def _taken_up(run: Run, resolved: Resolved) -> Run:
 
 def _has_processes(resolved: Resolved) -> bool:
     config = resolved.config
-    if resolved.experiment.env == configs.EXTERNAL and not configs.external_config(config.env_config).port:
+    if resolved.experiment.env == EXTERNAL and not parse_external_config(config.env_config).port:
         return False  # any free port: games would not find the next learner
     return config.workers > 0 or config.learners > 1 or has_far_learners()
 
@@ -709,7 +710,7 @@ def assembled(
     """The program of a run, built in this process, restored from `before`; everything is closed at the end."""
     keep_freed_memory()
     threads = torch.get_num_threads()
-    called = resolved.experiment.env == configs.EXTERNAL
+    called = resolved.experiment.env == EXTERNAL
     sinks = [*sinks, *gap_sinks(resolved.experiment.env, resolved.config, announce)]
     if called:
         program, handles = http_training.program_of(resolved, open_run, before, sinks, counting_on, announce)

@@ -86,7 +86,7 @@ def learner(
 ) -> None:
     """Train on the experience that workers send. An existing run at PLACE is resumed; rerunning the same command is safe."""
     from ludus.cli.training import train
-    from ludus.config import schema as configs
+    from ludus.config.overrides import parse_stop_values
     from ludus.experiments.runs import remote_runs
     from ludus.experiments.runs.run_dir import CONFIG
 
@@ -103,7 +103,7 @@ def learner(
         "keep_checkpoints_num": keep_checkpoints_num,
     }  # fmt: skip
     settings = {"num_workers": num_workers, "num_envs_per_worker": num_envs, "num_gpus": num_gpus, "seed": seed}
-    stops = configs.stop_values(stop or [])
+    stops = parse_stop_values(stop or [])
     given = (experiment, experiment_name, top, stops, settings, train.mapping_of("--config", config), set_ or [])
     directory = remote_runs.directory_of(store)
     remote_runs.fetch(directory)

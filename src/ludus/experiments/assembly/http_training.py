@@ -13,8 +13,8 @@ from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
 from ludus.buffers.collate import Collated
-from ludus.config import schema as configs
-from ludus.config.schema import AlgorithmConfig, ExternalConfig
+from ludus.config.schema import GAMECORE, AlgorithmConfig, ExternalConfig
+from ludus.config.validation import parse_external_config
 from ludus.core import spaces
 from ludus.core.metrics import Sink
 from ludus.distributed.gateway_source import Boards, FleetGathering, PublishingPool
@@ -67,7 +67,7 @@ class GameSeats:
 
 def only_model_seats(experiment: Mapping[str, Any], model: str) -> dict[str, str]:
     """Seat → model, of an experiment with a single one: by the names of its `env_config` if its matches run on a gamecore server."""
-    declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == configs.GAMECORE else None
+    declared = (experiment["config"].get("env_config") or {}).get("seats") if experiment["env"] == GAMECORE else None
     return dict.fromkeys(declared or ("",), model)
 
 
@@ -108,7 +108,7 @@ def program_of(
 ) -> tuple[Program, tuple[Handle, ...]]:
     """Which components such a run has and how they are joined. The port is taken first: it may not be free."""
     config = resolved.config
-    outside = configs.external_config(config.env_config)
+    outside = parse_external_config(config.env_config)
     seats = seats_of(outside)
     program = Program()
     clock = program.add("clock", RunClock, resolved.experiment.stop.time_s)

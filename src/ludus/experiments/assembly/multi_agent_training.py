@@ -14,8 +14,10 @@ import gymnasium as gym
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Trainer
-from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, MultiAgentConfig
+from ludus.config.section import check_model_name
+from ludus.config.translation import canonical_config, nested_schema
+from ludus.config.validation import parse_algorithm_config
 from ludus.core import trust
 from ludus.core.metrics import Sink
 from ludus.core.plugins import did_you_mean, import_object
@@ -146,7 +148,7 @@ def assigned(agents: Sequence[str], section: MultiAgentConfig) -> dict[str, str]
     for agent, policy in mapping.items():
         if listed and policy not in listed:
             raise ConfigError(f"{where} gives {agent!r} to {policy!r}, which is no policy.", did_you_mean(policy, listed))
-        configs.check_model_name(policy, where)
+        check_model_name(policy, where)
     idle = [policy for policy in listed if policy not in mapping.values()]
     if idle:
         played = ", ".join(f"{agent}: {policy}" for agent, policy in mapping.items())
@@ -223,7 +225,7 @@ _OWN = frozenset({"gamma", "model", "observation_filter", "seed"})
 def policy_config(schema: type[AlgorithmConfig], config: AlgorithmConfig, policy: str) -> AlgorithmConfig:
     """The configuration of one policy: that of the run, with the keys in which it differs. Raises ConfigError."""
     assert config.multiagent is not None
-    where, own = f"config.multiagent.policies.{policy}", configs.canonical(config.multiagent.own_keys(policy))
+    where, own = f"config.multiagent.policies.{policy}", canonical_config(config.multiagent.own_keys(policy))
     common = sorted(AlgorithmConfig.model_fields.keys() - _OWN)
     for key in own:
         if key in common:
@@ -234,10 +236,10 @@ def policy_config(schema: type[AlgorithmConfig], config: AlgorithmConfig, policy
     base = config.model_dump(by_alias=True)
     for key, value in own.items():
         field = schema.model_fields.get(key)
-        if isinstance(value, Mapping) and field is not None and configs.schema_of(field.annotation) and base[key] is not None:
+        if isinstance(value, Mapping) and field is not None and nested_schema(field.annotation) and base[key] is not None:
             own[key] = {**base[key], **value}  # of a section only what is said; what is no section is one value
     try:
-        return configs.algorithm_config(schema, {**base, "seed": seed, **own}, collated=True)
+        return parse_algorithm_config(schema, {**base, "seed": seed, **own}, collated=True)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", error.hint) from error
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import ludus
-from ludus.config.schema import dump_yaml
 from ludus.core import trust
 from ludus.errors import AlreadyExists, ConfigError, Damaged, LudusError, NotFound, UsageError
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.remote_runs import directory_of, shown, store_of
+from ludus.io.yaml_documents import dump_yaml
 from ludus.storage.base import Guard
 from ludus.storage.local import LocalStore
 from ludus.storage.redact import without_secrets
@@ -96,7 +96,7 @@ class Run:
         return self.directory / METRICS
 
     def config(self) -> dict[str, Any]:
-        from ludus.config.schema import load_experiments
+        from ludus.config.experiment_file import load_experiments
 
         read_regular_file(self.directory / CONFIG, limit=MOST_JSON_BYTES)  # no pipe, whose reader waits for ever
         loaded = load_experiments(self.directory / CONFIG)
