@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ludus.cli.evaluation.run_page import RunFacts, changed_settings, collect, page_lines
 from ludus.cli.main import app
-from ludus.core.metrics import JsonLines
+from ludus.core.metrics import JsonLinesSink
 from ludus.experiments.runs.checkpoint import Best
 from tests.experiments.test_compare import made
 
@@ -109,7 +109,7 @@ def test_only_settings_that_differ_from_the_defaults_are_changed() -> None:
 def test_show_prints_the_page_and_the_dump_behind_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = made(Path("runs/mine/PPO_x-abcde"), {100: 1.0, 200: 3.0}, lr=0.125)
-    sink = JsonLines(run / "metrics.jsonl")
+    sink = JsonLinesSink(run / "metrics.jsonl")
     sink.write({"iterations": 3, "timesteps": 300, "time_s": 1.5, "episodes": 2, "episode_return_mean": 2.0})
     sink.close()
     said = CliRunner().invoke(app, ["runs", "show", "last"])

@@ -60,7 +60,7 @@ def numbers(where: Path, counts: ReadCounts | None = None) -> list[int]:
 
 
 def assert_same(found: Segments, expected: Segments) -> None:
-    expected = expected.trimmed()
+    expected = expected.trim()
     assert (found.spec, found.model, found.finals) == (expected.spec, expected.model, expected.finals)
     for (path, got), (_, wanted) in zip(leaves(found.arrays()), leaves(expected.arrays()), strict=True):
         np.testing.assert_array_equal(got, wanted, err_msg=path)

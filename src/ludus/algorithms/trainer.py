@@ -11,7 +11,7 @@ import numpy as np
 
 from ludus.algorithms.base import Algorithm
 from ludus.algorithms.run_clock import RunClock
-from ludus.core.statistics import results
+from ludus.core.statistics import summarize_results
 from ludus.core.types import Segments
 from ludus.models.policy import Policy
 from ludus.transport.base import Batches
@@ -192,7 +192,10 @@ class Trainer:
         if means:
             report |= {f"{name}/episode_return_mean": mean for name, mean in means.items()}
             report["episode_return_mean"] = min(means.values())
-        report |= {f"match/{name}": value for name, value in results({n: recent.told for n, recent in p.results.items()}).items()}
+        report |= {
+            f"match/{name}": value
+            for name, value in summarize_results({n: recent.told for n, recent in p.results.items()}).items()
+        }
         report |= {
             "fps": p.timesteps / p.time_s if p.time_s else 0.0,
             "learner_share": self._learn_s / elapsed if elapsed else 0.0,

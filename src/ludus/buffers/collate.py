@@ -19,7 +19,7 @@ def joined(parts: Sequence[Segments]) -> Segments:
 
     They must be of one model; parts that are shorter than their spec says must not have kept final observations.
     """
-    parts = [part.trimmed() for part in parts]
+    parts = [part.trim() for part in parts]
     steps, finals = max(1, *(part.spec.steps for part in parts)), sum(part.finals for part in parts)
     batch = Segments.empty(replace(parts[0].spec, steps=steps, finals=finals), sum(part.rows for part in parts))
     join_into(batch, parts)

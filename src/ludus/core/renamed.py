@@ -1,4 +1,4 @@
-"""Names of modules in earlier releases, as stored data (`model.json`, `config.yaml`, job directories) still holds them."""
+"""Names of modules and objects in earlier releases, as stored data (`model.json`, `config.yaml`, job directories) has them."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ import numpy as np
 
 from ludus.core import spaces
 from ludus.core.plugins import did_you_mean
-from ludus.core.spaces import ACTION_MASK, Fit
+from ludus.core.spaces import ACTION_MASK, SpaceParser
 from ludus.core.tree import Tree
 from ludus.core.types import Bools
 from ludus.envs import registry
 from ludus.envs.vector_env import translated
 from ludus.envs.wrappers import Named, wrappers_of
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, place_of
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, UnknownName, user_frame
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +190,9 @@ def _called(name: str, factory: Callable[..., Any], config: Mapping[str, Any], w
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{name} needs more packages: {error}.", "pip install 'ludus[pettingzoo]'") from error
     except TypeError as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}{place_of(error)}.", "Check config.env_config.") from error
+        raise EnvironmentFault(f"{name} could not be made: {error}{user_frame(error)}.", "Check config.env_config.") from error
     except Exception as error:
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{user_frame(error)}.") from error
     return env
 
 
@@ -332,13 +332,13 @@ class _Agents:
         self.of = {str(agent): agent for agent in named}
         """Agents may be numbered; everywhere else they have names."""
         self.spaces: dict[str, AgentSpaces] = {}
-        self._fit: dict[str, Fit] = {}
+        self._fit: dict[str, SpaceParser] = {}
         for agent, own in self.of.items():
             with translated(name, "observation_space or action_space", 0):
                 seen, done = env.observation_space(own), env.action_space(own)
             plain, mask = spaces.split_mask(seen)
             self.spaces[agent] = AgentSpaces(plain, done, mask is not None)
-            self._fit[agent] = Fit(plain, f"the observation of {agent}")
+            self._fit[agent] = SpaceParser(plain, f"the observation of {agent}")
         self.late_rewards = 0
         self.steps = 0
 
@@ -403,7 +403,7 @@ class _Common:
         self._agents = _Agents(env, name)
         self.agents: Mapping[str, AgentSpaces] = self._agents.spaces
         self.state_space = self._agents.state_space()
-        self._state_fit = None if self.state_space is None else Fit(self.state_space, "state()")
+        self._state_fit = None if self.state_space is None else SpaceParser(self.state_space, "state()")
         self._playing: dict[str, bool] = {}  # agent → whether it has acted since it came
         self._owed: dict[str, float] = {}  # rewards since its last action
         self._idle = 0

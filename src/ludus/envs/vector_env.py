@@ -31,7 +31,7 @@ from ludus.envs.preprocessing import for_evaluation, is_plain, preprocess_of, pr
 from ludus.envs.registry import called, factory_of, makes_vectors, outdated, spec_of, takes, takes_mapping
 from ludus.envs.vizdoom import is_doom, make_doom
 from ludus.envs.wrappers import Named, Wrapper, wrappers_of
-from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, place_of
+from ludus.errors import ConfigError, EnvironmentFault, LudusError, MissingExtra, user_frame
 
 log = logging.getLogger(__name__)
 
@@ -365,11 +365,11 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
         family = "mujoco" if "mujoco" in str(error).lower() else "box2d" if "box2d" in str(error).lower() else "all"
         raise MissingExtra(f"{name} needs more packages: {error}.", f"pip install 'ludus[{family}]'") from error
     except TypeError as error:
-        raise EnvironmentFault(f"{name} could not be made: {error}{place_of(error)}.", "Check config.env_config.") from error
+        raise EnvironmentFault(f"{name} could not be made: {error}{user_frame(error)}.", "Check config.env_config.") from error
     except gym.error.Error as error:
         raise EnvironmentFault(f"{name} could not be made: {error}.") from error
     except Exception as error:
-        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{place_of(error)}.") from error
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} while it was made: {error}{user_frame(error)}.") from error
 
 
 _GYMNASIUM_STEP = (
@@ -545,7 +545,7 @@ def translated(name: str, call: str, step: int, row: int | None = None) -> Any:
     except Exception as error:
         who = name if row is None else f"environment {row} of {name}"
         raise EnvironmentFault(
-            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{place_of(error)}."
+            f"{who} raised {type(error).__name__} in {call} (step {step}): {error}{user_frame(error)}."
         ) from error
 
 

@@ -435,7 +435,7 @@ class Reading:
 
     def __init__(self, game: Playable) -> None:
         self.seats, self.joint, self.lone = game.seats, game.joint, game.seats == (ONLY_SEAT,)
-        self._fit = spaces.Fit(game.seen_space)
+        self._fit = spaces.SpaceParser(game.seen_space)
         self._paths = [(path.split(".") if path else [], _size(spec)) for path, spec in leaves(self._fit.spec)]
         self._branches = [(path.split(".") if path else [], keys) for path, keys in _branches(self._fit.spec)]
         self._action_space, self._masked = game.action_space, game.masked

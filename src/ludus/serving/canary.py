@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 
 WAIT: Literal["wait"] = "wait"
 PROMOTE: Literal["promote"] = "promote"
@@ -140,7 +140,7 @@ def _share_verdict(
     if evidence(bad, total, allowed) >= math.log(1 / settings.risk):
         return ROLL_BACK
     estimate = limits.ratio * bad_stable / of_stable if of_stable else 0.0
-    if wilson(bad, total, _SURE)[1] <= min(max(limits.tolerated, estimate), _HOPELESS):
+    if wilson_interval(bad, total, _SURE)[1] <= min(max(limits.tolerated, estimate), _HOPELESS):
         return PROMOTE
     return WAIT
 
@@ -153,7 +153,7 @@ def condemned_above(bad_stable: int, of_stable: int, ratio: float, tolerated: fl
     """
     if not of_stable:
         return _HOPELESS
-    upper = wilson(bad_stable, of_stable, _UNSURE)[1]
+    upper = wilson_interval(bad_stable, of_stable, _UNSURE)[1]
     return min(max(tolerated, ratio * upper), max(_HOPELESS, upper))
 
 

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_away
+from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_unavailable
 from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 from ludus.storage.safe_read import MOST_JSON_BYTES, read_regular_file
 
@@ -332,6 +332,6 @@ def _as_ours(error: OSError, path: Path) -> StoreError:
         return StoreFull(f"No space left to write {path}.", "Free some room; everything written before is intact.")
     if error.errno in _REFUSED:
         return StoreFull(f"Not allowed to write {path} ({error.strerror}).", "Choose another --local-dir.")
-    if is_away(error):
+    if is_unavailable(error):
         return StoreUnavailable(f"{path} cannot be reached: {error.strerror}.", "Is its file system still mounted?")
     return StoreError(f"{path}: {error.strerror or error}.")

@@ -193,7 +193,7 @@ class RecordedRoom:
             return turn
 
     def _encoded(self, item: tuple[Segments, float, int]) -> bytes | None:
-        segments, temperature = item[0].trimmed(), item[1]
+        segments, temperature = item[0].trim(), item[1]
         meta = {"steps": segments.spec.steps, "finals": segments.finals, "temperature": temperature}
         try:
             return _record(encode(segments.arrays(), meta))

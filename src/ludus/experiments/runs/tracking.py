@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig
 from ludus.config.validation import parse_experiment
-from ludus.core.metrics import Csv, JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.errors import ConfigError, LudusError, MissingExtra
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.experiments.runs.run_dir import Run
@@ -119,9 +119,9 @@ def _installed(package: str, key: str, extra: str = "") -> None:
 def sinks_of(run: Run, e: ExperimentConfig, incarnation: int) -> list[Sink]:
     """Where the numbers of a run go, its own record first. Every key of the experiment's `config` has its value."""
     track = e.track
-    sinks: list[Sink] = [JsonLines(run.metrics_path, incarnation)]
+    sinks: list[Sink] = [JsonLinesSink(run.metrics_path, incarnation)]
     if track.csv:
-        sinks.append(Csv(run.directory / "metrics.csv", run.metrics_path, incarnation))
+        sinks.append(CsvSink(run.directory / "metrics.csv", run.metrics_path, incarnation))
     services = services_of(run, e)
     if services:
         sinks.append(_Curve(run))
@@ -200,7 +200,7 @@ def attach(directory: Path, paths: Sequence[Path]) -> bool:
 
 
 def _show_in_tensorboard(directory: Path, paths: Sequence[Path], timesteps: int) -> None:
-    board = TensorBoard(directory)
+    board = TensorBoardSink(directory)
     for path in paths:
         data = path.read_bytes() if path.suffix.lower() in _PICTURES else _as_gif(path)
         board.picture(data, f"{path.parent.name}/{path.stem}", timesteps)
@@ -220,7 +220,7 @@ def _as_gif(video: Path) -> bytes:
     return done.stdout
 
 
-class Board(TensorBoard):
+class Board(TensorBoardSink):
     """TensorBoard events that show videos, too."""
 
     def show_video(self, path: Path, name: str, timesteps: int) -> None:
