@@ -27,9 +27,10 @@ from typing import Any
 
 from bench.train import Row
 from bench.transport import keep
-from ludus.process import identity
+from ludus.process import procfs
 from ludus.process.commands.command import GameProcess, Games
-from tests.long.gamecore_rig import MARK, PACED, Server, percentile, python, until
+from tests.long.gamecore_rig import MARK, PACED, Server, percentile, python
+from tests.waiting import wait_until
 
 ARENA = "ludus.games.arena.main"
 PACE = 15
@@ -67,7 +68,7 @@ def memory(pid: int) -> dict[str, float]:
 
 def seen(server: Server) -> Row:
     """The server's process and all below it; first it alone."""
-    below = identity.descendants(server.pid)
+    below = procfs.list_descendants(server.pid)
     status = Path(f"/proc/{server.pid}/status").read_text()
     pss = 0.0
     for pid in below:
@@ -121,7 +122,7 @@ def warm(size: Size) -> list[Row]:
                 row["over_ms"] = 1000 * (time.monotonic() - before)
                 game = games.start([*words, *LONG], warm=is_warm, log=Path(folder) / f"{way}-{number}.log")
                 running.append((row, game))
-        until("that all play", lambda: all(_plays(game.pid) for _, game in running), 5 * SETTLED_S)
+        wait_until(lambda: all(_plays(game.pid) for _, game in running), 5 * SETTLED_S, what="that all play")
         time.sleep(3.0)
         for row, game in running:
             guard = {f"guard_{name}": value for name, value in memory(game.guard).items()}
@@ -180,7 +181,11 @@ def starts(size: Size) -> list[Row]:
                 alone = _latencies(server, pool, game, min(size.starts, 50), "alone")
                 list(pool.map(lambda i, game=game: server.play(f"beside-{i}", game, mode=_mode(game)), range(size.beside)))
                 if game != "script":
-                    until("that all play", lambda server=server: all(_plays(one["pid"]) for one in server.games("running")), 300)
+                    wait_until(
+                        lambda server=server: all(_plays(one["pid"]) for one in server.games("running")),
+                        300,
+                        what="that all play",
+                    )
                 time.sleep(3.0)
                 cpu = _load(server, 5.0)
                 beside = _latencies(server, pool, game, size.starts, "beside")
@@ -240,7 +245,7 @@ def _load(server: Server, seconds: float) -> float:
 
     def used() -> float:
         total = 0.0
-        for pid in (server.pid, *identity.descendants(server.pid)):
+        for pid in (server.pid, *procfs.list_descendants(server.pid)):
             with contextlib.suppress(OSError):
                 total += _cpu_s(pid)
         return total
@@ -292,7 +297,7 @@ def _round(server: Server, pool: ThreadPoolExecutor, game: str, number: int, cou
     began = time.monotonic()
     list(pool.map(lambda name: server.play(name, game, mode=_mode(game)), names))
     started_s = time.monotonic() - began
-    until("all to run", lambda: len(server.games("running")) == count, 60)
+    wait_until(lambda: len(server.games("running")) == count, 60, what="all to run")
     running = {"game": game, "round": number, "when": "running", "took_s": started_s, **seen(server)}
     began = time.monotonic()
 
@@ -307,7 +312,7 @@ def _round(server: Server, pool: ThreadPoolExecutor, game: str, number: int, cou
         thread.join(120)
     stopped_s = time.monotonic() - began
     states = {state["state"] for state in server.games()}
-    until("that only keepers are below it", lambda: len(identity.descendants(server.pid)) <= KEEPERS, 30)
+    wait_until(lambda: len(procfs.list_descendants(server.pid)) <= KEEPERS, 30, what="that only keepers are below it")
     time.sleep(2.0)  # connections of the threads that asked are closed
     after = {"game": game, "round": number, "when": "stopped", "took_s": stopped_s, "states": sorted(states), **seen(server)}
     for row in (running, after):

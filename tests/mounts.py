@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools import need
+from tests.waiting import wait_until
 
 _START_S = 40.0
 _SFTP = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server", "/usr/lib/ssh/sftp-server")
@@ -151,11 +151,10 @@ def _spawned(words: Sequence[str], where: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], where: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while not ready():
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.skip("cannot mount here: " + (where / "log").read_text(errors="replace")[-500:])
-        time.sleep(0.02)
+    try:
+        wait_until(ready, _START_S, failed=lambda: process.poll() is not None)
+    except AssertionError:
+        pytest.skip("cannot mount here: " + (where / "log").read_text(errors="replace")[-500:])
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import typer
 from ludus.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _TYPED = re.compile(r"(?:^ *|[;&|] *)(?:\$ )?ludus (?!\.)(.*)")
 _END = re.compile(r" [#;&|>]|\s+…|\)$")

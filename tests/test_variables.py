@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAME = re.compile(r"\bLUDUS_[A-Z0-9]+(?:_[A-Z0-9]+)*\b")
 SOURCES = [
     *(REPOSITORY / "src").rglob("*.py"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.system.slurm_rig import SlurmRig, slurm_rig
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 NODES = 3
@@ -77,10 +78,10 @@ def _words(pid: int) -> str:
 def until(what: str, happened: Callable[[], Any], within_s: float = WITHIN_S) -> float:
     """Seconds until then. Raises Late."""
     began = time.monotonic()
-    while not happened():
-        if time.monotonic() > began + within_s:
-            raise Late(f"{what} did not come within {within_s:.0f} s")
-        time.sleep(_POLL_S)
+    try:
+        wait_until(happened, within_s, what=what, poll_s=_POLL_S)
+    except AssertionError as error:
+        raise Late(str(error)) from None
     return time.monotonic() - began
 
 

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from ludus.errors import Refused as Refused
     from ludus.experiments.control.callbacks import Callback as Callback
     from ludus.experiments.control.callbacks import TrainingRun as TrainingRun
-    from ludus.experiments.runner import Result as Result
+    from ludus.experiments.result import Result as Result
     from ludus.experiments.runs.run_agent import RunAgent as RunAgent
     from ludus.gateway.actor import Actor as Actor
     from ludus.models.inference.onnx_policy import OnnxPolicy as OnnxPolicy
     from ludus.models.policy import Policy as Policy
+    from ludus.process.commands.command import Games as Games
     from ludus.protocol.gamecore_client import GamecoreClient as GamecoreClient
     from ludus.remote import fakes as fake
     from ludus.remote.actor import RemoteActor as RemoteActor
@@ -52,6 +53,7 @@ _MODULES = {
     "Agent": "ludus.remote.agent",
     "Callback": "ludus.experiments.control.callbacks",
     "GamecoreClient": "ludus.protocol.gamecore_client",
+    "Games": "ludus.process.commands.command",
     "LudusError": "ludus.errors",
     "OnnxPolicy": "ludus.models.inference.onnx_policy",
     "Policy": "ludus.models.policy",
@@ -60,7 +62,7 @@ _MODULES = {
     "RemoteBuffer": "ludus.remote.buffer",
     "RemoteModel": "ludus.remote.model",
     "RemoteTrainer": "ludus.remote.trainer",
-    "Result": "ludus.experiments.runner",
+    "Result": "ludus.experiments.result",
     "RunAgent": "ludus.experiments.runs.run_agent",
     "TrainingRun": "ludus.experiments.control.callbacks",
     "battle": "ludus.api",
@@ -71,8 +73,8 @@ _MODULES = {
     "learner": "ludus.remote.trainer",
     "load": "ludus.api",
     "metric": "ludus.remote.context",
-    "register_env": "ludus.envs.registry",
     "read_rollout": "ludus.api",
+    "register_env": "ludus.envs.registry",
     "resume": "ludus.api",
     "rollout": "ludus.api",
     "run_until_asked_to_stop": "ludus.remote.context",
@@ -87,6 +89,7 @@ __all__ = [
     "Agent",
     "Callback",
     "GamecoreClient",
+    "Games",
     "LudusError",
     "OnnxPolicy",
     "Policy",

@@ -1,4 +1,4 @@
-"""Clients for game programs: actor servers and gamecore servers over HTTP. Imports only the standard library."""
+"""Clients for game programs: of actor and gamecore servers over HTTP. Needs only the standard library."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from ludus.protocol.conformance import Conformance
 from ludus.remote.fake_peers import FakeGamecore
 from tests.cli.programs import program
 from tests.local_servers import LIMIT_S, Checked, checking, received, say, step
+from tests.waiting import wait_until
 
 ONE = {"": SeatSpaces(gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(3))}
 
@@ -43,8 +44,10 @@ def exchange(connection: socket.socket, raw: bytes) -> int:
 
 
 def wait_until_it_has(checked: Checked, requests: int) -> None:
-    while json.loads(say(checked.port, b"GET /health HTTP/1.1\r\n\r\n").partition(b"\r\n\r\n")[2])["requests"] < requests:
-        time.sleep(0.005)
+    def count() -> int:
+        return int(json.loads(say(checked.port, b"GET /health HTTP/1.1\r\n\r\n").partition(b"\r\n\r\n")[2])["requests"])
+
+    wait_until(lambda: count() >= requests)
 
 
 # -- what is right

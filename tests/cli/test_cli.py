@@ -24,6 +24,7 @@ from ludus.experiments.runs.run_dir import Run
 from ludus.storage.local import LocalStore
 from tests.cli.calling import Call, Said, one_line
 from tests.experiments import small
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 LUDUS = [sys.executable, "-m", "ludus.cli.main"]
@@ -310,9 +311,9 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(call: Call, tmp_path:
         ),
         ("{fault: raises in step}", r"environment 0 of .* raised RuntimeError in step \(step 3\): the game crashed"),
         ("{fault: nan}", r"nvironment 0 of .* returned nan in its observation .*at step 3"),
-        ("{fault: too short}", r"environment 0 of .* at step 3 returned float32\[1\]; its space says float32\[2\]"),
+        ("{fault: too short}", r"environment 0 of .* at step 3 returned float32\[1\]; its space has float32\[2\]"),
         ("{fault: reward nan}", r"nvironment 0 of .* returned the reward nan at step 2"),
-        ("{folt: x}", r"could not be made: .*folt.* Check config\.env_config"),
+        ("{folt: x}", r"could not be constructed: .*folt.* Check config\.env_config"),
     ],
 )
 def test_an_environment_that_misbehaves_is_one_line_and_exit_code_1(
@@ -425,11 +426,11 @@ def test_a_command_that_is_interrupted_while_it_starts_exits_with_130(tmp_path: 
 
 
 def _wait_for_lines(path: Path, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while not path.exists() or path.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None, finish(process).err
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(
+        lambda: path.exists() and path.read_bytes().count(b"\n") >= 2,
+        120,
+        failed=lambda: process.poll() is not None and finish(process),
+    )
 
 
 # -- rollout ------------------------------------------------------------------------------------------------------------

@@ -36,10 +36,11 @@ from ludus.launch.job import JobStatus, ProcessStatus, checked
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.supervisor import STEADY_S
 from ludus.models.custom import loader
-from ludus.testing.orchestrator_contract import ended, until
+from ludus.testing.orchestrator_contract import ended
 from ludus.transport.message_stream import PASSWORD
 from tests.cli.calling import Call
 from tests.tools import need
+from tests.waiting import wait_until
 
 needs_redis = pytest.mark.usefixtures("redis_installed")
 
@@ -209,7 +210,7 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path: Path) -> No
         assert len(running) == 4
         process.kill()
         process.wait(20)
-        until(lambda: jobs(tmp_path).list()[0].over)
+        wait_until(lambda: jobs(tmp_path).list()[0].over)
         assert jobs(tmp_path).list()[0].reason == "the process that started it is gone"
         assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
 

@@ -121,9 +121,11 @@ def test_a_match_whose_actor_was_never_reached_is_no_success(call: Call) -> None
 
 
 @pytest.mark.system
-def test_the_example_of_the_readme_works_as_printed(call: Call, tmp_path: Path) -> None:
+def test_the_example_of_the_guide_works_as_printed(call: Call, tmp_path: Path) -> None:
     pytest.importorskip("numba")
-    printed = [words for words in typed(REPOSITORY / "README.md") if words[:2] == ["gamecore", "start"]]
+    printed = [
+        words for words in typed(REPOSITORY / "docs" / "guides" / "game_programmer.md") if words[:2] == ["gamecore", "start"]
+    ]
     assert printed
     with running(Settings(port=0, state_dir=tmp_path / "state")) as arena:
         for words in printed:

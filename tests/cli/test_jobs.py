@@ -17,9 +17,10 @@ from ludus.cli.job_argument import complete_job
 from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, Role
 from ludus.launch.local import LocalOrchestrator
-from ludus.testing.orchestrator_contract import ended, until
+from ludus.testing.orchestrator_contract import ended
 from tests.cli.calling import Call, lines, one_line
 from tests.cli.programs import program
+from tests.waiting import wait_until
 
 Submit = Callable[..., str]
 
@@ -62,7 +63,7 @@ def test_without_jobs_the_list_says_how_to_make_one_and_touches_nothing(
 def test_the_list_shows_the_newest_last(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     first, second = submit("exit 3", name="first"), submit("sleep 600", name="second")
     ended(local, first)
-    until(lambda: local.status(second).state == "running")
+    wait_until(lambda: local.status(second).state == "running")
     said = call("jobs", "list")
     head, *rows = [line.split() for line in said.out.splitlines()]
     assert head == ["id", "on", "state", "exit", "age", "place", "run"]
@@ -268,7 +269,7 @@ def test_following_shows_what_comes_and_each_line_once(local: LocalOrchestrator,
         f"echo one; echo two; touch $LUDUS_JOB_DIR/said; until [ -e {go} ]; do sleep 0.02; done; echo three",
         "echo a; echo b; sleep 600",
     )
-    until(lambda: {"main-0: two", "worker0-0: b"} <= set(local.logs(job_id)))
+    wait_until(lambda: {"main-0: two", "worker0-0: b"} <= set(local.logs(job_id)))
     with (
         program("jobs", "logs", job_id, "-f", listens=False) as all_of_it,
         program("jobs", "logs", job_id, "-f", "--tail", "1", listens=False) as end,
@@ -304,7 +305,7 @@ def test_of_a_log_that_turns_meanwhile_nothing_that_comes_is_left_out(
     job_id = submit(
         f"for n in $(seq 100); do echo old $n; done; printf ha; until [ -e {go} ]; do sleep 0.02; done; echo lf; {more}"
     )
-    until(lambda: "ha" in list(local.logs(job_id)))
+    wait_until(lambda: "ha" in list(local.logs(job_id)))
     with program("jobs", "logs", job_id, "-f", "--tail", "2", "--on", "tests.cli.test_jobs:Turned", listens=False) as end:
         end.wait_for("old 100")
         go.touch()
@@ -336,7 +337,7 @@ def test_the_run_that_a_job_has_begun_is_shown(call: Call, local: LocalOrchestra
 def test_cancelling_asks_and_now_kills(call: Call, local: LocalOrchestrator, submit: Submit) -> None:
     asked = submit("trap 'echo saved; exit 130' TERM; echo ready; while :; do sleep 0.02; done")
     killed = submit("trap '' TERM; echo ready; while :; do sleep 0.02; done")
-    until(lambda: all("ready" in list(local.logs(job_id)) for job_id in (asked, killed)))
+    wait_until(lambda: all("ready" in list(local.logs(job_id)) for job_id in (asked, killed)))
     said = call("jobs", "cancel", asked, "--wait")
     assert said.code == 0
     assert f"{asked}: cancelled with code 130" in said.err

@@ -27,6 +27,7 @@ from ludus.launch.ssh.backend import Entry, SshNode, SshOrchestrator, SshSetting
 from ludus.process.host import usable_cores
 from ludus.process.job_env import FIRST_PORT
 from tests.cli.calling import Call, one_line
+from tests.waiting import wait_until
 
 _FOREIGN = ("NET_CARD_NAME", "ACTOR_NUM", "CPU_NUM", "NO_MODEL_POOL", "NO_ACTOR_MODEL_POOL", "GAMECORE_SERVER_ADDR", "LOG_DIR")
 
@@ -284,10 +285,7 @@ def test_stop_and_status_take_the_same_list_as_start(call: Call, orchestrator: L
 
 
 def wait_until_running(orchestrator: LocalOrchestrator, job: str) -> None:
-    deadline = time.monotonic() + 30
-    while orchestrator.status(job).state == "pending":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: orchestrator.status(job).state != "pending")
 
 
 def test_a_training_is_ended_by_a_start_of_the_same_one_and_by_another_only_if_that_is_said(

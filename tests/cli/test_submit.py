@@ -17,9 +17,10 @@ from ludus.experiments.runs.run_dir import find_runs
 from ludus.launch.job import JobStatus
 from ludus.launch.local import LocalOrchestrator
 from ludus.storage.local import LocalStore
-from ludus.testing.orchestrator_contract import ended, until
+from ludus.testing.orchestrator_contract import ended
 from tests.cli.calling import Call, Said, one_line
 from tests.cli.programs import REPOSITORY, program
+from tests.waiting import wait_until
 
 HEAVY = {"torch", "gymnasium", "numpy", "ray", "matplotlib", "tensorboard", "redis", "boto3"}
 SECRET = "horse-battery-staple"
@@ -144,7 +145,7 @@ def test_an_interrupt_leaves_the_job_running(home: Home, monkeypatch: pytest.Mon
         "submit", "--wait", "--name", "game", "--", "check-game", "--port", "0", "--seconds", "300", listens=False
     ) as waiting:
         waiting.wait_for("Ctrl-C leaves it running")
-        until(lambda: any(status.name == "game" and status.state == "running" for status in home.orchestrator.list()))
+        wait_until(lambda: any(status.name == "game" and status.state == "running" for status in home.orchestrator.list()))
         waiting.wait_for("http://")
         waiting.process.terminate()
         code, _, err = waiting.finish()

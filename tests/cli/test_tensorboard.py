@@ -15,11 +15,11 @@ import pytest
 from ludus.cli.evaluation import tensorboard
 from ludus.cli.evaluation.tensorboard import Forwarding, announcement
 from ludus.experiments.runs import remote_runs
-from ludus.process import identity
-from ludus.testing.orchestrator_contract import until
+from ludus.process import identity, procfs
 from tests.cli.calling import Call, one_line
 from tests.cli.programs import program
 from tests.experiments import small
+from tests.waiting import wait_until
 
 USER = getpass.getuser()
 
@@ -107,23 +107,23 @@ def test_it_shows_the_runs_on_loopback_and_leaves_nothing_behind(run: Path) -> N
         assert url.startswith("http://127.0.0.1:6")
         port = int(url.rstrip("/").rpartition(":")[2])
         assert f" -L 6006:127.0.0.1:{port} " in running.wait_for("ssh -N")
-        until(lambda: json.loads(get(f"{url}data/runs")) == ["default/first"])
-        below = identity.descendants(running.process.pid)
+        wait_until(lambda: json.loads(get(f"{url}data/runs")) == ["default/first"])
+        below = procfs.list_descendants(running.process.pid)
         assert below
         running.process.send_signal(signal.SIGINT)
         code, _, err = running.finish()
         assert code == 0, err
-    until(lambda: not any(map(is_running, below)))
+    wait_until(lambda: not any(map(is_running, below)))
 
 
 def test_when_it_is_killed_nothing_of_it_stays(run: Path) -> None:
     with program("tensorboard", run, listens=False) as running:
         running.wait_for("ssh -N")
-        below = identity.descendants(running.process.pid)
+        below = procfs.list_descendants(running.process.pid)
         assert below
         running.process.kill()
         running.finish()
-    until(lambda: not any(map(is_running, below)))
+    wait_until(lambda: not any(map(is_running, below)))
 
 
 def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
@@ -143,7 +143,7 @@ def test_of_a_run_on_a_store_copies_are_shown_and_kept_up_to_date(
         with open(copy, "rb") as read:  # as TensorBoard does, which never opens it again
             assert read.read() == b"one"
             store.put("events.out.tfevents.1.here", b"one, two")
-            until(lambda: read.read() == b", two")
+            wait_until(lambda: read.read() == b", two")
         assert not list(remote_runs.directory_of(where).glob("events.*")), "the working directory is whoever trains' own"
     assert not shown.exists()
 

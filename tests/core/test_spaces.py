@@ -228,7 +228,7 @@ def test_a_mask_of_another_size_names_both_sizes(mask: Tree) -> None:
     ids=repr,
 )
 def test_a_mask_holds_zeros_and_ones_only(mask: Tree) -> None:
-    with pytest.raises(ConfigError, match="something else than 0"):
+    with pytest.raises(ConfigError, match="values other than 0"):
         spaces.flat_mask(mask, HYBRID)
 
 

@@ -24,6 +24,7 @@ from ludus.gateway.server import GatewaySettings, owner_of
 from ludus.gateway.sessions import SessionLimits
 from ludus.process.workers.supervisor import Supervisor
 from tests.gateway.wire import Reply, Wire, ask, raw, step
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their pid")]
 
@@ -85,13 +86,6 @@ def owned(slot: int, slots: int, count: int = 1, prefix: str = "session") -> lis
     return [id_ for id_ in ids if owner_of(id_.encode(), slots) == slot][:count]
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def kill(served: GatewayFleet, slot: int) -> int:
     """kill -9, as the out-of-memory killer would do it; the process id."""
     pid = served.workers[slot].pid
@@ -101,7 +95,7 @@ def kill(served: GatewayFleet, slot: int) -> int:
 
 
 def replaced(served: GatewayFleet, slot: int, incarnation: int = 2) -> None:
-    until(lambda: served.workers[slot].incarnation == incarnation)
+    wait_until(lambda: served.workers[slot].incarnation == incarnation)
     served.workers[slot].wait_ready(SOON_S)
 
 
@@ -229,12 +223,12 @@ def test_a_killed_worker_costs_its_own_sessions_only(supervisor: Supervisor) -> 
         everyone = [game for several in games for game in several]
         for game in everyone:
             game.start()
-        until(lambda: all(game.ticks > 20 for game in everyone))
+        wait_until(lambda: all(game.ticks > 20 for game in everyone))
         kill(served, 1)
         replaced(served, 1)
-        until(lambda: all(game.starts == 2 for game in games[1]))
+        wait_until(lambda: all(game.starts == 2 for game in games[1]))
         before = {game: game.ticks for game in everyone}
-        until(lambda: all(game.ticks > before[game] + 20 for game in everyone))
+        wait_until(lambda: all(game.ticks > before[game] + 20 for game in everyone))
         stopping.set()
         for game in everyone:
             game.join(SOON_S)
@@ -353,8 +347,8 @@ def test_a_fleet_that_closes_lets_sessions_finish_and_ends_with_the_last_of_them
         assert wire.ask(step("start", theirs)).body == owners[1]
         assert lone.ask(step("start", mine)).body == owners[0]
         closed = closing(served)
-        until(lambda: wire.ask(raw("GET /ready")).status == 503)
-        until(lambda: ask(served.address[1], step("start", "another")).refusal == (503, "draining"))
+        wait_until(lambda: wire.ask(raw("GET /ready")).status == 503)
+        wait_until(lambda: ask(served.address[1], step("start", "another")).refusal == (503, "draining"))
         assert lone.ask(step("tick", mine, b"x")).body == owners[0] + b":x"
         assert lone.ask(step("end", mine)).body == owners[0]
         for n in range(10):  # worker 0 has none of its own any more, but this one comes by its connection
@@ -401,7 +395,7 @@ def _fail() -> None:
 def test_a_worker_that_cannot_start_says_why(supervisor: Supervisor) -> None:
     made = GatewayFleet(supervisor, Local, port=0, workers=1, prepare=_fail)
     try:
-        until(lambda: "the model is not there" in made.workers[0].error)
+        wait_until(lambda: "the model is not there" in made.workers[0].error)
         with pytest.raises(WorkerFailed, match="the model is not there"):
             made.wait_ready(0.1)
     finally:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from ludus.distributed.learners import channel
-from ludus.distributed.learners.channel import DONE, LEARN, STATE, Entrance, Link, enter, host_and_port
+from ludus.distributed.learners.channel import DONE, LEARN, STATE, Entrance, Link, enter
 from ludus.errors import Damaged, UsageError, WorkerFailed
+from ludus.io.addresses import host_and_port
 
 TOKEN = b"a token of the run that is long enough"
 

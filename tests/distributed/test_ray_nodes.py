@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -14,15 +13,15 @@ from ludus.config.schema import AlgorithmConfig
 from ludus.core.types import Segments
 from ludus.distributed.ray_nodes import RayNodes
 from ludus.distributed.sampling_pool import Node, Plan
-from ludus.experiments.assembly.components import make_policy
-from ludus.experiments.assembly.worker_training import look_at, make_plan
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.assembly.worker_training import make_plan, probe_environment
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
 from ludus.transport.ring_buffer import Bell
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
-WAIT_S = 60.0
 SETTINGS = AlgorithmConfig(num_workers=2, num_envs_per_worker=2, rollout_fragment_length=8, train_batch_size=32, sampling="sync")
 FIRST = 5  # the version with which block 0 is made
 
@@ -43,13 +42,13 @@ def bell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bell]:
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    shape = look_at("CartPole-v1", SETTINGS)
+    shape = probe_environment("CartPole-v1", SETTINGS)
     return make_policy(shape.observation_space, shape.action_space, SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def plan(policy: Policy) -> Plan:
-    return make_plan("CartPole-v1", SETTINGS, look_at("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
+    return make_plan("CartPole-v1", SETTINGS, probe_environment("CartPole-v1", SETTINGS), policy, FIRST, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +66,6 @@ def nodes(cluster: Cluster, plan: Plan, bell: Bell) -> Iterator[RayNodes]:
     assert [thread for thread in threading.enumerate() if thread not in before and thread.name in ours] == []
 
 
-def until(found: Callable[[], object], bell: Bell) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not found():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        bell.wait(0.05)
-
-
 def next_block(node: Node, worker: int, bell: Bell) -> Segments:
     came: list[Segments] = []
 
@@ -84,7 +76,7 @@ def next_block(node: Node, worker: int, bell: Bell) -> Segments:
         came.extend([block] if block is not None else [])
         return bool(came)
 
-    until(look, bell)
+    wait_until(look, pause=bell.wait)
     return came[0]
 
 
@@ -102,7 +94,7 @@ def test_blocks_come_in_order_and_follow_the_weights(cluster: Cluster, nodes: Ra
             assert block.valid.any()
             node.release(worker, block)
         node.publish(FIRST + update + 1, policy.weights())
-    until(lambda: 1 in node.workers() and node.workers()[1].note("blocks") >= 4, bell)
+    wait_until(lambda: 1 in node.workers() and node.workers()[1].note("blocks") >= 4, pause=bell.wait)
 
     node.stop(0)
     node.start(0, 4)  # as after a move: it goes on where the learner is
@@ -113,15 +105,15 @@ def test_a_killed_agent_takes_its_workers_along_and_is_replaced(nodes: RayNodes,
     (node,) = nodes.current()
     node.publish(FIRST + 10, policy.weights())
     node.start(2, 0)
-    until(lambda: 2 in node.workers() and node.workers()[2].pid is not None, bell)
+    wait_until(lambda: 2 in node.workers() and node.workers()[2].pid is not None, pause=bell.wait)
     worker = psutil.Process(node.workers()[2].pid)
     agent = next(parent for parent in worker.parents() if "NodeAgent" in parent.name())
     agent.kill()
-    until(lambda: node.lost, bell)
+    wait_until(lambda: node.lost, pause=bell.wait)
     assert "agent" in node.lost
     assert psutil.wait_procs([worker], timeout=20)[1] == []
 
-    until(lambda: nodes.current(), bell)
+    wait_until(lambda: nodes.current(), pause=bell.wait)
     (another,) = nodes.current()
     assert another is not node
     another.publish(FIRST + 11, policy.weights())

@@ -23,6 +23,7 @@ from ludus.errors import Unreachable, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
 from ludus.transport.ring_buffer import Bell
 from tests.distributed.test_node_agent import Scripted, plan
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -122,10 +123,7 @@ class Rig:
             nodes.close()
 
     def until(self, found: Callable[[], object]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not found():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            self.bell.wait(0.02)
+        wait_until(found, WAIT_S, pause=self.bell.wait)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from ludus.algorithms.ppo import PPO
-from ludus.buffers.segment_validation import Inspector
+from ludus.buffers.segment_validation import SegmentValidator
 from ludus.config.schema import AlgorithmConfig
 from ludus.core.tree import Array
 from ludus.distributed.redis.learner import Ages, Fleet, channel_of
 from ludus.distributed.redis.messages import BULLETIN, END, ORDERS, PRESENCE, WEIGHTS, Bulletin, Orders, Presence
 from ludus.distributed.redis.worker import FleetWorker, WorkerOptions
 from ludus.errors import EnvironmentFault, Fenced, IncompatibleCheckpoint, StoreUnavailable, UsageError
-from ludus.experiments.assembly.components import make_policy
-from ludus.experiments.assembly.worker_training import Shape, look_at
+from ludus.experiments.assembly.policies import make_policy
+from ludus.experiments.assembly.worker_training import EnvironmentShape, probe_environment
 from ludus.models.policy import Policy
 from ludus.models.weights import serialization
 from ludus.sampling.sampler import segment_spec
@@ -34,6 +34,7 @@ from ludus.transport.message_stream import open_exchange
 from ludus.transport.shared_memory import Layout
 from ludus.transport.stream_memory import ExchangeWriter
 from tests.redis_server import RedisServer
+from tests.waiting import wait_until
 
 WAIT_S = 60.0
 ENV = "CartPole-v1"
@@ -57,7 +58,7 @@ class Rig:
         self.url = url
         self.store = LocalStore(directory)
         config = AlgorithmConfig(num_envs_per_worker=2)
-        self.shape: Shape = look_at(ENV, config)
+        self.shape: EnvironmentShape = probe_environment(ENV, config)
         self.policy: Policy = make_policy(self.shape.observation_space, self.shape.action_space, PPO.Config())
         self.layout = Layout(segment_spec(self.policy, self.shape, 4), 2)
         self.blocks, self.version = blocks, 1
@@ -87,13 +88,13 @@ class Rig:
 
     @contextlib.contextmanager
     def fleet(self, incarnation: int = 1, *, resumed: int | None = None, max_age: int | None = 0) -> Iterator[Fleet]:
-        inspector = Inspector(self.shape.observation_space, self.shape.action_space, self.layout.spec)
+        validator = SegmentValidator(self.shape.observation_space, self.shape.action_space, self.layout.spec)
         fleet = Fleet(
             self.url,
             self.store,
             self.orders,
             incarnation,
-            inspect=inspector.inspect,
+            inspect=validator.find_error,
             layout=self.layout,
             blocks=self.blocks,
             max_age=max_age,
@@ -115,7 +116,7 @@ class Rig:
 
     def taken(self, fleet: Fleet) -> Array:
         """The versions of the next batch."""
-        until(lambda: fleet.step() and fleet.batches.ready())
+        wait_until(lambda: fleet.step() and fleet.batches.ready())
         batch = fleet.batches.take()
         assert batch is not None
         versions = batch.version.copy()
@@ -176,13 +177,6 @@ class Work:
         self.join()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def rig(server: RedisServer, tmp_path: Path) -> Rig:
     return Rig(server.url, tmp_path / "run")
@@ -226,13 +220,13 @@ def test_in_turn_every_batch_is_of_the_newest_version_alone(rig: Rig) -> None:
 def test_in_turn_a_worker_waits_for_the_next_version_when_its_share_is_made(rig: Rig) -> None:
     rig.blocks = 1
     with rig.fleet() as fleet, rig.worker("one"), rig.exchange() as exchange:
-        until(lambda: exchange.waiting() >= 1)
+        wait_until(lambda: exchange.waiting() >= 1)
 
         def waits() -> bool:
             notices = exchange.posted(PRESENCE)
             return bool(notices) and Presence.decode(notices[f"{PRESENCE}one"]).state == "waiting for weights"
 
-        until(waits)
+        wait_until(waits)
         assert exchange.waiting() == 1
         assert (rig.taken(fleet) == 1).all()
 
@@ -242,7 +236,7 @@ def test_the_share_of_one_who_does_not_deliver_is_made_by_the_others(rig: Rig) -
     with rig.exchange() as exchange:
         exchange.post(f"{PRESENCE}ghost", Presence("nowhere", 1, "sampling", beat=1).encode())
     with rig.fleet() as fleet, rig.worker("real"):
-        until(lambda: fleet.step() and fleet.joined == 2)
+        wait_until(lambda: fleet.step() and fleet.joined == 2)
         for _ in range(2):
             rig.update(fleet)
     assert rig.version == 3
@@ -252,7 +246,7 @@ def test_in_turn_a_segment_that_was_lost_on_the_way_is_asked_for_again(rig: Rig)
     """The server forgets the only segment of a version; the worker waits for the next version, the learner for the segment."""
     rig.blocks = 1
     with rig.fleet() as fleet, rig.worker("one"), rig.exchange() as exchange:
-        until(lambda: exchange.waiting() == 1)
+        wait_until(lambda: exchange.waiting() == 1)
         (lost,) = exchange.pull(1, 1.0)
         exchange.acknowledge([lost.id])
         assert (rig.taken(fleet) == 1).all()
@@ -261,7 +255,7 @@ def test_in_turn_a_segment_that_was_lost_on_the_way_is_asked_for_again(rig: Rig)
 def test_a_server_that_has_lost_everything_is_told_again(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run", in_turn=False, blocks=1)
     with rig.fleet(max_age=None) as fleet:
-        until(lambda: fleet._press is not None and fleet._press.published == 1)
+        wait_until(lambda: fleet._press is not None and fleet._press.published == 1)
         with contextlib.closing(server.client()) as client:
             client.flushall()
         with rig.worker("late"):
@@ -271,10 +265,10 @@ def test_a_server_that_has_lost_everything_is_told_again(server: RedisServer, tm
 def test_without_turns_a_worker_goes_on_with_its_last_weights_until_there_is_no_room(server: RedisServer, tmp_path: Path) -> None:
     rig = Rig(server.url, tmp_path / "run", in_turn=False)
     with rig.fleet() as fleet:
-        until(lambda: fleet._press is not None and fleet._press.published == 1)
+        wait_until(lambda: fleet._press is not None and fleet._press.published == 1)
     # the learner is gone, its bulletin and its weights are not
     with rig.worker("alone"), rig.exchange() as exchange:
-        until(lambda: exchange.waiting() == rig.orders.room)
+        wait_until(lambda: exchange.waiting() == rig.orders.room)
     with rig.fleet(2, max_age=None) as fleet:  # and whoever comes later finds what was made
         assert (rig.taken(fleet) == 1).all()
 
@@ -285,9 +279,9 @@ def test_without_turns_a_worker_goes_on_with_its_last_weights_until_there_is_no_
 def test_joining_and_leaving_are_counted(rig: Rig) -> None:
     with rig.fleet() as fleet:
         with rig.worker("one"):
-            until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 1)
+            wait_until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 1)
             rig.update(fleet)
-        until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 0)
+        wait_until(lambda: fleet.step() and fleet.metrics()["sampler/workers"] == 0)
         numbers = fleet.metrics()
         assert (numbers["fleet/joined"], numbers["fleet/left"], numbers["fleet/silent"]) == (1, 1, 0)
 
@@ -319,7 +313,7 @@ def test_steps_count_before_their_segment_is_whole(rig: Rig, monkeypatch: pytest
     rig.orders = replace(rig.orders, env="tests.distributed.test_redis_fleet:Held")
     with rig.fleet() as fleet, rig.worker("slow"):
         try:
-            until(lambda: fleet.step() and fleet.has_sampled())
+            wait_until(lambda: fleet.step() and fleet.has_sampled())
             assert fleet._totals()["blocks"] == 0
             assert fleet.status()["workers"][0]["state"] == "sampling"
         finally:
@@ -354,8 +348,8 @@ def test_one_who_falls_silent_is_counted_out(rig: Rig, monkeypatch: pytest.Monke
     with rig.exchange() as exchange:
         exchange.post(f"{PRESENCE}dead", Presence("nowhere", 1, "sampling", beat=9, steps=40).encode())
         with rig.fleet() as fleet:
-            until(lambda: fleet.step() and fleet.joined == 1)
-            until(lambda: fleet.step() and fleet.left == 1)
+            wait_until(lambda: fleet.step() and fleet.joined == 1)
+            wait_until(lambda: fleet.step() and fleet.left == 1)
             assert fleet.silent == 1
             assert exchange.posted(PRESENCE) == {}
 
@@ -445,7 +439,7 @@ def test_another_observation_space_is_refused_with_the_reason_on_both_sides(rig:
         work.join()
         assert isinstance(work.error, IncompatibleCheckpoint)
         assert "observation space" in str(work.error)
-        until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
+        wait_until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
 
 
 def test_another_version_of_the_code_is_refused_and_the_learner_hears_of_it(rig: Rig) -> None:
@@ -454,7 +448,7 @@ def test_another_version_of_the_code_is_refused_and_the_learner_hears_of_it(rig:
         work.join()
         assert isinstance(work.error, IncompatibleCheckpoint)
         assert "0.0.0" in str(work.error)
-        until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
+        wait_until(lambda: fleet.step() and fleet.metrics()["fleet/refused"] == 1)
 
 
 def test_a_worker_for_one_environment_refuses_orders_that_name_another(rig: Rig) -> None:
@@ -479,7 +473,7 @@ def test_an_environment_that_fails_ends_the_worker_and_the_learner_hears_why(ser
     with rig.fleet() as fleet, rig.worker("one") as work:
         work.join()
         assert isinstance(work.error, EnvironmentFault)
-        until(lambda: fleet.step() and fleet.left + len(fleet._refused) == 1)
+        wait_until(lambda: fleet.step() and fleet.left + len(fleet._refused) == 1)
 
 
 def test_new_orders_make_workers_begin_anew(rig: Rig) -> None:
@@ -519,7 +513,7 @@ def test_nothing_counts_twice_in_one_lineage_and_what_was_lost_is_counted(rig: R
         rig.push(2, 1)
         rig.taken(fleet)  # learned and acknowledged after the checkpoint: gone with its learner
         rig.push(3, 1)
-        until(lambda: fleet.step() and fleet.batches.ready())
+        wait_until(lambda: fleet.step() and fleet.batches.ready())
         assert fleet.batches.take() is not None  # taken and not released: it comes again
     rig.push(1, 1)  # a duplicate of what is in the checkpoint
     with rig.fleet(2, max_age=None) as fleet:
@@ -541,13 +535,13 @@ def test_segments_of_another_time_are_discarded_and_counted(rig: Rig) -> None:
         rig.push(1, 5)
         rig.push(2, 99)
         assert (rig.taken(fleet) == 5).all()
-        until(lambda: fleet.step() and fleet.metrics()["fleet/discarded"] == 2)
+        wait_until(lambda: fleet.step() and fleet.metrics()["fleet/discarded"] == 2)
 
 
 def test_segments_of_other_orders_are_rejected_and_counted(rig: Rig) -> None:
     with rig.fleet() as fleet:
         rig.push(0, 1, plan="0123456789abcdef")
-        until(lambda: fleet.step() and (fleet.batches.ready() or fleet.metrics()["fleet/rejected"] == 1))
+        wait_until(lambda: fleet.step() and (fleet.batches.ready() or fleet.metrics()["fleet/rejected"] == 1))
         assert fleet.batches.waiting == 0
 
 
@@ -562,16 +556,16 @@ def test_a_state_that_another_kind_of_sampling_left_is_not_taken_for_numbers(rig
 
 def test_of_two_learners_the_older_is_fenced_off(rig: Rig) -> None:
     with rig.fleet(1) as older, rig.exchange() as exchange:
-        until(lambda: exchange.read(BULLETIN) is not None)
+        wait_until(lambda: exchange.read(BULLETIN) is not None)
         with rig.fleet(2) as newer:
 
             def posted() -> bool:
                 notice = exchange.read(BULLETIN)
                 return notice is not None and Bulletin.decode(notice).incarnation == 2
 
-            until(posted)
+            wait_until(posted)
             with pytest.raises(Fenced, match="taken this run over"):
-                until(lambda: older.step() and False)
+                wait_until(lambda: older.step() and False)
             older.publish(50, rig.weights())  # what it still does has no effect
             newer.step()
             assert posted()
@@ -582,7 +576,7 @@ def test_a_learner_that_was_suspended_keeps_nothing_from_its_successor(rig: Rig,
     monkeypatch.setattr("ludus.distributed.redis.learner.SILENT_S", 0.5)
     rig.blocks, rig.version = 1, 7
     with rig.fleet(1) as older, rig.exchange() as exchange:
-        until(lambda: exchange.read(BULLETIN) is not None)
+        wait_until(lambda: exchange.read(BULLETIN) is not None)
         rig.version = 1007
         with rig.fleet(2) as newer:
 
@@ -590,7 +584,7 @@ def test_a_learner_that_was_suspended_keeps_nothing_from_its_successor(rig: Rig,
                 notice = exchange.read(BULLETIN)
                 return notice is not None and Bulletin.decode(notice).incarnation == 2
 
-            until(posted)
+            wait_until(posted)
             rig.push(0, 1007)
             older._reader.wait(5.0)
             with pytest.raises(Fenced):
@@ -613,7 +607,7 @@ def test_weights_that_are_asked_for_again_and_again_stay_in_the_store(rig: Rig) 
         assert press is not None
         for share in range(12):
             press.publish(Bulletin(1, 1, share + 2, rig.orders.fingerprint), serialization.encode_weights(rig.weights()))
-            until(lambda: press._next is None)
+            wait_until(lambda: press._next is None)
         assert rig.store.list(WEIGHTS) == ["00000001.safetensors"]
 
 
@@ -636,14 +630,14 @@ def test_while_the_store_is_away_nobody_waits_for_it_and_afterwards_the_newest_w
     rig.store = store = _Away(tmp_path / "run")
     with rig.fleet(max_age=None) as fleet, rig.worker("one"):
         rig.update(fleet)
-        until(lambda: fleet._press is not None and fleet._press.published == 2)
+        wait_until(lambda: fleet._press is not None and fleet._press.published == 2)
         store.away = True
         for _ in range(3):
             rig.update(fleet)  # with segments of the version that the worker has
         failures = fleet.metrics()["fleet/publish_failures"]
-        until(lambda: fleet.metrics()["fleet/publish_failures"] > failures + 1)  # the last of them with the newest weights
+        wait_until(lambda: fleet.metrics()["fleet/publish_failures"] > failures + 1)  # the last of them with the newest weights
         store.away = False
-        until(lambda: bool((rig.taken(fleet) == rig.version).all()))
+        wait_until(lambda: bool((rig.taken(fleet) == rig.version).all()))
         # One that was on its way when the store came back may have arrived, too.
         assert fleet.metrics()["fleet/published"] <= 4, "those in between were not worth the way"
 

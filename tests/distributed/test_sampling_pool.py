@@ -18,15 +18,13 @@ from ludus.distributed.hub.server import shared_memory
 from ludus.distributed.sampling_pool import NOTES, WorkerReport
 from ludus.errors import EnvironmentFault
 from tests.distributed.sampled import FIRST_VERSION, Fleet, fleet
+from tests.waiting import wait_until
 
 WITHIN_S = 60.0
 
 
 def until(fleet: Fleet, true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not true():
-        assert time.monotonic() < deadline, fleet.sampling.status()
-        fleet.sampling.step()
+    wait_until(true, WITHIN_S, what=fleet.sampling.status, pause=lambda _: fleet.sampling.step())
 
 
 def batch(fleet: Fleet) -> Segments:

@@ -25,6 +25,7 @@ from ludus.storage.base import Store, open_store
 from ludus.storage.local import LocalStore
 from tests.mounts import sshfs_mounts
 from tests.s3 import Server
+from tests.waiting import wait_until
 
 _BLOCK = 1000  # versions of the first owner are below it, those of the next one above
 _WAIT_S = 90.0
@@ -52,11 +53,7 @@ def trainer(words: list[str], log: Path, environment: dict[str, str] | None = No
 
 
 def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not there():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    wait_until(there, _WAIT_S, what=log.read_text, failed=lambda: process.poll() is not None)
 
 
 def new_run(where: list[str]) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +86,3 @@ def catalogue_file(directory: Path) -> Path:
     path = directory / "games.yaml"
     path.write_text(CATALOGUE)
     return path
-
-
-def until(found: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
-    """For what nothing tells of; returns what was found."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := found()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
-        time.sleep(0.01)
-    return value

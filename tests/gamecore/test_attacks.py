@@ -16,7 +16,8 @@ import pytest
 
 from ludus.errors import ConfigError, UsageError
 from ludus.gamecore.server.http.app import HttpLimits, Settings, running
-from tests.gamecore.callers import Caller, catalogue_file, until
+from tests.gamecore.callers import Caller, catalogue_file
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -209,11 +210,11 @@ def test_headers_without_an_end_are_refused(call: Caller) -> None:
 def test_there_are_never_more_connections_than_allowed(call: Caller) -> None:
     lines = [connected(call) for _ in range(30)]
     try:
-        until(lambda: sum(is_closed(line) for line in lines) >= 18, "the rest to be closed")
+        wait_until(lambda: sum(is_closed(line) for line in lines) >= 18, what="the rest to be closed")
     finally:
         for line in lines:
             line.close()
-    until(lambda: answers(call), "room again")
+    wait_until(lambda: answers(call), what="room again")
 
 
 def test_web_pages_cannot_talk_to_a_server_without_a_token(call: Caller) -> None:
@@ -261,13 +262,13 @@ def test_a_server_with_tokens_answers_only_those_who_have_one(home: Path) -> Non
         assert [slow("GET", "/v1/games").status for _ in range(2)] == [200, 429]
         tokens.write_text("ci second-token-now\n")
         second = Caller(server.host, server.port, "second-token-now")
-        until(lambda: second("GET", "/v1/games").status == 200, "the new token to be read")
+        wait_until(lambda: second("GET", "/v1/games").status == 200, what="the new token to be read")
         assert friend("GET", "/v1/games").status == 401
 
 
 def test_a_log_that_a_game_made_a_link_is_not_read(call: Caller) -> None:
     assert call("POST", "/v1/games", {"runtime_id": "linked", "game": "link-log"}).status == 201
-    until(lambda: call("GET", "/v1/games/linked").json["state"] == "finished", "the game to end")
+    wait_until(lambda: call("GET", "/v1/games/linked").json["state"] == "finished", what="the game to end")
     shown = call("GET", "/v1/games/linked/log").body + call("GET", "/v1/games/linked").body
     assert b"root:" not in shown
 

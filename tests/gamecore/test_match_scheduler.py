@@ -17,7 +17,7 @@ from ludus.gamecore.live_matches import Reading, Table, TableActor, Tables, Venu
 from ludus.gamecore.match_scheduler import Matchmaker, Terms, slots_of
 from ludus.protocol import spec
 from ludus.protocol.gamecore_client import GameState
-from tests.gamecore.callers import until
+from tests.waiting import wait_until
 
 GAME: Mapping[str, Any] = {
     "observation_space": {"type": "Box", "shape": [3], "low": -1, "high": 10},
@@ -94,7 +94,7 @@ class Hall:
 def hall() -> Iterator[Hall]:
     """Five matches in two processes, of which the second has a place left; it is too old for further ones."""
     found = Hall(5, together=3)
-    until(lambda: len(found.server.started) == 2, "two processes")
+    wait_until(lambda: len(found.server.started) == 2, what="two processes")
     first, second = found.venues
     assert (len(first.tables), len(second.tables), second.places) == (3, 2, 3)
     second.began = -1e9
@@ -110,14 +110,14 @@ def test_a_match_that_moves_to_another_process_is_told_of_there_alone(hall: Hall
     hall.server.open.clear()
     for slot in range(3):  # the first process has played its matches; while the next one is ordered, all three gather there
         hall.ends(slot)
-    until(lambda: len(hall.server.asked) == 3, "the order")
+    wait_until(lambda: len(hall.server.asked) == 3, what="the order")
     (late,) = [venue for venue in hall.venues if venue is not second]
     assert len(late.tables) == 3
     hall.server.open.set()
-    until(lambda: len(second.tables) == 3 and len(late.tables) == 2, "one of three has moved")
+    wait_until(lambda: len(second.tables) == 3 and len(late.tables) == 2, what="one of three has moved")
     (moved,) = second.tables - before
     hall.server.full = False
-    until(lambda: late.id in hall.server.started, "the process of the others")
+    wait_until(lambda: late.id in hall.server.started, what="the process of the others")
 
     ordered = next(table for table in late.tables if table.id == late.id)
     assert hall.told(ordered) == [table.id for table in late.tables if table is not ordered]
@@ -128,12 +128,12 @@ def test_matches_that_were_given_up_while_they_were_ordered_are_ordered_anew(hal
     hall.server.full = True
     hall.server.open.clear()
     hall.tables.lose(hall.match(0), "its process is gone")
-    until(lambda: len(hall.server.asked) == 3, "the order")  # and no answer yet
+    wait_until(lambda: len(hall.server.asked) == 3, what="the order")  # and no answer yet
     hall.tables.lose(hall.match(0), "nobody waits for it any more")
     hall.server.full = False
     hall.server.open.set()
 
-    until(lambda: sum(len(venue.tables) for venue in hall.venues if venue.accepted) == 5, "all matches")
+    wait_until(lambda: sum(len(venue.tables) for venue in hall.venues if venue.accepted) == 5, what="all matches")
     assert hall.matchmaker.fault is None
 
 

@@ -12,8 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.gamecore.server.http.app import Settings, running
-from ludus.process import identity
-from tests.gamecore.callers import Caller, catalogue_file, until
+from ludus.process import identity, procfs
+from tests.gamecore.callers import Caller, catalogue_file
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -48,7 +49,9 @@ def test_a_game_is_started_and_shown_and_stopped(call: Caller) -> None:
     }  # fmt: skip
     pid = started.json["pid"]
     assert identity.started(pid) is not None
-    seen = until(lambda: (now := state(call, "one"))["threads"] and now["last_lines"] and now, "a count of threads and a line")
+    seen = wait_until(
+        lambda: (now := state(call, "one"))["threads"] and now["last_lines"] and now, what="a count of threads and a line"
+    )
     assert seen["last_lines"] == ["hello"]
     assert seen["memory_mb"] > 0
     assert seen["threads"] == 1
@@ -147,7 +150,7 @@ def test_a_game_that_crashed_is_started_again_as_its_entry_says(call: Caller) ->
 
 def test_a_game_can_be_stopped_while_it_waits_for_its_next_life(call: Caller) -> None:
     call.start("pausing", "slow-again")
-    seen = until(lambda: (now := state(call, "pausing"))["restarts"] and now, "a restart")
+    seen = wait_until(lambda: (now := state(call, "pausing"))["restarts"] and now, what="a restart")
     assert seen["state"] == "starting"
     assert "It is started again in 100 s." in seen["reason"]
     assert call("DELETE", "/v1/games/pausing").json["state"] == "stopped"
@@ -165,22 +168,22 @@ def test_a_game_that_says_nothing_when_it_should_is_ended(call: Caller) -> None:
     ended = call.play("mute", "mute")
     assert (ended["state"], ended["reason"]) == ("crashed", "It printed nothing within 0.2 s of its start.")
     call.start("speaks", "speaks")
-    until(lambda: state(call, "speaks")["state"] == "running", "the first line")
+    wait_until(lambda: state(call, "speaks")["state"] == "running", what="the first line")
     call("DELETE", "/v1/games/speaks?grace_s=0")
 
 
 def test_a_game_that_ignores_sigterm_is_killed_with_all_that_it_started(call: Caller) -> None:
     call.start("stubborn", "stubborn")
-    until(lambda: "ready" in call.log("stubborn"), "its trap")
+    wait_until(lambda: "ready" in call.log("stubborn"), what="its trap")
     stopped = call("DELETE", "/v1/games/stubborn").json
     assert (stopped["state"], stopped["exit_code"]) == ("stopped", -9)
 
 
 def test_nothing_of_a_game_that_forks_is_left(call: Caller) -> None:
     pid = call.start("forks", "forks").json["pid"]
-    until(lambda: state(call, "forks")["threads"] == 3, "its children")
+    wait_until(lambda: state(call, "forks")["threads"] == 3, what="its children")
     guard = parent(pid)
-    below = identity.descendants(guard)
+    below = procfs.list_descendants(guard)
     call("DELETE", "/v1/games/forks?grace_s=0")
     assert [one for one in below if identity.started(one) is not None] == []
     assert call.play("leaves", "leaves")["state"] == "finished"
@@ -189,7 +192,7 @@ def test_nothing_of_a_game_that_forks_is_left(call: Caller) -> None:
 def test_a_flood_of_lines_leaves_a_small_log(call: Caller, state_dir: Path) -> None:
     call.start("flood", "flood")
     log = state_dir / "state" / "games" / "flood" / "game.log"
-    until(lambda: log.exists() and log.stat().st_size, "a log")
+    wait_until(lambda: log.exists() and log.stat().st_size, what="a log")
     call("DELETE", "/v1/games/flood?grace_s=0")
     assert sum(path.stat().st_size for path in log.parent.glob("game.log*")) < 100_000
     assert "repeated" in call.log("flood")
@@ -213,13 +216,13 @@ def test_an_entry_bounds_its_games(call: Caller) -> None:
 
 def test_a_game_that_takes_too_much_memory_is_ended(call: Caller) -> None:
     call.start("hungry", "hungry")
-    ended = until(lambda: (now := state(call, "hungry"))["state"] == "crashed" and now, "its end")
+    ended = wait_until(lambda: (now := state(call, "hungry"))["state"] == "crashed" and now, what="its end")
     assert "60 may be used" in ended["reason"]
 
 
 def test_metrics_tell_of_every_game(call: Caller) -> None:
     call.start("threads", "threads")
-    until(lambda: state(call, "threads")["threads"] == 5, "its threads")
+    wait_until(lambda: state(call, "threads")["threads"] == 5, what="its threads")
     families = {family.name: family for family in text_string_to_metric_families(call("GET", "/metrics").body.decode())}
     labels = {"runtime_id": "threads", "game": "threads"}
     for name, least in (("game_threads", 5), ("game_memory_bytes", 1_000_000), ("game_cpu_seconds", 0)):
@@ -263,7 +266,7 @@ def test_saved_states_are_kept_chosen_and_bounded(call: Caller) -> None:
     assert call.play("s1", "saver", start_from="any")["start_from"] is None
     for name in ("s2", "s3"):
         call.play(name, "saver")
-    until(lambda: call("GET", "/v1/catalogue").json["games"]["saver"]["states"] == 2, "the oldest to be removed")
+    wait_until(lambda: call("GET", "/v1/catalogue").json["games"]["saver"]["states"] == 2, what="the oldest to be removed")
     assert call.start("old", "saver", start_from="s1.state").status == 404
     resumed = call.play("resumed", "saver", start_from="s3.state", eval_mode=True)
     assert (resumed["state"], resumed["start_from"]) == ("finished", "s3.state")
@@ -332,8 +335,8 @@ def test_a_game_can_be_stopped_while_its_module_is_imported(tmp_path: Path) -> N
         ]
         for thread in starting:
             thread.start()
-        until(lambda: len(call("GET", "/v1/games?state=starting").json["games"]) == 2, "both to be known")
-        until(lambda: "is being imported" in state(call, "a")["reason"], "a reason")
+        wait_until(lambda: len(call("GET", "/v1/games?state=starting").json["games"]) == 2, what="both to be known")
+        wait_until(lambda: "is being imported" in state(call, "a")["reason"], what="a reason")
         assert call("DELETE", "/v1/games/a").json["state"] == "stopped"
         starting[0].join(20)
         server.close()  # the other one waits still

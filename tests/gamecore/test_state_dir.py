@@ -14,7 +14,7 @@ from ludus.errors import Refused, UsageError
 from ludus.gamecore.server.catalogue import States
 from ludus.gamecore.server.game_status import Status
 from ludus.gamecore.server.request import Order
-from ludus.gamecore.server.state_dir import Home, default_directory, last_lines, read_result, write_private
+from ludus.gamecore.server.state_dir import Home, default_directory, last_lines, read_result
 from ludus.gamecore.server.task_results import Tasks
 from ludus.process import identity
 
@@ -188,7 +188,7 @@ def test_a_result_is_a_small_json_object_in_a_plain_file(tmp_path: Path) -> None
     os.mkfifo(path)
     assert "not a regular file" in read_result(path)[1]
     path.unlink()
-    write_private(path, b'{"winner": 0}')
+    path.write_bytes(b'{"winner": 0}')
     assert read_result(path) == ({"winner": 0}, "")
 
 

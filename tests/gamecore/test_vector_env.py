@@ -24,8 +24,8 @@ from ludus.gamecore.vector_env import GamecoreVectorEnv
 from ludus.process import identity
 from ludus.protocol.codec import random_action
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
-from tests.gamecore.callers import until
 from tests.long.gamecore_rig import Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -140,21 +140,21 @@ def test_rows_get_the_same_numbers_over_http_as_in_this_process(
     begun = far.step(np.zeros((rows, 4), np.int64))
     assert begun.lost is not None
     assert begun.lost.all()
-    same(begun.seen.observation, seen.observation, "the beginning")
+    same(begun.observations.observation, seen.observation, "the beginning")
     ends = 0
     for step in range(140):  # into a second match
         actions = random_actions(near, seen.mask, random)
         expected, got = near.step(actions), far.step(actions)
         assert got.lost is None
-        same(got.seen.observation, expected.seen.observation, step)
+        same(got.observations.observation, expected.observations.observation, step)
         same((got.reward, got.terminated, got.truncated), (expected.reward, expected.terminated, expected.truncated), step)
         over = expected.terminated | expected.truncated
         if over.any():
             same(got.results, expected.results, step)
         else:
-            same(got.seen.mask, expected.seen.mask, step)
+            same(got.observations.mask, expected.observations.mask, step)
         ends += int(over.any())
-        seen = expected.seen
+        seen = expected.observations
     assert ends >= 1
 
 
@@ -194,7 +194,7 @@ def test_how_matches_went_is_known_to_whoever_makes_the_next(server: str, made: 
         env.step(np.array([1, 1]))  # which wins where nobody else is
     assert rivals.names == ("",)
     assert rivals.matches[0, 0] >= 6
-    assert rivals.won[0, 0] == pytest.approx((0.5 + rivals.matches[0, 0]) / (1 + rivals.matches[0, 0]))
+    assert rivals.win_rate[0, 0] == pytest.approx((0.5 + rivals.matches[0, 0]) / (1 + rivals.matches[0, 0]))
 
 
 def test_what_became_of_a_match_is_told_by_whom_it_was_played_against(server: str, made: list[Any]) -> None:
@@ -318,7 +318,7 @@ def test_a_process_that_is_killed_while_its_matches_begin_is_replaced(server: st
     (game,) = processes(env, server).values()
     assert game.pid is not None
     os.kill(game.pid, signal.SIGKILL)
-    until(lambda: all_play(env) and env.restarts > 0, "a match for all rows")  # they begin one after the other
+    wait_until(lambda: all_play(env) and env.restarts > 0, what="a match for all rows")  # they begin one after the other
     assert env.restarts == 4
 
 
@@ -332,7 +332,7 @@ def test_a_server_without_room_for_another_process_costs_nothing(
         monkeypatch.setattr(match_scheduler, "_OPEN_S", 0.0)  # another one is due
         for row in range(4):
             forfeits(env, row)
-            until(lambda: all_play(env), "a match for all rows")
+            wait_until(lambda: all_play(env), what="a match for all rows")
         assert processes(env, server).keys() == begun
         assert (finished(env), env.restarts) == (4, 0)
         env.close()
@@ -348,7 +348,7 @@ def test_a_match_that_nobody_has_heard_of_is_told_of_again(server: str, made: li
     monkeypatch.setattr(TableActor, "end", unheard)
     env = arena(made, server, 2, together=2, options={"on_illegal": "forfeit"})
     forfeits(env, 0)
-    until(lambda: all_play(env), "a match for both rows")
+    wait_until(lambda: all_play(env), what="a match for both rows")
     assert (finished(env), env.restarts) == (1, 0)
 
 
@@ -566,7 +566,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
         assert rig.process is not None
         rig.process.kill()
         rig.process.wait()
-        until(lambda: not any(identity.started(pid) for pid in games), "the end of the games")
+        wait_until(lambda: not any(identity.started(pid) for pid in games), what="the end of the games")
         beats: list[float] = []
 
         def beat() -> None:
@@ -578,7 +578,7 @@ def test_a_server_that_is_killed_is_waited_for_and_goes_on(tmp_path: Path, made:
         infos = env.step(ones(env))[4]
         assert infos["lost"].all()
         assert len(beats) >= 12
-        until(lambda: "lost" not in env.step(ones(env))[4], "a match for all rows")
+        wait_until(lambda: "lost" not in env.step(ones(env))[4], what="a match for all rows")
         assert env.restarts == 2
         env.close()
 

@@ -15,7 +15,8 @@ import pytest
 from ludus.gamecore.server.settings import Settings
 from ludus.gamecore.server.watchdog import backoff_s
 from ludus.process import identity
-from tests.gamecore.callers import Caller, catalogue_file, until
+from tests.gamecore.callers import Caller, catalogue_file
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -81,7 +82,7 @@ def test_a_server_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
         game = call.start("one", "sleep").json["pid"]
         server = lock_holder(tmp_path)
         process.kill()
-        until(lambda: identity.started(server) is None and identity.started(game) is None, "the end of server and game")
+        wait_until(lambda: identity.started(server) is None and identity.started(game) is None, what="the end of server and game")
 
 
 def test_a_server_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:

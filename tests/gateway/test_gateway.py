@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from ludus.gateway.sessions import SessionLimits
 from ludus.protocol.spec import MAX_SEQ
 from tests.gateway.wire import PATIENCE_S, Wire, ask, play, raw, step
 from tests.local_servers import Served, gateway
+from tests.waiting import wait_until
 
 
 class Echo(Actor):
@@ -40,13 +41,6 @@ def server() -> Iterator[Served]:
 
 def limited(**limits: Any) -> GatewaySettings:
     return GatewaySettings(sessions=SessionLimits(**limits))
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # -- names
@@ -216,7 +210,7 @@ def test_too_many_requests_are_told_when_to_try_again() -> None:
         assert replies[-1].refusal == (429, "too_many_requests")
         assert replies[-1].headers["retry-after"] == "1"
         assert wire.ask(step("tick", "b")).status == 200
-        until(lambda: wire.ask(step("tick", "a")).status == 200)
+        wait_until(lambda: wire.ask(step("tick", "a")).status == 200, PATIENCE_S)
 
 
 def test_a_silent_session_is_over_and_its_actor_knows_why() -> None:
@@ -234,7 +228,7 @@ def test_a_silent_session_is_over_and_its_actor_knows_why() -> None:
             assert wire.ask(step("tick", "lively")).status == 200
             return bool(ends)
 
-        until(lively)
+        wait_until(lively, PATIENCE_S)
         assert ends == ["silent"]
         assert wire.ask(step("tick", "quiet")).refusal == (410, "session_lost")
         assert wire.ask(step("end", "lively")).status == 200
@@ -274,9 +268,9 @@ def test_ticks_that_take_too_long_end_their_sessions() -> None:
         assert [reply.refusal for reply in wire.replies(2)] == [(504, "actor_timeout")] * 2
         assert [wire.ask(step("tick", id_)).refusal for id_ in "ab"] == [(410, "session_lost")] * 2
         assert wire.ask(step("tick", "c", b"quick")).body == b"quick"
-        until(lambda: calls == ["async timeout"])
+        wait_until(lambda: calls == ["async timeout"], PATIENCE_S)
         hold.set()
-        until(lambda: calls == ["async timeout", "plain returned", "plain timeout"])
+        wait_until(lambda: calls == ["async timeout", "plain returned", "plain timeout"], PATIENCE_S)
 
 
 class Holding(Echo):
@@ -441,7 +435,7 @@ def test_a_gateway_that_closes_tells_games_and_actors() -> None:
         with Wire(served.port) as busy, Wire(served.port) as idle:
             assert busy.ask(step("start", "busy")).status == idle.ask(step("start", "idle")).status == 200
             busy.send(step("tick", "busy"))
-            until(lambda: served.gateway.sessions.requests == 3)
+            wait_until(lambda: served.gateway.sessions.requests == 3, PATIENCE_S)
             served.run(served.gateway.close())
             assert busy.read().refusal == (503, "stopping")
             assert busy.closed()

@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -26,6 +26,7 @@ from ludus.gateway.sessions import Session, SessionLimits
 from ludus.protocol.spec import NOTHING_ASKED, START
 from tests.gateway.wire import PATIENCE_S, Reply, Wire, ask, play, raw, step
 from tests.local_servers import Served, gateway
+from tests.waiting import wait_until
 
 MB = 1 << 20
 
@@ -47,13 +48,6 @@ def server() -> Iterator[Served]:
 
 def limited(**limits: Any) -> GatewaySettings:
     return GatewaySettings(http=HttpLimits(**limits))
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # -- well-formed
@@ -188,7 +182,7 @@ def test_a_client_that_has_finished_sending_still_gets_its_replies() -> None:
         wire.send(step("tick", "half", b"one") + raw("GET /nowhere") + step("tick", "half", b"two")[:30])
         wire.finish()
         assert [reply.status for reply in wire.rest()] == [200, 404]
-        until(lambda: not served.gateway._connections)  # at once, not after the time for clients that linger
+        wait_until(lambda: not served.gateway._connections, PATIENCE_S)  # at once, not after the time for clients that linger
 
 
 def test_head_is_answered_without_a_body_and_the_connection_goes_on(server: Served) -> None:
@@ -503,7 +497,7 @@ def test_connections_are_bounded() -> None:
             assert int(refused.headers["retry-after"]) >= 1
             assert third.closed()
             assert first.ask(step("tick", "a", b"x")).body == b"x"
-        until(lambda: not served.gateway._connections)
+        wait_until(lambda: not served.gateway._connections, PATIENCE_S)
         play(served.port, "after")
 
 
@@ -640,7 +634,7 @@ def test_an_idle_connection_that_has_not_read_its_reply_is_closed_too(monkeypatc
     with gateway(Echo, limited(idle_s=0.2, send_s=0.2)) as served, Wire(served.port, receive_buffer=2048) as wire:
         assert wire.ask(step("start", "a")).status == 200
         wire.send(step("tick", "a", body))
-        until(lambda: not served.gateway._connections)
+        wait_until(lambda: not served.gateway._connections, PATIENCE_S)
 
 
 # -- malformed
@@ -829,11 +823,11 @@ def test_two_thousand_broken_connections_leave_nothing_behind() -> None:
                     wire.send(step("tick", f"gone{i}"))
                 if i % 3:
                     reset(wire)
-        until(lambda: not served.gateway._connections)
-        until(lambda: not len(served.gateway.sessions))
-        until(lambda: not served.gateway.sessions._leaving)
+        wait_until(lambda: not served.gateway._connections, PATIENCE_S)
+        wait_until(lambda: not len(served.gateway.sessions), PATIENCE_S)
+        wait_until(lambda: not served.gateway.sessions._leaving, PATIENCE_S)
         served.gateway.sessions._ended.clear()
-        until(lambda: alive(Connection, Exchange, Session) <= before)
+        wait_until(lambda: alive(Connection, Exchange, Session) <= before, PATIENCE_S)
         play_slowly(served.port)
 
 
@@ -860,9 +854,9 @@ def test_a_reply_that_nobody_waits_for_any_more_is_kept_for_the_retry() -> None:
         with Wire(served.port) as wire:
             assert wire.ask(step("start", "a", seq=0)).status == 200
             wire.send(step("tick", "a", b"first", seq=1))
-            until(lambda: calls == [b"first"])
+            wait_until(lambda: calls == [b"first"], PATIENCE_S)
             reset(wire)
-        until(lambda: not served.gateway._connections)
+        wait_until(lambda: not served.gateway._connections, PATIENCE_S)
 
         async def let_go() -> None:
             release.set()
@@ -883,7 +877,7 @@ def test_disconnecting_in_the_middle_of_a_large_reply_harms_nobody() -> None:
                 reset(wire)
             assert other.ask(step("tick", "other", b"fine")).body == b"fine"
             assert ask(served.port, step("tick", f"big{i}", b"x" * MB, seq=1)).body == b"x" * MB
-        until(lambda: len(served.gateway._connections) == 1)
+        wait_until(lambda: len(served.gateway._connections) == 1, PATIENCE_S)
 
 
 _WORDS = st.text("abcXYZ019-_.:", min_size=1, max_size=12).map(str.encode)

@@ -9,7 +9,6 @@ import os
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ludus.gateway.server import Gateway, GatewaySettings, owner_of
 from ludus.serving.access_log import AccessLog
 from tests.gateway.wire import PATIENCE_S, Reply, Wire, ask, raw, step
 from tests.local_servers import Served, gateway
+from tests.waiting import wait_until
 
 
 class Echo(Actor):
@@ -37,13 +37,6 @@ class Echo(Actor):
 
     async def end(self, body: bytes) -> bytes:
         return body
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +85,13 @@ def test_a_file_that_changes_is_read_again_and_kept_connections_must_show_the_ne
         for n in range(5):  # from the second one on the header block is known
             assert kept.ask(step("tick", "s", b"%d" % n, headers=bearer("old"))).body == b"%d" % n
         replace(tokens, "studio new\n")
-        until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("new"))).status == 200)
+        wait_until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("new"))).status == 200, PATIENCE_S)
         assert kept.ask(step("tick", "s", b"5", headers=bearer("old"))).refusal == (401, "unauthorized")
         for n in range(5):
             assert kept.ask(step("tick", "s", b"%d" % n, headers=bearer("new"))).body == b"%d" % n
         assert kept.ask(step("tick", "s", b"5", headers=bearer("old"))).refusal == (401, "unauthorized")
         tokens.write_text("studio newer\nstudio new\n")  # both for a while: in place, too
-        until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("newer"))).status == 200)
+        wait_until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("newer"))).status == 200, PATIENCE_S)
         assert kept.ask(step("tick", "s", b"x", headers=bearer("new"))).body == b"x"
 
 
@@ -110,11 +103,11 @@ def test_a_broken_file_keeps_the_tokens_of_before(tokens: Path, broken: str | No
             tokens.unlink()
         else:
             replace(tokens, broken)
-        until(lambda: "keeping the tokens of before" in caplog.text)
+        wait_until(lambda: "keeping the tokens of before" in caplog.text, PATIENCE_S)
         assert kept.ask(step("tick", "s", b"x", headers=bearer("old"))).body == b"x"
         assert ask(server.port, step("tick", "s", b"x", headers=bearer("wrong"))).status == 401
         replace(tokens, "studio new\n")
-        until(lambda: kept.ask(step("tick", "s", b"x", headers=bearer("new"))).status == 200)
+        wait_until(lambda: kept.ask(step("tick", "s", b"x", headers=bearer("new"))).status == 200, PATIENCE_S)
         assert ask(server.port, step("tick", "s", b"x", headers=bearer("old"))).status == 401
     assert "other" not in caplog.text.replace("readable by others", ""), "no token is told"
 
@@ -125,7 +118,7 @@ def test_a_home_directory_is_watched_as_it_is_read(tmp_path: Path, monkeypatch: 
     with gateway(Echo, GatewaySettings(token_file=Path("~/tokens"))) as server:
         assert ask(server.port, step("start", "s", headers=bearer("old"))).status == 200
         replace(tmp_path / "tokens", "new\n")
-        until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("new"))).status == 200)
+        wait_until(lambda: ask(server.port, step("tick", "s", b"x", headers=bearer("new"))).status == 200, PATIENCE_S)
 
 
 def test_a_token_that_asks_too_often_is_told_so_and_hurts_nobody_else(tokens: Path) -> None:
@@ -139,7 +132,7 @@ def test_a_token_that_asks_too_often_is_told_so_and_hurts_nobody_else(tokens: Pa
         assert all(reply.headers["retry-after"] == "1" for reply in refused)
         for _ in range(40):
             assert other.ask(step("tick", "o", b"x", headers=bearer("old"))).status == 200
-        until(lambda: fast.ask(step("tick", "f", b"again", headers=bearer("other"))).body == b"again")
+        wait_until(lambda: fast.ask(step("tick", "f", b"again", headers=bearer("other"))).body == b"again", PATIENCE_S)
         assert ask(server.port, raw("GET /health", bearer("old"))).json["refused_before"]["too_many_requests"] >= 6
 
 
@@ -249,14 +242,14 @@ def test_a_certificate_that_is_replaced_is_for_the_connections_to_come(
     with gateway(Echo, GatewaySettings(tls=pair)) as server, SecureWire(server.port, pairs[0][0]) as kept:
         assert kept.ask(step("start", "s")).status == 200
         replace(pair[0], pairs[1][0].read_text())  # the key is not there yet: they do not fit
-        until(lambda: "keeping the certificate of before" in caplog.text)
+        wait_until(lambda: "keeping the certificate of before" in caplog.text, PATIENCE_S)
         assert trusts(server.port, pairs[0][0]), "half a change must not spoil what is in use"
         replace(pair[1], pairs[1][1].read_text())
-        until(lambda: trusts(server.port, pairs[1][0]))
+        wait_until(lambda: trusts(server.port, pairs[1][0]), PATIENCE_S)
         assert not trusts(server.port, pairs[0][0])
         assert kept.ask(step("tick", "s", b"x")).body == b"x"
         replace(pair[0], "nonsense")
-        until(lambda: caplog.text.count("keeping the certificate of before") == 2)
+        wait_until(lambda: caplog.text.count("keeping the certificate of before") == 2, PATIENCE_S)
         assert trusts(server.port, pairs[1][0])
 
 
@@ -267,7 +260,7 @@ def test_tokens_that_are_broken_do_not_hold_up_a_certificate(
         tokens.write_text("")
         for source, target in zip(pairs[1], pair, strict=True):
             replace(target, source.read_text())
-        until(lambda: trusts(server.port, pairs[1][0]))
+        wait_until(lambda: trusts(server.port, pairs[1][0]), PATIENCE_S)
 
 
 def test_a_pair_that_cannot_be_used_is_told_before_anything_is_served(pairs: list[tuple[Path, Path]], tmp_path: Path) -> None:

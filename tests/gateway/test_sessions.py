@@ -25,6 +25,7 @@ from ludus.gateway.actor import Actor
 from ludus.gateway.sessions import SessionLimits, Sessions
 from ludus.models.inference.micro_batcher import Batcher
 from ludus.protocol.spec import NOTHING_ASKED
+from tests.waiting import wait_until_async
 
 P = ParamSpec("P")
 Reply = tuple[int, bytes]
@@ -94,11 +95,6 @@ async def table(make_actor: Callable[[], Any], *, lost_for: float = -1.0, **limi
         yield made
     finally:
         await made.sessions.close(1.0)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.001)
 
 
 def refusal(reply: Reply) -> tuple[int, str]:
@@ -329,7 +325,7 @@ async def test_retries_while_the_original_runs_wait_for_its_result(kind: str) ->
             await games.open(seq=0)
         seq = 0 if kind == "start" else 1
         asked = [games.send(kind, seq=seq) for _ in range(4)]
-        await until(lambda: kind in calls)
+        await wait_until_async(lambda: kind in calls, PATIENCE_S)
         assert not any(one.heard.done() for one in asked)
         gate.set()
         assert [await one for one in asked] == [(200, b"result of " + kind.encode())] * 4
@@ -509,7 +505,7 @@ async def test_a_silent_session_is_ended_and_its_actor_told() -> None:
         assert len(games.sessions) == 2
         games.later(61)
         assert len(games.sessions) == 0
-        await until(lambda: len(calls) == 4)
+        await wait_until_async(lambda: len(calls) == 4, PATIENCE_S)
         assert refusal(await games.ask("tick")) == (410, "session_lost")
         assert games.sessions.stats.silent == 2
         await games.open("a")
@@ -582,7 +578,7 @@ async def test_an_async_tick_that_takes_too_long_ends_its_session(wait: Callable
         games.later(31)
         assert refusal(await slow) == (504, "actor_timeout")
         assert refusal(await games.ask("tick")) == (410, "session_lost")
-        await until(lambda: ("end", "timeout", b"") in calls)
+        await wait_until_async(lambda: ("end", "timeout", b"") in calls, PATIENCE_S)
         assert calls[2:] == ["left", ("end", "timeout", b"")]
         gate.set()
         if batch._rows:
@@ -626,7 +622,7 @@ async def test_a_tick_that_makes_light_of_being_cancelled_is_still_followed_by_e
         await asyncio.sleep(0)
         games.later(31)
         assert (await tick)[0] == 504
-        await until(lambda: len(calls) > 2)
+        await wait_until_async(lambda: len(calls) > 2, PATIENCE_S)
     assert calls[1:] == ["tick is over", ("end", "timeout", b"")]
 
 
@@ -648,7 +644,7 @@ async def test_a_tick_that_cannot_be_stopped_never_sees_end_beside_it(caplog: py
         await asyncio.sleep(0)
         games.later(1)
         assert (await tick)[0] == 504
-        await until(lambda: "goes on although it was cancelled" in caplog.text)
+        await wait_until_async(lambda: "goes on although it was cancelled" in caplog.text, PATIENCE_S)
         release.set()
     assert [call[0] for call in calls] == ["start"]
 
@@ -684,13 +680,13 @@ async def test_a_plain_tick_that_takes_too_long_is_answered_at_once_and_ended_af
     async with table(lambda: Plain(calls, hold, began), tick_s=30.0, threads=2) as games:
         await games.open()
         tick = games.send("tick")
-        await until(began.is_set)
+        await wait_until_async(began.is_set, PATIENCE_S)
         games.later(31)
         assert refusal(await tick) == (504, "actor_timeout")
         assert refusal(await games.ask("tick")) == (410, "session_lost")
         assert calls == ["start", "tick"]
         hold.set()
-        await until(lambda: len(calls) == 4)
+        await wait_until_async(lambda: len(calls) == 4, PATIENCE_S)
     assert calls == ["start", "tick", "tick returned", ("end", "timeout")]
 
 
@@ -701,14 +697,14 @@ async def test_a_plain_tick_that_has_not_begun_when_its_time_is_up_is_never_made
     async with table(lambda: Plain(calls, hold, began), tick_s=30.0, threads=1) as games:
         await games.open("a", "b")
         first, second = games.send("tick", "a"), games.send("tick", "b")
-        await until(began.is_set)
+        await wait_until_async(began.is_set, PATIENCE_S)
         games.sessions._live[b"a"].since += LONG_S  # only the second is late
         games.later(31)
         assert refusal(await second) == (504, "actor_timeout")
         assert not games.sessions.stuck  # the only thread is busy, and will be free again
         hold.set()
         assert (await first)[0] == 200
-        await until(lambda: ("end", "timeout") in calls)
+        await wait_until_async(lambda: ("end", "timeout") in calls, PATIENCE_S)
     assert calls.count("tick") == 1
 
 
@@ -718,18 +714,18 @@ async def test_a_pool_whose_threads_are_all_held_is_stuck() -> None:
     async with table(lambda: Plain([], hold, began), tick_s=30.0, threads=2) as games:
         await games.open("a", "b")
         asked = [games.send("tick", "a")]
-        await until(began.is_set)
+        await wait_until_async(began.is_set, PATIENCE_S)
         games.later(31)
-        await until(lambda: games.sessions.abandoned == 1)
+        await wait_until_async(lambda: games.sessions.abandoned == 1, PATIENCE_S)
         assert not games.sessions.stuck
         began.clear()
         asked.append(games.send("tick", "b"))
-        await until(began.is_set)
+        await wait_until_async(began.is_set, PATIENCE_S)
         games.later(31)
-        await until(lambda: games.sessions.stuck)
+        await wait_until_async(lambda: games.sessions.stuck, PATIENCE_S)
         hold.set()
         assert [refusal(await one) for one in asked] == [(504, "actor_timeout")] * 2
-        await until(lambda: games.sessions.abandoned == 0)
+        await wait_until_async(lambda: games.sessions.abandoned == 0, PATIENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["start", "end"])
@@ -754,7 +750,7 @@ async def test_a_start_or_end_that_takes_too_long_is_not_ended_again(kind: str) 
         if kind == "end":
             await games.open()
         slow = games.send(kind)
-        await until(lambda: any(call[0] == kind for call in calls))
+        await wait_until_async(lambda: any(call[0] == kind for call in calls), PATIENCE_S)
         games.later(31)
         assert refusal(await slow) == (504, "actor_timeout")
         await asyncio.sleep(0.01)
@@ -891,7 +887,7 @@ async def test_an_end_that_raises_after_silence_is_only_logged(caplog: pytest.Lo
     async with table(lambda: failing("end", ValueError("no"))([]), silent_s=60.0) as games:
         await games.open()
         games.later(61)
-        await until(lambda: "end() raised" in caplog.text)
+        await wait_until_async(lambda: "end() raised" in caplog.text, PATIENCE_S)
         await games.open()
         assert (await games.ask("tick"))[0] == 200
 
@@ -1310,7 +1306,7 @@ async def test_contextvars_belong_to_the_session_and_last_from_start_to_end() ->
         assert [(await games.ask("tick", id_))[1] for id_ in "abab"] == [b"a", b"b", b"a+", b"b+"]
         assert (await games.ask("end", "a"))[0] == 200
         games.later(61)
-        await until(lambda: len(ends) == 2)
+        await wait_until_async(lambda: len(ends) == 2, PATIENCE_S)
     assert ends == ["a++", "b++"]
     assert seat.get() == "none"
 
@@ -1343,7 +1339,7 @@ async def test_closing_ends_every_session_and_tells_every_actor() -> None:
     async with table(lambda: next(actors)) as games:
         await games.open("busy", "idle", "plain")
         busy, plain = games.send("tick", "busy"), games.send("tick", "plain")
-        await until(began.is_set)
+        await wait_until_async(began.is_set, PATIENCE_S)
         closing = asyncio.create_task(games.sessions.close(PATIENCE_S))
         assert refusal(await busy) == refusal(await plain) == (503, "stopping")
         assert refusal(await games.ask("start", "new")) == (503, "stopping")
@@ -1367,7 +1363,7 @@ async def test_closing_right_after_a_request_still_tells_the_actor() -> None:
         games.loop.call_soon(games.sessions.handle, "tick", b"a", -1, NOTHING_ASKED, b"", asked)
         games.loop.call_soon(lambda: games.loop.create_task(games.sessions.close(PATIENCE_S)))
         assert (await asked)[0] in (200, 503)
-        await until(lambda: ("end", "shutdown") in calls)
+        await wait_until_async(lambda: ("end", "shutdown") in calls, PATIENCE_S)
 
 
 @on_loop
@@ -1406,6 +1402,6 @@ async def test_nothing_is_kept_of_sessions_that_are_over(caplog: pytest.LogCaptu
             elif i % 3 == 1:
                 assert (await games.ask("tick", f"s{i}", b"raise"))[0] == 500
         games.later(61)
-        await until(lambda: not games.sessions._leaving)
+        await wait_until_async(lambda: not games.sessions._leaving, PATIENCE_S)
         gc.collect()
         assert not made

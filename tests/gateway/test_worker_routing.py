@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from ludus.gateway.server import GatewaySettings, owner_of
 from ludus.gateway.sessions import SessionLimits
 from tests.gateway.wire import PATIENCE_S, Reply, Wire, ask, raw, step
 from tests.local_servers import Served, gateway
+from tests.waiting import wait_until
 
 DIRECT = 40_000
 """The direct port of slot n is said to be this + n."""
@@ -71,13 +72,6 @@ def owned(slot: int, count: int = 2, *, slots: int = 2) -> list[str]:
     return found[:count]
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def health(served: Served) -> dict[str, int]:
     counters: dict[str, int] = served.gateway.counters()
     return counters
@@ -118,7 +112,7 @@ def test_a_connection_moves_to_the_owner_of_its_first_session_and_then_costs_no_
         assert (reply.body, reply.headers["ludus-endpoint"]) == (b"1", f"127.0.0.1:{DIRECT + 1}")
         for i in range(20):
             assert wire.ask(step("tick", id_, b"%d" % i)).body == b"1:%d" % i
-        until(lambda: health(two[0])["connections"] == 0)  # it has left when the move has been counted
+        wait_until(lambda: health(two[0])["connections"] == 0, PATIENCE_S)  # it has left when the move has been counted
         assert health(two[1])["connections"] == 1
         assert (health(two[0])["handed_over"], health(two[0])["forwarded"]) == (1, 0)
         assert health(two[0])["requests"] == 0
@@ -139,7 +133,9 @@ def test_a_tick_may_be_the_first_request_of_a_connection_that_moves(two: list[Se
         with Wire(two[0].port) as wire:
             assert wire.ask(step("tick", id_, b"%d" % i)).body == b"1:%d" % i
             assert wire.ask(step("tick", id_, b"again")).body == b"1:again"
-    until(lambda: health(two[0])["handed_over"] == 5)  # counted by another thread, perhaps after the reply is here
+    wait_until(
+        lambda: health(two[0])["handed_over"] == 5, PATIENCE_S
+    )  # counted by another thread, perhaps after the reply is here
 
 
 def test_all_that_was_sent_ahead_moves_along(two: list[Served]) -> None:
@@ -156,7 +152,7 @@ def test_all_that_was_sent_ahead_moves_along(two: list[Served]) -> None:
         assert wire.read().body == b"1:one"
         assert wire.read().refusal == (404, "not_found")
         assert [reply.body for reply in wire.replies(3)] == [b"0:two", b"1", b"1:three"]
-    until(lambda: (health(two[0])["handed_over"], health(two[1])["forwarded"]) == (1, 1))
+    wait_until(lambda: (health(two[0])["handed_over"], health(two[1])["forwarded"]) == (1, 1), PATIENCE_S)
 
 
 def test_a_first_request_in_pieces_moves_when_its_owner_is_known(two: list[Served]) -> None:
@@ -251,7 +247,7 @@ def test_a_full_worker_refuses_a_connection_that_is_handed_to_it(tmp_path: Path)
         first, second = owned(1, 2)
         with Wire(doors[0].port) as one:
             assert one.ask(step("start", first)).body == b"1"
-            until(lambda: health(doors[0])["connections"] == 0)
+            wait_until(lambda: health(doors[0])["connections"] == 0, PATIENCE_S)
             with Wire(doors[0].port) as two:
                 assert two.ask(step("start", second)).refusal == (503, "too_many_connections")
                 assert two.closed()
@@ -311,7 +307,7 @@ def test_who_waits_for_a_worker_that_dies_is_told_at_once(tmp_path: Path) -> Non
         assert wire.ask(step("start", ours)).body == b"0"
         assert wire.ask(step("start", theirs)).body == b"1"
         wire.send(step("tick", theirs) + step("start", more, b"stick"))
-        until(lambda: dying.gateway.sessions.requests == 3)
+        wait_until(lambda: dying.gateway.sessions.requests == 3, PATIENCE_S)
 
         async def die() -> None:
             """As the kernel would: every socket is closed, and nobody says a word."""
@@ -335,7 +331,7 @@ def test_when_too_many_connections_move_at_once_the_rest_is_forwarded(two: list[
             wire.send(step("start", id_))
         assert [wire.read().body for wire in wires] == [b"1"] * len(ids)
         assert [wire.ask(step("tick", id_, b"x")).body for wire, id_ in zip(wires, ids, strict=True)] == [b"1:x"] * len(ids)
-    until(lambda: health(two[0])["handed_over"] > 0)
+    wait_until(lambda: health(two[0])["handed_over"] > 0, PATIENCE_S)
 
 
 def test_a_worker_that_is_far_behind_gets_no_more(two: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +351,7 @@ def test_a_worker_that_is_far_behind_gets_no_more(two: list[Served], monkeypatch
 def test_clients_that_leave_while_they_move_leave_nothing_behind(two: list[Served]) -> None:
     (id_,) = owned(1, 1)
     assert ask(two[0].port, step("start", id_)).status == 200
-    until(lambda: health(two[0])["connections"] == health(two[1])["connections"] == 0)
+    wait_until(lambda: health(two[0])["connections"] == health(two[1])["connections"] == 0, PATIENCE_S)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         hold(two[1], 0.05)
@@ -364,6 +360,6 @@ def test_clients_that_leave_while_they_move_leave_nothing_behind(two: list[Serve
                 wire.send(step("tick", id_, b"x"))
                 if i % 2:
                     wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    until(lambda: health(two[0])["connections"] == health(two[1])["connections"] == 0)
+    wait_until(lambda: health(two[0])["connections"] == health(two[1])["connections"] == 0, PATIENCE_S)
     assert ask(two[0].port, step("tick", id_, b"still here")).body == b"1:still here"
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 4)  # a link each way
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 4, PATIENCE_S)  # a link each way

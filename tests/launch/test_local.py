@@ -20,7 +20,8 @@ from ludus.launch.job_dir import JobDirectory, Record, Watcher, is_here, machine
 from ludus.launch.local import LocalOrchestrator
 from ludus.launch.supervisor import FIRST_BACKOFF_S, MAX_BACKOFF_S, backoff_s
 from ludus.process import identity
-from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main, until
+from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main
+from tests.waiting import wait_until
 
 
 class TestLocalOrchestrator(OrchestratorContract):
@@ -59,7 +60,7 @@ class TestLocalOrchestrator(OrchestratorContract):
     def test_with_both_of_them_gone_the_status_still_says_so(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
         beat = tmp_path / "beat"
         job_id = orchestrator.submit(job(Role("main", ("sh", "-c", BEATING, str(beat)))))
-        until(beat.exists)
+        wait_until(beat.exists)
         found = record_of(orchestrator, job_id)
         pid = found.status.processes[0].pid or orchestrator.status(job_id).processes[0].pid
         for watcher in (found.keeper, found.supervisor):
@@ -104,20 +105,20 @@ sys.stdin.read()
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as submitter:
             assert submitter.stdout is not None
             job_id = submitter.stdout.readline().strip()
-            until(beat.exists)
+            wait_until(beat.exists)
             submitter.kill()
         if attached:
             status = ended(orchestrator, job_id)
             assert (status.state, status.reason) == ("cancelled", "the process that started it is gone")
             assert is_still(beat)
         else:
-            until(lambda: not is_still(beat))
+            wait_until(lambda: not is_still(beat))
             assert orchestrator.status(job_id).state == "running"
 
     def test_closing_ends_what_is_attached(self, orchestrator: LocalOrchestrator, tmp_path: Path) -> None:
         with LocalOrchestrator(tmp_path / "state", attached=True) as attached:
             job_id = attached.submit(job(main("sleep 600")))
-            until(lambda: orchestrator.status(job_id).state == "running")
+            wait_until(lambda: orchestrator.status(job_id).state == "running")
         assert ended(orchestrator, job_id).state == "cancelled"
 
     # -- what is left
@@ -283,7 +284,7 @@ def beating(orchestrator: LocalOrchestrator, tmp_path: Path) -> tuple[list[Path]
     beats = [tmp_path / f"beat-{i}" for i in range(3)]
     one, two, three = (f"sh -c '{BEATING}' {beat}" for beat in beats)
     job_id = orchestrator.submit(job(main(f"{one} & setsid {two} & wait"), Role("other", ("sh", "-c", f"exec {three}"))))
-    until(lambda: all(beat.exists() for beat in beats))
+    wait_until(lambda: all(beat.exists() for beat in beats))
     return beats, job_id
 
 
@@ -293,5 +294,5 @@ def kill(watcher: Watcher | None) -> None:
 
 
 def until_gone(pid: int) -> bool:
-    until(lambda: identity.started(pid) is None)
+    wait_until(lambda: identity.started(pid) is None)
     return True

@@ -25,6 +25,7 @@ from ludus.process.host import usable_cores
 from ludus.process.job_env import PORTS, Surroundings, candidates, free_block
 from ludus.ray_cluster import dashboard_stub
 from ludus.ray_cluster.node_process import Orders
+from tests.waiting import wait_until
 
 BUSY_S = 120.0
 STORE = 80 << 20
@@ -240,10 +241,7 @@ class Rig:
         return found
 
     def until(self, what: Callable[[], object], within_s: float = BUSY_S) -> None:
-        deadline = time.monotonic() + within_s
-        while not what():
-            assert time.monotonic() < deadline, "\n".join(self.said(node) for node in self.popens)
-            time.sleep(0.05)
+        wait_until(what, within_s, what=lambda: "\n".join(self.said(node) for node in self.popens), poll_s=0.05)
 
     def left(self) -> list[str]:
         """Files of these Rays."""

@@ -17,8 +17,9 @@ from ludus.launch.job import Job, JobStatus, ProcessStatus, Role
 from ludus.launch.slurm.backend import SlurmGroup, SlurmOrchestrator, SlurmSettings, conclusion, counts, exported
 from ludus.launch.slurm.commands import Queued
 from ludus.launch.slurm.sbatch import overriding, seconds
-from ludus.process import identity
-from ludus.testing.orchestrator_contract import BEATING, is_still, until
+from ludus.process import identity, procfs
+from ludus.testing.orchestrator_contract import BEATING, is_still
+from tests.waiting import wait_until
 
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
 BASE = SlurmSettings(python="/shared/venv/bin/python", workdir="/shared/work")
@@ -245,7 +246,7 @@ def test_the_near_end_ends_as_the_command_did(script: str, code: int) -> None:
 def test_a_signal_to_the_near_end_reaches_the_command(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     with line(f"trap 'echo saved; exit 3' TERM; touch {ready}; while :; do sleep 0.05; done") as near:
-        until(ready.exists)
+        wait_until(ready.exists)
         near.send_signal(signal.SIGTERM)
         assert near.wait(60) == 3
         assert near.stdout is not None
@@ -256,15 +257,15 @@ def test_a_signal_to_the_near_end_reaches_the_command(tmp_path: Path) -> None:
 def test_where_the_line_ends_nothing_is_left(tmp_path: Path, how: str) -> None:
     beat = tmp_path / "beat"
     with line(f"trap '' TERM; setsid sh -c '{BEATING}' {beat} & wait") as near:
-        until(beat.exists)
+        wait_until(beat.exists)
         assert near.stdin is not None
-        below = identity.descendants(near.pid)
+        below = procfs.list_descendants(near.pid)
         if how == "hang up":
             near.stdin.close()
         else:
             near.kill()
         near.wait(60)
-        until(lambda: all(identity.started(pid) is None for pid in below))
+        wait_until(lambda: all(identity.started(pid) is None for pid in below))
         assert is_still(beat)
 
 
@@ -278,7 +279,7 @@ sys.exit(member.main(["far", "sh", "-c", sys.argv[1]]))
     told, ready = tmp_path / "told", tmp_path / "ready"
     deaf = f"trap 'touch {told}' TERM; touch {ready}; while :; do sleep 0.05; done"
     with subprocess.Popen([sys.executable, "-c", script, deaf], stdin=subprocess.PIPE) as far:
-        until(ready.exists)
+        wait_until(ready.exists)
         far.send_signal(signal.SIGTERM)
         assert far.wait(60) == 137
     assert told.exists()

@@ -23,7 +23,8 @@ from ludus.launch.ssh.backend import SshNode, SshOrchestrator, SshSettings, _set
 from ludus.launch.ssh.connection import checked_settings, explained, ssh_words
 from ludus.launch.ssh.job_split import DOOR, HOLD, Known, combined, split
 from ludus.launch.ssh.remote_agent import PartStatus
-from ludus.testing.orchestrator_contract import ended, job, main, until
+from ludus.testing.orchestrator_contract import ended, job, main
+from tests.waiting import wait_until
 
 GOLDEN = Path(__file__).parent / "golden" / "ssh"
 PYTHON = "/opt/ludus/bin/python"
@@ -317,7 +318,7 @@ def test_a_machine_that_does_not_answer_is_asked_again_but_not_at_once(
     here: SshOrchestrator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = here.submit(job(main("sleep 600")))
-    until(lambda: here.status(job_id).state == "running")
+    wait_until(lambda: here.status(job_id).state == "running")
     monkeypatch.setattr(backend, "_AGAIN_S", 2.0)
     program = tmp_path / "ssh"
     works = program.read_text()
@@ -331,7 +332,7 @@ def test_a_machine_that_does_not_answer_is_asked_again_but_not_at_once(
         here.cancel(job_id)
     assert here.status(job_id).state == "cancelled"
     program.write_text(works)
-    until(lambda: here.status(job_id).state == "running")  # it still is, there, and after a while is asked again
+    wait_until(lambda: here.status(job_id).state == "running")  # it still is, there, and after a while is asked again
     here.cancel(job_id, at_once=True)
     assert ended(here, job_id).state == "cancelled"
 

@@ -24,7 +24,8 @@ from ludus.launch.ssh import remote_agent
 from ludus.launch.ssh.remote_agent import MARK, Desk, Part, unpack
 from ludus.process import identity
 from ludus.process.job_env import Surroundings
-from ludus.testing.orchestrator_contract import BEATING, is_still, until
+from ludus.testing.orchestrator_contract import BEATING, is_still
+from tests.waiting import wait_until
 
 TOKEN = "ab" * 32
 _WAIT_S = 30.0
@@ -79,7 +80,7 @@ def state_of(session: Session) -> dict[str, Any]:
 
 
 def over(session: Session) -> dict[str, Any]:
-    until(lambda: state_of(session)["state"] not in ("pending", "running"))
+    wait_until(lambda: state_of(session)["state"] not in ("pending", "running"))
     return state_of(session)
 
 
@@ -106,7 +107,7 @@ def test_a_part_that_is_kept_outlives_the_connection_and_is_found_by_the_next(tm
         assert state_of(session)["state"] == "missing"
         assert session.ask("submit", part=part(beats, ends).text(), token=TOKEN)["ok"]["was"] is False
         assert session.ask("keep", job="trial-1", node=0) == {"ok": {}}
-    until(beat.exists)
+    wait_until(beat.exists)
     with talking(tmp_path / "state") as session:
         assert state_of(session)["state"] == "running"
         assert session.ask("submit", part=part(beats, ends).text(), token=TOKEN)["ok"]["was"] is True, "it is there already"
@@ -132,7 +133,7 @@ def test_a_part_that_nobody_keeps_is_gone_with_the_connection(tmp_path: Path, ho
     beat = tmp_path / "beat"
     with talking(tmp_path / "state") as session:
         session.ask("submit", part=part(Role("main", ("sh", "-c", f"trap '' TERM; {BEATING}", str(beat)))).text(), token=TOKEN)
-        until(beat.exists)
+        wait_until(beat.exists)
         if how == "is killed":
             session.process.terminate()
     assert is_still(beat)
@@ -157,10 +158,10 @@ def test_processes_are_counted_as_in_the_whole_job_and_ours_are_not_shown(tmp_pa
     asked = part(hold, worker, main="ludus.hold", seats={"worker": (1, 4, 12)})
     with talking(tmp_path / "state") as session:
         session.ask("submit", part=asked.text(), token=TOKEN)
-        until(lambda: said.exists() and len(said.read_text().splitlines()) == 3)
+        wait_until(lambda: said.exists() and len(said.read_text().splitlines()) == 3)
         assert sorted(said.read_text().splitlines()) == ["1 a 'b'", "12 a 'b'", "4 a 'b'"]
         shown = [("worker", 1, "running"), ("worker", 4, "running"), ("worker", 12, "running")]
-        until(lambda: [(p["role"], p["index"], p["state"]) for p in state_of(session)["processes"]] == shown)
+        wait_until(lambda: [(p["role"], p["index"], p["state"]) for p in state_of(session)["processes"]] == shown)
         assert session.ask("logs", job="trial-1", node=0) == {"ok": {}}
     assert Part.of(asked.text()) == asked
 
@@ -171,7 +172,7 @@ def test_whoever_reads_logs_and_leaves_has_kept_nothing_by_it(tmp_path: Path, fo
     beat = tmp_path / "beat"
     with talking(tmp_path / "state") as session:
         session.ask("submit", part=part(Role("main", ("sh", "-c", BEATING, str(beat)))).text(), token=TOKEN)
-        until(beat.exists)
+        wait_until(beat.exists)
         assert session.process.stdin is not None
         session.process.stdin.write(json.dumps({"verb": "logs", "job": "trial-1", "node": 0, "follow": follow}) + "\n")
         session.process.stdin.close()
@@ -215,7 +216,7 @@ def test_old_parts_are_forgotten_and_running_ones_are_not(tmp_path: Path, monkey
             asked = Part(f"job-{number}", 0, ("127.0.0.1",), Job("trial", (Role("main", ("sh", "-c", script)),), "main"), {})
             desk.answer({"verb": "submit", "part": asked.text(), "token": TOKEN})
             if script == "true":
-                until(lambda: desk.answer({"verb": "status", "job": f"job-{number}", "node": 0})["state"] == "succeeded")  # noqa: B023
+                wait_until(lambda: desk.answer({"verb": "status", "job": f"job-{number}", "node": 0})["state"] == "succeeded")  # noqa: B023
         assert [part["job"] for part in desk.answer({"verb": "list"})["parts"]] == ["job-0", "job-2", "job-3"]
     finally:
         desk.abandon()

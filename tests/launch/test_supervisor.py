@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, Role
 from ludus.launch.job_dir import JobDirectory
 from ludus.process.job_env import Surroundings
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 _WAIT_S = 30.0
@@ -59,13 +59,6 @@ def queue(tmp_path: Path) -> Iterator[Queue]:
         yield made
 
 
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
 def sh(name: str, script: str, count: int = 1, at: tuple[int, ...] = ()) -> Role:
     return Role(name, ("sh", "-c", script), count, at=at)
 
@@ -101,7 +94,7 @@ def test_when_time_is_nearly_up_the_job_is_ended_and_queued_again_and_goes_on(qu
     place = queue.prepare(Job("trial", (sh("main", LIVES),), "main"))
     place.write_secrets({"PASS": "word"})
     first = queue.start(place)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     first.send_signal(signal.SIGUSR1)
     assert first.wait(_WAIT_S) == 0
     status = place.read().status
@@ -112,7 +105,7 @@ def test_when_time_is_nearly_up_the_job_is_ended_and_queued_again_and_goes_on(qu
     assert place.read_secrets() == {"PASS": "word"}
 
     second = queue.start(place)
-    until(lambda: (queue.path / "lives").read_text().count("life") == 2)
+    wait_until(lambda: (queue.path / "lives").read_text().count("life") == 2)
     status = place.read().status
     assert (status.state, status.reason, status.of("main")[0].restarts) == ("running", "", 1)
     place.mark_cancelled()
@@ -125,7 +118,7 @@ def test_when_time_is_nearly_up_the_job_is_ended_and_queued_again_and_goes_on(qu
 def test_a_job_that_is_done_when_its_time_is_up_is_not_queued_again(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", LIVES.replace("130", "0")),), "main"))
     process = queue.start(place)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(_WAIT_S) == 0
     assert place.read().status.state == "succeeded"
@@ -137,7 +130,7 @@ def test_what_serves_others_ends_well_when_it_is_asked_to_and_goes_on_all_the_sa
     place = queue.prepare(Job("trial", (replace(sh("main", LIVES.replace("130", "0")), restart="on-failure"),), "main"))
     place.write_secrets({"PASS": "word"})
     process = queue.start(place)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(number)
     assert process.wait(_WAIT_S) == 0
     assert place.read().status.state == "pending"
@@ -148,7 +141,7 @@ def test_what_serves_others_ends_well_when_it_is_asked_to_and_goes_on_all_the_sa
 def test_a_queue_that_does_not_take_it_again_makes_it_fail(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", LIVES),), "main"))
     process = queue.start(place, REQUEUE="Job is not requeueable")
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(_WAIT_S) == 130
     status = place.read().status
@@ -159,7 +152,7 @@ def test_a_queue_that_does_not_take_it_again_makes_it_fail(queue: Queue) -> None
 def test_what_the_queue_ends_is_not_cancelled(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", LIVES),), "main"))
     process = queue.start(place)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(_WAIT_S) == 0
     status = place.read().status
@@ -173,7 +166,7 @@ def test_a_queue_that_ends_all_processes_may_be_heard_by_main_first(queue: Queue
     place = queue.prepare(Job("trial", (sh("main", end),), "main"))
     place.write_secrets({"PASS": "word"})
     process = queue.start(place)
-    until(lambda: place.log("supervisor").exists() and "main-0 ended" in place.log("supervisor").read_text())
+    wait_until(lambda: place.log("supervisor").exists() and "main-0 ended" in place.log("supervisor").read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(_WAIT_S) == 0
     assert place.read().status.state == "pending"
@@ -184,9 +177,9 @@ def test_a_cancel_between_the_last_warning_and_the_end_is_heeded(queue: Queue) -
     slow = "echo life >> lives; trap 'echo ending > ending; while [ ! -e go ]; do sleep 0.02; done; exit 130' TERM; while :; do sleep 0.05; done"
     place = queue.prepare(Job("trial", (sh("main", slow),), "main"))
     process = queue.start(place)
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGUSR1)
-    until((queue.path / "ending").exists)
+    wait_until((queue.path / "ending").exists)
     place.mark_cancelled()
     process.send_signal(signal.SIGTERM)
     (queue.path / "go").touch()
@@ -210,7 +203,7 @@ def test_a_signal_while_it_is_being_set_up_waits_until_it_is_understood(queue: Q
     place = queue.prepare(Job("trial", (sh("main", "touch began; exec sleep 600"),), "main"))
     place.write_secrets({"PASS": "word"})
     process = queue.start(place, SLOW="1")
-    until((queue.path / "job" / "setting-up").exists)
+    wait_until((queue.path / "job" / "setting-up").exists)
     process.send_signal(number)
     (queue.path / "job" / "go-on").touch()
     assert process.wait(_WAIT_S) == 0
@@ -222,7 +215,7 @@ def test_a_signal_while_it_is_being_set_up_waits_until_it_is_understood(queue: Q
 def test_in_an_allocation_whoever_ends_it_cancels_it(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", LIVES),), "main"))
     process = queue.start(place, ALLOCATION="1")
-    until((queue.path / "lives").exists)
+    wait_until((queue.path / "lives").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(_WAIT_S) == 130
     assert place.read().status.state == "cancelled"
@@ -231,7 +224,7 @@ def test_in_an_allocation_whoever_ends_it_cancels_it(queue: Queue) -> None:
 def test_a_record_that_was_damaged_is_written_again(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", "touch began; until [ -e go ]; do sleep 0.05; done"),), "main"))
     process = queue.start(place)
-    until((queue.path / "began").exists)
+    wait_until((queue.path / "began").exists)
     (place.path / job_dir.STATUS).write_bytes(b"\xff\x00 rubbish")
     with pytest.raises(Damaged):
         place.read()
@@ -241,7 +234,7 @@ def test_a_record_that_was_damaged_is_written_again(queue: Queue) -> None:
             return place.read().status.state == "running"
         return False
 
-    until(is_whole)
+    wait_until(is_whole)
     (queue.path / "go").touch()
     assert process.wait(_WAIT_S) == 0
     assert place.read().status.state == "succeeded"
@@ -254,9 +247,9 @@ def test_what_a_killed_process_left_in_another_session_does_not_add_up(queue: Qu
     kept = sh("kept", "setsid sleep 600 & echo $! > kept-child; exec sleep 600")
     place = queue.prepare(Job("trial", (kept, actor, sh("main", "until [ -e over ]; do sleep 0.05; done")), "main", grace_s=1.0))
     process = queue.start(place)
-    until((queue.path / "third").exists)
+    wait_until((queue.path / "third").exists)
     strays = [int(word) for word in (queue.path / "strays").read_text().split()]
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in strays[:3]))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in strays[:3]))
     assert Path(f"/proc/{(queue.path / 'kept-child').read_text().strip()}").exists(), "those of others are left alone"
     (queue.path / "over").touch()
     assert process.wait(_WAIT_S) == 0
@@ -274,8 +267,8 @@ def test_on_a_full_disk_the_last_word_is_written_in_the_place_of_the_one_before(
             Job("trial", (sh("main", f"touch {tmp_path}/began; until [ -e {tmp_path}/go ]; do sleep 0.05; done"),), "main")
         )
         process = small.start(place)
-        until((tmp_path / "began").exists)
-        until(lambda: place.read().status.state == "running")
+        wait_until((tmp_path / "began").exists)
+        wait_until(lambda: place.read().status.state == "running")
         with contextlib.suppress(OSError), open(disk / "rubbish", "wb") as file:
             while True:
                 file.write(bytes(4096))
@@ -300,7 +293,7 @@ def test_a_process_elsewhere_hears_of_its_end_by_its_input(queue: Queue) -> None
 def test_the_supervisor_killed_leaves_nothing_and_says_so(queue: Queue) -> None:
     place = queue.prepare(Job("trial", (sh("main", "echo $$ > pid; exec sleep 600"),), "main"))
     keeper = queue.start(place)
-    until(lambda: (queue.path / "pid").exists() and bool((queue.path / "pid").read_text().strip()))
+    wait_until(lambda: (queue.path / "pid").exists() and bool((queue.path / "pid").read_text().strip()))
     watcher = place.read().supervisor
     assert watcher is not None
     os.kill(watcher.pid, signal.SIGKILL)

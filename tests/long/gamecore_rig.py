@@ -12,12 +12,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ludus.process import identity
+from ludus.process import procfs
+from tests.waiting import wait_until
 
 READY_S = 60.0
 STOP_S = 60.0
@@ -37,20 +37,9 @@ PACED = textwrap.dedent(
 )
 """Fifteen ticks a second, each a fraction of a millisecond."""
 
-_Found = TypeVar("_Found")
-
 
 class Late(AssertionError):
     """What had to happen did not."""
-
-
-def until(what: str, condition: Callable[[], _Found | None], timeout_s: float = 30.0) -> _Found:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise Late(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.01)
-    return found
 
 
 def free_port() -> int:
@@ -95,7 +84,7 @@ class Server:
                 env={**os.environ, MARK: str(self.directory)},
                 start_new_session=True,
             )
-        until("the server", self.is_up, READY_S)
+        wait_until(self.is_up, READY_S, what="the server")
 
     def is_up(self) -> bool:
         if self.process is not None and self.process.poll() is not None:
@@ -114,7 +103,9 @@ class Server:
         assert self.process is not None
         if "--supervise" not in self._words:
             return self.process.pid
-        return until("the server below its supervisor", lambda: identity.children(self.process.pid if self.process else 0))[0]
+        return wait_until(
+            lambda: procfs.list_children(self.process.pid if self.process else 0), what="the server below its supervisor"
+        )[0]
 
     def stop(self) -> int:
         assert self.process is not None
@@ -145,7 +136,7 @@ class Server:
         """All processes that were started by it, whoever looks after them now, with their command lines."""
         found = {}
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and self.mark in identity.environment(int(entry.name)):
+            if entry.name.isdigit() and self.mark in procfs.read_environment(int(entry.name)):
                 with contextlib.suppress(OSError):
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
         return found

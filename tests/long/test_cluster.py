@@ -24,10 +24,11 @@ from ludus.errors import WorkerFailed
 from ludus.models.policy import Policy
 from ludus.ray_cluster.cluster import Cluster
 from ludus.transport.ring_buffer import Bell
-from tests.distributed.test_ray_nodes import FIRST, bell, cluster, next_block, plan, policy, until  # noqa: F401 - fixtures
+from tests.distributed.test_ray_nodes import FIRST, bell, cluster, next_block, plan, policy  # noqa: F401 - fixtures
 from tests.ray_cluster.test_cluster import an_owner
 from tests.system.hosts import SHARED
 from tests.system.ray_hosts import OPTIONS, RUN, RayHosts, end, ray_hosts
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -188,12 +189,12 @@ def test_an_agent_that_stands_still_is_given_up_whatever_ray_says(
         node.publish(FIRST, policy.weights())
         node.start(0, 0)
         next_block(node, 0, bell)
-        until(lambda: bool(node.workers()), bell)
+        wait_until(lambda: bool(node.workers()), pause=bell.wait)
         agent = next(p for p in psutil.Process(node.workers()[0].pid).parents() if "NodeAgent" in p.name())
         agent.suspend()
-        until(lambda: node.lost, bell)
+        wait_until(lambda: node.lost, pause=bell.wait)
         assert "has not answered for" in node.lost
-        until(lambda: nodes.current() and nodes.current()[0] is not node, bell)
+        wait_until(lambda: nodes.current() and nodes.current()[0] is not node, pause=bell.wait)
         assert psutil.wait_procs([agent], timeout=20)[1] == [], "it is ended, so that it does not wake up beside its successor"
     finally:
         nodes.close()

@@ -25,6 +25,7 @@ from ludus.launch.planner import LEARNER, MAIN, launch
 from ludus.process.job_env import WAIT, Surroundings
 from tests.long.record import record
 from tests.system.hosts import SHARED, Hosts, end, up
+from tests.waiting import wait_until
 
 KILLS = 4
 STEPS = 400_000
@@ -76,12 +77,7 @@ class Training:
         return bool(rows and rows[-1]["incarnation"] == restarts + 1 and self.learner(0) and self.learner(1))
 
     def eventually(self, found: Callable[[], Any]) -> None:
-        end = time.monotonic() + LIMIT_S
-        while not found():
-            status = self._local.status(self.id)
-            assert not status.over, list(self._local.logs(self.id))
-            assert time.monotonic() < end, list(self._local.logs(self.id))
-            time.sleep(0.02)
+        wait_until(found, LIMIT_S, what=lambda: list(self._local.logs(self.id)), failed=lambda: self._local.status(self.id).over)
 
     def end(self) -> tuple[JobStatus, list[str]]:
         return wait(self._local, self.id, 200), list(self._local.logs(self.id))
@@ -190,10 +186,7 @@ class Machines:
 
     def eventually(self, found: Callable[[], bool], within_s: float) -> float:
         began = time.monotonic()
-        while not found():
-            assert self.training.poll() is None, self.said()
-            assert time.monotonic() < began + within_s, self.said()
-            time.sleep(0.02)
+        wait_until(found, within_s, what=self.said, failed=lambda: self.training.poll() is not None)
         return time.monotonic() - began
 
 

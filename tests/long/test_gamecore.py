@@ -19,10 +19,11 @@ import msgpack
 import pytest
 
 from ludus.gateway.actor import Actor
-from ludus.process import identity
+from ludus.process import identity, procfs
 from tests.local_servers import gateway
-from tests.long.gamecore_rig import PACED, Answer, Server, python, until
+from tests.long.gamecore_rig import PACED, Answer, Server, python
 from tests.long.record import record
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -132,28 +133,28 @@ def test_games_end_with_a_server_that_is_killed_and_the_next_one_serves_their_id
         for life in range(2):
             states = list(pool.map(lambda name: server.play(name, names[name]), names))
             assert {state["state"] for state in states} == {"running"}
-            until(
-                "the children of the stubborn",
+            wait_until(
                 lambda: all(
                     state["last_lines"] or "all are here" in server.ask("GET", f"/v1/games/{name}/log")
                     for name, kind in names.items()
                     if kind == "stubborn" and (state := server.state(name))
                 ),
+                what="the children of the stubborn",
             )
             first = server.pid
             supervisor = {server.process.pid} if words and server.process else set()
             before = {pid: since for pid, since in all_of(server).items() if pid not in supervisor}
             assert len(before) > 2 * GAMES
-            assert len(identity.children(first)) == 2, "one keeper is warm"
+            assert len(procfs.list_children(first)) == 2, "one keeper is warm"
             os.kill(first, signal.SIGKILL)
             killed = time.monotonic()
-            until("the end of all games", lambda before=before: not alive(before), GONE_S)  # type: ignore[misc]
+            wait_until(lambda before=before: not alive(before), GONE_S, what="the end of all games")  # type: ignore[misc]
             gone_s = time.monotonic() - killed
             if not words:
                 assert server.process is not None
                 server.process.wait(10)
                 server.start()
-            until("the next server", server.is_up, BACK_S)
+            wait_until(server.is_up, BACK_S, what="the next server")
             back_s = time.monotonic() - killed
             assert server.pid != first
             lost = {state["runtime_id"]: state for state in server.games("lost")}
@@ -183,7 +184,7 @@ def test_nothing_survives_a_supervisor_that_is_killed(tmp_path: Path, modules: P
         assert len(before) > 18
         assert server.process is not None
         server.process.kill()
-        until("the end of all", lambda: not alive(before), 2 * GONE_S)
+        wait_until(lambda: not alive(before), 2 * GONE_S, what="the end of all")
         server.process.wait(10)
         server.start()
         assert {state["state"] for state in server.games()} <= {"lost", "stopped"}
@@ -229,8 +230,10 @@ def test_games_that_misbehave_are_ended_and_disturb_nobody(server: Server) -> No
     assert server.state("innocent")["state"] == "running"
     server.halt("innocent")
     # The server, and its keepers: nothing of any game.
-    until("that nothing is left", lambda: all("gamecore" in line or "keeper" in line for line in server.everything().values()))
-    assert len(identity.descendants(server.pid)) <= 2
+    wait_until(
+        lambda: all("gamecore" in line or "keeper" in line for line in server.everything().values()), what="that nothing is left"
+    )
+    assert len(procfs.list_descendants(server.pid)) <= 2
     record("gamecore games misbehave", slowest_answer_s=slowest, **{f"stop_{name}_s": value for name, value in took.items()})
 
 
@@ -263,7 +266,7 @@ def test_a_match_whose_actor_is_gone_comes_to_an_end(on_lost: str, state: str, t
             camps = [None, {"url": served.url, "timeout_s": 1.0}]
             server.play("m-1", "arena", mode="1v1", camps=camps, options=options, max_frames=2000, seed=1)
             assert Idle.asked.wait(60)
-        ended = until("the end of the match", lambda: _over(server, "m-1"), 120)
+        ended = wait_until(lambda: _over(server, "m-1"), 120, what="the end of the match")
         assert ended["state"] == state, ended
         assert ended["result"] is not None
         assert ended["restarts"] == 0
@@ -301,20 +304,20 @@ def test_random_parts_are_killed_and_games_go_on(tmp_path: Path, modules: Path) 
         wanting.start()
         slowest = 0.0
         for kill in range(KILLS):
-            until(f"all to run before kill {kill}", lambda: _running(server) == set(names), BACK_S)
+            wait_until(lambda: _running(server) == set(names), BACK_S, what=f"all to run before kill {kill}")
             part, victim = _victim(server, chance)
             tally[part] += 1
             os.kill(victim, signal.SIGKILL)
             began = time.monotonic()
-            until("that it is gone", lambda victim=victim: identity.started(victim) is None, 10)  # type: ignore[misc]
-            until(f"all to run after the {part} was killed", lambda: _running(server) == set(names), BACK_S)
+            wait_until(lambda victim=victim: identity.started(victim) is None, 10, what="that it is gone")  # type: ignore[misc]
+            wait_until(lambda: _running(server) == set(names), BACK_S, what=f"all to run after the {part} was killed")
             slowest = max(slowest, time.monotonic() - began)
         over.set()
         wanting.join(30)
         assert refused == []
         for name in names:
             server.halt(name, grace_s=0.2)
-        until("only those that look after games", lambda: _strays(server) == [], GONE_S)
+        wait_until(lambda: _strays(server) == [], GONE_S, what="only those that look after games")
         descriptors = len(os.listdir(f"/proc/{server.pid}/fd"))
         assert server.stop() == 0
         assert server.everything() == {}
@@ -335,14 +338,14 @@ def _running(server: Server) -> set[str]:
 
 
 def _victim(server: Server, chance: random.Random) -> tuple[str, int]:
-    keepers = identity.children(server.pid)
-    guards = [guard for keeper in keepers for guard in identity.children(keeper)]
-    games = [game for guard in guards for game in identity.children(guard)]
+    keepers = procfs.list_children(server.pid)
+    guards = [guard for keeper in keepers for guard in procfs.list_children(keeper)]
+    games = [game for guard in guards for game in procfs.list_children(guard)]
     part = chance.choice(["server", "keeper", "guard", "game", "game"])
     return part, chance.choice({"server": [server.pid], "keeper": keepers, "guard": guards, "game": games}[part])
 
 
 def _strays(server: Server) -> list[str]:
-    keepers = set(identity.children(server.pid))
+    keepers = set(procfs.list_children(server.pid))
     ours = {server.pid, *keepers} | ({server.process.pid} if server.process else set())
     return [line for pid, line in server.everything().items() if pid not in ours]

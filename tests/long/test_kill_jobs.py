@@ -15,8 +15,9 @@ import pytest
 from ludus.launch.job_dir import JobDirectory
 from ludus.launch.local import LocalOrchestrator
 from ludus.process import identity
-from ludus.testing.orchestrator_contract import ended, until
+from ludus.testing.orchestrator_contract import ended
 from tests.long.record import record
+from tests.waiting import wait_until
 
 KILLS = 60
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -78,6 +79,6 @@ def test_nothing_is_left_whoever_is_killed_and_whenever(tmp_path: Path) -> None:
             orchestrator.cancel(job_id, at_once=True)
         status = ended(orchestrator, job_id)
         assert status.state in ("failed", "cancelled"), status
-        until(lambda mark=mark: not marked(mark), 30)  # type: ignore[misc]
+        wait_until(lambda mark=mark: not marked(mark), 30)  # type: ignore[misc]
         assert not (orchestrator.directory / job_id / "scratch").exists()
     record("jobs-killed", **counts)

@@ -18,6 +18,7 @@ from ludus.experiments.runs import checkpoint
 from ludus.storage.local import LocalStore
 from tests.cli.programs import Program, program
 from tests.long.record import record
+from tests.waiting import wait_until
 
 KILLS = 20
 LIMIT_S = 30.0
@@ -26,12 +27,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def eventually(found: Callable[[], Any], training: Program, at_most_s: float) -> Any:
-    end = time.monotonic() + at_most_s
-    while not (answer := found()):
-        assert training.process.poll() is None, "".join(training.lines["err"])
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
-    return answer
+    return wait_until(
+        found, at_most_s, what=lambda: "".join(training.lines["err"]), failed=lambda: training.process.poll() is not None
+    )
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from tests.cli.programs import Program, program
 from tests.long.record import record
 from tests.s3 import Server
 from tests.serving.releases import current
+from tests.waiting import wait_until
 
 KILLS = 8
 SOON_S = 60.0
@@ -34,11 +35,13 @@ def newest(store: Store) -> int:
 
 
 def wait_for_checkpoint(store: Store, training: Program, above: int) -> None:
-    deadline = time.monotonic() + SOON_S
-    while newest(store) <= above:
-        assert training.process.poll() is None, training.finish()
-        assert time.monotonic() < deadline, "no checkpoint within a minute"
-        time.sleep(0.1)
+    wait_until(
+        lambda: newest(store) > above,
+        SOON_S,
+        what="a new checkpoint",
+        failed=lambda: training.process.poll() is not None and training.finish(),
+        poll_s=0.1,
+    )
 
 
 def test_a_run_on_s3_survives_every_kill_and_a_service_follows_it(

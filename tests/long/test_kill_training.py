@@ -15,6 +15,7 @@ import pytest
 from ludus.experiments.runs import checkpoint
 from ludus.storage.local import LocalStore
 from tests.long.record import record
+from tests.waiting import wait_until
 
 KILLS = 50
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -32,14 +33,12 @@ def start(run: Path, resume: bool) -> subprocess.Popen[bytes]:
 
 def wait_for_first_report(run: Path, process: subprocess.Popen[bytes], before: int) -> None:
     """Until the training of this process has written something, so that the kill hits a run at work."""
-    deadline = time.monotonic() + 60
     metrics = run / "metrics.jsonl"
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the training ended by itself"
-        if metrics.exists() and metrics.stat().st_size > before:
-            return
-        time.sleep(0.02)
-    pytest.fail("the training wrote no report within 60 s")
+    wait_until(
+        lambda: metrics.exists() and metrics.stat().st_size > before,
+        what="a report of the training",
+        failed=lambda: process.poll() is not None and "the training ended by itself",
+    )
 
 
 def test_fifty_kills_never_tear_a_checkpoint_or_turn_back_a_version(tmp_path: Path) -> None:

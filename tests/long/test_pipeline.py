@@ -13,9 +13,10 @@ import pytest
 
 import ludus
 from tests.gamecore.test_vector_env import COUNTING, DECLARED
-from tests.long.gamecore_rig import Server, until
+from tests.long.gamecore_rig import Server
 from tests.system.hosts import SHARED
 from tests.system.role_hosts import LUDUS, Machine, RoleHosts, role_hosts
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -98,8 +99,10 @@ def test_whatever_is_killed_training_goes_on(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
             before = steps_of(run)
             machine.until(lambda: steps_of(run) > before + 500, BUSY_S)
-            until(
-                "the end of games whose actor is gone", lambda: not old & {g["runtime_id"] for g in server.games("running")}, 60
+            wait_until(
+                lambda: not old & {g["runtime_id"] for g in server.games("running")},
+                60,
+                what="the end of games whose actor is gone",
             )
             assert machine.state_of("learner") == "running"
             (learner,) = (process for process in machine.status("learner")["processes"] if process["role"] == "main")
@@ -112,7 +115,7 @@ def test_whatever_is_killed_training_goes_on(tmp_path: Path) -> None:
         finally:
             machine.ludus("learner", "stop", code=None)
             machine.ludus("actor", "stop", code=None)
-        until("no games", lambda: not server.games("running"), 60)
+        wait_until(lambda: not server.games("running"), 60, what="no games")
     assert machine.left() == []
 
 

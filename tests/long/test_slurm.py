@@ -18,9 +18,10 @@ from ludus.launch.job import Job, Orchestrator, Role
 from ludus.launch.job_dir import JobDirectory
 from ludus.launch.slurm.backend import SlurmOrchestrator, SlurmSettings
 from ludus.process import identity
-from ludus.testing.orchestrator_contract import BEATING, ended, is_still, job, main, until
+from ludus.testing.orchestrator_contract import BEATING, ended, is_still, job, main
 from tests.system import test_slurm
 from tests.system.slurm_rig import SlurmRig, as_user, processes_of, slurm_rig
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -87,7 +88,7 @@ def test_a_training_is_spread_over_three_nodes_and_ends_with_its_own_code(tmp_pa
     assert list(tmp_path.glob("runs/default/*/checkpoints/*"))
     (status,) = SlurmOrchestrator(tmp_path / "state").list()
     assert (status.state, status.exit_code) == ("succeeded", 0)
-    until(lambda: not processes_of(status.id) and not rig.jobs())
+    wait_until(lambda: not processes_of(status.id) and not rig.jobs())
     written = [path for place in (tmp_path, rig.base) for path in place.rglob("*") if path.is_file()]
     assert [path for path in written if b"horse-battery" in path.read_bytes()] == [], "also Slurm writes down what it is told"
 
@@ -113,14 +114,14 @@ def test_before_its_time_is_up_a_job_saves_and_is_queued_again_and_goes_on(tmp_p
     limited = SlurmSettings(time="1") if whose == "its own" else SlurmSettings(partition="urgent")
     slurm = SlurmOrchestrator(tmp_path / "state", replace(limited, signal_s=20))
     job_id = slurm.submit(lives(tmp_path, 3))
-    until((tmp_path / "ready").exists)
-    until((tmp_path / "saved").exists, 90)
-    until(lambda: slurm.status(job_id).over, 120)
+    wait_until((tmp_path / "ready").exists)
+    wait_until((tmp_path / "saved").exists, 90)
+    wait_until(lambda: slurm.status(job_id).over, 120)
     status = slurm.status(job_id)
     assert (status.state, status.exit_code, status.of("main")[0].restarts) == ("succeeded", 0, 1), status
     assert len((tmp_path / "lives").read_text().splitlines()) == 2
     assert (tmp_path / "saved").read_text() == "saved\n"
-    until(lambda: not processes_of(job_id), GONE_S)
+    wait_until(lambda: not processes_of(job_id), GONE_S)
     assert is_still(tmp_path / "beat")
 
 
@@ -128,14 +129,14 @@ def test_a_job_that_makes_room_for_another_goes_on_afterwards(tmp_path: Path) ->
     slurm = SlurmOrchestrator(tmp_path / "state", SlurmSettings(exclusive=True))
     urgent = SlurmOrchestrator(tmp_path / "state", SlurmSettings(exclusive=True, partition="urgent"))
     job_id = slurm.submit(lives(tmp_path, 3))
-    until((tmp_path / "ready").exists)
+    wait_until((tmp_path / "ready").exists)
     first = urgent.submit(Job("urgent", (main(f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"),), "main", nodes=3))
-    until(lambda: urgent.status(first).state == "running")
+    wait_until(lambda: urgent.status(first).state == "running")
     assert slurm.status(job_id).state == "pending"
     assert not processes_of(job_id)
     (tmp_path / "go").touch()
     assert ended(urgent, first).state == "succeeded"
-    until(lambda: slurm.status(job_id).over, 120)
+    wait_until(lambda: slurm.status(job_id).over, 120)
     status = slurm.status(job_id)
     assert (status.state, status.of("main")[0].restarts) == ("succeeded", 1), status
     assert (tmp_path / "saved").read_text() == "saved\n"
@@ -148,18 +149,18 @@ def test_a_job_whose_node_fails_is_started_again(tmp_path: Path, rig: SlurmRig) 
     slurm = SlurmOrchestrator(tmp_path / "state")
     far = Role("far", ("sh", "-c", BEATING, str(tmp_path / "beat")), at=(1,))
     job_id = slurm.submit(Job("fails", (far, main(script)), "main", nodes=2))
-    until(lambda: (tmp_path / "ready").exists() and (tmp_path / "beat").exists())
+    wait_until(lambda: (tmp_path / "ready").exists() and (tmp_path / "beat").exists())
     lost = slurm.status(job_id).of("far")[0].host
     rig.lose(lost)
     try:
         assert is_still(tmp_path / "beat")
-        until(lambda: slurm.status(job_id).over, 180)
+        wait_until(lambda: slurm.status(job_id).over, 180)
         status = slurm.status(job_id)
         assert (status.state, status.of("main")[0].restarts) == ("succeeded", 1), status
         assert lost not in {process.host for process in status.processes}
     finally:
         rig.start_node(lost)
-        until(lambda: rig.ask("sinfo", "--noheader", "--format=%T %D").split() == ["idle", "3"], 60)
+        wait_until(lambda: rig.ask("sinfo", "--noheader", "--format=%T %D").split() == ["idle", "3"], 60)
 
 
 # -- ended, and nothing is left -------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def running(slurm: SlurmOrchestrator, tmp_path: Path, *, alone: bool = False) ->
     far = Role("far", ("sh", "-c", f"{one} & setsid {two} & wait"), at=(1,))
     first = f"exec {three}" if alone else f"trap 'sleep 0.5; exit 130' TERM; setsid {three} & while :; do sleep 0.05; done"
     job_id = slurm.submit(replace(job(main(first), far), nodes=2, grace_s=2.0))
-    until(lambda: all(beat.exists() for beat in beats))
+    wait_until(lambda: all(beat.exists() for beat in beats))
     return job_id, beats
 
 
@@ -180,7 +181,7 @@ def test_scancel_by_hand_leaves_no_process(orchestrator: SlurmOrchestrator, tmp_
     job_id, beats = running(orchestrator, tmp_path)
     (number,) = rig.jobs()
     rig.ask("scancel", number)
-    until(lambda: not processes_of(job_id), GONE_S + 5)
+    wait_until(lambda: not processes_of(job_id), GONE_S + 5)
     status = ended(orchestrator, job_id)
     assert (status.state, status.exit_code) == ("cancelled", 130), status
     assert all(is_still(beat) for beat in beats)
@@ -191,7 +192,7 @@ def test_scancel_by_hand_leaves_no_process(orchestrator: SlurmOrchestrator, tmp_
 def test_a_cancelled_job_is_gone_within_ten_seconds(orchestrator: SlurmOrchestrator, tmp_path: Path, at_once: bool) -> None:
     job_id, beats = running(orchestrator, tmp_path)
     orchestrator.cancel(job_id, at_once=at_once)
-    until(lambda: not processes_of(job_id), GONE_S)
+    wait_until(lambda: not processes_of(job_id), GONE_S)
     assert ended(orchestrator, job_id).state == "cancelled"
     assert all(is_still(beat) for beat in beats)
 
@@ -206,12 +207,12 @@ def test_whoever_is_killed_nothing_is_left(
     for name in who:
         watcher = getattr(found, name)
         identity.send(watcher.pid, watcher.started, signal.SIGKILL)
-    until(lambda: not processes_of(job_id), GONE_S + 5)
+    wait_until(lambda: not processes_of(job_id), GONE_S + 5)
     status = ended(orchestrator, job_id)
     assert status.state in ("failed", "cancelled"), status
     assert status.exit_code != 0
     assert all(is_still(beat) for beat in beats)
-    until(lambda: not rig.jobs())
+    wait_until(lambda: not rig.jobs())
 
 
 # -- other users ----------------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def _can_read(path: Path, rig: SlurmRig) -> bool:
 
 
 def test_these_tests_left_no_process(rig: SlurmRig) -> None:
-    until(lambda: not rig.jobs(), 30)
+    wait_until(lambda: not rig.jobs(), 30)
     left = subprocess.run(
         ["pgrep", "-f", r"ludus\.cluster\.member (near|far) (srun|sh)"], capture_output=True, text=True, check=False
     )

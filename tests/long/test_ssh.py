@@ -18,10 +18,11 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, JobStatus, Role
 from ludus.launch.job_dir import write_job
 from ludus.launch.ssh.backend import SshOrchestrator, _settings_text
-from ludus.testing.orchestrator_contract import BEATING, ended, is_still, until
+from ludus.testing.orchestrator_contract import BEATING, ended, is_still
 from tests.cli.programs import program
 from tests.long.record import record
 from tests.system import ssh_rig
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -57,7 +58,7 @@ def beating(rig: ssh_rig.SshRig, name: str = "beats") -> tuple[Job, list[Path]]:
 def begun(orchestrator: SshOrchestrator, rig: ssh_rig.SshRig) -> tuple[str, list[Path]]:
     asked, beats = beating(rig)
     job_id = orchestrator.submit(asked)
-    until(lambda: all(beat.exists() for beat in beats))
+    wait_until(lambda: all(beat.exists() for beat in beats))
     return job_id, beats
 
 
@@ -70,11 +71,13 @@ def mended(job_id: str) -> tuple[int, str]:
 
 def looked(orchestrator: SshOrchestrator, job_id: str, reason: str, timeout_s: float = 60) -> JobStatus:
     """Until the status says so."""
-    deadline = time.monotonic() + timeout_s
-    while reason not in (status := orchestrator.status(job_id)).reason:
-        assert time.monotonic() < deadline, f"it says {status.reason!r}, not {reason!r}"
-        time.sleep(0.2)
-    return status
+    wait_until(
+        lambda: reason in orchestrator.status(job_id).reason,
+        timeout_s,
+        what=lambda: f"it says {orchestrator.status(job_id).reason!r}, not {reason!r}",
+        poll_s=0.2,
+    )
+    return orchestrator.status(job_id)
 
 
 def nothing_runs(rig: ssh_rig.SshRig, orchestrator: SshOrchestrator) -> list[list[str]]:
@@ -96,7 +99,7 @@ def test_a_worker_that_loses_power_is_reported_and_comes_back(
     looked(orchestrator, job_id, f"its part on {rig.hosts.address(2)} is over")
     assert is_still(beats[2])
     assert mended(job_id) == (0, f"ludus: {job_id} is started again on {rig.hosts.address(2)}\n")
-    until(lambda: not is_still(beats[2]))
+    wait_until(lambda: not is_still(beats[2]))
     assert orchestrator.status(job_id).reason == ""
     assert mended(job_id) == (0, f"ludus: nothing is missing of {job_id}\n")
     (rig.shared / "over").touch()
@@ -125,13 +128,13 @@ def test_when_the_machine_of_main_loses_power_the_others_end_and_all_can_be_mend
     assert status.state == "running", "as it was when last seen"
     with pytest.raises(WorkerFailed, match="does not answer"):
         orchestrator.mend(job_id)
-    until(lambda: is_still(beats[1]) and is_still(beats[2]))
+    wait_until(lambda: is_still(beats[1]) and is_still(beats[2]))
     assert [ssh_rig.until_gone(rig, host) for host in (1, 2) if orchestrator.close() is None] == [[], []]  # type: ignore[func-returns-value]
     rig.power_on(0)
     status = looked(orchestrator, job_id, "its supervisor is gone")
     assert (status.state, status.exit_code) == ("failed", 1)
     assert orchestrator.mend(job_id) == [rig.hosts.address(host) for host in range(3)]
-    until(lambda: not any(is_still(beat) for beat in beats))
+    wait_until(lambda: not any(is_still(beat) for beat in beats))
     assert orchestrator.status(job_id).state == "running"
     (rig.shared / "over").touch()
     assert ended(orchestrator, job_id).state == "succeeded"
@@ -163,19 +166,19 @@ def test_a_cable_that_is_pulled_for_long_ends_what_is_behind_it_and_a_short_whil
         rig.hosts.mend(1)
         assert not is_still(beats[1])
         looked(orchestrator, job_id, "")
-        until(lambda: orchestrator.status(job_id).reason == "")
+        wait_until(lambda: orchestrator.status(job_id).reason == "")
         orchestrator.cancel(job_id)
         assert ended(orchestrator, job_id).state == "cancelled"
         assert is_still(beats[1]), "it was held again"
     with rig.orchestrator(tmp_path / "laptop", patience_s=PATIENCE_S) as orchestrator:
         job_id, beats = begun(orchestrator, rig)
         rig.hosts.cut(1)
-        until(lambda: is_still(beats[1]))
+        wait_until(lambda: is_still(beats[1]))
         assert not is_still(beats[2])
         rig.hosts.mend(1)
         looked(orchestrator, job_id, f"its part on {rig.hosts.address(1)} is over")
         assert orchestrator.mend(job_id) == [rig.hosts.address(1)]
-        until(lambda: not is_still(beats[1]))
+        wait_until(lambda: not is_still(beats[1]))
         orchestrator.cancel(job_id)
         assert ended(orchestrator, job_id).state == "cancelled"
         assert nothing_runs(rig, orchestrator) == [[], [], []]
@@ -192,7 +195,7 @@ def test_when_who_looks_after_a_part_is_killed_nothing_is_left(
         key=lambda process: process.create_time(),
     )
     os.kill((keeper if whom == "keeper" else supervisor).pid, signal.SIGKILL)
-    until(lambda: is_still(beats[host]))
+    wait_until(lambda: is_still(beats[host]))
     if host == 0:
         status = ended(orchestrator, job_id)
         assert status.state == ("cancelled" if whom == "keeper" else "failed")
@@ -202,7 +205,7 @@ def test_when_who_looks_after_a_part_is_killed_nothing_is_left(
         assert looked(orchestrator, job_id, f"its part on {rig.hosts.address(1)} is over").state == "running"
         assert not is_still(beats[0])
         assert orchestrator.mend(job_id) == [rig.hosts.address(1)]
-        until(lambda: not is_still(beats[1]))
+        wait_until(lambda: not is_still(beats[1]))
         orchestrator.cancel(job_id)
         assert ended(orchestrator, job_id).state == "cancelled"
     assert nothing_runs(rig, orchestrator) == [[], [], []]
@@ -250,7 +253,7 @@ def test_a_launcher_that_is_killed_leaves_a_whole_job_or_none(rig: ssh_rig.SshRi
             job_id = launcher.stdout.readline().strip()
         known = [status for status in orchestrator.list() if status.name == asked.name]
         if job_id:
-            until(lambda: all(beat.exists() for beat in beats))  # noqa: B023
+            wait_until(lambda: all(beat.exists() for beat in beats))  # noqa: B023
             outcome = "whole"
             orchestrator.cancel(job_id)
             assert ended(orchestrator, job_id).state == "cancelled"
@@ -267,11 +270,8 @@ def test_a_launcher_that_is_killed_leaves_a_whole_job_or_none(rig: ssh_rig.SshRi
 
 
 def ended_within(orchestrator: SshOrchestrator, job_id: str, timeout_s: float = 90.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    while not (status := orchestrator.status(job_id)).over:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.2)
-    return status.state
+    wait_until(lambda: orchestrator.status(job_id).over, timeout_s, what=lambda: orchestrator.status(job_id), poll_s=0.2)
+    return orchestrator.status(job_id).state
 
 
 def test_a_job_that_is_over_cannot_be_mended(orchestrator: SshOrchestrator) -> None:

@@ -26,6 +26,7 @@ from ludus.tuning.messages import Event
 from ludus.tuning.report import SweepResult
 from ludus.tuning.sweep import SweepOptions, opened, resume_sweep, run_sweep
 from tests.long.record import record
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -68,15 +69,6 @@ def ours(tag: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = BUSY_S) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if true():
-            return
-        time.sleep(0.1)
-    pytest.fail(f"not within {within_s:.0f} s: {what}")
 
 
 # -- schedulers
@@ -206,7 +198,7 @@ def test_a_trial_with_workers_reserves_their_cores_and_leaves_none_of_them(tmp_p
     assert [row["status"] for row in result.results] == ["finished", "finished"]
     if os.cpu_count() == 2:  # each trial takes both
         assert max(len(together) for together in seen) == 1
-    until(lambda: not ours(tag), "all processes of the sweep are gone", 30)
+    wait_until(lambda: not ours(tag), 30, what="all processes of the sweep are gone")
 
 
 # -- interrupted, killed, resumed
@@ -249,12 +241,14 @@ RUNS = ("t000_lr-0.001", "t001_lr-0.0001")
 
 def test_ctrl_c_stores_what_all_trials_have_and_resume_goes_on(tmp_path: Path, driver: Any) -> None:
     process, tag = driver("-f", str(a_long_one(tmp_path)))
-    until(lambda: all(iterations(tmp_path / "s" / run) >= 3 for run in RUNS), "both trials have learned something")
+    wait_until(
+        lambda: all(iterations(tmp_path / "s" / run) >= 3 for run in RUNS), BUSY_S, what="both trials have learned something"
+    )
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=BUSY_S)
     assert process.returncode == 130, out
     assert "--resume" in out
-    until(lambda: not ours(tag), "all processes of the sweep are gone", 30)
+    wait_until(lambda: not ours(tag), 30, what="all processes of the sweep are gone")
     reached = {}
     for run in RUNS:
         assert Run.open(tmp_path / "s" / run).meta()["status"] == "interrupted"
@@ -263,7 +257,7 @@ def test_ctrl_c_stores_what_all_trials_have_and_resume_goes_on(tmp_path: Path, d
     assert opened(tmp_path / "s").ended == {}
 
     again, tag = driver("--resume", str(tmp_path / "s"))
-    until(lambda: all(iterations(tmp_path / "s" / run) > reached[run] + 1 for run in RUNS), "both trials go on")
+    wait_until(lambda: all(iterations(tmp_path / "s" / run) > reached[run] + 1 for run in RUNS), BUSY_S, what="both trials go on")
     again.send_signal(signal.SIGTERM)
     out, _ = again.communicate(timeout=BUSY_S)
     assert again.returncode == 130, out
@@ -274,13 +268,15 @@ def test_ctrl_c_stores_what_all_trials_have_and_resume_goes_on(tmp_path: Path, d
 
 def test_the_second_ctrl_c_ends_everything_at_once(tmp_path: Path, driver: Any) -> None:
     process, tag = driver("-f", str(a_long_one(tmp_path)))
-    until(lambda: all(iterations(tmp_path / "s" / run) >= 1 for run in RUNS), "both trials have learned something")
+    wait_until(
+        lambda: all(iterations(tmp_path / "s" / run) >= 1 for run in RUNS), BUSY_S, what="both trials have learned something"
+    )
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    until(lambda: not ours(tag), "all processes of the sweep are gone", 30)
+    wait_until(lambda: not ours(tag), 30, what="all processes of the sweep are gone")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -289,25 +285,29 @@ def test_kill_9_of_the_driver_leaves_no_process_and_resume_goes_on(tmp_path: Pat
     more = ("--num-workers", "1", "--max-concurrent", "1") if workers else ()
     runs = RUNS[:1] if workers else RUNS
     process, tag = driver("-f", str(file), *more)
-    until(lambda: all(iterations(tmp_path / "s" / run) >= 3 for run in runs), "the trials have learned something")
+    wait_until(
+        lambda: all(iterations(tmp_path / "s" / run) >= 3 for run in runs), BUSY_S, what="the trials have learned something"
+    )
     assert len(ours(tag)) > 3
     process.kill()
     process.wait(timeout=30)
-    until(lambda: not ours(tag), "all processes of the sweep are gone", 40)
+    wait_until(lambda: not ours(tag), 40, what="all processes of the sweep are gone")
     reached = {run: int(checkpoint.newest(LocalStore(tmp_path / "s" / run)).state["progress"]["iterations"]) for run in runs}
     again, tag = driver("--resume", str(tmp_path / "s"), *more[2:])
-    until(lambda: all(iterations(tmp_path / "s" / run) > max(3, reached[run]) for run in runs), "the trials go on")
+    wait_until(
+        lambda: all(iterations(tmp_path / "s" / run) > max(3, reached[run]) for run in runs), BUSY_S, what="the trials go on"
+    )
     again.send_signal(signal.SIGINT)
     out, _ = again.communicate(timeout=BUSY_S)
     assert again.returncode == 130, out
-    until(lambda: not ours(tag), "all processes of the sweep are gone", 30)
+    wait_until(lambda: not ours(tag), 30, what="all processes of the sweep are gone")
     first = json.loads((tmp_path / "s" / runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
     assert first["incarnation"] >= 2
 
 
 def test_a_sweep_that_runs_is_not_run_twice(tmp_path: Path, driver: Any) -> None:
     first, _ = driver("-f", str(a_long_one(tmp_path)))
-    until(lambda: (tmp_path / "s" / "sweep.json").exists(), "the sweep has begun")
+    wait_until(lambda: (tmp_path / "s" / "sweep.json").exists(), BUSY_S, what="the sweep has begun")
     for words in (("-f", str(tmp_path / "long.yaml")), ("--resume", str(tmp_path / "s"))):
         second, _ = driver(*words)
         out, _ = second.communicate(timeout=BUSY_S)

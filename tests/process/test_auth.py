@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import logging
 import os
 import socket
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Connection, Header, Peer, frame, host_and_port, listen_beyond, tcp_address
+from ludus.distributed.hub.rpc import Connection, Header, Peer, frame, listen_beyond
 from ludus.errors import UsageError, WorkerFailed
+from ludus.io.addresses import host_and_port, tcp_address
 from ludus.process import auth
-from ludus.process.auth import Guard, read_token, unanswered, write_token
+from ludus.process.auth import Guard, Handshake, HandshakeFailed, read_token, unanswered, write_token
 
 TOKEN = b"a" * 64
 
@@ -170,17 +172,55 @@ def test_many_silent_strangers_do_not_keep_us_out(tmp_path: Path, monkeypatch: p
     with_port(tmp_path, work)
 
 
+def test_both_sides_of_a_handshake_prove_the_token() -> None:
+    handshake = Handshake(TOKEN)
+    opening = handshake.opening()
+    answer = handshake.answer(opening)
+    confirmation = handshake.confirmation(opening, answer)
+    assert (len(opening), len(answer), len(confirmation)) == (
+        handshake.opening_bytes, handshake.answer_bytes, handshake.confirmation_bytes,
+    )  # fmt: skip
+    handshake.check(opening, answer, confirmation)
+    assert "a" * 8 not in repr(handshake)
+
+
+@pytest.mark.parametrize("context", [b"", b"LUDUS-1\n"])
+def test_the_bytes_of_a_handshake_are_those_of_earlier_releases(context: bytes) -> None:
+    handshake = Handshake(TOKEN, context=context)
+    opening = b"LUDUS-1\n" + b"l" * 32
+    answer = b"LUDUS-1\n" + b"c" * 32
+    answer += hmac.digest(TOKEN, context + b"caller" + b"l" * 32 + b"c" * 32, "sha256")
+    confirmation = handshake.confirmation(opening, answer)
+    assert confirmation == hmac.digest(TOKEN, context + b"listener" + b"l" * 32 + b"c" * 32, "sha256")
+
+
+@pytest.mark.parametrize(
+    "other", [Handshake(b"b" * 64), Handshake(TOKEN, magic=b"LUDUS-2\n"), Handshake(TOKEN, context=b"other")]
+)
+def test_a_handshake_fails_on_any_difference(other: Handshake) -> None:
+    handshake = Handshake(TOKEN)
+    opening = handshake.opening()
+    answer = handshake.answer(opening)
+    theirs = other.magic + opening[8:]
+    with pytest.raises(HandshakeFailed):
+        handshake.confirmation(opening, other.answer(theirs))
+    with pytest.raises(HandshakeFailed):
+        handshake.check(opening, answer, other.confirmation(theirs, other.answer(theirs)))
+    with pytest.raises(HandshakeFailed):
+        handshake.confirmation(opening, answer[:-1])
+    with pytest.raises(HandshakeFailed):
+        handshake.check(opening, answer, answer[-32:])  # a proof of the caller is none of the listener
+
+
 def test_a_proof_cannot_be_used_again(tmp_path: Path) -> None:
     async def work(port: Port) -> None:
-        number = bytes(32)
         reader, writer = await port.raw()
-        said = await reader.readexactly(40)
-        proof = auth._proof(TOKEN, b"caller", said[8:], number)
-        writer.write(b"LUDUS-1\n" + number + proof)
+        answer = Handshake(TOKEN).answer(await reader.readexactly(40))
+        writer.write(answer)
         assert len(await reader.readexactly(32)) == 32
         writer.close()
         reader, writer = await port.raw()
-        writer.write(b"LUDUS-1\n" + number + proof)
+        writer.write(answer)
         assert len(await cut_off(reader)) == 40
         writer.close()
 

@@ -19,11 +19,12 @@ import pytest
 
 from ludus.errors import WorkerFailed
 from ludus.io.rotating_log import before
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.process.commands import command as process
 from ludus.process.commands.command import GameExit, GameProcess, Games
 from ludus.process.commands.thread_limits import Limit
 from tests.tools import need
+from tests.waiting import wait_until
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 GONE_S = 5.0  # measured: at most 0.4 s, on a machine with nine times as much to do as it can
@@ -76,21 +77,13 @@ def stubborn(games: Games, folder: Path) -> tuple[GameProcess, dict[int, str]]:
 
 
 def marked(folder: Path, count: int) -> dict[int, str]:
-    eventually(lambda: len(list(folder.iterdir())) == count, 20.0)
+    wait_until(lambda: len(list(folder.iterdir())) == count, 20.0)
     began = {int(file.name): identity.started(int(file.name)) for file in folder.iterdir()}
     return {pid: since for pid, since in began.items() if since is not None}
 
 
 def living(began: dict[int, str]) -> list[int]:
     return [pid for pid, since in began.items() if identity.alive(pid, since)]
-
-
-def eventually(condition: object, timeout_s: float) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- how they end
@@ -106,7 +99,7 @@ def test_a_game_that_ends_says_how_and_what_it_said_last(games: Games, tmp_path:
     assert sorted(ended.last_lines) == [f"hello {tmp_path} dust", "oh no"]
     assert sorted(log.read_text().splitlines()) == sorted(ended.last_lines)
     assert game.name == "game"
-    eventually(lambda: games.running == [], 5)
+    wait_until(lambda: games.running == [], 5)
 
 
 def test_a_game_that_crashes_is_told_from_one_that_ends(games: Games, tmp_path: Path) -> None:
@@ -148,7 +141,7 @@ def test_what_cannot_be_started_says_why(
     with pytest.raises(WorkerFailed, match=re.escape(says)) as failed:
         games.start(command, log=tmp_path / log, directory=tmp_path / directory)
     assert repr(command) in failed.value.hint
-    eventually(lambda: games.running == [], 5)
+    wait_until(lambda: games.running == [], 5)
 
 
 def test_a_game_that_is_asked_to_stop_has_time_for_it(games: Games, tmp_path: Path) -> None:
@@ -158,7 +151,7 @@ def test_a_game_that_is_asked_to_stop_has_time_for_it(games: Games, tmp_path: Pa
         "os.write(1, b'up\\n'); time.sleep(600)"
     )
     game = games.start([*PYTHON, script], log=tmp_path / "log")
-    eventually(lambda: game.last_lines() == ["up"], 20)
+    wait_until(lambda: game.last_lines() == ["up"], 20)
     ended = game.stop(grace_s=20)
     assert (ended.code, ended.killed, ended.last_lines) == (0, False, ("up", "saved"))
     assert game.stop(grace_s=1) is ended
@@ -173,7 +166,7 @@ def test_what_a_wrapper_started_has_time_as_well(games: Games, tmp_path: Path) -
         "signal.signal(signal.SIGTERM, save); os.write(1, b'up\\n'); time.sleep(600)"
     )
     game = games.start(["sh", "-c", f"{sys.executable} -I -S {inner} & wait"], log=tmp_path / "log")
-    eventually(lambda: game.last_lines() == ["up"], 20)
+    wait_until(lambda: game.last_lines() == ["up"], 20)
     ended = game.stop(grace_s=20)
     assert (ended.code, ended.last_lines) == (-signal.SIGTERM, ("up", "saved"))
     assert not ended.killed
@@ -210,7 +203,7 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for_without_end(
     third = games.start(["true"], log=tmp_path / "third").wait(20)
     assert third is not None
     assert third.code == 0
-    eventually(lambda: games.running == [first], 20)
+    wait_until(lambda: games.running == [first], 20)
 
 
 def test_what_the_owner_does_with_signals_is_not_handed_down(tmp_path: Path) -> None:
@@ -298,7 +291,7 @@ def test_no_game_survives_its_owner(victims: list[str], tmp_path: Path) -> None:
             assert len(ours) == 4
             for victim in victims:
                 os.kill({"owner": owner.pid, "keeper": told["keeper"], "guard": told["guards"][0]}[victim], signal.SIGKILL)
-            eventually(lambda: living(began | ours) == [], GONE_S)
+            wait_until(lambda: living(began | ours) == [], GONE_S)
         finally:
             owner.kill()
 
@@ -322,7 +315,7 @@ def test_a_game_ends_with_its_guard_and_others_do_not(games: Games, tmp_path: Pa
     ended = game.wait(20)
     assert ended is not None
     assert (ended.code, str(ended)) == (None, "ended because its supervisor ended")
-    eventually(lambda: living(began) == [], GONE_S)
+    wait_until(lambda: living(began) == [], GONE_S)
     assert len(living(others)) == STUBBORN_PROCESSES
 
 
@@ -330,7 +323,7 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
     def here() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    before_all, processes = here(), set(identity.descendants(os.getpid()))
+    before_all, processes = here(), set(procfs.list_descendants(os.getpid()))
     with Games() as games:
         for _ in range(2):
             started = [games.start(["sleep", "600"], log=tmp_path / f"{i}.log") for i in range(20)]
@@ -338,9 +331,9 @@ def test_many_games_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
             for game in started:
                 game.ask_to_stop()
             assert [game.stop().code for game in started] == [-signal.SIGTERM] * 20
-            eventually(lambda: games.running == [], 5)
+            wait_until(lambda: games.running == [], 5)
     assert here() == before_all
-    assert set(identity.descendants(os.getpid())) <= processes
+    assert set(procfs.list_descendants(os.getpid())) <= processes
     with pytest.raises(WorkerFailed, match="closed"):
         games.start(["true"], log=tmp_path / "log")
 
@@ -350,10 +343,10 @@ def test_one_that_never_stands_still_is_caught(games: Games, tmp_path: Path) -> 
     hop = "import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()"
     wrapper = f"{sys.executable} -I -S -c '{hop}' & sleep 600"
     game = games.start(["sh", "-c", wrapper], log=tmp_path / "log")
-    eventually(lambda: len(identity.descendants(game.guard)) >= 2, 20)
+    wait_until(lambda: len(procfs.list_descendants(game.guard)) >= 2, 20)
     ended = game.stop(grace_s=0)
     assert ended.left == ()
-    eventually(lambda: identity.descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
+    wait_until(lambda: procfs.list_descendants(games.keeper_pid) == [], 5)  # the guard itself is about to end
 
 
 # -- what they say
@@ -423,16 +416,16 @@ def test_the_threads_of_a_game_and_of_what_it_starts_are_counted(games: Games, t
     inner.write_text(_THREADS)
     command = ["sh", "-c", f"{sys.executable} -I -S {inner} 300; true"]
     game = games.start(command, log=tmp_path / "log", kind="heavy")
-    eventually(lambda: game.threads == 301, 20)  # it is told so without having to ask
+    wait_until(lambda: game.threads == 301, 20)  # it is told so without having to ask
     assert games.expected_threads("heavy") == 301
     assert games.expected_threads("another") == 1
     second = games.start(command, log=tmp_path / "log2", kind="heavy")
     assert games._promised() >= 300 - second.threads, "it is going to start as many"
-    eventually(lambda: second.count_threads() == 301, 20)
+    wait_until(lambda: second.count_threads() == 301, 20)
     assert games._promised() == 0
     game.stop(grace_s=0)
     second.stop(grace_s=0)
-    eventually(lambda: games.running == [], 5)
+    wait_until(lambda: games.running == [], 5)
     assert games.expected_threads("heavy") == 301, "they are remembered for the next"
 
 

@@ -20,7 +20,8 @@ from ludus.errors import WorkerFailed
 from ludus.process import identity
 from ludus.process.commands import command as process
 from ludus.process.commands.command import GameProcess, Games
-from tests.process.test_command import GONE_S, STUBBORN, STUBBORN_PROCESSES, eventually, living, marked
+from tests.process.test_command import GONE_S, STUBBORN, STUBBORN_PROCESSES, living, marked
+from tests.waiting import wait_until
 
 GAME = textwrap.dedent(
     """
@@ -173,7 +174,7 @@ def test_what_it_cannot_be_given_is_said(games: Games, tmp_path: Path) -> None:
         games.start(["warmgame"], warm=True, log=tmp_path / "log", directory=tmp_path / "missing")
     with pytest.raises(WorkerFailed, match="null byte"):
         games.start(["warmgame"], warm=True, log=tmp_path / "log", environment={"A": "a\0b"})
-    eventually(lambda: games.running == [], 5)
+    wait_until(lambda: games.running == [], 5)
 
 
 # -- ended as surely
@@ -187,7 +188,7 @@ def test_nothing_of_it_survives_its_stop_and_other_games_do(games: Games, tmp_pa
     assert living(began) == []
     assert len(living(others)) == STUBBORN_PROCESSES
     os.kill(other.guard, signal.SIGKILL)
-    eventually(lambda: living(others) == [], GONE_S)
+    wait_until(lambda: living(others) == [], GONE_S)
 
 
 def test_it_ends_with_its_keeper_and_the_next_is_warm_again(folder: Path, tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_it_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
             assert len(living(began)) == 2 * STUBBORN_PROCESSES
         finally:
             owner.kill()
-        eventually(lambda: living(began) == [], GONE_S)
+        wait_until(lambda: living(began) == [], GONE_S)
 
 
 def test_a_keeper_that_still_imports_does_not_survive_its_owner(folder: Path, tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_a_keeper_that_still_imports_does_not_survive_its_owner(folder: Path, tm
             assert since is not None
         finally:
             owner.kill()
-        eventually(lambda: not identity.alive(keeper, since), GONE_S)
+        wait_until(lambda: not identity.alive(keeper, since), GONE_S)
 
 
 # -- modules that cannot be kept warm

@@ -6,7 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from ludus.process.temp_dirs import Scratch, alive, start_time, sweep
+from ludus.process.identity import alive_since, start_ticks
+from ludus.process.temp_dirs import Scratch, sweep
 
 
 def of_a_dead_process(base: Path) -> Path:
@@ -62,7 +63,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_number_that_another_process_got_is_not_the_same_process() -> None:
-    mine = start_time(os.getpid())
+    mine = start_ticks(os.getpid())
     assert mine is not None
-    assert alive(os.getpid(), mine)
-    assert not alive(os.getpid(), mine + 1)
+    assert alive_since(os.getpid(), mine)
+    assert not alive_since(os.getpid(), mine + 1)

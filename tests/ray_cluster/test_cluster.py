@@ -20,7 +20,7 @@ import pytest
 
 import ludus
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
-from ludus.process import reaper, temp_dirs
+from ludus.process import identity, reaper
 from ludus.process.job_env import Surroundings
 from ludus.ray_cluster import cluster
 from ludus.ray_cluster.cluster import Cluster, Member, absent, accepted, address_of, assembled, find, sweep
@@ -302,7 +302,7 @@ def test_only_directories_of_the_dead_are_swept(tmp_path: Path) -> None:
     ours, dead, other = (tmp_path / f"ludus-ray-{name}" for name in ("ours", "dead", "other"))
     for directory in (ours, dead, other):
         directory.mkdir()
-    (ours / "owner").write_text(f"{os.getpid()} {temp_dirs.start_time(os.getpid())}")
+    (ours / "owner").write_text(f"{os.getpid()} {identity.start_ticks(os.getpid())}")
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)
     (dead / "owner").write_text(f"{ended.pid} 1")

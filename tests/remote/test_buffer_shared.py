@@ -23,6 +23,7 @@ from ludus.remote import buffer as buffers
 from ludus.remote.context import Session
 from tests.remote import pushing
 from tests.remote.pushing import item, outbox, shared
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -40,16 +41,9 @@ def numbers(buffer: ludus.RemoteBuffer, count: int) -> list[int]:
     return [number(buffer.take(WAIT_S)) for _ in range(count)]
 
 
-def wait_for(condition: Callable[[], object], what: str | Callable[[], str]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(0.005)
-
-
 def when_pushed(buffer: ludus.RemoteBuffer, count: int) -> dict[str, int]:
     """The counts when so many have arrived: they leave on another connection than the question."""
-    wait_for(lambda: buffer.stats()["pushed"] >= count, "not all arrive")
+    wait_until(lambda: buffer.stats()["pushed"] >= count, what="not all arrive")
     stats = buffer.stats()
     assert stats["pushed"] == count
     return stats
@@ -119,7 +113,7 @@ def test_every_reference_is_given_back(run: Session) -> None:
     buffer.push(*map(item, range(20))).wait(WAIT_S)  # 12 are dropped
     taken = [number(row) for _ in range(2) for row in buffer.take(WAIT_S)]
     assert taken == [*range(12, 20)]
-    wait_for(lambda: held(run) == 0, "the hub still holds records")
+    wait_until(lambda: held(run) == 0, what="the hub still holds records")
     assert buffer.stats()["dropped"] == 12
 
 
@@ -173,7 +167,7 @@ def test_without_shared_memory_everything_goes_through_the_socket(run: Session, 
     monkeypatch.setattr("ludus.distributed.hub.shared_queues.ALL_BYTES", 0)
     buffer = ludus.RemoteBuffer("b")
     buffer.push(item(0)).wait(WAIT_S)
-    wait_for(lambda: (task := outbox(buffer)._sharing) is not None and task.done(), "it was not asked for")
+    wait_until(lambda: (task := outbox(buffer)._sharing) is not None and task.done(), what="it was not asked for")
     buffer.push(item(1)).wait(WAIT_S)
     assert numbers(buffer, 2) == [0, 1]
     assert buffer.stats()["shared"] == 0
@@ -216,7 +210,7 @@ def test_who_cannot_see_the_rings_gets_the_bytes(run: Session) -> None:
     run.place = replace(run.place, mirror="elsewhere")
     far = ludus.RemoteBuffer("b", batch_size=3)
     assert [number(row) for row in far.take(WAIT_S)] == [0, 1, 2]
-    wait_for(lambda: held(run) == 0, "what was sent as bytes is still held")
+    wait_until(lambda: held(run) == 0, what="what was sent as bytes is still held")
     assert [number(row) for row in far.take(WAIT_S)] == [3, 4, 5]
     other = ludus.RemoteBuffer("c")
     other.push(item(1)).wait(WAIT_S)
@@ -246,11 +240,11 @@ def test_a_closed_consumer_gives_back_what_it_was_given(run: Session) -> None:
     shared(buffer)
     buffer.push(item(1), item(2), item(3)).wait(WAIT_S)
     assert numbers(buffer, 1) == [1]
-    wait_for(lambda: buffer.stats()["taken"] == 2, "the next item does not come of itself")
+    wait_until(lambda: buffer.stats()["taken"] == 2, what="the next item does not come of itself")
     buffer.close()
     other = ludus.RemoteBuffer("b")
     assert numbers(other, 1) == [3], "what was on its way to the one that closed is lost with it"
-    wait_for(lambda: held(run) == 0, "the hub still holds records")
+    wait_until(lambda: held(run) == 0, what="the hub still holds records")
 
 
 def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_reference(run: Session) -> None:
@@ -265,7 +259,7 @@ def test_what_a_consumer_held_is_released_by_its_end_and_not_by_the_last_referen
     referred_to = list(run.hub._lent.values())
     assert held(run) == len(referred_to[0]) == 2
     run.client.wait(consumer.close(), WAIT_S)
-    wait_for(lambda: held(run) == 0, "the hub still holds records")
+    wait_until(lambda: held(run) == 0, what="the hub still holds records")
 
 
 def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_error_of_its_socket_is_kept(run: Session) -> None:
@@ -274,7 +268,7 @@ def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_e
     consumer = run.client.wait(run.client.connect(), WAIT_S)
     header = {"op": "buffer.take", "name": "b", "count": 2, "maps": True, "id": 1}
     run.client.wait(consumer.send(header), WAIT_S)
-    wait_for(lambda: on_hub(run, lambda hub: hub._buffers["b"].fifo.waiting()), "it does not want anything")
+    wait_until(lambda: on_hub(run, lambda hub: hub._buffers["b"].fifo.waiting()), what="it does not want anything")
     entered, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -289,8 +283,8 @@ def test_what_is_given_to_a_consumer_that_has_just_died_is_released_though_the_e
         buffer.push(item(1), item(2)).wait(WAIT_S)  # the hub hears of it first, and only then of the end of the consumer
         run.client.wait(consumer.close(), WAIT_S)
         go_on.set()
-        wait_for(lambda: buffer.stats()["taken"] == 2, "the dead consumer was given nothing: this tests nothing")
-        wait_for(lambda: held(run) == 0, lambda: f"the hub still holds records: {accounts(run, 'b')}")
+        wait_until(lambda: buffer.stats()["taken"] == 2, what="the dead consumer was given nothing: this tests nothing")
+        wait_until(lambda: held(run) == 0, what=lambda: f"the hub still holds records: {accounts(run, 'b')}")
     finally:
         go_on.set()
         gc.enable()
@@ -308,7 +302,7 @@ def test_a_batch_for_which_there_is_no_memory_is_given_back(run: Session, monkey
         patched.setattr(np, "stack", no_memory)
         with pytest.raises(MemoryError, match="there is none"):
             buffer.take(WAIT_S)
-    wait_for(lambda: held(run) == 0, lambda: f"the hub still holds records: {accounts(run, 'b')}")
+    wait_until(lambda: held(run) == 0, what=lambda: f"the hub still holds records: {accounts(run, 'b')}")
     buffer.push(item(3), item(4)).wait(WAIT_S)
     assert [number(row) for row in buffer.take(WAIT_S)] == [3, 4]
 
@@ -324,9 +318,11 @@ def test_what_a_producer_that_lies_had_written_is_given_back_though_its_error_is
         ring.commit()
     lie = {"op": "buffer.push", "name": "b", "sizes": [], "records": [0, 1, 10_000], "upto": 10_001}
     run.client.wait(connection.send(lie), WAIT_S)
-    wait_for(lambda: any(isinstance(kept, Damaged) for record in caplog.records for kept in record.args or ()), "it is not told")
-    wait_for(lambda: held(run) == 0, lambda: f"the hub still holds records: {accounts(run, 'b')}")
-    wait_for(lambda: not rings(run), "its ring is still there")
+    wait_until(
+        lambda: any(isinstance(kept, Damaged) for record in caplog.records for kept in record.args or ()), what="it is not told"
+    )
+    wait_until(lambda: held(run) == 0, what=lambda: f"the hub still holds records: {accounts(run, 'b')}")
+    wait_until(lambda: not rings(run), what="its ring is still there")
 
 
 # -- processes that are killed
@@ -343,7 +339,7 @@ def test_what_a_killed_producer_had_pushed_is_there_and_then_its_ring_goes(busy:
     buffer = ludus.RemoteBuffer("dead")
     assert numbers(buffer, 10) == [*range(10)]
     assert buffer.stats()["shared"] == 10
-    wait_for(lambda: not ring.parent.exists(), "the ring is still there")
+    wait_until(lambda: not ring.parent.exists(), what="the ring is still there")
 
 
 @pytest.mark.long
@@ -358,18 +354,18 @@ def test_producers_and_consumers_are_killed_and_the_buffer_goes_on(busy: Session
         for worker in workers:
             worker.wait_ready(60)
         before = buffer.stats()["taken"]
-        wait_for(lambda floor=before: buffer.stats()["taken"] > floor, "nothing is taken any more")  # type: ignore[misc]
+        wait_until(lambda floor=before: buffer.stats()["taken"] > floor, what="nothing is taken any more")  # type: ignore[misc]
         time.sleep(draw.uniform(0, 0.05))
         draw.choice(workers).kill()
     assert buffer.stats()["shared"] > 0
     for worker in workers:
         worker.stop()
-    wait_for(lambda: on_hub(busy, lambda hub: hub._peers <= ours), "the hub has not noticed that they are dead")
+    wait_until(lambda: on_hub(busy, lambda hub: hub._peers <= ours), what="the hub has not noticed that they are dead")
     while waiting := buffer.stats()["waiting"]:
         assert len(numbers(buffer, waiting)) == waiting, "what is inside can be taken"
-    wait_for(lambda: held(busy) == 0, lambda: f"the hub still holds records: {accounts(busy, 'kills')}")
+    wait_until(lambda: held(busy) == 0, what=lambda: f"the hub still holds records: {accounts(busy, 'kills')}")
     buffer.close()
-    wait_for(lambda: len(rings(busy)) <= 1, f"rings of the dead are left: {rings(busy)}")
+    wait_until(lambda: len(rings(busy)) <= 1, what=f"rings of the dead are left: {rings(busy)}")
 
 
 def test_rubbish_in_a_ring_is_told_and_a_producer_that_lies_is_cut_off(busy: Session) -> None:
@@ -381,7 +377,7 @@ def test_rubbish_in_a_ring_is_told_and_a_producer_that_lies_is_cut_off(busy: Ses
     assert numbers(buffer, 1) == [7]
     lived = len(rings(busy))
     (busy.directory / "lie").touch()
-    wait_for(lambda: len(rings(busy)) == lived - 1, "who lies keeps its ring")
+    wait_until(lambda: len(rings(busy)) == lived - 1, what="who lies keeps its ring")
     buffer.push(item(8)).wait(WAIT_S)
     assert numbers(buffer, 1) == [8], "the others go on"
     producer.stop()

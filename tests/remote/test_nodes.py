@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ludus.remote import inference_workers
 from ludus.remote.context import Session
 from tests.remote.node import Failed, Node
 from tests.remote.parts import Scale, Two, scaled
+from tests.waiting import wait_until
 
 X = np.ones(3, np.float32)
 
@@ -59,13 +60,6 @@ def node(hub: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nod
         assert not joined["hub"]
         assert not joined["home"]
         yield node
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 # -- the calls, from another machine
@@ -134,7 +128,7 @@ def test_buffers_metrics_gateways_and_trainers_work_there(hub: Session, node: No
     assert float(ludus.RemoteModel("m")(X)[0]) == 6
     node.ask("metric", "from_afar", 7.5)
     hub.client.call({"op": "report"})
-    until(lambda: any(row.get("from_afar") == 7.5 for row in read_jsonl(hub.directory / "metrics.jsonl")))
+    wait_until(lambda: any(row.get("from_afar") == 7.5 for row in read_jsonl(hub.directory / "metrics.jsonl")))
 
 
 @pytest.mark.long
@@ -231,7 +225,7 @@ def test_when_the_hub_is_killed_everybody_away_is_told(tmp_path: Path) -> None:
         node.join(opened["address"])
         assert node.ask("call", "m", 2) == 2
         node.tell("take_for_ever", "b")
-        until(lambda: home.ask("peers") >= 3)  # its calls, its copy of the weights, its place in the queue
+        wait_until(lambda: home.ask("peers") >= 3)  # its calls, its copy of the weights, its place in the queue
         home.process.kill()
         with pytest.raises(Failed, match="gone") as caught:
             node.answer()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,13 @@ from ludus.errors import UsageError, WorkerFailed
 from ludus.models.weights import module_spec
 from ludus.remote.context import Session
 from tests.remote import parts
+from tests.waiting import wait_until
 
 X = np.ones(3, np.float32)
 
 
 def notes(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def test_the_function_is_called_once_in_each_of_the_learners_with_the_keywords_as_given(busy: Session, tmp_path: Path) -> None:
@@ -75,7 +67,7 @@ def test_a_learner_reports_once_for_all_and_a_plain_metric_from_each(busy: Sessi
     assert trainer.wait(60)
     busy.client.call({"op": "report"})
     path = busy.directory / "metrics.jsonl"
-    until(lambda: any("from_all" in row for row in read_jsonl(path)))
+    wait_until(lambda: any("from_all" in row for row in read_jsonl(path)))
     row = next(row for row in read_jsonl(path) if "from_all" in row)
     assert row["from_rank_0"] == 2
     assert row["from_all"] == 52
@@ -92,7 +84,7 @@ def test_a_learner_that_fails_is_told_with_its_traceback_and_takes_the_others_al
             trainer.wait(60)
     assert "parts.py" in str(caught.value), "there is no traceback"
     assert any("the second gives up" in record.getMessage() for record in caplog.records)
-    until(lambda: all(learner.wait(0) for learner in trainer._learners))
+    wait_until(lambda: all(learner.wait(0) for learner in trainer._learners))
     assert {learner.state for learner in trainer._learners} == {"failed", "stopped"}
     failure = busy.failure()
     assert isinstance(failure, WorkerFailed)
@@ -105,8 +97,8 @@ def test_stopping_a_learner_ends_its_iteration_and_the_function_returns(busy: Se
     buffer.push(1.0, 2.0)
     trainer = ludus.RemoteTrainer()
     trainer.train(parts.consume_until_the_end, buffer="two", out=str(tmp_path))
-    until((tmp_path / "first").exists)
-    until(lambda: buffer.stats()["taken"] == 2)
+    wait_until((tmp_path / "first").exists)
+    wait_until(lambda: buffer.stats()["taken"] == 2)
     trainer.stop()
     assert trainer.wait(0)
     assert notes(tmp_path) == [{"seen": 2}]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,13 +142,6 @@ def serving(
     service.load()
     with gateway(service, told, house=service, **more) as served:
         yield served
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 # -- what a service says ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ludus.errors import UsageError
 from ludus.serving import access_log
 from ludus.serving.access_log import AccessLog, AccessLogStats
+from tests.waiting import wait_until
 
 SOON_S = 20.0
 NEVER_S = 3600.0
@@ -29,13 +30,6 @@ NEVER_S = 3600.0
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_request_is_a_line_of_json(tmp_path: Path) -> None:
@@ -60,7 +54,7 @@ def test_a_request_is_a_line_of_json(tmp_path: Path) -> None:
 def test_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
     with AccessLog(tmp_path / "log", flush_s=0.01) as log:
         log.request(kind="tick", status=200)
-        until(lambda: log.stats().written == 1)
+        wait_until(lambda: log.stats().written == 1)
         assert len(lines(tmp_path / "log")) == 1
 
 

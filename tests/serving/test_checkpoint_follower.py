@@ -36,7 +36,18 @@ from tests.experiments import small
 from tests.experiments.called import LIMIT_S, ONE_SEAT, TWO_SEATS, data, games, one_seat, started, two_seats
 from tests.gateway import wire
 from tests.serving import releases
-from tests.serving.releases import HUGE, MODEL, Twin, broken, checkpointed, metrics, observations, policy, total, until
+from tests.serving.releases import (
+    HUGE,
+    MODEL,
+    Twin,
+    broken,
+    checkpointed,
+    metrics,
+    observations,
+    policy,
+    total,
+)
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +247,7 @@ def test_new_checkpoints_reach_new_sessions(run: Path, tmp_path: Path) -> None:
             checkpointed(run, version, policy(version))
             made.poll()
             assert serves(made) == version
-            until(lambda version=version: releases.current(served.port) == version)  # type: ignore[misc]
+            wait_until(lambda version=version: releases.current(served.port) == version)  # type: ignore[misc]
             assert answered(served.port, f"v{version}", [], [policy(version)]) == 0
     assert not made.refused
 
@@ -321,7 +332,7 @@ def test_a_version_that_cannot_be_served_is_refused_once_and_the_old_one_goes_on
         assert total(metrics(served.port), "ludus_update_refused_total", model="default") == 1
         checkpointed(run, 3, policy(3))
         made.poll()
-        until(lambda: releases.current(served.port) == 3)
+        wait_until(lambda: releases.current(served.port) == 3)
         assert answered(served.port, "after", [], [policy(3)]) == 0
 
 
@@ -420,7 +431,7 @@ def test_versions_are_served_as_onnx(run: Path, tmp_path: Path) -> None:
         checkpointed(run, 2, policy(2))
         made.poll()
         assert serves(made) == 2, made.refused
-        until(lambda: releases.current(served.port) == 2)
+        wait_until(lambda: releases.current(served.port) == 2)
         assert answered(served.port, "second", [], [policy(2)]) == 0
         assert list((tmp_path / "service").rglob("*.onnx"))
         assert not list((tmp_path / "service").rglob("*.safetensors"))
@@ -465,7 +476,7 @@ def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path
         checkpointed(run, 2, policy(2))
         made.poll()
         assert (serves(made), tries(made)) == (1, 2)
-        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         made.poll()
         assert serves(made) == 1, "nobody has played it"
         for batch in range(20):
@@ -475,7 +486,7 @@ def test_a_version_on_trial_that_does_well_is_promoted(run: Path, tmp_path: Path
                 break
         assert serves(made) == 2
         assert (made.promoted, made.rolled_back, made.refused) == ({"default": 1}, {}, {})
-        until(lambda: releases.current(served.port) == 2)
+        wait_until(lambda: releases.current(served.port) == 2)
         assert answered(served.port, "now", [], [policy(2)]) == 0
         made.poll()
         found = metrics(served.port)
@@ -491,7 +502,7 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
     with releases.serving(tmp_path / "service") as served:
         checkpointed(run, 2, broken(2))
         made.poll()
-        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         number = next(n for n in range(100) if made.lineup.agents["default"].choose(f"stays-{n}", -1) == 2)
         twin = Twin(broken(2))
         with wire.Wire(served.port) as stays:
@@ -511,7 +522,7 @@ def test_a_version_on_trial_that_fails_is_taken_back_and_its_sessions_move(
             assert set(statuses) == {200, 500}, "only who has the new version fails"
             assert (serves(made), made.rolled_back, made.promoted) == (1, {"default": 1}, {})
             assert made.lineup.agents["default"].withdrawn == (2,)
-            until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
+            wait_until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
             twin.carry_on(policy(1), carry=True)
             assert all(tick(seen) for seen in observations(5))
         assert set(traffic(served.port, 10, "after", bad=2)) == {200}
@@ -531,17 +542,17 @@ def test_a_best_that_was_taken_back_and_becomes_the_best_again_is_tried_again(ru
     with releases.serving(tmp_path / "service") as served:
         mark(run, 2)
         made.poll()
-        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         traffic(served.port, 6, "few")  # not enough to prove anything: given up at once
         made.poll()
         assert (made.rolled_back, made.lineup.agents["default"].withdrawn) == ({"default": 1}, (2,))
-        until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
+        wait_until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
         for best in (1, 2):
             mark(run, best)
             made.poll()
         agent = made.lineup.agents["default"]
         assert (agent.canary, agent.withdrawn) == (2, ())
-        until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
+        wait_until(lambda: total(metrics(served.port), "ludus_canary_version") == 2)
         assert {answered(served.port, f"again-{n}", [], [policy(1), policy(2)]) for n in range(12)} == {0, 1}
 
 
@@ -559,7 +570,7 @@ def test_a_worker_that_is_replaced_during_a_trial_neither_loses_nor_doubles_what
         traffic(first.port, 5, "before")
         checkpointed(run, 2, policy(2))
         made.poll()
-        until(lambda: total(metrics(first.port), "ludus_canary_version") == 2)
+        wait_until(lambda: total(metrics(first.port), "ludus_canary_version") == 2)
         assert counted() == [0, 0], "what was before the trial does not count"
         traffic(first.port, 10, "first")
         ticks += 100
@@ -585,7 +596,7 @@ def test_each_of_several_agents_is_followed_for_itself(run: Path, tmp_path: Path
         checkpointed(tmp_path / "other", 11, policy(11))
         checkpointed(run, 2, nan(2))
         made.poll()
-        until(lambda: releases.current(served.port, "hard/er") == 11)
+        wait_until(lambda: releases.current(served.port, "hard/er") == 11)
         assert releases.current(served.port, "easy") == 1
         assert made.refused == {"easy": 1}
         assert answered(served.port, "e", [], [policy(1)]) == 0
@@ -626,7 +637,7 @@ def test_several_workers_answer_as_one(runs: dict[str, Path], service: tuple[Pro
     assert len(workers) == 2
     with Client(service[1], "secret", timeout_s=LIMIT_S) as client:
         assert client.spec()["observation_space"]["shape"] == [2]
-    until(lambda: total(metrics(port, *AUTHORIZED), "ludus_requests_total", kind="tick") == 120)  # of both workers
+    wait_until(lambda: total(metrics(port, *AUTHORIZED), "ludus_requests_total", kind="tick") == 120)  # of both workers
     assert total(metrics(port, *AUTHORIZED), "ludus_up") == 2
 
 

@@ -13,9 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import ludus
 from ludus.distributed.gateway_workers import bind
 from tests.gateway.wire import Reply, Wire, raw
 from tests.tools import need
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(sys.platform != "linux", reason="Debian's programs")]
 
@@ -33,13 +33,6 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 SOON_S = 20.0
 LOST = {404, 410, 502, 503, 504}
 PROXIES = ["nginx", "haproxy"]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def free_port() -> int:
@@ -166,7 +159,7 @@ def proxy(name: str, directory: Path, ports: list[int]) -> Iterator[int]:
     with (directory / "said").open("wb") as said:
         process = subprocess.Popen(command(name, path), stdout=said, stderr=said)
     try:
-        until(lambda: answers(port) or process.poll() is not None)
+        wait_until(lambda: answers(port) or process.poll() is not None)
         assert process.poll() is None, (directory / "said").read_text()
         yield port
     finally:
@@ -264,7 +257,7 @@ def test_every_session_stays_with_its_host_and_only_those_of_a_dead_one_are_lost
         assert {session.host for session in fresh} == {two.name}
         assert {games.tick(session).status for session in fresh} == {200}
         hosts[0] = Host(one.port)
-        until(lambda: any(s is not None and s.host == hosts[0].name for s in (games.start() for _ in range(5))))
+        wait_until(lambda: any(s is not None and s.host == hosts[0].name for s in (games.start() for _ in range(5))))
         for session in mine[two.name]:
             assert games.tick(session).status == 200
         if name == "haproxy":  # it knows where each session is, wherever it would be put today
@@ -276,7 +269,7 @@ def test_a_host_that_drains_keeps_its_sessions_and_gets_no_new_ones_from_haproxy
     with proxy("haproxy", tmp_path, [host.port for host in hosts]) as port, Games(port) as games:
         sessions = games.started(30)
         one.drain()
-        until(lambda: all(session is not None for session in [games.start() for _ in range(20)]))
+        wait_until(lambda: all(session is not None for session in [games.start() for _ in range(20)]))
         assert {session.host for session in games.started(20)} == {two.name}
         for _ in range(3):
             assert {games.tick(session).status for session in sessions} == {200}

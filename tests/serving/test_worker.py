@@ -35,8 +35,8 @@ from tests.serving.releases import (
     released,
     serving,
     total,
-    until,
 )
+from tests.waiting import wait_until
 
 
 class Match:
@@ -87,7 +87,7 @@ def test_a_session_keeps_its_version_until_it_ends_and_new_ones_get_the_new(one:
     with serving(one) as served, Match(served.port, "old", Twin(policy(1))) as old:
         old.play(10)
         offer(one, {"default": agent(2)})
-        until(lambda: current(served.port) == 2)
+        wait_until(lambda: current(served.port) == 2)
         with Match(served.port, "new", Twin(policy(2))) as new:
             for _ in range(10):
                 old.play(1)
@@ -97,23 +97,23 @@ def test_a_session_keeps_its_version_until_it_ends_and_new_ones_get_the_new(one:
             assert total(found, "ludus_sessions", version="1") == 1 == total(found, "ludus_sessions", version="2")
             assert total(found, "ludus_sessions_moved_total") == 0
             assert old.end().status == 200
-            until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
+            wait_until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
             new.play(5)
 
 
 @pytest.mark.parametrize("carry", [True, False])
 def test_when_too_many_versions_live_the_oldest_sessions_move_and_keep_or_lose_their_memory(one: Path, carry: bool) -> None:
     with serving(one, ServiceSettings(max_live_versions=2, carry_state=carry)) as served:
-        until(lambda: current(served.port) == 1)
+        wait_until(lambda: current(served.port) == 1)
         with Match(served.port, "first", Twin(policy(1))) as first, Match(served.port, "fresh", Twin(policy(3))) as fresh:
             first.play(10)
             offer(one, {"default": agent(2)})
-            until(lambda: current(served.port) == 2)
+            wait_until(lambda: current(served.port) == 2)
             with Match(served.port, "second", Twin(policy(2))) as second:
                 second.play(10)
                 first.play(3)
                 offer(one, {"default": agent(3)})
-                until(lambda: current(served.port) == 3)
+                wait_until(lambda: current(served.port) == 3)
                 assert first.twin is not None
                 first.twin.carry_on(policy(3), carry=carry)
                 first.play(10)
@@ -131,7 +131,7 @@ def test_a_state_of_other_shapes_cannot_be_carried(one: Path) -> None:
     with serving(one, ServiceSettings(max_live_versions=1)) as served, Match(served.port, "m", Twin(policy(1))) as match:
         match.play(5)
         offer(one, {"default": agent(2)}, {2: larger})
-        until(lambda: current(served.port) == 2)
+        wait_until(lambda: current(served.port) == 2)
         assert match.twin is not None
         match.twin.carry_on(larger, carry=False)
         match.play(5)
@@ -144,7 +144,7 @@ def test_between_models_with_and_without_a_memory_sessions_move_too(one: Path) -
         match.play(5)
         for version, made in ((2, plain), (3, policy(3))):
             offer(one, {"default": agent(version)}, {version: made})
-            until(lambda version=version: current(served.port) == version)  # type: ignore[misc]
+            wait_until(lambda version=version: current(served.port) == version)  # type: ignore[misc]
             assert match.twin is not None
             match.twin.carry_on(made, carry=False)
             match.play(5)
@@ -179,9 +179,9 @@ def test_sessions_that_are_being_answered_move_a_little_later_and_nothing_is_los
             player.start()
         for version in range(2, 7):
             offer(one, {"default": agent(version)})
-            until(lambda version=version: sessions(served.port, version) == len(players))  # type: ignore[misc]
+            wait_until(lambda version=version: sessions(served.port, version) == len(players))  # type: ignore[misc]
             ticks = [player.ticks for player in players]
-            until(lambda ticks=ticks: all(p.wrong or p.ticks > t + 5 for p, t in zip(players, ticks, strict=True)))  # type: ignore[misc]
+            wait_until(lambda ticks=ticks: all(p.wrong or p.ticks > t + 5 for p, t in zip(players, ticks, strict=True)))  # type: ignore[misc]
         stop.set()
         for player in players:
             player.join(SOON_S)
@@ -200,7 +200,7 @@ def test_levels_stay_while_versions_come_and_go(one: Path) -> None:
             easy.play(5)
             for version in (3, 4):
                 offer(one, {"default": agent(version, 1, levels=(1,))})
-                until(lambda version=version: current(served.port) == version)  # type: ignore[misc]
+                wait_until(lambda version=version: current(served.port) == version)  # type: ignore[misc]
                 easy.play(5)
                 other.play(1)
             with Match(served.port, "again", Twin(policy(1)), "Ludus-Version: 1") as again:
@@ -213,7 +213,7 @@ def test_levels_stay_while_versions_come_and_go(one: Path) -> None:
 def test_a_version_that_is_gone_cannot_be_asked_for(one: Path) -> None:
     with serving(one) as served, Match(served.port, "m", None, "version: 1"):
         offer(one, {"default": agent(2)})
-        until(lambda: current(served.port) == 2)
+        wait_until(lambda: current(served.port) == 2)
         refused = ask(served.port, step("start", "late", headers=["version: 1"]))
         assert refused.refusal == (404, "version")
         with Match(served.port, "late", Twin(policy(2))) as match:  # the same id may try again
@@ -232,12 +232,12 @@ def test_a_canary_gets_its_share_and_what_is_withdrawn_is_left_at_once(one: Path
         assert sessions(served.port, 2) == len(tried)
         assert total(metrics(served.port), "ludus_canary_version") == 2
         offer(one, {"default": agent(1, withdrawn=(2,))})
-        until(lambda: sessions(served.port, 1) == 24)
+        wait_until(lambda: sessions(served.port, 1) == 24)
         for n in tried:
             twins[n].carry_on(policy(1), carry=True)
         for match in matches:
             match.play(3)
-        until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
+        wait_until(lambda: total(metrics(served.port), "ludus_live_versions") == 1)
 
 
 def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_version_that_comes_back_keeps_its_sessions(one: Path) -> None:
         match.play(3)
         for version in (2, 1, 2, 1):
             offer(one, {"default": agent(version)})
-            until(lambda version=version: sessions(served.port, version) == 1)  # type: ignore[misc]
+            wait_until(lambda version=version: sessions(served.port, version) == 1)  # type: ignore[misc]
             assert match.twin is not None
             match.twin.carry_on(policy(version), carry=True)
             match.play(3)
@@ -262,11 +262,11 @@ def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_ag
     monkeypatch.setattr(services, "_AGAIN_S", 0.2)
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
         Lineup({"default": agent(2)}).write(one)
-        until(lambda: "cannot be loaded" in caplog.text)
+        wait_until(lambda: "cannot be loaded" in caplog.text)
         match.play(5)
         assert current(served.port) == 1
         release.write(released(2), one / "releases" / "2")
-        until(lambda: current(served.port) == 2)
+        wait_until(lambda: current(served.port) == 2)
         match.play(5)
         with Match(served.port, "new", Twin(policy(2))) as new:
             new.play(5)
@@ -276,10 +276,10 @@ def test_files_that_are_gone_while_they_are_read_change_nothing_and_are_tried_ag
 def test_a_line_up_that_makes_no_sense_changes_nothing(one: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     with serving(one) as served, Match(served.port, "m", Twin(policy(1))) as match:
         (one / "lineup.json").write_text(text)
-        until(lambda: "the line-up cannot be read" in caplog.text)
+        wait_until(lambda: "the line-up cannot be read" in caplog.text)
         match.play(3)
         offer(one, {"default": agent(2)})
-        until(lambda: current(served.port) == 2)
+        wait_until(lambda: current(served.port) == 2)
 
 
 def test_a_model_without_an_answer_ends_that_session_alone_and_is_counted(one: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_model_without_an_answer_ends_that_session_alone_and_is_counted(one: P
         assert total(found, "ludus_errors_total", version="2", reason="actor_failed") == 1
         assert total(found, "ludus_errors_total") == 1
         assert total(found, "ludus_sessions_ended_total", by="failed") == 1
-        until(lambda: sessions(served.port, 2) == 1)
+        wait_until(lambda: sessions(served.port, 2) == 1)
 
 
 def test_several_agents_share_the_port(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_several_agents_share_the_port(tmp_path: Path) -> None:
         assert refused.refusal == (404, "model")
         assert "hard one" in json.loads(refused.body)["hint"]
         offer(tmp_path, {**agents, "hard one": Agent(3, {3: "h/3"})})
-        until(lambda: current(served.port, "hard one") == 3)
+        wait_until(lambda: current(served.port, "hard one") == 3)
         assert current(served.port, "easy") == 1
         assert total(metrics(served.port), "ludus_refused_total", error="model") == 1
 
@@ -353,7 +353,7 @@ def test_an_ended_session_is_gone_in_whatever_format_it_was_played(one: Path) ->
             assert wire.ask(step("end", f"raw{n}")).status == 200
         assert sessions(served.port, 1) == 0
         offer(one, {"default": agent(2)})
-        until(lambda: current(served.port) == 2)
+        wait_until(lambda: current(served.port) == 2)
         assert total(metrics(served.port), "ludus_live_versions") == 1
 
 
@@ -399,7 +399,7 @@ def test_counters_never_go_back(one: Path, tmp_path_factory: pytest.TempPathFact
                     if any(word in name.partition("{")[0] for word in ("_total", "_count", "_sum", "_bucket")):
                         assert value >= last.get(name, 0.0), name
                 last.update(now)
-            until(lambda version=version: current(served.port) == version)  # type: ignore[misc]
+            wait_until(lambda version=version: current(served.port) == version)  # type: ignore[misc]
     assert total(last, "ludus_sessions_started_total") > 5
     assert total(last, "ludus_replay_segments_total") > 0
 
@@ -413,7 +413,7 @@ def test_matches_are_recorded_with_the_version_that_played_until_it_changes(one:
             whole.play(6)
             assert whole.end().status == 200
             offer(one, {"default": agent(2)})
-            until(lambda: current(served.port) == 2)
+            wait_until(lambda: current(served.port) == 2)
             assert moved.twin is not None
             moved.twin.carry_on(policy(2), carry=True)
             moved.play(6)  # of two models: not recorded any more

@@ -28,6 +28,7 @@ from ludus.storage.s3_url import Address
 from ludus.testing.store_contract import FILES, StoreContract
 from tests.s3 import BUCKET, KEY_ID, READER_ID, READER_SECRET, SECRET, Fault, Proxy, Server, free_ports
 from tests.tools import need
+from tests.waiting import wait_until
 
 T = TypeVar("T")
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("s3_server")]
@@ -112,7 +113,7 @@ def test_a_value_that_is_replaced_while_it_is_read_is_one_or_the_other(s3_server
     s3_proxy.on("GET", Fault(hold=True), header="range")  # the size is known, and one of the parts comes late
     with _thread(lambda: store.get("large")) as read:
         assert s3_proxy.held.wait(30)
-        _until(lambda: sum("range" in request.headers for request in list(s3_proxy.answered)) == 2)  # the others have come
+        wait_until(lambda: sum("range" in request.headers for request in list(s3_proxy.answered)) == 2)  # the others have come
         other.put("large", LARGE[::-1])
         s3_proxy.go.set()
         assert read() == LARGE[::-1]
@@ -486,7 +487,7 @@ def test_a_writer_that_is_killed_leaves_nothing_to_be_seen_and_a_sweep_removes_i
     store = S3Store(s3_server.url(Address.parse(url).prefix))
     with subprocess.Popen([sys.executable, "-c", _WRITER, url], env={**os.environ, **s3_server.environment()}) as writer:
         assert s3_proxy.held.wait(30)
-        _until(lambda: _objects(s3_server, store) >= 2 + parts)
+        wait_until(lambda: _objects(s3_server, store) >= 2 + parts)
         os.kill(writer.pid, signal.SIGKILL)
     assert store.list("checkpoints") == ["000001"]
     with pytest.raises(NotFound):
@@ -566,13 +567,6 @@ def _thread(act: Callable[[], T]) -> Iterator[Callable[[], T]]:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(act)
         yield lambda: future.result(60)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # -- many ---------------------------------------------------------------------------------------------------------------

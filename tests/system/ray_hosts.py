@@ -9,7 +9,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from ludus.ray_cluster.cluster import HEALTH
 from tests.system import hosts as rig
 from tests.system.hosts import SHARED, Hosts
+from tests.waiting import wait_until
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -93,13 +93,11 @@ class RayHosts:
 
     def until(self, what: Callable[[], object], within_s: float, training: subprocess.Popen[bytes] | None = None) -> None:
         """Raises AssertionError, with what the training has said, when it does not happen."""
-        deadline = time.monotonic() + within_s
-        while not what():
-            ended = training is not None and training.poll() is not None
-            if ended or time.monotonic() > deadline:
-                why = f"the training ended with {training.returncode}" if training and ended else f"not within {within_s:g} s"
-                raise AssertionError(f"{why}; {self.status()}\n{self.said()[-3000:]}")
-            time.sleep(0.2)
+
+        def ended() -> str:
+            return f"the training ended with {training.returncode}" if training and training.poll() is not None else ""
+
+        wait_until(what, within_s, what=lambda: f"{self.status()}\n{self.said()[-3000:]}", failed=ended, poll_s=0.2)
 
     def goes_on(self, training: subprocess.Popen[bytes], within_s: float = 60.0, iterations: int = 3) -> None:
         """The run makes progress from now on."""

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from ludus.launch.local import LocalOrchestrator
 from ludus.process.job_env import PORTS, is_free
 from tests.system.hosts import SHARED, Hosts, up
+from tests.waiting import wait_until
 
 LUDUS = (sys.executable, "-P", "-m", "ludus.cli.main")
 TRAINING = (
@@ -78,12 +78,11 @@ class Machine:
 
     def until(self, what: Callable[[], object], within_s: float) -> None:
         """Raises AssertionError, with all that was said, when it does not happen."""
-        deadline = time.monotonic() + within_s
-        while not what():
-            if time.monotonic() > deadline:
-                said = "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.logs.rglob("*.log")))
-                raise AssertionError(f"not within {within_s:g} s\n{said}")
-            time.sleep(0.2)
+
+        def said() -> str:
+            return "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.logs.rglob("*.log")))
+
+        wait_until(what, within_s, what=said, poll_s=0.2)
 
     def left(self) -> list[str]:
         """Processes of these roles that still run, by the state directory in their environment."""
@@ -146,13 +145,11 @@ class RoleHosts:
         return path.read_text() if path.exists() else ""
 
     def until(self, what: Callable[[], object], within_s: float) -> None:
-        deadline = time.monotonic() + within_s
-        while not what():
-            if time.monotonic() > deadline:
-                logs = sorted(self.base.glob("h*/logs/*/*.log"))
-                said = "\n".join(f"--- {path.relative_to(self.base)}\n{path.read_text()[-1500:]}" for path in logs)
-                raise AssertionError(f"not within {within_s:g} s\n{said}")
-            time.sleep(0.5)
+        def said() -> str:
+            logs = sorted(self.base.glob("h*/logs/*/*.log"))
+            return "\n".join(f"--- {path.relative_to(self.base)}\n{path.read_text()[-1500:]}" for path in logs)
+
+        wait_until(what, within_s, what=said, poll_s=0.5)
 
     def left(self, host: int) -> list[str]:
         """What still runs there and is ours."""

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.tools import need
+from tests.waiting import wait_until
 
 _START_S = 30.0
 _ASK_S = 30.0
@@ -163,12 +163,12 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
             )
 
     def _until(self, what: str, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _START_S
-        while not happened():
-            ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                raise RuntimeError(f"{what} did not come up; ended: {ended}\n{self._said()}")
-            time.sleep(0.02)
+        wait_until(
+            happened,
+            _START_S,
+            what=lambda: f"{what} did not come up\n{self._said()}",
+            failed=lambda: [name for name, daemon in self._daemons.items() if daemon.poll() is not None],
+        )
 
     def _said(self) -> str:
         files = sorted((self.base / "log").iterdir())

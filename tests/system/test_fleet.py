@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from ludus.cli.main import app
 from ludus.errors import UsageError
 from tests.redis_server import RedisServer
 from tests.s3 import Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -69,13 +69,6 @@ def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServ
         yield server
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.05)
-
-
 def rows(cache: Path) -> list[dict[str, float]]:
     texts = [file.read_text(encoding="utf-8") for file in cache.rglob("metrics.jsonl")]
     return [json.loads(line) for text in texts for line in text.splitlines() if line.endswith("}")]
@@ -95,7 +88,7 @@ def test_a_fleet_learns_though_everyone_is_killed_once(
     one = commands.start("one", "fleet", "worker", *place)
     two = commands.start("two", "fleet", "worker", *place)
     learner = commands.start("learner", *learn)
-    until(lambda: iterations() >= 6, "the first updates")
+    wait_until(lambda: iterations() >= 6, WAIT_S, what="the first updates")
     commands.kill(learner)
     assert one.poll() is None
     assert two.poll() is None
@@ -103,7 +96,7 @@ def test_a_fleet_learns_though_everyone_is_killed_once(
     learner = commands.start("learner", *learn)
     commands.kill(two)
     three = commands.start("three", "fleet", "worker", *place)
-    until(lambda: iterations() > before + 1, "updates of the second learner")
+    wait_until(lambda: iterations() > before + 1, WAIT_S, what="updates of the second learner")
     assert learner.poll() is None
     redis.restart()  # kill -9
 
@@ -124,7 +117,7 @@ def test_a_worker_of_a_place_without_a_learner_waits_and_stops_when_told(
     redis: RedisServer, tmp_path: Path, commands: Commands
 ) -> None:
     worker = commands.start("worker", "fleet", "worker", "--memory", redis.url, "--store", str(tmp_path / "nobody"))
-    until(lambda: "there is no learner yet" in commands.log("worker"), "the worker says what it waits for")
+    wait_until(lambda: "there is no learner yet" in commands.log("worker"), WAIT_S, what="the worker says what it waits for")
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(WAIT_S) == 0, commands.log("worker")
 
@@ -156,7 +149,7 @@ def test_what_a_run_that_was_given_up_left_in_the_memory_is_cleared(
     place = ("--memory", redis.url, "--store", str(tmp_path / "run"))
     learner = commands.start("learner", "fleet", "learner", "CartPole-v1", *place)
     worker = commands.start("worker", "fleet", "worker", *place)
-    until(lambda: len(rows(tmp_path / "run")) > 0, "the first update")
+    wait_until(lambda: len(rows(tmp_path / "run")) > 0, WAIT_S, what="the first update")
     for process in (learner, worker):
         commands.kill(process)
     with contextlib.closing(redis.client()) as client:

@@ -7,8 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tests.gamecore.callers import until
 from tests.system.hosts import SHARED, up
+from tests.waiting import wait_until
 
 SERVER = """
     import http.server, pathlib, sys, time
@@ -64,7 +64,7 @@ def test_a_machine_that_is_gone_is_noticed(tmp_path: Path) -> None:
         for case in ("waiting", "unheard"):
             said = stack.enter_context((tmp_path / case).open("wb"))
             asking.append(hosts.run(1, [sys.executable, SHARED / "client.py", hosts.address(0), SHARED, case], output=said))
-        until(lambda: (tmp_path / "asked").exists() and (tmp_path / "ready-unheard").exists(), "both connections", 60.0)
+        wait_until(lambda: (tmp_path / "asked").exists() and (tmp_path / "ready-unheard").exists(), 60.0, what="both connections")
         hosts.cut(0)
         (tmp_path / "cut").touch()
         assert [one.wait(60) for one in asking] == [0, 0]

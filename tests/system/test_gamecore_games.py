@@ -21,10 +21,11 @@ from ludus.gamecore.server.http.app import running
 from ludus.gamecore.server.settings import Settings
 from ludus.gateway.actor import Actor
 from ludus.gateway.server import GatewaySettings
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.protocol.gamecore_client import GamecoreClient, GameState
 from tests.local_servers import Served, gateway
 from tests.tools import need
+from tests.waiting import wait_until
 
 CATALOGUE = Path(__file__).parents[2] / "examples" / "gamecore" / "catalogue.yaml"
 LIMIT_S = 60.0
@@ -92,7 +93,7 @@ def marksman() -> Iterator[Served]:
 
 def engines(state: GameState) -> list[int]:
     assert state.pid
-    return identity.descendants(state.pid)
+    return procfs.list_descendants(state.pid)
 
 
 def instance(engine: int) -> str:
@@ -105,10 +106,7 @@ def instance(engine: int) -> str:
 
 
 def until_gone(processes: list[int]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while any(identity.started(pid) for pid in processes):
-        assert time.monotonic() < deadline, processes
-        time.sleep(0.01)
+    wait_until(lambda: not any(identity.started(pid) for pid in processes), LIMIT_S, what=f"the end of {processes}")
 
 
 def test_a_doom_duel_is_played_by_an_actor_against_the_script(client: GamecoreClient, marksman: Served) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from ludus.gamecore.server.http.app import running
 from ludus.gamecore.server.settings import Settings
-from ludus.process import identity
+from ludus.process import procfs
 from ludus.protocol.gamecore_client import GamecoreClient
-from tests.gamecore.callers import until
 from tests.tools import need
+from tests.waiting import wait_until
 
 CATALOGUE = r"""
 games:
@@ -42,11 +42,11 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gamecore
 def those_of(place: Path) -> list[int]:
     """Processes that were started as games of the server whose state is there."""
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in everyone if any(str(place / "state") in variable for variable in identity.environment(pid))]
+    return [pid for pid in everyone if any(str(place / "state") in variable for variable in procfs.read_environment(pid))]
 
 
 def says(client: GamecoreClient, name: str, word: str) -> str:
-    until(lambda: word in client.logs(name), f"{word!r}", LIMIT_S)
+    wait_until(lambda: word in client.logs(name), LIMIT_S, what=f"{word!r}")
     return client.logs(name)
 
 
@@ -64,7 +64,7 @@ def test_games_have_a_screen_of_their_own_which_goes_with_them(client: GamecoreC
         assert stopped is not None
         assert stopped.state == "stopped"
     assert f"as nice as {min(19, os.nice(0) + 10)}" in client.logs("a")
-    until(lambda: len(those_of(tmp_path)) <= 1, "only the keeper to be left")
+    wait_until(lambda: len(those_of(tmp_path)) <= 1, what="only the keeper to be left")
 
 
 def test_a_program_for_windows_runs_in_a_prefix_that_the_next_game_of_its_id_takes_over(
@@ -80,5 +80,5 @@ def test_a_program_for_windows_runs_in_a_prefix_that_the_next_game_of_its_id_tak
         stopped = client.stop_game("a", grace_s=30)
         assert stopped is not None
         assert stopped.state == "stopped"
-        until(lambda: len(those_of(tmp_path)) <= 1, "only the keeper to be left")
+        wait_until(lambda: len(those_of(tmp_path)) <= 1, what="only the keeper to be left")
         assert (prefix / "system.reg").is_file()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from ludus.process.auth import LOST_S
 from tests.remote.node import ROOT, Failed, Node
 from tests.system import hosts as rig
 from tests.system.hosts import SHARED, Hosts
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -79,12 +80,12 @@ def test_a_host_that_is_cut_off_is_told_and_given_up_and_may_come_back_until_the
         assert all(path.startswith(f"tcp://{fleet.hosts.address(0)}:") for path in away.ask("workers", "central"))
         assert away.ask("gather", "central", 40) == [20.0 + i for i in range(40)]
         away.tell("take_for_ever", "b")
-        until(lambda: home.ask("peers") >= 3, 10)  # its calls, its copy of the weights, its place in the queue
+        wait_until(lambda: home.ask("peers") >= 3, 10)  # its calls, its copy of the weights, its place in the queue
         fleet.hosts.cut(1)
         with pytest.raises(Failed, match=r"WorkerFailed: .* is gone") as caught:
             away.answer()
         assert caught.value.seconds < 2 * LOST_S
-        until(lambda: home.ask("peers") == 0, 2 * LOST_S)
+        wait_until(lambda: home.ask("peers") == 0, 2 * LOST_S)
         home.ask("push", "b", [5.0])
         assert home.ask("take", "b", 1) == [5.0], "nothing is handed to a host that is gone"
         with pytest.raises(Failed, match="WorkerFailed") as caught:
@@ -115,13 +116,6 @@ def test_a_host_that_is_cut_off_is_told_and_given_up_and_may_come_back_until_the
         with pytest.raises(Failed, match=r"WorkerFailed: .* is gone") as caught:
             away.answer()
         assert caught.value.seconds < 2 * LOST_S
-
-
-def until(true: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
 
 
 # -- hosts that meet in a Ray cluster

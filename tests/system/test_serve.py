@@ -31,7 +31,8 @@ from ludus.transport.replay_log import ReadCounts, read_recorded
 from tests.cli.programs import Program, program
 from tests.experiments import small
 from tests.gateway.wire import ask, raw, step
-from tests.serving.releases import SOON_S, Wanderer, checkpointed, metrics, observations, policy, total, until
+from tests.serving.releases import SOON_S, Wanderer, checkpointed, metrics, observations, policy, total
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(sys.platform != "linux", reason="finds workers in /proc")]
 
@@ -143,7 +144,7 @@ def test_sigterm_under_load_lets_every_session_finish_and_takes_no_other(run: Pa
             async with playing(port, [policy(1)], 40, tally, lambda _: not over.is_set(), 0.005):
                 await reached(lambda: tally.ticks > 400)
                 running.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(until, lambda: ask(port, raw("GET /ready")).status == 503)
+                await asyncio.to_thread(wait_until, lambda: ask(port, raw("GET /ready")).status == 503)
                 refused = await asyncio.to_thread(ask, port, step("start", "late", headers=[AUTHORIZED]))
                 assert refused.refusal == (503, "draining")
                 before = tally.ticks
@@ -206,7 +207,7 @@ def test_a_killed_worker_costs_its_own_sessions_only(run: Path, token: Path) -> 
 
         asyncio.run(afterwards())
         assert (again.done, again.wrong, again.refused) == (40, [], [])
-        until(lambda: total(metrics(port, AUTHORIZED), "ludus_worker_restarts_total") == 1)
+        wait_until(lambda: total(metrics(port, AUTHORIZED), "ludus_worker_restarts_total") == 1)
 
 
 @pytest.mark.long
@@ -228,13 +229,13 @@ def test_200_sessions_that_remember_over_hot_updates(run: Path, token: Path, tmp
                 await reached(tally.further(2))
                 for version in range(2, 6):
                     checkpointed(run, version, versions[version - 1])
-                    await asyncio.to_thread(until, lambda version=version: everywhere(version))  # type: ignore[misc]
+                    await asyncio.to_thread(wait_until, lambda version=version: everywhere(version))
                     await reached(tally.further(2))
                 over.set()
 
         asyncio.run(under_load())
         assert (tally.wrong[:3], tally.refused[:3], tally.done) == ([], [], count)
-        until(lambda: total(metrics(port, AUTHORIZED), "ludus_sessions_moved_total", how="carried") == 4 * count)
+        wait_until(lambda: total(metrics(port, AUTHORIZED), "ludus_sessions_moved_total", how="carried") == 4 * count)
         found = metrics(port, AUTHORIZED)
         running.process.send_signal(signal.SIGTERM)
         code, _, err = running.finish()
@@ -295,7 +296,7 @@ def test_a_training_is_followed_while_it_runs(tmp_path: Path) -> None:
         training.join(SOON_S)
         assert not faults, faults
         newest = Source(str(run)).release().version
-        until(lambda: total(metrics(port), "ludus_model_version") == newest)
+        wait_until(lambda: total(metrics(port), "ludus_model_version") == newest)
         assert total(metrics(port), "ludus_update_refused_total") == 0
         assert total(metrics(port), "ludus_errors_total") == 0
     store = LocalStore(run)
@@ -333,8 +334,8 @@ def test_a_full_disk_stops_the_log_and_the_recording_and_nothing_else(run: Path,
 
         asyncio.run(load(tally))
         assert (tally.done, tally.wrong, tally.refused) == (60, [], [])
-        until(lambda: total(metrics(port, AUTHORIZED), "ludus_log_dropped_total") > 0)
-        until(lambda: total(metrics(port, AUTHORIZED), "ludus_replay_dropped_total") > 0)
+        wait_until(lambda: total(metrics(port, AUTHORIZED), "ludus_log_dropped_total") > 0)
+        wait_until(lambda: total(metrics(port, AUTHORIZED), "ludus_replay_dropped_total") > 0)
         again = Tally()
         asyncio.run(load(again))
         assert (again.done, again.wrong, again.refused) == (60, [], [])

@@ -15,8 +15,9 @@ import pytest
 from ludus.errors import UsageError, WorkerFailed
 from ludus.launch.job import Job, Orchestrator, Role
 from ludus.launch.slurm.backend import SlurmGroup, SlurmOrchestrator, SlurmSettings
-from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main, until
+from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main
 from tests.system.slurm_rig import SlurmRig, processes_of, slurm_rig
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -94,7 +95,7 @@ def test_a_job_of_three_nodes_runs_on_them_and_knows_them(orchestrator: SlurmOrc
     addresses = "127.0.0.2,127.0.0.3,127.0.0.4"
     assert list(slurm.logs(job_id, role="main")) == [f"0 n1 2 {addresses} none", "600"]
     assert [(tmp_path / f"said-{i}").read_text() for i in (1, 2)] == [f"{i} n{i + 1} 2 {addresses} none\n" for i in (1, 2)]
-    until(lambda: not processes_of(job_id))
+    wait_until(lambda: not processes_of(job_id))
 
 
 def test_nodes_of_several_kinds_are_one_job(orchestrator: SlurmOrchestrator, tmp_path: Path) -> None:
@@ -117,13 +118,13 @@ def test_a_far_process_saves_what_it_has_before_it_ends(orchestrator: SlurmOrche
     deaf = Role("deaf", ("sh", "-c", f"trap '' TERM; setsid sh -c '{BEATING}' {beat}"), at=(1,))
     roles = (main("sleep 600"), Role("far", ("sh", "-c", saves), at=(1,)), deaf)
     job_id = orchestrator.submit(replace(job(*roles), nodes=2, grace_s=2.0))
-    until(lambda: beat.exists() and (tmp_path / "ready").exists())
+    wait_until(lambda: beat.exists() and (tmp_path / "ready").exists())
     orchestrator.cancel(job_id)
     status = ended(orchestrator, job_id)
     assert status.state == "cancelled"
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert (status.of("far")[0].exit_code, status.of("deaf")[0].exit_code) == (3, 137)
-    until(lambda: not processes_of(job_id))
+    wait_until(lambda: not processes_of(job_id))
     assert is_still(beat)
 
 
@@ -167,7 +168,7 @@ def test_in_an_allocation_a_job_runs_in_the_foreground(rig: SlurmRig, tmp_path: 
     assert done.stdout.splitlines()[0] == "on n1"  # then srun says how it ended
     (status,) = slurm.list()
     assert (status.state, status.exit_code) == ("failed", 6)
-    until(lambda: not processes_of(status.id))
+    wait_until(lambda: not processes_of(status.id))
 
 
 # -- what Slurm says ----------------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def test_without_a_controller_nothing_is_submitted_and_what_is_known_is_said(
         monkeypatch.setenv("SLURM_CONF", str(lonely.conf))
         slurm = SlurmOrchestrator(tmp_path / "state")
         job_id = slurm.submit(job(main("exec sleep 600")))
-        until(lambda: slurm.status(job_id).state == "running")
+        wait_until(lambda: slurm.status(job_id).state == "running")
         conf = lonely.conf.read_text().replace("SlurmctldPort=", "MessageTimeout=2\nSlurmctldPort=1")
         lonely.conf.write_text(conf.replace("SlurmctldTimeout=30", "SlurmctldTimeout=1"))
         with pytest.raises((WorkerFailed, UsageError), match="sbatch"):
@@ -261,7 +262,7 @@ def test_a_job_of_another_cluster_is_neither_judged_nor_ended_here(
 ) -> None:
     """Who logs in to two clusters has one home on both."""
     job_id = orchestrator.submit(job(main("exec sleep 600")))
-    until(lambda: orchestrator.status(job_id).state == "running")
+    wait_until(lambda: orchestrator.status(job_id).state == "running")
     token = orchestrator.directory / job_id / "token"
     with slurm_rig(1) as other:
         monkeypatch.setenv("SLURM_CONF", str(other.conf))

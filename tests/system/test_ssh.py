@@ -15,8 +15,9 @@ import ludus
 from ludus.errors import LudusError, UsageError, WorkerFailed
 from ludus.launch.job import Job, Orchestrator, Role
 from ludus.launch.ssh.backend import SshOrchestrator, SshSettings
-from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main, until
+from ludus.testing.orchestrator_contract import BEATING, OrchestratorContract, ended, is_still, job, main
 from tests.system import ssh_rig
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -121,7 +122,7 @@ def test_the_others_serve_until_main_has_saved(three: SshOrchestrator, shared: P
         Role("worker", ("sh", "-c", BEATING, str(beat)), at=(2,)),
     )
     job_id = three.submit(Job("saves", roles, "main", nodes=3))
-    until(beat.exists)
+    wait_until(beat.exists)
     assert three.status(job_id).state == "running"
     three.cancel(job_id)
     status = ended(three, job_id)
@@ -144,7 +145,7 @@ def test_words_and_secrets_arrive_elsewhere_and_nobody_sees_them(
         Role("worker", ("sh", "-c", script, "sh", *words), 2, at=(0, 2)),
     )
     job_id = three.submit(Job("quiet", roles, "main", ("TEST_SECRET",), nodes=3))
-    until((shared / "said").exists)
+    wait_until((shared / "said").exists)
     token = next((rig.state(2) / "parts" / f"{job_id}.2").glob("token")).read_text()
     assert len(token) == 64
     visible = b"".join(_words(process.pid) for host in range(3) for process in rig.hosts.processes(host))

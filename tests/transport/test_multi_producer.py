@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
 from ludus.errors import MemoryClosed, WorkerFailed
 from ludus.testing.memory_contract import SPEC, sign, signature
 from ludus.transport.multi_producer import GatheredMemory, Lane, LaneWriter, SessionRoom
 from ludus.transport.ring_buffer import RingWriter
+from tests.waiting import wait_until
 
 SPECS = {"left": SPEC, "right": replace(SPEC, model="right")}
 COUNTED, CURRENT = ("requests", "failed"), ("sessions",)
@@ -76,13 +77,6 @@ def numbers(memory: GatheredMemory, model: str = "left") -> list[int]:
     return seen
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 # -- what travels
 
 
@@ -133,7 +127,7 @@ def _reserved(room: SessionRoom) -> Segments:
 
 def test_a_batch_is_gathered_from_all_workers(memory: GatheredMemory) -> None:
     lanes = memory.add_lanes(2)
-    batches = Collated([memory.of("left"), memory.of("right")], 14)
+    batches = CollatedBatches([memory.of("left"), memory.of("right")], 14)
     with writing(lanes[0]) as one, writing(lanes[1]) as two:
         put(one.rooms["left"], 1, steps=4)
         put(two.rooms["left"], 2, steps=3)
@@ -222,7 +216,7 @@ def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: Gather
         time.sleep(WAIT_S)
 
     with process(write) as pid:
-        wait_for(lambda: memory.stats().waiting)
+        wait_until(lambda: memory.stats().waiting)
         assert (memory.total("requests"), memory.total("sessions")) == (10, 3)
         os.kill(pid, signal.SIGKILL)
     writer = LaneWriter(lanes, SPECS)
@@ -246,7 +240,7 @@ def test_a_worker_too_many_is_told(memory: GatheredMemory) -> None:
         time.sleep(WAIT_S)
 
     with process(hold):
-        wait_for(lambda: memory.stats().waiting)
+        wait_until(lambda: memory.stats().waiting)
         with pytest.raises(WorkerFailed, match="All 1 ways"):
             LaneWriter(lanes, SPECS)
 
@@ -268,7 +262,7 @@ def test_kills_at_any_moment_lose_nothing_that_was_committed(tmp_path: Path) -> 
     for _ in range(8):
         before = len(seen)
         with process(functools.partial(write, before)) as pid:
-            wait_for(lambda: memory.stats().waiting)
+            wait_until(lambda: memory.stats().waiting)
             until = time.monotonic() + draw.uniform(0, 0.05)
             while time.monotonic() < until:
                 if (block := memory.take("left")) is not None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,23 +22,23 @@ import pytest
 import torch
 
 from ludus.algorithms.ppo import PPO, PPOConfig
-from ludus.buffers.collate import Collated
+from ludus.buffers.collate import CollatedBatches
 from ludus.core.tree import encode, leaves
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import NotFound
 from ludus.gateway.agent import Agent, Seat
-from ludus.models.inference.batched_policy import Deciding
+from ludus.models.inference.batched_policy import BatchedPolicy
 from ludus.models.policy import Policy
 from ludus.sampling.segment_recorder import session_spec
 from ludus.testing.memory_contract import _fill
 from ludus.transport import replay_log
-from ludus.transport.base import Room
+from ludus.transport.base import SegmentWriter
 from ludus.transport.local import LocalMemory
 from ludus.transport.replay_log import ReadCounts, RecordedRoom, fill, read_recorded, recordings, used
 from tests.gateway.scripted import Versions, run, tiny_policy
 from tests.transport.recording import ONE, PLENTY, written
+from tests.waiting import wait_until
 
-SOON_S = 20.0
 HYBRID = gym.spaces.Dict({"aim": gym.spaces.Box(-2, 2, (1,), np.float32), "door": gym.spaces.Discrete(3)})
 SEEN = gym.spaces.Dict(
     {
@@ -46,13 +46,6 @@ SEEN = gym.spaces.Dict(
         "parts": gym.spaces.Tuple([gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(5)]),
     }
 )
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def numbers(where: Path, counts: ReadCounts | None = None) -> list[int]:
@@ -70,11 +63,11 @@ def assert_same(found: Segments, expected: Segments) -> None:
 # -- the same as in training ---------------------------------------------------------------------------------------------
 
 
-async def session(policy: Policy, room: Room, seed: int) -> None:
+async def session(policy: Policy, room: SegmentWriter, seed: int) -> None:
     """Episodes of any length that end in every way, with masks and changing weights."""
     random = np.random.default_rng(seed)
     versions = Versions(deepcopy(policy))
-    agent = Agent(Seat(Deciding(versions, deterministic=True), room, first_origin=seed))
+    agent = Agent(Seat(BatchedPolicy(versions, deterministic=True), room, first_origin=seed))
     space = deepcopy(policy.observation_space)
     space.seed(seed)
     for _ in range(8):
@@ -135,7 +128,7 @@ def test_a_memory_filled_from_files_is_learned_from_as_the_live_one(tmp_path: Pa
     assert counts.segments == live.stats().committed
     learned = []
     for memory in (live, later):
-        batch = Collated([memory], 80).take(0)
+        batch = CollatedBatches([memory], 80).take(0)
         assert batch is not None
         learner = PPO(deepcopy(policy), PPOConfig(train_batch_size=80, minibatch_size=32, num_epochs=2, learner_threads=1), 7)
         before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
@@ -160,7 +153,7 @@ def test_a_file_torn_at_any_byte_gives_every_whole_segment_before_the_tear(tmp_p
             assert block is not None
             block.valid[:], block.origin[:] = True, number
             room.commit(block)
-            until(lambda: not room.stats().waiting)
+            wait_until(lambda: not room.stats().waiting)
             ends.append(room.stats().bytes)
     whole = recordings(tmp_path / "whole")[0].read_bytes()
     opened = ends[0] - (ends[1] - ends[0])  # here the file has said what it is, and holds nothing yet
@@ -178,7 +171,7 @@ def test_a_record_with_a_wrong_byte_is_left_out_and_what_follows_is_not(tmp_path
     with RecordedRoom(ONE, tmp_path / "whole", PLENTY) as room:
         for number in range(3):
             written(room, number)
-            until(lambda: not room.stats().waiting)
+            wait_until(lambda: not room.stats().waiting)
             ends.append(room.stats().bytes)
     whole = recordings(tmp_path / "whole")[0].read_bytes()
     bad = tmp_path / "bad.ludus"
@@ -302,17 +295,17 @@ def test_at_the_bound_recording_stops_nothing_is_deleted_and_it_goes_on_when_fil
     with RecordedRoom(ONE, tmp_path, 20_000) as room:
         for number in range(20):
             written(room, number)
-        until(lambda: not room.stats().waiting)
+        wait_until(lambda: not room.stats().waiting)
         stats = room.stats()
         assert (stats.state, stats.written + stats.dropped) == ("full", 20)
         assert 0 < stats.written < 20
         assert used(tmp_path) <= 20_000
         assert mine.stat().st_size == 15_000
         written(room, 50)
-        until(lambda: room.stats().dropped == stats.dropped + 1)
+        wait_until(lambda: room.stats().dropped == stats.dropped + 1)
         mine.rename(tmp_path / "older.kept")
         written(room, 51)
-        until(lambda: room.stats().written == stats.written + 1)
+        wait_until(lambda: room.stats().written == stats.written + 1)
         assert room.stats().state == "recording"
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert sum("20000 bytes, the limit" in text for text in warnings) == 1, warnings
@@ -322,11 +315,11 @@ def test_at_the_bound_recording_stops_nothing_is_deleted_and_it_goes_on_when_fil
 def test_a_file_that_is_moved_away_while_it_is_written_is_left_alone(tmp_path: Path) -> None:
     with RecordedRoom(ONE, tmp_path, PLENTY) as room:
         written(room, 1)
-        until(lambda: room.stats().written == 1)
+        wait_until(lambda: room.stats().written == 1)
         (first,) = recordings(tmp_path)
         moved = first.rename(tmp_path / "taken")
         written(room, 2)
-        until(lambda: room.stats().written == 2)
+        wait_until(lambda: room.stats().written == 2)
         assert numbers(moved) == [1]
         assert numbers(tmp_path) == [2]
         recordings(tmp_path)[0].unlink()
@@ -351,7 +344,7 @@ def test_whoever_plays_never_waits_for_the_disk(tmp_path: Path) -> None:
             stats = room.stats()
             assert (stats.waiting + stats.dropped, stats.written) == (30, 0)
             assert 5 <= stats.waiting <= 10
-        until(lambda: not room.stats().waiting)
+        wait_until(lambda: not room.stats().waiting)
         written(room, 30)
     assert numbers(tmp_path) == [*range(stats.waiting), 30]
     assert room.stats().dropped == stats.dropped
@@ -415,13 +408,13 @@ def test_a_full_disk_costs_segments_is_told_once_and_recording_goes_on_later(
                 number += 1
                 time.sleep(0.001)
                 assert number < 10_000
-            until(lambda: not room.stats().waiting)
+            wait_until(lambda: not room.stats().waiting)
             before = room.stats()
             whole = numbers(disk / "replay")
             assert len(whole) == before.written < number == before.written + before.dropped
             (disk / "ballast").unlink()
             written(room, number)
-            until(lambda: room.stats().written == before.written + 1)
+            wait_until(lambda: room.stats().written == before.written + 1)
             assert room.stats().state == "recording"
         counts = ReadCounts()
         assert numbers(disk / "replay", counts) == [*whole, number]
@@ -434,11 +427,11 @@ def test_a_directory_that_cannot_be_made_costs_segments_until_it_can(tmp_path: P
     (tmp_path / "replay").write_text("in the way")
     with RecordedRoom(ONE, tmp_path / "replay", PLENTY, retry_s=0.02) as room:
         written(room, 1)
-        until(lambda: room.stats().dropped == 1)
+        wait_until(lambda: room.stats().dropped == 1)
         assert room.stats().state == "failing"
         (tmp_path / "replay").unlink()
         written(room, 2)
-        until(lambda: room.stats().written == 1)
+        wait_until(lambda: room.stats().written == 1)
     assert numbers(tmp_path / "replay") == [2]
 
 

@@ -15,7 +15,7 @@ import ludus
 from ludus.config.experiment_file import load_experiments
 from ludus.config.search_space import SearchedKey
 from ludus.errors import ConfigError, Damaged, NotFound, UsageError
-from ludus.experiments.assembly.components import ClusterOptions
+from ludus.experiments.resolve import ClusterOptions
 from ludus.experiments.runs.run_dir import Run, find_runs
 from ludus.io.yaml_documents import dump_yaml
 from ludus.tuning import sweep as tuning

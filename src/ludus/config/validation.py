@@ -35,7 +35,12 @@ Owners = Callable[[str], Sequence[str]]
 
 def parse_experiment(data: Mapping[str, Any]) -> ExperimentConfig:
     """Validate an experiment except its `config` section. Raises ConfigError with all problems."""
-    return _validate(ExperimentConfig, translate_experiment(data), "")
+    return check_experiment(translate_experiment(data))
+
+
+def check_experiment(translated: TranslatedSection) -> ExperimentConfig:
+    """Validate an experiment that is already translated, except its `config` section. Raises ConfigError with all problems."""
+    return _validate(ExperimentConfig, translated, "")
 
 
 def parse_algorithm_config(
@@ -51,7 +56,19 @@ def parse_algorithm_config(
     `collated`: a batch consists of any number of segments, as with HTTP games; otherwise of one per environment. `run`: name
     of the algorithm, for messages.
     """
-    checked = _validate(schema, translate_config(data, schema), "config", run, owners)
+    return check_algorithm_config(schema, translate_config(data, schema), collated=collated, run=run, owners=owners)
+
+
+def check_algorithm_config(
+    schema: type[AlgorithmConfig],
+    translated: TranslatedSection,
+    *,
+    collated: bool = False,
+    run: str = "",
+    owners: Owners | None = None,
+) -> AlgorithmConfig:
+    """Validate a `config:` section that is already translated, as `parse_algorithm_config` does."""
+    checked = _validate(schema, translated, "config", run, owners)
     if collated:
         return checked.model_copy(update={"rollout_fragment_length": checked.rollout_fragment_length or COLLATED_STEPS})
     envs, steps, batch = batch_shape(checked)

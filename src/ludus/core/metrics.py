@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ludus.errors import StoreFull, StoreUnavailable, is_unavailable
+from ludus.io.atomic_file import path_for_replace
 
 Numbers = Mapping[str, float]
 _MAX_PENDING = 10_000
@@ -175,14 +176,12 @@ class CsvSink:
         self._last = rows[-1] | self._last
         rows[-1] = self._last
         self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        aside = self._path.with_name(f".aside-{self._path.name}")
         with _translate_errors(self._path):
             self.close()
-            with aside.open("w", encoding="utf-8", newline="") as file:
+            with path_for_replace(self._path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerow(self._columns)
                 for row in rows:
                     self._append(file, row)
-            os.replace(aside, self._path)
             self._file = self._path.open("r+", encoding="utf-8", newline="")
             self._file.seek(self._row_at)
             self._file.readline()

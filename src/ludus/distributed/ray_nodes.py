@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ludus
+from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, Make, NodeAgent, local_node, unpack
@@ -205,7 +206,7 @@ class RayNodes:
         self._notes: queue.SimpleQueue[tuple[Callable[[], None], RayNode | None]] = queue.SimpleQueue()
         self._errands: queue.SimpleQueue[tuple[Callable[[], None], RayNode]] = queue.SimpleQueue()
         self._nodes: dict[str, RayNode] = {}
-        self._retry_at: dict[str, tuple[float, float]] = {}
+        self._retry_at: dict[str, tuple[float, Backoff]] = {}
         """Of members whose agent failed: when to try again, and how long to wait after that."""
         self._unusable: dict[str, str] = {}
         self._failure: tuple[str, str] | None = None
@@ -407,7 +408,7 @@ class RayNodes:
         if self._failure is not None:
             return
         for member in self._members:
-            due, _ = self._retry_at.get(member.id, (0.0, 0.0))
+            due, _ = self._retry_at.get(member.id, (0.0, None))
             if self._wants_agent(member) and member.id not in self._nodes and now >= due:
                 self._nodes[member.id] = node = RayNode(self, member, self._name(member))
                 self._errands.put((functools.partial(self._engage, node), node))
@@ -534,9 +535,10 @@ class RayNodes:
         log.warning("%s is given up: %s", node.name, why)
         self._nodes.pop(node.id, None)
         self._errands.put((lambda: _kill(node.agent), node))
-        _, wait_s = self._retry_at.get(node.id, (0.0, _BACKOFF_S))
-        wait_s = _BACKOFF_S if node.ready else wait_s
-        self._retry_at[node.id] = self.now() + wait_s, min(2 * wait_s, _MAX_BACKOFF_S)
+        _, backoff = self._retry_at.get(node.id, (0.0, Backoff(_BACKOFF_S, _MAX_BACKOFF_S)))
+        if node.ready:
+            backoff.reset()
+        self._retry_at[node.id] = self.now() + backoff.next_delay(), backoff
         with self._settled:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"

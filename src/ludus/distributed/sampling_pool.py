@@ -21,13 +21,14 @@ import torch
 
 from ludus.buffers.block_batches import BlockBatches
 from ludus.config.schema import PreprocessConfig, SelfPlayConfig
+from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import Luggage
 from ludus.distributed.hub.server import shared_memory
 from ludus.distributed.placement import place
 from ludus.envs.vector_env import make_environments
-from ludus.envs.wrappers import Named
+from ludus.envs.wrappers import WrapperList
 from ludus.errors import EnvironmentFault, WorkerFailed
 from ludus.models.devices import acting_on
 from ludus.models.policy import Policy
@@ -36,8 +37,8 @@ from ludus.models.weights.shared_weights import Board, BoardReader
 from ludus.process.host import keep_freed_memory, usable_cores
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Context, Process, Restart, Supervisor
-from ludus.sampling.sampler import Clock, Sampler
-from ludus.sampling.self_play import with_past
+from ludus.sampling.sampler import Interruption, Sampler, VersionClock
+from ludus.sampling.self_play import with_past_opponents
 from ludus.transport.ring_buffer import Bell, create_ring
 from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
 
@@ -79,9 +80,9 @@ class Plan:
     self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
     run: str = ""
     """Its directory, which is not on every machine; empty: nobody needs it."""
-    clock: Clock | None = None
+    clock: VersionClock | None = None
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
-    wrappers: Named = ()
+    wrappers: WrapperList = ()
     luggage: Luggage = field(default_factory=Luggage)
     """What `env` means, if that is a function of the user's script."""
 
@@ -181,7 +182,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
         environments.beat = context.beat
         seed = _seed(plan, index, begin + memory.committed, context.incarnation)
         first_row = index * plan.num_envs
-        facing = with_past(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
+        facing = with_past_opponents(environments, source, plan.self_play, seed, Path(plan.run) if plan.run else None)
         notes, before = memory.notes, list(memory.notes)
         blocked_s = weights_s = 0.0
         made = 0
@@ -198,7 +199,7 @@ def _sample(context: Context, plan: Plan, index: int, begin: int, directory: Pat
 
         sampler = Sampler(
             environments, facing, memory, seed,
-            first_row=first_row, beat=beat, explore=plan.explore,
+            first_row=first_row, interruption=Interruption(beat), explore=plan.explore,
             timesteps=None if plan.clock is None else plan.clock.timesteps,
         )  # fmt: skip
         context.ready()
@@ -226,11 +227,10 @@ def _wait_for_weights(context: Context, source: BoardSource, plan: Plan, block: 
     needed = plan.first_version + block - plan.ahead if plan.ahead is not None else plan.first_version
     if source.published >= needed:
         return 0.0
-    began, pause = time.perf_counter(), 0.0001
+    began, polls = time.perf_counter(), Backoff(0.0001, 0.001, factor=1.5)
     while source.published < needed:
         context.beat()
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.001)
+        time.sleep(polls.next_delay())
     return time.perf_counter() - began
 
 

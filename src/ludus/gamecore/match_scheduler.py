@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
+from ludus.core.backoff import exponential_delay
 from ludus.envs.opponents.opponent_mix import PAST, RULE, SELF
 from ludus.errors import EnvironmentFault, LudusError, Refused, Unreachable
 from ludus.gamecore.game_spec import ANY_RULE, CAMPS, Playable
@@ -342,7 +343,7 @@ def _shared(matches: int, most: int) -> int:
 
 
 def _pause_s(attempts: int) -> float:
-    return 0.0 if attempts == 0 else min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(attempts - 1, 10))
+    return 0.0 if attempts == 0 else exponential_delay(attempts, _PAUSE_S, _MAX_PAUSE_S)
 
 
 def slots_of(kinds: Sequence[str], seats: int) -> tuple[list[Slot], int]:

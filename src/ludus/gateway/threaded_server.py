@@ -16,6 +16,7 @@ from typing import Any, Final
 from ludus.errors import UsageError
 from ludus.gateway.inline_source import new_loop
 from ludus.gateway.server import Gateway, GatewaySettings
+from ludus.io.addresses import local_address
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +99,7 @@ def own_address(host: str, port: int) -> str:
         if host == "localhost" or ipaddress.ip_address(host).is_loopback:
             return "127.0.0.1"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return local_address(host, port)
     except OSError as error:
         raise UsageError(
             f"How {host} reaches this machine is not known: {error}.", "Set advertise, or LUDUS_ADVERTISE."

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import Damaged, UsageError
+from ludus.io.atomic_file import open_for_replace
 from ludus.launch.job import OVER, Job, JobStatus, ProcessStatus, Role
-from ludus.process import identity
+from ludus.process import identity, procfs
 
 JOB, STATUS, LOGS, SCRATCH, RUN = "job.json", "status.json", "logs", "scratch", "run.json"
 TOKEN, SECRETS, CANCEL = "token", "secrets", "cancel"
@@ -158,17 +159,10 @@ class JobDirectory:
             (self.path / name).unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> tuple[int, int]:
-        aside = self.path / f".{name}.{os.getpid()}"
-        try:
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                stamp = _stamp_of(os.fstat(file.fileno()))
-            os.replace(aside, self.path / name)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
-        return stamp
+        with open_for_replace(self.path / name, mode=0o600) as file:
+            file.write(text.encode())
+            file.flush()
+            return _stamp_of(os.fstat(file.fileno()))
 
 
 def _stamp_of(found: os.stat_result) -> tuple[int, int]:
@@ -214,11 +208,8 @@ def make_private(directory: Path) -> Path:
 
 def machine() -> str:
     """Host, name space of its process numbers (in two containers the same number means two processes), and when it was started."""
-    try:
-        space = Path("/proc/self/ns/pid").readlink().name
-    except OSError:
-        space = sys.platform
-    return f"{host()} {space} {identity.boot() or host()}"
+    space = procfs.pid_namespace()
+    return f"{host()} {f'pid:[{space}]' if space else sys.platform} {procfs.boot_id() or host()}"
 
 
 def host() -> str:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ludus.errors import UsageError
+from ludus.io.addresses import interface_addresses, local_address
 from ludus.launch.hostfile import NodeList, is_of_one
 
 CARD = "NET_CARD_NAME"
 RESOLVE_S = 10.0
 
-_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}
 _ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737): which way leads out, and nothing is sent there
 
 
@@ -59,25 +56,12 @@ class Network:
 
     def interfaces(self) -> dict[str, str]:
         """Name → IPv4 address, or nothing for one that has none."""
-        return {name: self._address_of(name) for _, name in socket.if_nameindex()}
+        return interface_addresses()
 
     def towards(self, address: str) -> str:
         """The address that this machine would use to speak to that one; empty when there is no way there."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect((address, 9))  # of a datagram socket: nothing is sent
-            return str(way.getsockname()[0])
-        return ""
-
-    def _address_of(self, interface: str) -> str:
-        import fcntl
-
-        request = _SIOCGIFADDR.get(sys.platform)
-        if request is None:
-            return ""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            answer = fcntl.ioctl(asked.fileno(), request, struct.pack("256s", os.fsencode(interface)[:15]))
-            return socket.inet_ntoa(answer[20:24])
+        with contextlib.suppress(OSError):
+            return local_address(address)
         return ""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import math
 import os
 import selectors
@@ -23,13 +22,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.process import identity, job_env
 from ludus.process.host import usable_cores
 from ludus.process.job_env import Surroundings
+from ludus.process.signals import SignalQueue
 from ludus.ray_cluster import cluster
 from ludus.ray_cluster.node_process import Orders
 
@@ -51,6 +52,7 @@ _LEAST_STORE = 80 << 20
 _UNWANTED = ("LD_PRELOAD", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "ip_head", job_env.RUN, job_env.RAY, job_env.LEARNERS)
 """What is for the main role alone, or would lead those that run here astray."""
 
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _END_S = 3.0
 _LINES = 6
 
@@ -173,7 +175,7 @@ class RayHost:
         self._failure = ""
         self._output: collections.deque[str] = collections.deque(maxlen=_LINES)
 
-    def run(self, signals: socket.socket) -> int:
+    def run(self, signals: SignalQueue) -> int:
         """Until Ray has ended (1), or somebody asks for its end (0)."""
         if os.environ.get("LD_PRELOAD"):
             say(f"LD_PRELOAD={os.environ['LD_PRELOAD']} is not for Ray and what it runs: it is dropped")
@@ -211,7 +213,7 @@ class RayHost:
             labels={cluster.SHARES: "1"} if options.share_weights else {},
         )
 
-    def _hold(self, orders: Orders, signals: socket.socket) -> int:
+    def _hold(self, orders: Orders, signals: SignalQueue) -> int:
         parent = os.getpid()
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ludus.ray_cluster.node_process"],
@@ -224,24 +226,22 @@ class RayHost:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # then it has ended, which is seen below
-            process.stdin.write(orders.line().encode())
+            process.stdin.write(orders.line())
             process.stdin.close()
         with selectors.DefaultSelector() as selector, process.stdout:
             selector.register(signals, selectors.EVENT_READ)
             selector.register(process.stdout, selectors.EVENT_READ)
-            buffer = b""
+            reader = LineReader(process.stdout.fileno())
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is signals:
-                        if set(signals.recv(256)) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+                        if set(signals.take()) & set(_ENDS):
                             return 0
                         continue
-                    read = os.read(process.stdout.fileno(), 65_536)
-                    if not read:
+                    for line in reader.read():
+                        self._heard(json_lines.decode(line), orders)
+                    if reader.at_end:
                         return self._ended()
-                    *lines, buffer = (buffer + read).split(b"\n")
-                    for line in lines:
-                        self._heard(json.loads(line), orders)
 
     def _heard(self, said: Mapping[str, Any], orders: Orders) -> None:
         if "waiting" in said:
@@ -277,7 +277,7 @@ def host(job: Surroundings, options: Options) -> int:
     """Have Ray here until it ends, or SIGTERM; nothing of it is left when this returns. Raises LudusError."""
     token = job.token()
     identity.adopt_orphans()
-    with _signals() as signals, cluster.home() as home, cluster.reaped(home):
+    with SignalQueue(*_ENDS) as signals, cluster.home() as home, cluster.reaped(home):
         with open(os.open(home / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(token)
         try:
@@ -287,29 +287,6 @@ def host(job: Surroundings, options: Options) -> int:
             if left:
                 say(f"could not be killed: {left}")
             cluster.sweep_leftovers()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Numbers of signals arrive here, so that waiting for them and for everything else is one wait."""
-    here, there = socket.socketpair()
-    for end in (here, there):
-        end.setblocking(False)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    with here, there:
-        woken = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-        for number in before:
-            signal.signal(number, _heard)
-        try:
-            yield here
-        finally:
-            signal.set_wakeup_fd(woken)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """Only so that it is not ignored: the number is read from the socket."""
 
 
 def options_of(words: Sequence[str]) -> Options:

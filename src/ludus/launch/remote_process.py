@@ -20,9 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import FrameType
 
 from ludus.process import identity
+from ludus.process.signals import SignalQueue
 
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SAFETY_S = 5.0
@@ -105,12 +105,7 @@ class _Ears:
     def __init__(self, line: int) -> None:
         self.cut = False
         self._line, self._heard = line, b""
-        self._signals, self._written = socket.socketpair()
-        for end in (self._signals, self._written):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        for number in (*_HANDED_ON, signal.SIGCHLD):
-            signal.signal(number, _heard)
+        self._signals = SignalQueue(*_HANDED_ON, signal.SIGCHLD, restore=False)  # what comes later must not change the exit code
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ)
         if _is_line(line):
@@ -120,17 +115,15 @@ class _Ears:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        signal.set_wakeup_fd(-1)
         self._selector.close()
         self._signals.close()
-        self._written.close()
 
     def listen(self, timeout_s: float) -> list[int]:
         """What was said on the line. Returns early when there was something, also a signal, also the end of a child."""
         said = b""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._signals:
-                self._heard += self._signals.recv(256)
+                self._heard += self._signals.take()
             else:
                 said += self._read()
         return [number for number in said if number in _HANDED_ON]
@@ -222,10 +215,6 @@ def _is_line(line: int) -> bool:
     """A terminal or a file (somebody tries it by hand) is none."""
     mode = os.fstat(line).st_mode
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """Only so that it is not ignored: the number is read from the socket."""
 
 
 def _end_alike(code: int) -> int:

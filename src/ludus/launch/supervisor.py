@@ -18,7 +18,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,8 +33,9 @@ from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, 
 from ludus.launch.job_dir import PRIVATE, JobDirectory, Record, Watcher, host, machine
 from ludus.launch.job_dir import RUN as RUN_FILE
 from ludus.launch.remote_starter import MakeReach
-from ludus.process import identity
+from ludus.process import identity, procfs
 from ludus.process.job_env import NODE, PORTS, RUN, Surroundings, free_block
+from ludus.process.signals import SignalQueue
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY_S = 0.5, 30.0, 60.0
 """A process that lived for STEADY_S was healthy: the next back-off begins anew."""
@@ -199,7 +199,9 @@ class Supervisor:
             self._main.restarts = earlier[0].restarts + 1
         self._this, self._machine = Watcher.this(), machine()
         self._selector = selectors.DefaultSelector()
-        self._signals = _signals()
+        self._signals = SignalQueue(
+            *_ASKS, _LATER, signal.SIGCHLD, restore=False
+        )  # what comes later must not change the exit code
         self._selector.register(self._signals, selectors.EVENT_READ, self._heed)
         self._lifeline = lifeline
         if lifeline is not None:
@@ -298,9 +300,9 @@ class Supervisor:
             return
         known = {other.process.pid for other in self.members if other.process is not None and other.state == "running"}
         marks = {f"LUDUS_JOB_ID={self.directory.id}", f"LUDUS_JOB_ROLE={member.role.name}", f"LUDUS_JOB_INDEX={member.index}"}
-        for pid in identity.children(os.getpid()):
-            if pid not in known and marks <= identity.environment(pid):
-                for stray in (pid, *identity.descendants(pid)):
+        for pid in procfs.list_children(os.getpid()):
+            if pid not in known and marks <= procfs.read_environment(pid):
+                for stray in (pid, *procfs.list_descendants(pid)):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(stray, signal.SIGKILL)
 
@@ -321,7 +323,7 @@ class Supervisor:
             self._end("" if member.returned == 0 else f"{member.name} ended with {_spoken(member.returned)}")
 
     def _heed(self) -> None:
-        for number in self._signals.recv(256):
+        for number in self._signals.take():
             if number == _LATER and self._reach is not None and self._stages is None:
                 self._later = True
                 self._end("its time was nearly up")
@@ -336,7 +338,7 @@ class Supervisor:
         """Main has ended as if it had been asked to, and not by us: perhaps the queue has asked all of us, and it was quicker."""
         deadline = time.monotonic() + _SAME_MOMENT_S
         while not self._asked() and _readable(self._signals.fileno(), max(0.0, deadline - time.monotonic())):
-            if any(number in _ASKS for number in self._signals.recv(256)) and self._goes_on():
+            if any(number in _ASKS for number in self._signals.take()) and self._goes_on():
                 self._cancelled = self._later = True
                 self._reason = "its queue ended it"
 
@@ -480,21 +482,6 @@ class Supervisor:
 
 
 # -- the kernel's side --------------------------------------------------------------------------------------------------
-
-
-def _signals() -> socket.socket:
-    """Numbers of signals arrive here, so that waiting for them and for everything else is one wait."""
-    here, there = socket.socketpair()
-    for end in (here, there):
-        end.setblocking(False)
-    signal.set_wakeup_fd(there.detach(), warn_on_full_buffer=False)
-    for number in (*_ASKS, _LATER, signal.SIGCHLD):
-        signal.signal(number, _heard)
-    return here
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """Only so that it is not ignored: the number is read from the socket."""
 
 
 def _exited(process: subprocess.Popen[bytes]) -> bool:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import secrets
 import socket
 import struct
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from ludus.errors import UsageError, WorkerFailed
 from ludus.io import tcp
+from ludus.io.atomic_file import create_once
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +30,7 @@ MAX_STRANGERS = 64
 """Connections that have not proved anything yet; the oldest gives way to the next."""
 LOST_S = 8.0
 """Seconds without a sign of life after which the other machine is given up."""
-_MAGIC = b"LUDUS-1\n"
-_NUMBER = _PROOF = 32
+_NONCE = _PROOF = 32
 _MAX_TOKEN = 4096
 _TOLD = 1024
 
@@ -39,13 +40,7 @@ _TOLD = 1024
 
 def write_token(path: Path, token: bytes | None = None) -> None:
     """A token (a new one, unless it is given) in a file that its user alone can read. Raises FileExistsError."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token or secrets.token_hex(32).encode())
-    try:
-        os.link(aside, path)  # whole or not at all, and never in the place of another
-    finally:
-        aside.unlink()
+    create_once(path, token or secrets.token_hex(32).encode(), mode=0o600)
 
 
 def read_token(path: str | Path) -> bytes:
@@ -63,14 +58,67 @@ def read_token(path: str | Path) -> bytes:
     return token
 
 
-# -- the greeting -------------------------------------------------------------------------------------------------------
+# -- the handshake ------------------------------------------------------------------------------------------------------
+
+
+class HandshakeFailed(ConnectionError):
+    """The other side speaks another protocol, or has another token."""
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """Mutual proof of a token, as bytes; sending and receiving them is left to the caller.
+
+        listener  -> opening: magic, nonce
+        caller    -> answer: magic, nonce, proof
+        listener  -> confirmation: proof
+
+    `magic`: 8 bytes that name the protocol. `context`: hashed into the proofs, so that they are of no use in another protocol.
+    """
+
+    token: bytes = field(repr=False)
+    magic: bytes = b"LUDUS-1\n"
+    context: bytes = b""
+
+    opening_bytes: ClassVar[int] = 8 + _NONCE
+    answer_bytes: ClassVar[int] = 8 + _NONCE + _PROOF
+    confirmation_bytes: ClassVar[int] = _PROOF
+
+    def opening(self) -> bytes:
+        return self.magic + secrets.token_bytes(_NONCE)
+
+    def answer(self, opening: bytes) -> bytes:
+        """Raises HandshakeFailed."""
+        self._check_magic(opening)
+        head = self.magic + secrets.token_bytes(_NONCE)
+        return head + self._proof(b"caller", opening, head)
+
+    def confirmation(self, opening: bytes, answer: bytes) -> bytes:
+        """Raises HandshakeFailed."""
+        self._check_magic(answer)
+        if len(answer) != self.answer_bytes or not hmac.compare_digest(answer[-_PROOF:], self._proof(b"caller", opening, answer)):
+            raise HandshakeFailed("it has another token")
+        return self._proof(b"listener", opening, answer)
+
+    def check(self, opening: bytes, answer: bytes, confirmation: bytes) -> None:
+        """Raises HandshakeFailed."""
+        if not hmac.compare_digest(confirmation, self._proof(b"listener", opening, answer)):
+            raise HandshakeFailed("it does not know the token of this run")
+
+    def _check_magic(self, message: bytes) -> None:
+        if not message.startswith(self.magic):
+            raise HandshakeFailed("it speaks another protocol")
+
+    def _proof(self, role: bytes, opening: bytes, answer: bytes) -> bytes:
+        nonces = slice(len(self.magic), len(self.magic) + _NONCE)
+        return hmac.digest(self.token, self.context + role + opening[nonces] + answer[nonces], "sha256")
 
 
 class Guard:
     """The listening side. One for each port; everything here happens on its event loop."""
 
     def __init__(self, token: bytes) -> None:
-        self._token = token
+        self._handshake = Handshake(token)
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._told: set[str] = set()
         self.refused = 0
@@ -97,16 +145,15 @@ class Guard:
 
     async def _doubt(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """Why it is not one of us; empty when it is."""
-        ours = secrets.token_bytes(_NUMBER)
-        writer.write(_MAGIC + ours)
-        said = await reader.readexactly(len(_MAGIC))
-        if said != _MAGIC:
-            return "it speaks another protocol"
-        theirs = await reader.readexactly(_NUMBER)
-        given = await reader.readexactly(_PROOF)
-        if not hmac.compare_digest(given, _proof(self._token, b"caller", ours, theirs)):
-            return "it has another token"
-        writer.write(_proof(self._token, b"listener", ours, theirs))
+        handshake, opening = self._handshake, self._handshake.opening()
+        writer.write(opening)
+        answer = await reader.readexactly(len(handshake.magic))
+        if answer == handshake.magic:  # a stranger may send less than a whole answer, and is not waited for
+            answer += await reader.readexactly(handshake.answer_bytes - len(answer))
+        try:
+            writer.write(handshake.confirmation(opening, answer))
+        except HandshakeFailed as error:
+            return str(error)
         return ""
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
@@ -120,28 +167,26 @@ class Guard:
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, what: str) -> None:
     """The calling side. Raises UsageError when the tokens differ, WorkerFailed when it is not one of us. Has no time-out."""
-    mine = secrets.token_bytes(_NUMBER)
+    handshake, answer = Handshake(token), b""
     try:
-        said = await reader.readexactly(len(_MAGIC) + _NUMBER)
-        if not said.startswith(_MAGIC):
-            raise WorkerFailed(f"{what} is not what listens there: it speaks another protocol.", "Is the address right?")
-        theirs = said[len(_MAGIC) :]
-        writer.write(_MAGIC + mine + _proof(token, b"caller", theirs, mine))
-        answer = await reader.readexactly(_PROOF)
+        opening = await reader.readexactly(handshake.opening_bytes)
+        answer = handshake.answer(opening)
+        writer.write(answer)
+        handshake.check(opening, answer, await reader.readexactly(handshake.confirmation_bytes))
+    except HandshakeFailed as error:
+        if not answer:
+            raise WorkerFailed(f"{what} is not what listens there: {error}.", "Is the address right?") from error
+        raise WorkerFailed(
+            f"{what} does not know the token of this run: somebody else listens there.", "Is the address right?"
+        ) from error
     except asyncio.IncompleteReadError as error:
-        if error.partial == b"" and error.expected == _PROOF:
+        if answer and not error.partial:
             raise UsageError(f"{what} refuses our token.", "Give the token of this very run (LUDUS_TOKEN_FILE).") from error
         raise WorkerFailed(f"{what} left while it was greeted.", "Is it still running?") from error
     except OSError as error:
         raise WorkerFailed(
             f"{what} left while it was greeted: {error}.", "Is its token another one, or is it just ending?"
         ) from error
-    if not hmac.compare_digest(answer, _proof(token, b"listener", theirs, mine)):
-        raise WorkerFailed(f"{what} does not know the token of this run: somebody else listens there.", "Is the address right?")
-
-
-def _proof(token: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
-    return hmac.digest(token, role + listener + caller, "sha256")
 
 
 # -- is the other machine still there? -----------------------------------------------------------------------------------

@@ -10,13 +10,17 @@ Ray's own processes end with their parent in time, but for some that first want 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+
+if __name__ == "__main__":  # run as a file, without the packages that are installed
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from ludus.process import procfs, temp_dirs
 
 _WITHIN_S = 20.0
 _PAUSE_S = 0.1
@@ -26,14 +30,14 @@ def users_of(directory: str) -> list[int]:
     """Processes that have to do with the directory. (Those of other users cannot be looked into, and are not ours.)"""
     inside = f"{directory}/"
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - names are all that is needed
+    for pid in procfs.list_pids():
         with contextlib.suppress(OSError):  # it has just ended, or is another's
-            if int(pid) != os.getpid() and (_opened_to_write(pid, inside) or _told(pid, inside)):
-                found.append(int(pid))
+            if pid != os.getpid() and (_opened_to_write(pid, inside) or _told(pid, inside)):
+                found.append(pid)
     return found
 
 
-def _opened_to_write(pid: str, inside: str) -> bool:
+def _opened_to_write(pid: int, inside: str) -> bool:
     for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside) and _writes(pid, fd):  # noqa: PTH115
@@ -41,16 +45,15 @@ def _opened_to_write(pid: str, inside: str) -> bool:
     return False
 
 
-def _writes(pid: str, fd: str) -> bool:
+def _writes(pid: int, fd: str) -> bool:
     """Somebody who only reads a log there is nobody's business."""
     with open(f"/proc/{pid}/fdinfo/{fd}") as file:
         return any(line.startswith("flags:") and int(line.split()[1], 8) & os.O_ACCMODE for line in file)
 
 
-def _told(pid: str, inside: str) -> bool:
+def _told(pid: int, inside: str) -> bool:
     """Not enough by itself: whoever sets the title of his process writes over his environment."""
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        return any(entry.partition(b"=")[2].startswith(os.fsencode(inside)) for entry in file.read().split(b"\0"))
+    return any(entry.partition("=")[2].startswith(inside) for entry in procfs.read_environment(pid))
 
 
 def main(directory: str, *bases: str) -> None:
@@ -63,18 +66,8 @@ def main(directory: str, *bases: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
     shutil.rmtree(directory, ignore_errors=True)
-    _sweep(bases)
-
-
-def _sweep(bases: tuple[str, ...]) -> None:
-    """By `scratch.py`, which is beside this file and needs nothing either: there is no package to import it from."""
-    spec = importlib.util.spec_from_file_location("temp_dirs", Path(__file__).with_name("temp_dirs.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    scratch = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scratch)
     for base in bases:
-        scratch.sweep(Path(base))
+        temp_dirs.sweep(Path(base))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PF_EXITING = 0x4
+from ludus.process import identity, procfs
+
 _NAME = re.compile(r"ludus-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
@@ -22,13 +23,17 @@ class Scratch:
 
     def __init__(self, base: Path) -> None:
         sweep(base)
-        pid = os.getpid()
-        name = f"ludus-{_user()}-{_namespace()}-{pid}-{start_time(pid) or 0}-{secrets.token_hex(3)}"
-        self.path = base / name
+        self.path = base / directory_name()
         self.path.mkdir(mode=0o700)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def directory_name() -> str:
+    """One that `sweep` recognizes as this process's."""
+    pid = os.getpid()
+    return f"ludus-{_user()}-{procfs.pid_namespace()}-{pid}-{identity.start_ticks(pid) or 0}-{secrets.token_hex(3)}"
 
 
 def bases() -> list[Path]:
@@ -50,46 +55,12 @@ def sweep(base: Path) -> int:
         if match is None:
             continue
         user, namespace, pid, started = map(int, match.groups())
-        mine = user == _user() and namespace == _namespace()  # a process of another container is not seen from here
-        if mine and not path.is_symlink() and not alive(pid, started):
+        mine = user == _user() and namespace == procfs.pid_namespace()  # a process of another container is not seen from here
+        if mine and not path.is_symlink() and not identity.alive_since(pid, started):
             shutil.rmtree(path, ignore_errors=True)
             swept += 1
     return swept
 
 
-def alive(pid: int, started: int) -> bool:
-    """Whether this very process still runs, not another one that got its number."""
-    now = start_time(pid)
-    if now is not None:
-        return now == started or started == 0
-    if Path("/proc/self/stat").exists():
-        return False
-    try:  # no /proc: the number is all there is to go by
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def start_time(pid: int) -> int | None:
-    """In clock ticks since boot; None when there is no such process, or no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()  # the name before it may contain anything
-    # One that is exiting has closed its sockets before it is a zombie: whoever reads their end comes here in between.
-    return None if fields[0] in (b"Z", b"X") or int(fields[6]) & _PF_EXITING else int(fields[19])
-
-
 def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _namespace() -> int:
-    try:
-        return int(re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink())))
-    except (OSError, ValueError):
-        return 0

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import MissingExtra, Unreachable, UsageError, WorkerFailed
-from ludus.process import reaper, temp_dirs
+from ludus.process import identity, reaper, temp_dirs
 from ludus.process.job_env import Surroundings
 
 log = logging.getLogger(__name__)
@@ -571,7 +571,7 @@ def home() -> Iterator[Path]:
     sweep(base)
     made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     try:
-        (made / _NOTE).write_text(f"{os.getpid()} {temp_dirs.start_time(os.getpid()) or 0}")
+        (made / _NOTE).write_text(f"{os.getpid()} {identity.start_ticks(os.getpid()) or 0}")
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -598,7 +598,7 @@ def sweep(base: Path) -> int:
             pid, started = map(int, (home / _NOTE).read_text().split())
         except (OSError, ValueError):  # of another user; or it is being made, or removed, at this moment
             continue
-        if not temp_dirs.alive(pid, started):
+        if not identity.alive_since(pid, started):
             shutil.rmtree(home, ignore_errors=True)
             swept += 1
     return swept

@@ -1,4 +1,4 @@
-"""Stands where a node of Ray wants the agent of a dashboard: a program of the standard library that says that there is none.
+"""Stands where a node of Ray wants the agent of a dashboard: a small program that says that there is none.
 
 Ray starts that agent whether there is a dashboard or not, waits for it, and ends with it: 100 MB and a second for nothing. It is given
 the agent's command line, and writes what the agent of a Ray without dashboard writes: that its ports are -1.
@@ -6,19 +6,22 @@ the agent's command line, and writes what the agent of a Ray without dashboard w
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # run as a file, without the packages that are installed
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from ludus.process import identity
+
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-_PR_SET_PDEATHSIG = 1
 
 
 def main(words: list[str]) -> None:
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    identity.end_with(parent, signal.SIGKILL)
     told = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
     for name in PORTS:
         path = Path(told["session-dir"]) / f"{name}_{told['node-id']}"

@@ -7,7 +7,6 @@ It ends when Ray does. The kernel ends Ray when it ends, however that happens.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.io import json_lines
 from ludus.ray_cluster import dashboard_stub
 from ludus.ray_cluster.cluster import HEALTH, Head, listens
 
@@ -42,22 +42,22 @@ class Orders:
     ports: Mapping[str, int] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
+    def line(self) -> bytes:
+        return json_lines.encode(asdict(self))
 
     @staticmethod
-    def read(line: str) -> Orders:
-        return Orders(**json.loads(line))
+    def read(line: bytes | str) -> Orders:
+        return Orders(**json_lines.decode(line))
 
 
 def main() -> int:
-    out = os.fdopen(os.dup(1), "w", buffering=1)  # what Ray prints goes where errors go
+    out = os.dup(1)  # what Ray prints goes where errors go
     os.dup2(2, 1)
     orders = Orders.read(sys.stdin.readline())
     began = time.monotonic()
 
     def say(**said: Any) -> None:
-        out.write(json.dumps(said) + "\n")
+        json_lines.write(out, said)
 
     try:
         head = Head(orders.head)  # Ray is imported here, while the head may still be starting

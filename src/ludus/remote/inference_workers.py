@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from ludus.core.tree import Array, Tree, decode, encode, map_tree
 from ludus.distributed.gateway_workers import bind
-from ludus.distributed.hub.rpc import Connection, Header, Peer, Reply, error_fields, listen, listen_beyond, tcp_address
+from ludus.distributed.hub.rpc import Connection, Header, Peer, Reply, error_fields, listen, listen_beyond
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
+from ludus.io.addresses import tcp_address
 from ludus.models.inference.engine import Engine, Inputs, Versions, rows_of, stacked
 from ludus.models.inference.micro_batcher import Batcher
 from ludus.models.weights.serialization import model_from

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ludus.io.atomic_file import replace_json
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +35,9 @@ Sample = tuple[Labels, float]
 
 def write_snapshot(directory: Path, name: str, numbers: Mapping[str, Any]) -> None:
     path = directory / f"{name}.metrics"
-    aside = path.with_suffix(f".aside-{os.getpid()}")
     try:
-        aside.write_text(json.dumps(numbers), encoding="utf-8")
-        aside.replace(path)
+        replace_json(path, numbers)
     except OSError as error:  # numbers that are a little old harm less than a worker that stops
-        with contextlib.suppress(OSError):
-            aside.unlink()
         if time.monotonic() >= _warned.get(path, 0.0) + _WARN_S:
             _warned[path] = time.monotonic()
             log.warning("cannot write %s: %s", path, error)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Refused
+from ludus.io.atomic_file import replace_json
 from ludus.protocol.spec import About
 
 FILE = "lineup.json"
@@ -58,9 +58,7 @@ class Lineup:
         return name, self.agents[name].choose(session, about.version)
 
     def write(self, directory: Path) -> None:
-        aside = directory / f"{FILE}.aside-{os.getpid()}"
-        aside.write_text(json.dumps({name: asdict(agent) for name, agent in self.agents.items()}), encoding="utf-8")
-        aside.replace(directory / FILE)
+        replace_json(directory / FILE, {name: asdict(agent) for name, agent in self.agents.items()})
 
     @classmethod
     def read(cls, directory: Path) -> Lineup:

@@ -13,21 +13,19 @@ import itertools
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_unavailable
+from ludus.io.atomic_file import TEMPORARY, open_for_replace, sync_directory, sync_file, temporary_path
 from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
 from ludus.storage.safe_read import MOST_JSON_BYTES, read_regular_file
 
-_ASIDE = ".aside-"  # unfinished files and bundles; never listed, never read
 _ONCE = ".once-"  # beside a value that may not be replaced: the directory that its writer won, with the value in it
 _VALUE = "value"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
-_NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
 _LOOKS = 3
 _TRIES, _PAUSE_S = 10, 0.01
 
@@ -72,11 +70,11 @@ class LocalStore:
             with _directory_aside(target) as aside:
                 for name, data in {**files, MANIFEST: manifest}.items():
                     _write(aside / name, data)
-                _sync(aside)
+                sync_directory(aside)
                 if guard is not None:
                     guard()
                 _become(aside, target)
-            _sync(target.parent)
+            sync_directory(target.parent)
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
         path = self._path(key)
@@ -108,7 +106,7 @@ class LocalStore:
     def sweep(self, prefix: str) -> int:
         """Remove what crashed writers left below `prefix`. Only for the one owner of that prefix."""
         path = self._path(prefix) if prefix else self.root
-        left = [path / name for name in self._names(prefix) if name.startswith(_ASIDE)]
+        left = [path / name for name in self._names(prefix) if name.startswith(TEMPORARY)]
         with self._translated(path):
             for entry in left:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
@@ -157,22 +155,15 @@ class LocalStore:
 
 
 def _replace(target: Path, data: Bytes) -> None:
-    aside = _aside(target)
-    try:
-        _write(aside, data)
-        for tries_left in range(_TRIES, -1, -1):
-            try:
-                os.replace(aside, target)
-                break
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                if not aside.exists():  # swept away by one that takes the run over; else the target is hidden: see `_hides`
-                    _write(aside, data)
-            time.sleep(_PAUSE_S)
-    finally:
-        aside.unlink(missing_ok=True)
-    _sync(target.parent)
+    for tries_left in range(_TRIES, -1, -1):
+        try:
+            with open_for_replace(target, durable=True) as file:
+                file.write(data)
+            return
+        except FileNotFoundError:  # another owner swept the temporary file, or the target is hidden (see `_hides`)
+            if not tries_left:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def _put_once(target: Path, data: Bytes) -> None:
@@ -182,16 +173,16 @@ def _put_once(target: Path, data: Bytes) -> None:
     once = _once(target)
     with _directory_aside(target) as aside:
         _write(aside / _VALUE, data)
-        _sync(aside)
+        sync_directory(aside)
         try:
             _become(aside, once)
         except AlreadyExists:
             with contextlib.suppress(OSError):  # it may have died before it came to that
                 _show(once / _VALUE, target)
             raise AlreadyExists(f"{target} exists already.") from None
-    _sync(target.parent)
+    sync_directory(target.parent)
     _show(once / _VALUE, target)
-    _sync(target.parent)
+    sync_directory(target.parent)
     if _read(target) != bytes(data):  # somebody put it there who did not mind what there is
         raise AlreadyExists(f"{target} exists already.")
 
@@ -222,7 +213,7 @@ def _become(aside: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _directory_aside(target: Path) -> Iterator[Path]:
-    aside = _aside(target)
+    aside = temporary_path(target)
     try:
         aside.mkdir()
         yield aside
@@ -233,35 +224,12 @@ def _directory_aside(target: Path) -> Iterator[Path]:
 def _write(path: Path, data: Bytes) -> None:
     with open(path, "xb") as file:
         file.write(data)
-        file.flush()
-        with _unless_unable():
-            os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    if os.name == "nt":  # a directory cannot be opened there; rename is durable enough
-        return
-    with _unless_unable():
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _unless_unable() -> Iterator[None]:
-    """Some file systems cannot fsync a directory, or anything; those that can and fail have lost what was written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
+        sync_file(file)
 
 
 def _remove(directory: Path) -> None:
     """Gone at once for readers, then removed."""
-    aside = _aside(directory)
+    aside = temporary_path(directory)
     try:
         os.rename(directory, aside)
     except FileNotFoundError:
@@ -317,10 +285,6 @@ def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> b
             if error.errno != errno.ESTALE:
                 raise
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-
-def _aside(target: Path) -> Path:
-    return target.parent / f"{_ASIDE}{uuid.uuid4().hex}"
 
 
 def _once(target: Path) -> Path:

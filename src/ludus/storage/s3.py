@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.core import plugins
+from ludus.core.backoff import Backoff
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, UsageError
 from ludus.storage import multipart_cleanup, s3_credentials, s3_errors
 from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
@@ -499,8 +500,9 @@ def _side_by_side(act: Callable[[S], T], items: Iterable[S]) -> list[T]:
 def _pauses(patience: Patience, retries: int) -> Iterator[float | None]:
     """How long to wait after each attempt when it fails; None after the last."""
     deadline = time.monotonic() + patience.total_s
-    for attempt in range(retries):
-        yield min(_PAUSE_S * 2.0 ** min(attempt, 16), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)  # noqa: S311 - so that many do not come at once
+    backoff = Backoff(_PAUSE_S, _LONGEST_PAUSE_S, jitter=(0.5, 1.0), generator=random)
+    for _ in range(retries):
+        yield backoff.next_delay()
         if time.monotonic() > deadline:
             break
     yield None

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from ludus.core import plugins
+from ludus.core.backoff import Backoff
 from ludus.errors import ExchangeUnavailable, UsageError
 from ludus.transport.message_stream import MAX_MESSAGE, PASSWORD, Buffer, Delivery
 
@@ -115,7 +116,7 @@ class RedisExchange:
         size = sum(memoryview(piece).nbytes for piece in pieces)
         request = [b"%b$%d\r\n" % (self._add[0], size), *pieces, self._add[1]]
         end = time.monotonic() + timeout_s
-        pause, unsure_until = _FULL_S[0], self._unsure_until
+        backoff, unsure_until = Backoff(*_FULL_S, generator=random), self._unsure_until
         while True:
             try:
                 if self._length is None:
@@ -127,14 +128,13 @@ class RedisExchange:
                     return True
             except _Full:
                 self._warn_of_memory()
-                pause = max(pause, _DOWN_S[0])
+                backoff = Backoff(_FULL_S[1], _FULL_S[1], generator=random)
             left = end - time.monotonic()
             if left <= 0 and self._unsure_until != unsure_until:  # an attempt whose answer was lost may have succeeded
                 raise ExchangeUnavailable(f"{self._link.shown} was away when it was sent a message, and has no room now.")
             if left <= 0:
                 return False
-            time.sleep(min(left, pause * random.uniform(0.5, 1.5)))  # noqa: S311
-            pause = min(2 * pause, _FULL_S[1])
+            time.sleep(min(left, backoff.next_delay()))
 
     def _warn_of_memory(self) -> None:
         now = time.monotonic()
@@ -395,7 +395,7 @@ class _Link:
         self._errors = redis.exceptions
         self._socket: Any = None
         self._answers: _Answers | None = None
-        self._pause, self._not_before = _DOWN_S[0], 0.0
+        self._backoff, self._not_before = Backoff(*_DOWN_S, generator=random), 0.0
         self._why = "it did not answer a moment ago"
 
     @property
@@ -426,15 +426,15 @@ class _Link:
         except BaseException:  # a signal in the middle: what comes next on this connection would answer another question
             self.close()
             raise
-        self._pause, self._not_before = _DOWN_S[0], 0.0
+        self._backoff.reset()
+        self._not_before = 0.0
         return replies
 
     def rest(self, end: float) -> bool:
         """Wait before the next attempt; False: there is no time for one."""
         now = time.monotonic()
         if self._not_before <= now:
-            self._not_before = now + self._pause * random.uniform(0.5, 1.5)  # noqa: S311
-            self._pause = min(2 * self._pause, _DOWN_S[1])
+            self._not_before = now + self._backoff.next_delay()
         if self._not_before >= end:
             return False
         time.sleep(max(0.0, self._not_before - now))

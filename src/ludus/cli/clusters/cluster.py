@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -177,18 +176,17 @@ class Standing:
 
     def write(self, name: str, text: str) -> None:
         """JOB or TOKEN. The first is what makes it known; the other can be asked for again. Raises OSError, UsageError."""
+        from ludus.io.atomic_file import replace_file
         from ludus.launch.job_dir import make_private
 
         for directory in (_home().parent, _home(), self.directory):
             make_private(directory)
-        aside = self.directory / f".{name}.{os.getpid()}"
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(aside, self.directory / name)
+        replace_file(self.directory / name, text, mode=0o600)
 
     def remove(self) -> None:
-        asides = [path for name in (TOKEN, JOB) for path in self.directory.glob(f".{name}.*")]
-        for path in (*asides, self.token, self.directory / JOB):
+        from ludus.io.atomic_file import TEMPORARY
+
+        for path in (*self.directory.glob(f"{TEMPORARY}*"), self.token, self.directory / JOB):
             path.unlink(missing_ok=True)
         with suppress(OSError):  # somebody has put something else there, which is theirs
             self.directory.rmdir()

@@ -18,6 +18,7 @@ import typer
 
 from ludus.cli.help import HelpApp
 from ludus.cli.job_argument import LAST, complete_job
+from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, MissingExtra, UnknownName, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -327,6 +328,7 @@ def _of_ones_own(name: str) -> Iterator[None]:
 
 def remember(name: str) -> None:
     """So that its jobs are found later without saying whose they are."""
+    from ludus.io.atomic_file import replace_file
     from ludus.launch import job_dir
     from ludus.launch.job import ORCHESTRATORS
 
@@ -334,9 +336,7 @@ def remember(name: str) -> None:
     if name in ORCHESTRATORS or name in known:
         return
     home = job_dir.make_private(job_dir.state_home())
-    aside = home / f".orchestrators.{os.getpid()}"
-    aside.write_text("".join(f"{line}\n" for line in (*known, name)), encoding="utf-8")
-    aside.replace(home / "orchestrators")
+    replace_file(home / "orchestrators", "".join(f"{line}\n" for line in (*known, name)))
 
 
 def remembered() -> list[str]:
@@ -357,7 +357,7 @@ def remembered() -> list[str]:
 def await_end(found: Found, timeout_s: float) -> JobStatus | None:
     """Its status when it is over; None if it is not by then. Raises LudusError when nobody could be asked for half an hour."""
     deadline = time.monotonic() + timeout_s
-    look_s, most_s = _FIRST_LOOK_S, _LOOK_S if found.on == "local" else _LOOK_FAR_S
+    polls = Backoff(_FIRST_LOOK_S, _LOOK_S if found.on == "local" else _LOOK_FAR_S, factor=1.2)
     away: float | None = None
     while True:
         try:
@@ -376,8 +376,7 @@ def await_end(found: Found, timeout_s: float) -> JobStatus | None:
         left = deadline - time.monotonic()
         if left <= 0:
             return None
-        time.sleep(min(look_s, left))
-        look_s = min(1.2 * look_s, most_s)
+        time.sleep(min(polls.next_delay(), left))
 
 
 def conclude(found: Found, *, last_lines: bool) -> int:

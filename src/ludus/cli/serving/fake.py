@@ -259,20 +259,15 @@ def _errors(health: dict[str, Any]) -> Counter[str]:
 
 
 def usage(pid: int) -> tuple[float, int]:
-    """CPU seconds and resident bytes of a process; of another one only where /proc tells."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-        return (int(fields[11]) + int(fields[12])) / tick, int(fields[21]) * page
-    except (OSError, ValueError, IndexError):
-        if pid != os.getpid() or sys.platform == "win32":
-            return 0.0, 0
-        import resource
+    """CPU seconds and resident bytes of a process; zeros when it is gone, or cannot be looked into."""
+    import psutil
 
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return used.ru_utime + used.ru_stime, used.ru_maxrss * unit
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return times.user + times.system, process.memory_info().rss
+    except psutil.Error:
+        return 0.0, 0
 
 
 class Report:

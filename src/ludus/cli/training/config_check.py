@@ -14,7 +14,7 @@ from ludus.config.overrides import remove_spellings
 from ludus.config.problem import ConfigErrors, ConfigProblem
 from ludus.config.translation import translate_config, translate_experiment
 from ludus.errors import ConfigError, EnvironmentFault, UsageError
-from ludus.experiments import runner
+from ludus.experiments.resolve import resolve
 from ludus.experiments.validation import validate
 from ludus.tuning import sweep
 
@@ -138,7 +138,7 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
         if search_space.is_sweep(whole):
             sweep.plan(name, data)
         else:
-            runner.resolve(_with_a_number_of_workers(whole))
+            resolve(_with_a_number_of_workers(whole))
     except ConfigErrors as error:
         return error.problems
     except (UsageError, EnvironmentFault) as error:
@@ -147,7 +147,7 @@ def errors_of(name: str, data: Mapping[str, Any]) -> list[ConfigProblem]:
 
 
 def _path_in(line: str) -> str:
-    """The key with which a sentence begins, as those of `experiment.resolve` do."""
+    """The key with which a sentence begins, as those of `resolve` do."""
     word = line.partition(" ")[0].strip("'")
     return word if word.startswith("config.") else ""
 

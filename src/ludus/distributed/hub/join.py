@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.distributed.hub.ray_discovery import Keeper, Spot, card_address
-from ludus.distributed.hub.rpc import Connection, Header, host_and_port, is_tcp
+from ludus.distributed.hub.rpc import Connection, Header
 from ludus.distributed.hub.server import REPORT_S, Door, Hub, Place, find_or_start, found_here, shared_memory, short_temp
 from ludus.distributed.hub.weight_cache import Share
 from ludus.errors import UsageError, WorkerFailed
+from ludus.io.addresses import host_and_port, is_tcp
 from ludus.process.auth import read_token, write_token
 from ludus.process.temp_dirs import Scratch
 

@@ -14,12 +14,8 @@ import contextlib
 import getpass
 import hashlib
 import importlib
-import json
 import logging
 import os
-import select
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -30,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.errors import UsageError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.addresses import interface_addresses
+from ludus.io.json_lines import LineReader
 from ludus.ray_cluster.cluster import LOCAL, Cluster, address_of
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ JOIN_S = 60.0
 """How long Ray may take to let a process in."""
 _END_S = 20.0
 _LOOK_S = 0.1
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,8 @@ class Keeper:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for us, and we tell it
         )
+        assert self._process.stdout is not None
+        self._reader = LineReader(self._process.stdout.fileno())
 
     def find_or_claim(self, within_s: float) -> Spot | str:
         """Where the hub is; or the address of this node, when there is none and this process is to become it.
@@ -98,16 +98,14 @@ class Keeper:
         from ludus.distributed.hub.rpc import error_from
 
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+        line = None
+        with contextlib.suppress(BrokenPipeError, TimeoutError):
+            self._process.stdin.write(json_lines.encode(question))
             self._process.stdin.flush()
-            if select.select([self._process.stdout], [], [], within_s)[0]:
-                line = self._process.stdout.readline()
-        if not line:
+            line = self._reader.read_line(within_s)
+        if line is None:
             raise WorkerFailed(f"The Ray cluster at {self._address} does not answer.", "Is its head running?")
-        said: dict[str, Any] = json.loads(line)
+        said = json_lines.decode(line)
         if "error" in said:
             raise error_from(said)
         return said
@@ -146,11 +144,11 @@ def keep() -> None:
     from ludus.distributed.hub.rpc import error_fields
     from ludus.errors import LudusError
 
-    out = os.fdopen(os.dup(1), "w")
+    out = os.dup(1)
     os.dup2(2, 1)  # what Ray prints is no answer
     meeting: Meeting | None = None
     for line in sys.stdin:
-        question = json.loads(line)
+        question = json_lines.decode(line)
         said: dict[str, Any] = {}
         try:
             if "leave" in question and meeting is not None:
@@ -161,8 +159,7 @@ def keep() -> None:
                 said = {"host": meeting.host()} if spot is None else {"spot": [spot.address, spot.token]}
         except LudusError as error:
             said = error_fields(error)
-        out.write(json.dumps(said) + "\n")
-        out.flush()
+        json_lines.write(out, said)
     if meeting is not None:
         meeting.close()
 
@@ -257,12 +254,7 @@ def card_address() -> str:
     card = os.environ.get(NET_CARD, "")
     if not card:
         return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(card)[:15]))
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise UsageError(f"{NET_CARD}={card!r} is not an interface with an address here.", f"There are: {names}.") from error
-    return socket.inet_ntoa(answer[20:24])
+    addresses = interface_addresses()
+    if not addresses.get(card):
+        raise UsageError(f"{NET_CARD}={card!r} is not an interface with an address here.", f"There are: {', '.join(addresses)}.")
+    return addresses[card]

@@ -23,6 +23,7 @@ import msgpack
 
 from ludus import errors
 from ludus.errors import Damaged, LudusError, UsageError, WorkerFailed
+from ludus.io.addresses import host_and_port, is_tcp
 from ludus.process.auth import Guard, greet, keep_alive, read_token, watch
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ CONNECT_S = 5.0
 _LENGTHS = struct.Struct("<II")
 _SUN_PATH = 100  # bytes that a path of a unix socket may have, with some to spare (108 on Linux, 104 on macOS)
 _READ_AHEAD = 1 << 20
-_TCP = "tcp://"
 
 
 def frame(header: Mapping[str, Any], *parts: Body) -> list[Body]:
@@ -175,23 +175,6 @@ async def _talk(reader: asyncio.StreamReader, peer: Peer, on_frame: OnFrame, on_
         if on_gone is not None:
             on_gone(peer)
         peer.close()
-
-
-def tcp_address(host: str, port: int) -> str:
-    return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
-
-
-def is_tcp(address: str) -> bool:
-    return address.startswith(_TCP)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Of `tcp://host:port`. Raises UsageError."""
-    host, _, port = address.removeprefix(_TCP).rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not is_tcp(address) or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address!r} is not an address.", "Write tcp://host:port.")
-    return host, int(port)
 
 
 def check_socket_path(path: Path) -> str:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from ludus.buffers.bounded_queue import Fifo
+from ludus.buffers.bounded_queue import BoundedQueue
 from ludus.core import trust
 from ludus.core.metrics import JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.core.plugins import did_you_mean
@@ -41,11 +41,12 @@ from ludus.distributed.hub.rpc import (
     listen,
     listen_beyond,
     split,
-    tcp_address,
 )
 from ludus.distributed.hub.shared_queues import Rings, Shared, release
 from ludus.distributed.hub.weight_cache import PART, Landing, Source
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.addresses import tcp_address
+from ludus.io.atomic_file import replace_json
 from ludus.models.weights.model_registry import Registry, check_name
 from ludus.process.auth import Guard, read_token, write_token
 from ludus.process.temp_dirs import Scratch
@@ -167,14 +168,6 @@ def _record(directory: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _write_record(directory: Path, record: Mapping[str, Any]) -> None:
-    aside = directory / f".{RECORD}.{os.getpid()}"
-    aside.unlink(missing_ok=True)
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(record, file, indent=1)
-    os.replace(aside, directory / RECORD)
-
-
 def _reachable(record: Mapping[str, Any] | None) -> Place | None:
     if record is None:
         return None
@@ -261,7 +254,7 @@ Item = bytes | memoryview | Shared
 
 @dataclass
 class _Buffer:
-    fifo: Fifo[Item]
+    fifo: BoundedQueue[Item]
     lost: int = 0
     """Items that producers dropped before they got here."""
     shared: int = 0
@@ -361,7 +354,7 @@ class Hub:
         try:
             asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(CLAIM_S)
             record = {"pid": self._pid, "host": platform.node(), "address": self.address, "place": vars(self.place)}
-            _write_record(self.directory, record)
+            replace_json(self.directory / RECORD, record, mode=0o600, indent=1)
         except BaseException:
             self.close()
             raise
@@ -598,7 +591,7 @@ class Hub:
         if buffer is None:
             if size is not None and size < 1:
                 raise UsageError(f"A buffer of size {size} holds nothing.", "Give size=1 or more.")
-            buffer = self._buffers[name] = _Buffer(Fifo(BUFFER_SIZE if size is None else int(size)))
+            buffer = self._buffers[name] = _Buffer(BoundedQueue(BUFFER_SIZE if size is None else int(size)))
         elif size is not None and size != buffer.fifo.size:
             raise UsageError(
                 f"The buffer {name!r} exists with size {buffer.fifo.size}, not {size}.", "Give its size in one place only."
@@ -647,14 +640,14 @@ class Hub:
             )
         if header.get("maps"):
             self._mapping.add(peer)
-        buffer.fifo.want((peer, header["id"]), int(header["count"]))
+        buffer.fifo.request((peer, header["id"]), int(header["count"]))
         self._settle(buffer)
 
     def _settle(self, buffer: _Buffer) -> None:
-        settled = buffer.fifo.settle()
+        settled = buffer.fifo.deliver()
         for who in settled.accepted:
             self._answer(who, {})
-        for who, items in settled.given:
+        for who, items in settled.deliveries:
             self._give(who, items)
 
     def _give(self, who: Any, items: list[Item]) -> None:

@@ -33,6 +33,7 @@ from typing import IO, Any, Protocol
 
 from ludus.distributed.hub.rpc import Body, Connection, Header, Peer, error_fields
 from ludus.errors import Damaged, LudusError, NotFound, StoreFull, UsageError, WorkerFailed
+from ludus.io.atomic_file import create_once, open_for_replace
 from ludus.models.weights import serialization
 from ludus.models.weights.shared_weights import Board, BoardReader
 
@@ -265,11 +266,9 @@ class Share:
 
     def _named(self) -> str:
         """Which machine this is: a random name, the same for everybody here."""
-        aside, name = self.path / f"aside-{uuid.uuid4().hex}", self.path / "node"
-        aside.write_text(secrets.token_hex(8))
+        name = self.path / "node"
         with contextlib.suppress(FileExistsError):
-            os.link(aside, name)
-        aside.unlink()
+            create_once(name, secrets.token_hex(8).encode())
         return name.read_text()
 
     def forget(self) -> None:
@@ -471,10 +470,9 @@ def _make_room(out: Any, size: int, path: Path) -> None:
 
 async def _fetched_graph(line: Line, here: Path) -> None:
     connection = await line.connect()
-    aside = here.with_name(f"aside-{uuid.uuid4().hex}")
     try:
         size = 1
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        with open_for_replace(here, mode=0o600) as out:
             while out.tell() < size:
                 question = {"op": "graph.part", "file": here.name, "offset": out.tell()}
                 header, body = (await connection.request(question, timeout_s=ANSWER_S))[-1]
@@ -482,9 +480,7 @@ async def _fetched_graph(line: Line, here: Path) -> None:
                 if not body:
                     raise Damaged(f"The traced model {here.name} ends at {out.tell()} of {size} bytes.")
                 out.write(body)
-        os.replace(aside, here)
     finally:
-        aside.unlink(missing_ok=True)
         await connection.close()
 
 

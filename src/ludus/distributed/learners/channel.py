@@ -7,9 +7,7 @@ by a keyed hash that they know the token of the run before anything else is read
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import secrets
 import select
 import socket
 import struct
@@ -17,7 +15,8 @@ import time
 from dataclasses import dataclass
 
 from ludus.errors import Damaged, UsageError, WorkerFailed
-from ludus.process.auth import keep_alive
+from ludus.io.addresses import host_and_port, tcp_address
+from ludus.process.auth import Handshake, keep_alive
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +24,11 @@ HELLO, WELCOME, READY, JOIN, STATE, SPEC, LEARN, DONE = range(1, 9)
 """Kinds of frames, in the order in which they first appear."""
 
 ANSWER_S = 60.0
-TCP = "tcp://"
 
 _FRAME = struct.Struct("<Bqqq")
 """Kind, two numbers, bytes that follow."""
 _MAX_BODY = 1 << 36
 _MAGIC = b"LUDUS-L\n"
-_NONCE = _PROOF = 32
 _GREETING_S = 5.0
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
@@ -121,9 +118,9 @@ class Entrance:
     def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         if len(token) < 16:
             raise UsageError(f"A token of {len(token)} bytes is too short.", "Use 16 random ones or more.")
-        self.host, self._token = host, token
+        self.host, self._handshake = host, _handshake(token)
         self._listening = socket.create_server((host, port))
-        self.address = f"{TCP}{host}:{self._listening.getsockname()[1]}"
+        self.address = tcp_address(host, self._listening.getsockname()[1])
 
     def admit(self, within_s: float) -> Link | None:
         """The next one that knows the token, or None; strangers are cut off. They are heard one after another."""
@@ -147,13 +144,10 @@ class Entrance:
         """All of it until then: whoever says a byte now and then must not keep others waiting."""
         _hurry(connection, deadline)
         keep_alive(connection)
-        mine = secrets.token_bytes(_NONCE)
-        connection.sendall(_MAGIC + mine)
-        said = bytes(_exactly(connection, len(_MAGIC) + _NONCE + _PROOF, deadline))
-        theirs, proof = said[len(_MAGIC) : -_PROOF], said[-_PROOF:]
-        if not said.startswith(_MAGIC) or not hmac.compare_digest(proof, _proof(self._token, b"caller", mine, theirs)):
-            raise ConnectionError("it has another token")
-        connection.sendall(_proof(self._token, b"listener", mine, theirs))
+        opening = self._handshake.opening()
+        connection.sendall(opening)
+        answer = bytes(_exactly(connection, self._handshake.answer_bytes, deadline))
+        connection.sendall(self._handshake.confirmation(opening, answer))
 
     def close(self) -> None:
         self._listening.close()
@@ -167,13 +161,11 @@ def enter(address: str, token: bytes, timeout_s: float = ANSWER_S) -> Link:
     try:
         connection = socket.create_connection((host, port), timeout_s)
         keep_alive(connection)
-        said = bytes(_exactly(connection, len(_MAGIC) + _NONCE, deadline))
-        if not said.startswith(_MAGIC):
-            raise ConnectionError("it speaks another protocol")
-        theirs, mine = said[len(_MAGIC) :], secrets.token_bytes(_NONCE)
-        connection.sendall(_MAGIC + mine + _proof(token, b"caller", theirs, mine))
-        if not hmac.compare_digest(bytes(_exactly(connection, _PROOF, deadline)), _proof(token, b"listener", theirs, mine)):
-            raise ConnectionError("it does not know the token of this run")
+        handshake = _handshake(token)
+        opening = bytes(_exactly(connection, handshake.opening_bytes, deadline))
+        answer = handshake.answer(opening)
+        connection.sendall(answer)
+        handshake.check(opening, answer, bytes(_exactly(connection, handshake.confirmation_bytes, deadline)))
     except (OSError, EOFError) as error:
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -184,20 +176,5 @@ def enter(address: str, token: bytes, timeout_s: float = ANSWER_S) -> Link:
     return Link(connection, "Learner 0", far=True)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Of `tcp://host:port`. Raises UsageError."""
-    host, _, port = address.removeprefix(TCP).rpartition(":")
-    if not address.startswith(TCP) or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address!r} is not an address.", "Write tcp://host:port.")
-    return host, int(port)
-
-
-def own_address(towards: str) -> str:
-    """The address of this node as seen from `tcp://host:port`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(host_and_port(towards))
-        return str(probe.getsockname()[0])
-
-
-def _proof(token: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
-    return hmac.digest(token, _MAGIC + role + listener + caller, "sha256")
+def _handshake(token: bytes) -> Handshake:
+    return Handshake(token, magic=_MAGIC, context=_MAGIC)

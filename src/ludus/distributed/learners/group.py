@@ -24,14 +24,14 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ludus.algorithms.base import Algorithm
-from ludus.algorithms.optim.gradient_allreduce import ALONE, COLLECTIVE_S, SharedGroup
+from ludus.algorithms.optim.gradient_allreduce import COLLECTIVE_S, SINGLE_LEARNER, SharedMemoryAllReduce
 from ludus.config.schema import AlgorithmConfig
 from ludus.core import tree
 from ludus.core.tree import Array
 from ludus.core.types import Segments, SegmentSpec
 from ludus.distributed.code_bundle import Luggage
 from ludus.distributed.hub.server import shared_memory
-from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, TCP, WELCOME, Entrance, Frame, Link
+from ludus.distributed.learners.channel import DONE, HELLO, JOIN, LEARN, READY, SPEC, STATE, WELCOME, Entrance, Frame, Link
 from ludus.distributed.learners.rank import (
     FINGERPRINT,
     START_S,
@@ -46,6 +46,7 @@ from ludus.distributed.learners.rank import (
     spec_json,
 )
 from ludus.errors import StoreFull, WorkerFailed
+from ludus.io.addresses import tcp_address
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import NEVER, OVER, Context, Process, Supervisor
 from ludus.transport.shared_memory import Layout
@@ -171,7 +172,7 @@ class Learners:
         """Tell all ranks what they are, and join them."""
         place, device = str(self._scratch.path / "group"), self._algorithm.optimizer.device
         if self._transport == "shared":
-            SharedGroup.create(Path(place), self.size, self._algorithm.optimizer.wire.numel())
+            SharedMemoryAllReduce.create(Path(place), self.size, self._algorithm.optimizer.allreduce_buffer.numel())
         elif entrance is not None:
             place = self._open_store(entrance.host)
         welcome = Welcome(recipe, self.size, self._transport, place, str(self._scratch.path), "cpu", self._timeout_s)
@@ -189,7 +190,7 @@ class Learners:
         stores: Any = torch.distributed
         limit = datetime.timedelta(seconds=self._timeout_s)
         self._store = stores.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
-        return f"{TCP}{host}:{self._store.port}"
+        return tcp_address(host, self._store.port)
 
     def _hear(self, rank: int, kind: int, deadline: float) -> Frame:
         """A frame from that rank, or the reason why there will be none."""
@@ -301,7 +302,7 @@ class Learners:
         for process in self._processes.values():
             process.stop(_GRACE_S)
         self._algorithm.optimizer.group.close()
-        self._algorithm.optimizer.group = ALONE
+        self._algorithm.optimizer.group = SINGLE_LEARNER
         self._store = None
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ludus.buffers.block_batches import batch_for
+from ludus.buffers.block_batches import allocate_batch
 from ludus.buffers.collate import put_rows
+from ludus.core.backoff import Backoff
 from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.distributed.redis.messages import (
@@ -148,7 +149,7 @@ class FleetBatches:
 
     def _put(self, received: Received) -> None:
         if self._batch is None:
-            self._batch = batch_for(received.segments, self._blocks)
+            self._batch = allocate_batch(received.segments, self._blocks)
         if not self._held:
             self._batch.finals = 0
         put_rows(self._batch, received.segments, len(self._held) * received.segments.rows)
@@ -554,7 +555,7 @@ class _Press:
     # -- the thread
 
     def _work(self) -> None:
-        pause = _AGAIN_S
+        backoff = Backoff(_AGAIN_S, _MOST_AGAIN_S)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None or self._closing)
@@ -569,8 +570,7 @@ class _Press:
                     log.warning("new weights do not get out: %s; workers go on with those they have", error)
                 self._said = True
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing, pause)
-                pause = min(2 * pause, _MOST_AGAIN_S)
+                    self._changed.wait_for(lambda: self._closing, backoff.next_delay())
                 continue
             except LudusError as error:
                 self._error = error
@@ -581,7 +581,8 @@ class _Press:
                 return
             if self._said:
                 log.warning("new weights get out again")
-            self._said, pause = False, _AGAIN_S
+            self._said = False
+            backoff.reset()
             with self._changed:
                 if self._next is not None and self._next[0] is bulletin:
                     self._next = None

@@ -37,6 +37,8 @@ from ludus.experiments.runs.remote_runs import shown
 from ludus.experiments.runs.run_agent import RunAgent
 from ludus.experiments.runs.run_dir import CONFIG, Run
 from ludus.experiments.runs.run_sync import Carrier
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, newest_claim
 from ludus.process.host import StopSignal, stop_on_signals
@@ -57,7 +59,7 @@ START_S = 5.0
 CLOSE_S = 30.0
 """After its last word a learner has this long to leave."""
 
-PRELOAD = ("numpy", "torch", "ludus.experiments.runner")
+PRELOAD = ("numpy", "torch", "ludus.experiments.runner", "ludus.experiments.assembly.worker_training")
 _POLL_S = 0.1
 _FAILURES_KEPT = 20
 _ONE_TRAINER = "One run has one trainer: stop the other, or leave this one stopped."
@@ -149,10 +151,8 @@ class Post:
         self._pipe, self._lock = pipe, threading.Lock()
 
     def send(self, **message: Any) -> None:
-        line = json.dumps(message).encode() + b"\n"
         with self._lock, contextlib.suppress(BrokenPipeError):  # the driver is gone, and this process is about to be
-            while line:
-                line = line[os.write(self._pipe, line) :]
+            json_lines.write(self._pipe, message)
 
     def announce(self, sentence: str) -> None:
         self.send(said=sentence)
@@ -215,7 +215,7 @@ class _Mail:
     def __init__(self) -> None:
         self._read, self.write_end = os.pipe()
         os.set_blocking(self._read, False)
-        self._rest = b""
+        self._reader = LineReader(self._read, _MAX_LINE_BYTES, skip_long=True)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._read, selectors.EVENT_READ)
 
@@ -224,13 +224,7 @@ class _Mail:
 
     def take(self) -> Iterator[dict[str, Any]]:
         """All that is there now. A last line that a killed process did not finish is never seen."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._read, 1 << 16):
-                *lines, rest = (self._rest + chunk).split(b"\n")
-                self._rest = rest[-_MAX_LINE_BYTES:]
-                for line in lines:
-                    with contextlib.suppress(ValueError):  # not ours: somebody wrote to a descriptor that is not his
-                        yield json.loads(line)
+        return json_lines.decode_valid(self._reader.read_available())  # a library may write to a descriptor that is not its own
 
     def close(self) -> None:
         self._selector.close()
@@ -248,7 +242,7 @@ class _End:
     """It has learned something."""
 
 
-class Driver:
+class LearnerSupervisor:
     """Runs learners, one after the other, until one has come to the end of the run."""
 
     def __init__(

@@ -9,8 +9,7 @@ from typing import Any
 from ludus.config.overrides import remove_spellings
 from ludus.config.translation import translate_config, translate_experiment
 from ludus.errors import ConfigError
-from ludus.experiments.assembly.components import ClusterOptions
-from ludus.experiments.runner import resolve
+from ludus.experiments.resolve import ClusterOptions, resolve
 from ludus.experiments.runs.remote_runs import shown
 from ludus.experiments.runs.run_dir import Run
 from ludus.transport.message_stream import EMBEDDED

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import platform
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,9 @@ from ludus.experiments.control.bottleneck import Load, describe_bottleneck, perc
 from ludus.experiments.control.stop_reason import in_words
 from ludus.experiments.runs import remote_runs
 from ludus.experiments.runs.run_dir import CONFIG, META, METRICS
-from ludus.process.temp_dirs import alive, start_time
+from ludus.io.atomic_file import replace_json
+from ludus.process import procfs
+from ludus.process.identity import alive_since, start_ticks
 from ludus.storage.base import Guard
 
 log = logging.getLogger(__name__)
@@ -46,22 +47,19 @@ _PROGRESS = ("timesteps", "iterations", "episodes", "time_s", "fps", "episode_re
 def identity(pid: int | None = None) -> dict[str, Any]:
     """A process, so that it can be told from another one that gets its number later."""
     number = os.getpid() if pid is None else pid
-    return {"pid": number, "started": start_time(number) or 0, "host": platform.node(), "space": _pid_space()}
+    return {"pid": number, "started": start_ticks(number) or 0, "host": platform.node(), "space": _pid_space()}
 
 
 def _pid_space() -> str:
     """Containers may share a host's name, and not its processes."""
-    try:
-        return re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
-    except OSError:
-        return ""
+    return str(procfs.pid_namespace() or "")
 
 
 def lives(who: Mapping[str, Any]) -> bool | None:
     """Whether that process runs; None when it cannot be seen from here."""
     if not who.get("pid") or who.get("host") != platform.node() or who.get("space", "") not in ("", _pid_space()):
         return None
-    return alive(int(who["pid"]), int(who.get("started", 0)))
+    return alive_since(int(who["pid"]), int(who.get("started", 0)))
 
 
 def now_text() -> str:
@@ -73,9 +71,7 @@ def now_text() -> str:
 
 def write(directory: Path, data: Mapping[str, Any]) -> None:
     """Replace the file as a whole. Not synced: after a crash of the machine nobody asks what the run was doing."""
-    aside = directory / f".aside-status-{os.getpid()}"  # swept with what else a killed process leaves
-    aside.write_text(json.dumps(_finite(dict(data)), indent=1), encoding="utf-8")
-    os.replace(aside, directory / FILE)
+    replace_json(directory / FILE, _finite(dict(data)), indent=1)
 
 
 def _finite(value: Any) -> Any:

@@ -30,10 +30,12 @@ from urllib.parse import urlsplit
 
 from ludus.config.schema import ExperimentConfig, MlflowConfig, TrackConfig, WandbConfig
 from ludus.config.validation import parse_experiment
+from ludus.core.backoff import Backoff
 from ludus.core.metrics import CsvSink, JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.errors import ConfigError, LudusError, MissingExtra
 from ludus.experiments.runs.remote_runs import EVALUATION_VIDEO
 from ludus.experiments.runs.run_dir import Run
+from ludus.io.atomic_file import temporary_path
 
 log = logging.getLogger(__name__)
 
@@ -314,13 +316,14 @@ class Aside:
 
     def _deliver(self) -> None:
         bundle: list[Numbers] = []
-        pause = self._pause_s
+        backoff = Backoff(self._pause_s, _LONGEST_PAUSE_S)
         while True:
             closing = self._closing.is_set()
             bundle += self._taken(len(bundle))
             self._held = len(bundle)
             if self._tried(bundle):
-                bundle, self._held, pause = [], 0, self._pause_s
+                bundle, self._held = [], 0
+                backoff.reset()
                 while self._videos:
                     self._guarded(functools.partial(self._service.file, *self._videos.popleft()))
                 if closing and self._queue.empty():
@@ -330,8 +333,7 @@ class Aside:
                 self.lost, self._held = self.lost + len(bundle), 0
                 return
             else:
-                self._closing.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                self._closing.wait(backoff.next_delay())
         for path in self._files():
             self._guarded(functools.partial(self._service.file, path, self.timesteps))
         self._guarded(lambda: self._service.close(self._status()))
@@ -537,7 +539,7 @@ def _make_database(path: Path) -> None:
         return
     from mlflow import MlflowClient
 
-    aside = path.with_name(f".aside-{uuid.uuid4().hex}.db")
+    aside = temporary_path(path, ".db")
     try:
         MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
         with contextlib.suppress(FileExistsError):

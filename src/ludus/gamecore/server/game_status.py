@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from ludus.core.backoff import exponential_delay
 from ludus.gamecore.server.catalogue import Restart
 
 State = Literal["starting", "running", "finished", "crashed", "stopped", "timed-out", "lost"]
@@ -79,4 +80,4 @@ def verdict(code: int | None, said: str, asked: tuple[State, str] | None, restar
         state, reason = "crashed", said
     if state != "crashed" or policy.on == "never" or restarts >= policy.times:
         return Verdict(state, reason)
-    return Verdict("starting", reason, min(policy.backoff_s * 2.0 ** min(restarts, 16), max(MAX_BACKOFF_S, policy.backoff_s)))
+    return Verdict("starting", reason, exponential_delay(restarts + 1, policy.backoff_s, max(MAX_BACKOFF_S, policy.backoff_s)))

@@ -23,8 +23,9 @@ from ludus.gamecore.server.command import CONFIG, Place
 from ludus.gamecore.server.game_status import Status
 from ludus.gamecore.server.request import ANY, Order, shown
 from ludus.io import rotating_log
+from ludus.io.atomic_file import replace_json
 from ludus.io.regular_files import open_regular, read_regular
-from ludus.process import identity
+from ludus.process import identity, procfs
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Home:
         place.directory.mkdir(mode=PRIVATE)
         with contextlib.suppress(FileNotFoundError):
             os.rename(kept, place.prefix)
-        write_private(place.config, json.dumps(config).encode())
+        replace_json(place.config, config, mode=0o600)
 
     def discard(self, place: Place) -> Path | None:
         """Out of the way at once; `empty_trash` takes its time."""
@@ -126,7 +127,7 @@ class Home:
         place = self.place(status.runtime_id)
         record = {"status": status.to_json(), "processes": processes or {}, "bytes": size}
         try:
-            write_private(place.record, json.dumps(record).encode())
+            replace_json(place.record, record, mode=0o600)
         except OSError as error:
             log.warning("the record of %s cannot be written: %s", status.runtime_id, error)
 
@@ -282,20 +283,6 @@ def last_lines(path: Path, lines: int) -> list[str]:
     return data.decode(errors="replace").splitlines()[-lines:] if lines else []
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Whole or not at all, for this user alone."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-        os.replace(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
-
-
 def _finite(word: str) -> float:
     value = float(word)
     return value if math.isfinite(value) else _not_finite(word)
@@ -322,15 +309,10 @@ def _locked(path: Path) -> int:
 
 def _alive(processes: dict[int, str]) -> list[int]:
     found = [pid for pid, since in processes.items() if identity.alive(pid, since)]
-    return [*found, *(below for pid in found for below in identity.descendants(pid))]
+    return [*found, *(below for pid in found for below in procfs.list_descendants(pid))]
 
 
 def _marked(mark: str) -> list[int]:
     """Processes that were started as games of this home."""
-    found = []
-    with contextlib.suppress(OSError):
-        for entry in Path("/proc").iterdir():
-            # A killed process has no environment any more, also while nobody has taken its exit code.
-            if entry.name.isdigit() and any(variable.startswith(mark) for variable in identity.environment(int(entry.name))):
-                found.append(int(entry.name))
-    return found
+    # A killed process has no environment any more, also while nobody has taken its exit code.
+    return [pid for pid in procfs.list_pids() if any(entry.startswith(mark) for entry in procfs.read_environment(pid))]

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ludus.core.backoff import exponential_delay
 from ludus.process import identity
+from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
     from ludus.gamecore.server.http.app import Announce
@@ -37,7 +38,7 @@ _LOOK_S = 0.5
 
 def backoff_s(short_lives: int) -> float:
     """Seconds until the next life, after so many short ones in a row (at least one)."""
-    return min(FIRST_BACKOFF_S * 2.0 ** min(short_lives - 1, 16), MAX_BACKOFF_S)
+    return exponential_delay(short_lives, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
 def keep_going(settings: Settings, bound: socket.socket, announce: Announce | None) -> None:
@@ -100,56 +101,44 @@ class _Life:
     def outlive(self, ear: _Ear) -> int:
         """Its exit code. Once we are asked to end so is it; it has STOP_S to stop its games."""
         deadline = None
-        while (code := self._server.poll()) is None:
-            if ear.is_told() and deadline is None:
+        while True:
+            is_told = ear.is_told()
+            if (code := self._server.poll()) is not None:  # an end after this makes `wait` return at once
+                return code
+            if is_told and deadline is None:
                 self._server.send_signal(signal.SIGTERM)
                 deadline = time.monotonic() + STOP_S
             if deadline is not None and time.monotonic() > deadline:
                 self._server.kill()
             ear.wait(_LOOK_S)
-        return code
 
 
 class _Ear:
     """Signals that end us, and that of a child, as something to wait for."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
-        self._numbers = (*numbers, signal.SIGCHLD)
-        self._here, self._there = socket.socketpair()
-        for end in (self._here, self._there):
-            end.setblocking(False)
+        self._signals = SignalQueue(*numbers, signal.SIGCHLD)
         self._told = False
 
     def __enter__(self) -> _Ear:
-        self._fd = signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {number: signal.signal(number, self._hear) for number in self._numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._fd)
-        self._here.close()
-        self._there.close()
+        self._signals.close()
 
     def is_told(self) -> bool:
         """To end."""
+        self._told |= any(number != signal.SIGCHLD for number in self._signals.take())
         return self._told
 
     def wait(self, timeout_s: float, other: int | None = None) -> bool:
         """Until a signal comes, or something can be read from `other`: then True."""
-        here = self._here.fileno()
-        found = select.select([here] if other is None else [here, other], [], [], timeout_s)[0]
-        if here in found:
-            self._here.recv(4096)
+        signals = self._signals.fileno()
+        found = select.select([signals] if other is None else [signals, other], [], [], timeout_s)[0]
         return other in found
 
     def wait_until_told(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not self._told and (left := deadline - time.monotonic()) > 0:
+        while not self.is_told() and (left := deadline - time.monotonic()) > 0:
             self.wait(left)
         return self._told
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD:
-            self._told = True

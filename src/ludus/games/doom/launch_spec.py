@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ludus.errors import UsageError
+from ludus.io.atomic_file import replace_file
 
 CONFIG: Final = "LUDUS_GAME_CONFIG"
 RESULT: Final = "LUDUS_GAME_RESULT"
@@ -73,8 +74,5 @@ def _camp(told: Mapping[str, Any] | None, environment: Mapping[str, str], number
 
 
 def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
     if path is not None:
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        aside.write_text(json.dumps(result, allow_nan=False), encoding="utf-8")
-        os.replace(aside, path)
+        replace_file(path, json.dumps(result, allow_nan=False))

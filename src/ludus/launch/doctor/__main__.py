@@ -10,12 +10,12 @@ and login scripts like to talk.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from typing import Any
 
+from ludus.io import json_lines
 from ludus.launch.doctor.checks.versions import look_versions
 from ludus.launch.doctor.local_checks import Request, examine, this_machine
 from ludus.launch.doctor.remote_nodes import MARK
@@ -25,7 +25,7 @@ def main() -> None:
     _say({"hello": {"host": this_machine(), "versions": look_versions(), "python": sys.executable}})
     for line in sys.stdin:
         try:
-            asked: dict[str, Any] = json.loads(line)
+            asked = json_lines.decode(line)
         except ValueError:
             continue
         if "clock" in asked:
@@ -41,8 +41,7 @@ def main() -> None:
 
 
 def _say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
-    sys.stdout.flush()
+    json_lines.write_marked(MARK, answer)
 
 
 if __name__ == "__main__":

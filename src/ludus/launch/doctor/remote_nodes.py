@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import subprocess
 import tempfile
 import threading
@@ -15,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader, LineTooLong
 from ludus.launch.doctor.checks.network import Tick, judge_clock
 from ludus.launch.doctor.finding import Finding, Status, failed, ok, without_secrets
 from ludus.launch.doctor.local_checks import Request
@@ -115,7 +115,7 @@ class _Line:
     """One process, and lines to and from it, until `end`. It is killed when the block is left."""
 
     def __init__(self, node: Node, end: float) -> None:
-        self._node, self._end, self._rest = node, end, b""
+        self._node, self._end = node, end
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the line
         try:
             self._process = subprocess.Popen(  # noqa: S603
@@ -124,6 +124,8 @@ class _Line:
         except OSError as error:
             self._said.close()
             raise UsageError(f"{node.words[0]} cannot be run: {error.strerror}.", f"Install {node.words[0]}.") from error
+        assert self._process.stdout is not None
+        self._reader = LineReader(self._process.stdout.fileno(), _MOST_LINE)
 
     def __enter__(self) -> _Line:
         return self
@@ -148,32 +150,27 @@ class _Line:
     def send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json_lines.encode(request))
             self._process.stdin.flush()
         except OSError as error:
             raise self._why() from error
 
     def receive(self) -> dict[str, Any]:
         """The next line with the mark. Raises LudusError."""
-        assert self._process.stdout is not None
-        file = self._process.stdout.fileno()
         while True:
-            head, newline, rest = self._rest.partition(b"\n")
-            if newline:
-                self._rest = rest
-                found = _heard(head.decode(errors="replace"))
-                if found is not None:
-                    return found
-                continue
-            left = self._end - time.monotonic()
-            if left <= 0 or not select.select([file], [], [], left)[0]:
-                raise self._why(silent=True)
-            data = os.read(file, 1 << 16)
-            if not data:
+            try:
+                line = self._reader.read_line(self._end - time.monotonic())
+            except TimeoutError as error:
+                raise self._why(silent=True) from error
+            except LineTooLong as error:
+                raise WorkerFailed(
+                    f"{self._node.name} says things without end.", "Does its login script write to its output?"
+                ) from error
+            if line is None:
                 raise self._why()
-            self._rest += data
-            if len(self._rest) > _MOST_LINE:
-                raise WorkerFailed(f"{self._node.name} says things without end.", "Does its login script write to its output?")
+            found = json_lines.decode_marked(line, MARK)
+            if found is not None:
+                return found
 
     def _why(self, *, silent: bool = False) -> LudusError:
         code: int | None = None
@@ -182,13 +179,3 @@ class _Line:
                 code = self._process.wait(_END_S)
         said = os.pread(self._said.fileno(), 100_000, 0).decode(errors="replace")
         return self._node.explain(code, said)
-
-
-def _heard(line: str) -> dict[str, Any] | None:
-    if not line.startswith(MARK):
-        return None
-    try:
-        found = json.loads(line.removeprefix(MARK))
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

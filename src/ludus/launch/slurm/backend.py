@@ -22,6 +22,8 @@ from pathlib import Path
 
 from ludus.core.plugins import did_you_mean
 from ludus.errors import Damaged, LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.addresses import local_address
+from ludus.io.atomic_file import replace_json
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, checked
 from ludus.launch.job_dir import JobDirectory
@@ -382,9 +384,7 @@ def _resolved(name: str) -> str:
 def _seen_by(other: str) -> str:
     """The address from which this machine would speak to the other."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            asked.connect((other, 9))
-            return str(asked.getsockname()[0])
+        return local_address(other, family=socket.AF_INET)
     except OSError:
         return ""
 
@@ -408,7 +408,7 @@ def _ticket(place: JobDirectory) -> _Ticket:
 
 
 def _write_ticket(place: JobDirectory, number: str, *, interactive: bool = False, cluster: str = "") -> None:
-    _write(place.path / _TICKET, {"number": number, "interactive": interactive, "cluster": cluster})
+    replace_json(place.path / _TICKET, {"number": number, "interactive": interactive, "cluster": cluster}, mode=0o600)
 
 
 def _verdict(place: JobDirectory, status: JobStatus) -> JobStatus | None:
@@ -422,11 +422,6 @@ def _verdict(place: JobDirectory, status: JobStatus) -> JobStatus | None:
 
 def _write_verdict(place: JobDirectory, status: JobStatus) -> None:
     """Not into the record, which is its supervisor's: on a file system of many machines his last word may arrive after Slurm's."""
-    _write(place.path / _VERDICT, {"state": status.state, "exit_code": status.exit_code, "reason": status.reason})
-
-
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.touch(mode=0o600)
-    aside.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(aside, path)
+    replace_json(
+        place.path / _VERDICT, {"state": status.state, "exit_code": status.exit_code, "reason": status.reason}, mode=0o600
+    )

@@ -27,6 +27,7 @@ from typing import Any
 import ludus
 from ludus.core.plugins import did_you_mean
 from ludus.errors import LudusError, UnknownName, UsageError, WorkerFailed
+from ludus.io.atomic_file import replace_file
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, checked
 from ludus.launch.ssh.connection import ANSWER_S, Conversation, SshNode, SshSettings, checked_settings, ssh_words
@@ -92,10 +93,7 @@ class Entry:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _write(self, name: str, text: str) -> None:
-        aside = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}"
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(aside, self.path / name)
+        replace_file(self.path / name, text, mode=0o600)
 
 
 def _settings_text(settings: SshSettings) -> str:

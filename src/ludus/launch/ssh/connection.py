@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -21,6 +20,8 @@ from typing import Any, BinaryIO
 
 import ludus
 from ludus.errors import LudusError, UsageError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader, LineTooLong
 from ludus.launch.ssh.remote_agent import MARK, MAX_LINE, PROTOCOL
 
 FAR = "ludus.launch.ssh.remote_agent"
@@ -182,7 +183,7 @@ class Conversation:
         self._settings, self._node = settings, node
         self._said: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the conversation
         self._noise: deque[str] = deque(maxlen=5)
-        self._rest, self._answers = b"", deque[dict[str, Any]]()
+        self._answers: deque[dict[str, Any]] = deque()
         self.hello: dict[str, Any] = {}
         self._begun = time.monotonic()
         try:
@@ -200,6 +201,7 @@ class Conversation:
         assert self._process.stdout is not None
         self.input, self._output = self._process.stdin, self._process.stdout
         os.set_blocking(self._output.fileno(), False)
+        self._reader = LineReader(self._output.fileno(), MAX_LINE)
 
     def fileno(self) -> int:
         return self._output.fileno()
@@ -219,7 +221,7 @@ class Conversation:
     def send(self, request: Mapping[str, Any]) -> None:
         """Raises WorkerFailed, UsageError."""
         try:
-            self.input.write(json.dumps(request).encode() + b"\n")
+            self.input.write(json_lines.encode(request))
             self.input.flush()
         except OSError as error:
             raise self._why() from error
@@ -246,20 +248,12 @@ class Conversation:
 
     def pull(self) -> bool:
         """Take what has come; False when that was the end."""
-        while True:
-            try:
-                data = os.read(self._output.fileno(), 1 << 16)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if len(self._rest) > MAX_LINE:
-                raise WorkerFailed(f"{self._settings.nodes[self._node].host} says things without end.")
-            for line in lines:
-                self._hear(line.decode(errors="replace"))
-            if self._answers:
-                return True
+        try:
+            for line in self._reader.read():
+                self._hear(line)
+        except LineTooLong as error:
+            raise WorkerFailed(f"{self._settings.nodes[self._node].host} says things without end.") from error
+        return not self._reader.at_end
 
     @property
     def waiting(self) -> bool:
@@ -286,18 +280,12 @@ class Conversation:
         self._output.close()
         self._said.close()
 
-    def _hear(self, line: str) -> None:
-        if not line.startswith(MARK):
-            self._noise.append(line)
-            return
-        try:
-            found = json.loads(line.removeprefix(MARK))
-        except ValueError:
-            found = None
-        if isinstance(found, dict):
-            self._answers.append(found)
+    def _hear(self, line: bytes) -> None:
+        found = json_lines.decode_marked(line, MARK)
+        if found is None:
+            self._noise.append(line.decode(errors="replace"))
         else:
-            self._noise.append(line)
+            self._answers.append(found)
 
     def _why(self, *, silent: bool = False) -> LudusError:
         code: int | None = None

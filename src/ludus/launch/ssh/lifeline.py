@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from ludus.core.backoff import Backoff
 from ludus.errors import LudusError, UsageError
 from ludus.process.auth import GREETING_S, Guard, greet, keep_alive, read_token
 from ludus.process.job_env import TOKEN, Surroundings
@@ -98,14 +99,16 @@ async def hold(
     door: tuple[str, int], node: int, token: bytes, patience_s: float, clock: Callable[[], float] = time.monotonic
 ) -> bool:
     """Until the door says that the job is over: True; or until it could not be reached for `patience_s`: False."""
-    parted, pause = clock(), _FIRST_PAUSE_S
+    parted, backoff = clock(), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
     while True:
         try:
             if await _held(door, node, token):
                 return True
-            parted, pause, why = clock(), _FIRST_PAUSE_S, "it hung up"
+            parted, why = clock(), "it hung up"
+            backoff.reset()
         except _Cut as cut:
-            parted, pause, why = clock(), _FIRST_PAUSE_S, str(cut)
+            parted, why = clock(), str(cut)
+            backoff.reset()
         except (LudusError, OSError, TimeoutError) as error:
             why = str(error) or "no answer"
         left = parted + patience_s - clock()
@@ -115,8 +118,7 @@ async def hold(
             )
             return False
         log.info("%s:%d is not reached: %s", *door, why)
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _MAX_PAUSE_S)
+        await asyncio.sleep(min(backoff.next_delay(), left))
 
 
 class _Cut(Exception):

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import selectors
 import shutil
 import signal
 import sys
@@ -27,6 +26,8 @@ from typing import Any, BinaryIO
 
 import ludus
 from ludus.errors import LudusError, UnknownName, UsageError
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader, LineTooLong
 from ludus.launch import job_dir
 from ludus.launch.job import Job, JobStatus, ProcessStatus, wait
 from ludus.launch.local import LocalOrchestrator
@@ -341,28 +342,20 @@ def hello() -> dict[str, Any]:
 
 def requests(fd: int, in_hurry: Callable[[], bool]) -> Iterator[bytes]:
     """Lines, until there are no more; or until none has come for long, when somebody waits for one."""
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        while True:
-            while b"\n" in rest:
-                line, rest = rest.split(b"\n", 1)
-                yield line
-            if len(rest) > MAX_LINE:
-                raise UsageError(f"A request is longer than {MAX_LINE} bytes.")
-            if not selector.select(_KEEP_S if in_hurry() else None):
-                return
-            data = os.read(fd, 1 << 20)
-            if not data:
-                if rest:
-                    raise UsageError("The last request has no end.")
-                return
-            rest += data
+    reader = LineReader(fd, MAX_LINE)
+    try:
+        while (line := reader.read_line(_KEEP_S if in_hurry() else None)) is not None:
+            yield line
+    except TimeoutError:
+        return
+    except LineTooLong as error:
+        raise UsageError(f"A request is longer than {MAX_LINE} bytes.") from error
+    if reader.has_partial_line:
+        raise UsageError("The last request has no end.")
 
 
 def _say(answer: Mapping[str, Any]) -> None:
-    sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
-    sys.stdout.flush()
+    json_lines.write_marked(MARK, answer)
 
 
 def _complain(error: LudusError) -> None:
@@ -371,14 +364,11 @@ def _complain(error: LudusError) -> None:
 
 def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
-        request = json.loads(line)
-    except (ValueError, RecursionError):
-        request = None
-    if not isinstance(request, dict):
+        return json_lines.decode(line)
+    except ValueError as error:
         raise UsageError(
             f"{line[:40]!r} is no request: those are lines of JSON.", "This is the far side of `ludus submit --on ssh`."
-        )
-    return request
+        ) from error
 
 
 def _stream(desk: Desk, request: Mapping[str, Any]) -> None:

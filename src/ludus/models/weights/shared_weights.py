@@ -29,6 +29,7 @@ from torch import nn
 
 from ludus.core.tree import Array
 from ludus.errors import Damaged, NotFound, StoreError, StoreFull
+from ludus.io.atomic_file import path_for_replace
 from ludus.models.weights import module_spec as modules
 from ludus.models.weights import serialization
 from ludus.transport.ring_buffer import ALIGN, Fence, create_file, record_bytes
@@ -252,9 +253,8 @@ def _make_slots(path: Path, weights: Mapping[str, Array]) -> None:
         end += record_bytes(array.nbytes)
     plain = json.dumps(table).encode()
     head = _HEAD.pack(_MAGIC, len(plain), zlib.crc32(plain)) + plain
-    aside = path.with_name(f"aside-{uuid.uuid4().hex}")
-    create_file(aside, record_bytes(len(head)) + SLOTS * (ALIGN + record_bytes(end)), head)
-    os.replace(aside, path)
+    with path_for_replace(path) as temporary:
+        create_file(temporary, record_bytes(len(head)) + SLOTS * (ALIGN + record_bytes(end)), head)
 
 
 def _read_table(path: Path, data: mmap.mmap) -> tuple[list[tuple[str, str, list[int], int]], int, int]:

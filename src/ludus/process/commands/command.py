@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import selectors
@@ -33,7 +32,8 @@ from types import TracebackType
 from typing import Any
 
 from ludus.errors import WorkerFailed
-from ludus.io import rotating_log
+from ludus.io import json_lines, rotating_log
+from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES
 from ludus.process import identity
 from ludus.process.commands.command_guard import keeper_command
@@ -92,8 +92,7 @@ class GameProcess:
         self.began = time.monotonic()
         self.threads = 1
         """As last counted, those of the processes that it started included; counted often at first, then every half minute."""
-        self._line, self._on_exit = line, on_exit
-        self._words = b""
+        self._line, self._reader, self._on_exit = line, LineReader(line), on_exit
         self._failure: str | None = None
         self._exit: GameExit | None = None
         self._begun, self._ended = threading.Event(), threading.Event()
@@ -134,20 +133,15 @@ class GameProcess:
 
     def _say(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended
-            self._line.sendall(json.dumps(message).encode() + b"\n")
+            self._line.sendall(json_lines.encode(message))
 
     def _hear(self) -> bool:
         """Read what its guard says. False: that was the last."""
-        try:
-            data = self._line.recv(_CHUNK)
-        except OSError:
-            data = b""
-        *words, self._words = (self._words + data).split(b"\n")
-        for word in words:
-            self._told(json.loads(word))
-        if not data:
+        for line in self._reader.read():
+            self._told(json_lines.decode(line))
+        if self._reader.at_end:
             self._end(GameExit(None, seconds=time.monotonic() - self.began))
-        return bool(data)
+        return not self._reader.at_end
 
     def _told(self, message: dict[str, Any]) -> None:
         if "started" in message:
@@ -198,22 +192,17 @@ class _Keeper:
         self.has_spoken = not warm
         """It has said whether it is warm, and why not: its failure."""
         self.failure = ""
-        self._words = b""
+        self._reader = LineReader(self.control)
 
     def hear(self) -> bool:
         """Read what it says. False: that was the last."""
-        try:
-            data = self.control.recv(_CHUNK)
-        except OSError:
-            data = b""
-        self._words += data
-        if self._words.endswith(b"\n"):
-            self.failure = json.loads(self._words)["failed"]
+        for line in self._reader.read():
+            self.failure = json_lines.decode(line)["failed"]
             self.has_spoken = True
             return False
-        if not data:
+        if self._reader.at_end:
             self.end()
-        return bool(data)
+        return not self._reader.at_end
 
     def end(self) -> None:
         """Its exit code is known then."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import selectors
 import signal
@@ -34,8 +33,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.io.rotating_log import MAX_BYTES, CountingLog
-from ludus.process import identity
+from ludus.process import identity, procfs
+from ludus.process.signals import SignalQueue
 
 if TYPE_CHECKING:
     from ludus.process.commands.prefork import Warm
@@ -49,6 +51,8 @@ _TICK_S = 1.0
 _ORDER_S = 10.0
 _GONE_S = 10.0
 _GUARDS_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP)
+"""Only the first two have an effect; the others are for the owner. None is ignored: that would outlive exec, into the game."""
 _LOOKS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Seconds between the times at which a game's threads are counted; from then on at the last of them."""
 
@@ -56,36 +60,7 @@ _LOOKS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 def say(line: socket.socket, **message: Any) -> None:
     """Whoever hung up does not want to know."""
     with contextlib.suppress(OSError):
-        line.sendall(json.dumps(message).encode() + b"\n")
-
-
-class Signals:
-    """Numbers of signals arrive at a descriptor, so that waiting for them and for everything else is one wait."""
-
-    def __init__(self) -> None:
-        self._here, self._there = socket.socketpair()
-        for end in (self._here, self._there):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
-            # Only the first two are heeded; the others are for the owner. None is ignored: that would outlive exec, into the game.
-            signal.signal(number, _heard)
-
-    def fileno(self) -> int:
-        return self._here.fileno()
-
-    def take(self) -> bytes:
-        with contextlib.suppress(BlockingIOError):
-            return self._here.recv(4096)
-        return b""
-
-    def close(self) -> None:
-        self._here.close()
-        self._there.close()
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """Only so that it is not ignored: the number is read from the socket."""
+        line.sendall(json_lines.encode(message))
 
 
 # -- the guard ----------------------------------------------------------------------------------------------------------
@@ -94,9 +69,10 @@ def _heard(number: int, frame: FrameType | None) -> None:
 class Guard:
     """One game, from its start until nothing of it is left."""
 
-    def __init__(self, line: socket.socket, order: dict[str, Any], signals: Signals, warm: Warm | None) -> None:
-        self._line, self._signals = line, signals
-        self._words = b""
+    def __init__(
+        self, line: socket.socket, reader: LineReader, order: dict[str, Any], signals: SignalQueue, warm: Warm | None
+    ) -> None:
+        self._line, self._reader, self._signals = line, reader, signals
         self._game = 0
         self._returned: int | None = None
         self._alone = False
@@ -188,16 +164,10 @@ class Guard:
             self._log.write(data)
 
     def _hear(self) -> None:
-        try:
-            data = self._line.recv(_CHUNK)
-        except OSError:
-            data = b""
-        if not data:  # the owner hung up, or is gone
+        for line in self._reader.read():
+            self._ask(float(json_lines.decode(line)["stop"]))
+        if self._reader.at_end:  # the owner hung up, or is gone
             self._killed = True
-            return
-        *words, self._words = (self._words + data).split(b"\n")
-        for word in words:
-            self._ask(float(json.loads(word)["stop"]))
 
     def _ask(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
@@ -253,17 +223,15 @@ class Guard:
 
 def _guard(line: socket.socket, keeper: int, warm: Warm | None) -> None:
     identity.adopt_orphans()
-    signals = Signals()
+    signals = SignalQueue(*_SIGNALS)
     identity.end_with(keeper, signal.SIGTERM)
     try:
         line.settimeout(_ORDER_S)
-        words = b""
-        while not words.endswith(b"\n"):
-            data = line.recv(_CHUNK)
-            if not data:
-                return
-            words += data
-        guard = Guard(line, json.loads(words), signals, warm)
+        reader = LineReader(line)
+        order = reader.read_line(_ORDER_S)
+        if order is None:
+            return
+        guard = Guard(line, reader, json_lines.decode(order), signals, warm)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         say(line, failed=getattr(error, "strerror", None) or str(error), file=str(getattr(error, "filename", None) or ""))
         return
@@ -280,7 +248,7 @@ class Keeper:
         self._control, self._pid, self._warm = control, os.getpid(), warm
         self._guards: set[int] = set()
         self._over = False
-        self._signals = Signals()
+        self._signals = SignalQueue(*_SIGNALS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._obey)
         self._selector.register(self._signals, selectors.EVENT_READ, self._heed)
@@ -333,7 +301,6 @@ class Keeper:
     def _become_guard(self, line: socket.socket) -> NoReturn:
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
             self._selector.close()
             self._signals.close()
             self._control.close()
@@ -361,8 +328,8 @@ class Keeper:
 
     def _end_strays(self) -> None:
         """Who became our child without being a guard has lost his."""
-        for stray in set(identity.children(self._pid)) - self._guards:
-            for pid in (stray, *identity.descendants(stray)):
+        for stray in set(procfs.list_children(self._pid)) - self._guards:
+            for pid in (stray, *procfs.list_descendants(stray)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -24,10 +24,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NoReturn, Protocol, TextIO
 
-from ludus.process import identity
+from ludus.process import identity, procfs
 
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """NumPy's linear algebra starts threads as soon as it is imported, unless its environment forbids it."""
@@ -101,9 +100,9 @@ class Warm:
             try:
                 os.setsid()
                 identity.end_with(guard, signal.SIGKILL)
-                _reset_signals()
                 for each in strange:
                     each.close()
+                _reset_signals()
                 _speak_to(says)
                 for descriptor in _descriptors() - self._its_own - {0, 1, 2, readies}:
                     with contextlib.suppress(OSError):  # the one that the list was read with
@@ -128,8 +127,7 @@ class Warm:
         sys.modules["__main__"] = self._module
         if "numpy.random" in sys.modules:  # `random` and numba do so themselves
             sys.modules["numpy.random"].seed()
-        with contextlib.suppress(OSError):  # for whoever looks at a list of processes; elsewhere there is no such file
-            Path("/proc/self/comm").write_bytes(order["name"].encode()[:15])
+        identity.set_name(order["name"])
         faulthandler.enable()
 
     def _play(self, arguments: list[str]) -> int:
@@ -176,19 +174,9 @@ def _lines_to(number: int) -> TextIO:
 
 
 def _descriptors() -> set[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return set(map(int, os.listdir(folder)))  # noqa: PTH208
-    return set(range(os.sysconf("SC_OPEN_MAX")))
+    return procfs.list_open_files() or set(range(os.sysconf("SC_OPEN_MAX")))
 
 
 def _threads() -> list[str]:
-    """Their names: those of the kernel, which knows them all."""
-    names = []
-    try:
-        for thread in os.listdir("/proc/self/task"):  # noqa: PTH208
-            with contextlib.suppress(OSError):  # it has just ended
-                names.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
-    except OSError:
-        return [thread.name for thread in threading.enumerate()]
-    return names
+    """Their names: those of the kernel, where it lists them."""
+    return procfs.list_thread_names() or [thread.name for thread in threading.enumerate()]

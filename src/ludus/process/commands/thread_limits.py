@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ludus.errors import WorkerFailed
+from ludus.process import procfs
 
 RESERVE = 64
 """Threads that are left to whoever starts games: his own, and those of a shell to look at what is wrong."""
@@ -49,11 +50,7 @@ def open_file_limit() -> Limit | None:
     limit = _rlimit("RLIMIT_NOFILE")
     if limit is None:
         return None
-    used = 0
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            used = len(os.listdir(folder)) - 1  # noqa: PTH208 - one is the listing itself
-            break
+    used = max(0, len(procfs.list_open_files()) - 1)  # one is the listing itself
     return Limit("RLIMIT_NOFILE", limit, used, "raise it with `ulimit -n`, or LimitNOFILE= of its service")
 
 

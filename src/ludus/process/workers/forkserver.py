@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import faulthandler
 import gc
 import importlib
-import json
 import logging
 import mmap
 import os
@@ -37,7 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ludus.process import temp_dirs
+from ludus.io import json_lines
+from ludus.process import identity, procfs, temp_dirs
+from ludus.process.signals import SignalQueue
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ LOG_LOOK_S = 10.0
 ERROR_CHARACTERS = 32_000
 LENGTH = struct.Struct("<q")
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT)
 """Blocked in the forkserver, which ends by its lifeline alone; a worker opens them once it can handle them."""
 
@@ -80,9 +79,7 @@ def anonymous_file() -> int:
 
 def tell(report: int, **message: Any) -> None:
     with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this process is about to be
-        line = json.dumps(message).encode() + b"\n"
-        while line:
-            line = line[os.write(report, line) :]
+        json_lines.write(report, message)
 
 
 @dataclass(frozen=True)
@@ -212,8 +209,7 @@ def _move_to(place: Place) -> None:
     importlib.invalidate_caches()
     if place.cwd is not None:
         os.chdir(place.cwd)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, place.name.encode()[:15], 0, 0, 0)
+    identity.set_name(place.name)
 
 
 def _append_output_to(path: Path) -> None:
@@ -310,13 +306,9 @@ def _leave(code: int, orderly: bool) -> NoReturn:
 
 def end_with_forkserver(forkserver: int, lifeline: int | None) -> None:
     """From now on this process is killed when the forkserver is gone, however that happened."""
-    if sys.platform == "linux":
-        # The signal is bound to the thread that forked us; the forkserver has one thread only.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    elif lifeline is not None:
+    if sys.platform != "linux" and lifeline is not None:
         threading.Thread(target=watch, args=(lifeline,), name="lifeline", daemon=True).start()
-    if os.getppid() != forkserver:  # it died before we asked
-        os._exit(1)
+    identity.end_with(forkserver, signal.SIGKILL)
 
 
 def watch(lifeline: int) -> None:
@@ -335,11 +327,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control, self._parent, self._pid = control, parent, os.getpid()
         self._numbers: dict[int, int] = {}  # pid → number of the life it lives
-        self._deaths, self._wakeup = socket.socketpair()
-        self._deaths.setblocking(False)
-        self._wakeup.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler writes to the wakeup descriptor
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._deaths = SignalQueue(signal.SIGCHLD)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._deaths, selectors.EVENT_READ)
@@ -413,18 +401,15 @@ class ForkServer:
         # A group of its own: what a worker starts can be ended with it, and Ctrl-C at a terminal reaches neither.
         os.setpgid(0, 0)
         end_with_forkserver(self._pid, self._lifeline[0] if self._lifeline else None)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for end in (self._control, self._deaths, self._wakeup):
-            end.close()
+        self._deaths.close()
+        self._control.close()
         for fd in (self._parent_fd, self._lifeline[1] if self._lifeline else None):
             if fd is not None:
                 os.close(fd)
 
     def _reap(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._deaths.recv(4096)
+        self._deaths.take()
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -487,8 +472,7 @@ def _be_alone() -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    tasks = Path("/proc/self/task")
-    if tasks.exists() and (count := len(list(tasks.iterdir()))) > 1:
+    if (count := len(procfs.list_thread_names())) > 1:
         log.warning("a preloaded module runs %d threads; forking beside them may hang workers", count - 1)
 
 

@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import inspect
 import itertools
-import json
 import logging
 import mmap
 import os
@@ -39,7 +38,10 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from ludus.core.backoff import exponential_delay
 from ludus.errors import UsageError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.process.workers import forkserver
 from ludus.process.workers.forkserver import Context as Context
 from ludus.process.workers.forkserver import Place
@@ -77,8 +79,7 @@ class Restart:
         """
         if self.limit is not None and deaths > self.limit:
             return None
-        doublings = min((deaths if in_a_row is None else in_a_row) - 1, 30)
-        return min(self.backoff_s * 2.0**doublings, self.max_backoff_s)
+        return exponential_delay(deaths if in_a_row is None else in_a_row, self.backoff_s, self.max_backoff_s)
 
 
 NEVER = Restart()
@@ -171,9 +172,9 @@ class _Life:
         self.kill_at: float | None = None
         self.killed = self.terminated = False
         self.error = self.verdict = ""  # why it dies: as it said itself; as we decided
-        self._rest = b""
         with contextlib.ExitStack() as undo:
             self.report, self.report_fd = os.pipe()
+            self._reader = LineReader(self.report, MAX_LINE_BYTES, skip_long=True)
             undo.callback(os.close, self.report)
             undo.callback(os.close, self.report_fd)
             os.set_blocking(self.report, False)
@@ -199,15 +200,9 @@ class _Life:
 
     def listen(self) -> bool:
         """Take in what it has reported; False when it will report no more."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.report, 65536):
-                *lines, rest = (self._rest + chunk).split(b"\n")
-                self._rest = rest[-MAX_LINE_BYTES:]
-                for line in lines:
-                    with contextlib.suppress(ValueError):  # not a line of ours: the worker wrote to a descriptor it had closed
-                        self._take(json.loads(line))
-            return False
-        return True
+        for message in json_lines.decode_valid(self._reader.read_available()):  # a worker may write to a descriptor it had closed
+            self._take(message)
+        return not self._reader.at_end
 
     def _take(self, message: dict[str, Any]) -> None:
         self.pid = message.get("pid", self.pid)

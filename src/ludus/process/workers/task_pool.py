@@ -11,20 +11,21 @@ or hangs is replaced and its errand given out again, a few times; one that raise
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ludus import errors
 from ludus.errors import LudusError, WorkerFailed
+from ludus.io import json_lines
+from ludus.io.json_lines import LineReader
 from ludus.process.workers.supervisor import OVER, Context, Process, Restart, Supervisor
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class _Hand:
         self.socket.setblocking(False)
         self.holds: tuple[int, Any] | None = None
         self._given_to = self._served = 0
-        self._rest = b""
+        self._reader = LineReader(ours)
 
     @property
     def free(self) -> bool:
@@ -205,20 +206,12 @@ class _Hand:
 
     def send(self, number: int, errand: Any) -> None:
         self.holds, self._given_to = (number, errand), self.process.incarnation
-        line = json.dumps({"number": number, "errand": errand, "for": self._given_to}).encode() + b"\n"
+        line = json_lines.encode({"number": number, "errand": errand, "for": self._given_to})
         with contextlib.suppress(OSError):  # it is dead, which is noticed in one place; the buffer has room for many lines
             self.socket.sendall(line)
 
-    def heard(self) -> list[dict[str, Any]]:
-        with contextlib.suppress(BlockingIOError):
-            while chunk := self.socket.recv(1 << 16):
-                self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        messages = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # what a killed process had begun to write
-                messages.append(json.loads(line))
-        return [message for message in messages if isinstance(message, dict)]
+    def heard(self) -> Iterator[dict[str, Any]]:
+        return json_lines.decode_valid(self._reader.read_available())  # a killed process may have left half a line
 
 
 def _done(message: dict[str, Any]) -> Done:
@@ -240,18 +233,13 @@ def _serve(context: Context, make: Make, args: tuple[Any, ...]) -> None:
             stack.callback(carry_out.close)
         context.ready()
         orders.settimeout(_BEAT_S)
-        rest = b""
-        while True:
+        reader = LineReader(orders)
+        while not reader.at_end:
             context.beat()
-            try:
-                chunk = orders.recv(1 << 16)
-            except TimeoutError:
-                continue
-            if not chunk:
-                return
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
+            lines: list[bytes] = []
+            with contextlib.suppress(TimeoutError):
+                lines = reader.read()
+            for order in map(json_lines.decode, lines):
                 if order["for"] == context.incarnation:  # else one that a predecessor did not live to read
                     _answer(orders, order["number"], carry_out, order["errand"])
 
@@ -276,5 +264,5 @@ def _answer(orders: socket.socket, number: int, carry_out: Callable[[Any], Any],
     except LudusError as error:
         message |= {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     orders.settimeout(None)  # whoever reads may be in the middle of an update; if it is gone, so are we
-    orders.sendall(b"\n" + json.dumps(message).encode() + b"\n")
+    orders.sendall(b"\n" + json_lines.encode(message))  # the first ends what a killed predecessor had begun
     orders.settimeout(_BEAT_S)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ludus.errors import Damaged, NotFound, StoreError, UsageError
+from ludus.io.atomic_file import replace_file
 
 MAX_BYTES: Final = 64 << 20
 MAX_HEADER: Final = 1 << 20
@@ -79,18 +78,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> Path:
-    """Written aside, synced, renamed: complete or absent. Raises StoreError."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Replace a file durably; create its directory. Raises StoreError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with aside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        replace_file(path, data, durable=True)
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}.", "Is there such a directory, and room in it?") from error
     return path

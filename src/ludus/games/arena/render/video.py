@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import secrets
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from ludus.games.arena.engine.recording import Recording, replay
 from ludus.games.arena.engine.vector import Arena
 from ludus.games.arena.render.renderer import NAMES, WIDTH, Painter
 from ludus.games.arena.render.yuv import Yuv420
+from ludus.io.atomic_file import path_for_replace
 
 FPS: Final = 30
 MAX_SPEED: Final = 1_000.0
@@ -56,9 +55,8 @@ def film(
     seconds = max(0.0, min(recording.seconds, last_s if last_s is not None else math.inf) - first_s) / speed
     hold = round(HOLD_S * fps)
     total = round(seconds * fps) + 1 + hold
-    aside = out.with_name(f".{secrets.token_hex(4)}.{out.name}")
     try:
-        with VideoWriter(aside, fps, "yuv420p") as writer:
+        with path_for_replace(out) as temporary, VideoWriter(temporary, fps, "yuv420p") as writer:
             picture = Yuv420(painter.height, painter.width)
             picture.update(painter.frame, [(0, 0, painter.width, painter.height)])
             for state in resampled(
@@ -72,13 +70,10 @@ def film(
                 writer.add(picture.planes)
             if progress is not None:
                 progress(writer.frames, writer.frames)
-        if not writer.frames:
-            raise UsageError(f"There is nothing from {first_s:g} s on.", f"The match has {recording.seconds:g} s.")
-        os.replace(aside, out)
+            if not writer.frames:
+                raise UsageError(f"There is nothing from {first_s:g} s on.", f"The match has {recording.seconds:g} s.")
     except OSError as error:
         raise StoreError(f"{out} cannot be written: {error}.", "Is there such a directory, and room in it?") from error
-    finally:
-        aside.unlink(missing_ok=True)
     return writer.frames
 
 

@@ -18,14 +18,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ludus.core import trust
 from ludus.display import headless
 from ludus.errors import LudusError
 from ludus.launch.doctor.finding import Finding, failed, ok, several, size, skipped, warning
-from ludus.process.identity import adopt_orphans, descendants, end_descendants, reap, send, started
+from ludus.process import procfs
+from ludus.process.identity import adopt_orphans, end_descendants, reap, send, started
 
 TRIAL_S = 30.0
 STEPS = 5
@@ -180,10 +180,10 @@ def _end_all(player: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(player, signal.SIGKILL)
     end = time.monotonic() + _LEAVE_S
-    for pid in descendants(os.getpid()):
+    for pid in procfs.list_descendants(os.getpid()):
         if (since := started(pid)) is not None:
             send(pid, since, signal.SIGKILL if pid == player else signal.SIGTERM)  # the player is asked no more: its time is over
-    while time.monotonic() < end and descendants(os.getpid()):
+    while time.monotonic() < end and procfs.list_descendants(os.getpid()):
         reap()
         time.sleep(_TICK_S / 5)  # an end that nothing here can wait for
     end_descendants(_END_S)
@@ -247,13 +247,10 @@ def _action(env: Any, observation: Any) -> Any:
 
 def _taken() -> tuple[int, int, int]:
     """Threads, bytes and further processes of this one and all below it."""
-    pids = [os.getpid(), *descendants(os.getpid())]
-    threads = memory = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            threads += len(list(Path(f"/proc/{pid}/task").iterdir()))
-            memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return threads, memory, len(pids) - 1
+    pids = [os.getpid(), *procfs.list_descendants(os.getpid())]
+    stats = [stat for stat in map(procfs.read_stat, pids) if stat is not None]
+    memory = sum(stat.resident for stat in stats) * os.sysconf("SC_PAGE_SIZE")
+    return sum(stat.threads for stat in stats), memory, len(pids) - 1
 
 
 if __name__ == "__main__":
