@@ -34,7 +34,7 @@ from ludus.experiments.control.stop_conditions import reached_condition
 from ludus.experiments.runs import checkpoint
 from ludus.models.weights.version_store import LocalPool, stored_versions
 from ludus.sampling.episode_runner import Score
-from ludus.storage.base import Bytes, Guard
+from ludus.storage.base import Bytes, WriteGuard
 from ludus.storage.local import LocalStore
 from tests.experiments.small import make_ppo, make_segments, same
 
@@ -701,7 +701,7 @@ class _Away(LocalStore):
         self._refuse(key)
         super().put(key, data, overwrite=overwrite)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         self._refuse(key)
         super().put_bundle(key, files, guard=guard)
 
@@ -797,7 +797,7 @@ def test_the_last_checkpoint_is_tried_again_and_again_for_a_while(tmp_path: Path
 
 def test_a_full_store_ends_a_run_at_once(tmp_path: Path) -> None:
     class Full(LocalStore):
-        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
             raise StoreFull(f"No space left to write {key}.")
 
     stage = _Stage(Full(tmp_path), checkpoint_freq=1)
@@ -855,7 +855,7 @@ class _TakenOver(LocalStore):
         super().__init__(root)
         self._began, self._killed, self.armed = began, killed, False
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         def last_word() -> None:
             assert guard is not None
             guard()
@@ -960,7 +960,7 @@ def test_a_checkpoint_that_another_trainer_swept_away_half_written_is_written_ag
     class Swept(LocalStore):
         times = 1
 
-        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+        def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
             def last_word() -> None:
                 assert guard is not None
                 guard()

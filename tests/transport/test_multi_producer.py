@@ -19,7 +19,7 @@ from ludus.buffers.collate import CollatedBatches
 from ludus.core.types import Segments
 from ludus.errors import MemoryClosed, WorkerFailed
 from ludus.testing.memory_contract import SPEC, sign, signature
-from ludus.transport.multi_producer import GatheredMemory, Lane, LaneWriter, SessionRoom
+from ludus.transport.multi_producer import Lane, LaneWriter, MultiProducerMemory, SessionWriter
 from ludus.transport.ring_buffer import RingWriter
 from tests.waiting import wait_until
 
@@ -29,8 +29,8 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[GatheredMemory]:
-    made = GatheredMemory(SPECS, tmp_path, 400, COUNTED, CURRENT)
+def memory(tmp_path: Path) -> Iterator[MultiProducerMemory]:
+    made = MultiProducerMemory(SPECS, tmp_path, 400, COUNTED, CURRENT)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def process(work: Callable[[], object]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def put(room: SessionRoom, number: int, steps: int = 4) -> None:
+def put(room: SessionWriter, number: int, steps: int = 4) -> None:
     block = room.reserve(0)
     assert block is not None
     block.valid[:] = False
@@ -68,7 +68,7 @@ def put(room: SessionRoom, number: int, steps: int = 4) -> None:
     room.commit(sign(block, number))
 
 
-def numbers(memory: GatheredMemory, model: str = "left") -> list[int]:
+def numbers(memory: MultiProducerMemory, model: str = "left") -> list[int]:
     """All that wait, taken and released."""
     seen = []
     while (block := memory.take(model)) is not None:
@@ -80,7 +80,7 @@ def numbers(memory: GatheredMemory, model: str = "left") -> list[int]:
 # -- what travels
 
 
-def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: GatheredMemory) -> None:
+def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         for seed in range(3):
@@ -105,7 +105,7 @@ def test_everything_of_a_segment_arrives_and_again_in_a_used_block(memory: Gathe
     assert memory.take("left") is None
 
 
-def test_many_sessions_record_at_a_time_and_each_model_gets_its_own(memory: GatheredMemory) -> None:
+def test_many_sessions_record_at_a_time_and_each_model_gets_its_own(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         blocks = [(name, sign(_reserved(writer.rooms[name]), i)) for i in range(20) for name in SPECS]
@@ -119,13 +119,13 @@ def test_many_sessions_record_at_a_time_and_each_model_gets_its_own(memory: Gath
         assert numbers(memory, name) == [*range(19, -1, -1)]
 
 
-def _reserved(room: SessionRoom) -> Segments:
+def _reserved(room: SessionWriter) -> Segments:
     block = room.reserve(0)
     assert block is not None
     return block
 
 
-def test_a_batch_is_gathered_from_all_workers(memory: GatheredMemory) -> None:
+def test_a_batch_is_gathered_from_all_workers(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(2)
     batches = CollatedBatches([memory.of("left"), memory.of("right")], 14)
     with writing(lanes[0]) as one, writing(lanes[1]) as two:
@@ -145,7 +145,7 @@ def test_a_batch_is_gathered_from_all_workers(memory: GatheredMemory) -> None:
 
 
 def test_without_room_a_segment_is_dropped_and_counted_and_what_waits_is_not_touched(tmp_path: Path) -> None:
-    memory = GatheredMemory(SPECS, tmp_path, 1 << 40)
+    memory = MultiProducerMemory(SPECS, tmp_path, 1 << 40)
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         for number in range(5000):  # a ring has room for 4096 records
@@ -159,7 +159,7 @@ def test_without_room_a_segment_is_dropped_and_counted_and_what_waits_is_not_tou
     memory.close()
 
 
-def test_what_is_too_old_is_dropped_oldest_first_and_counted(memory: GatheredMemory) -> None:
+def test_what_is_too_old_is_dropped_oldest_first_and_counted(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         for number in range(150):  # 600 steps, where 400 may wait
@@ -168,7 +168,7 @@ def test_what_is_too_old_is_dropped_oldest_first_and_counted(memory: GatheredMem
         assert memory.stats().dropped == 50
 
 
-def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(memory: GatheredMemory) -> None:
+def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         put(writer.rooms["left"], 0)
@@ -185,7 +185,7 @@ def test_a_model_that_is_hardly_learned_from_does_not_take_room_from_another(mem
 # -- waking
 
 
-def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: GatheredMemory) -> None:
+def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(1)
     go, start = os.pipe()[::-1]
 
@@ -205,7 +205,7 @@ def test_whoever_waits_is_woken_by_a_commit_in_another_process(memory: GatheredM
 # -- workers that die
 
 
-def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: GatheredMemory) -> None:
+def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(2)
 
     def write() -> None:
@@ -231,7 +231,7 @@ def test_the_lane_of_a_dead_worker_is_taken_over_with_its_numbers(memory: Gather
     assert memory.total("requests") == 15, "the last report may come after"
 
 
-def test_a_worker_too_many_is_told(memory: GatheredMemory) -> None:
+def test_a_worker_too_many_is_told(memory: MultiProducerMemory) -> None:
     lanes = memory.add_lanes(1)
 
     def hold() -> None:
@@ -246,7 +246,7 @@ def test_a_worker_too_many_is_told(memory: GatheredMemory) -> None:
 
 
 def test_kills_at_any_moment_lose_nothing_that_was_committed(tmp_path: Path) -> None:
-    memory = GatheredMemory(SPECS, tmp_path, 1 << 40)
+    memory = MultiProducerMemory(SPECS, tmp_path, 1 << 40)
     lanes = memory.add_lanes(1)
 
     def write(first: int) -> None:
@@ -289,7 +289,7 @@ def rubbish(lane: Lane, data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"?", b"\xff" * 100_000, bytes(3000)])
 def test_who_commits_rubbish_is_cut_off_and_the_others_are_learned_from(
-    memory: GatheredMemory, caplog: pytest.LogCaptureFixture, data: bytes
+    memory: MultiProducerMemory, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
     lanes = memory.add_lanes(2)
     with writing(lanes[0]) as bad, writing(lanes[1]) as good:
@@ -315,7 +315,7 @@ def test_who_commits_rubbish_is_cut_off_and_the_others_are_learned_from(
         fresh.close()
 
 
-def test_who_is_cut_off_plays_on_without_harm(memory: GatheredMemory) -> None:
+def test_who_is_cut_off_plays_on_without_harm(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     writer = LaneWriter([lane], SPECS)
     ring = writer.rooms["left"]._ring
@@ -332,7 +332,7 @@ def test_who_is_cut_off_plays_on_without_harm(memory: GatheredMemory) -> None:
 # -- closing
 
 
-def test_when_it_is_closed_what_was_taken_may_be_read_and_nothing_more_comes(memory: GatheredMemory) -> None:
+def test_when_it_is_closed_what_was_taken_may_be_read_and_nothing_more_comes(memory: MultiProducerMemory) -> None:
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         put(writer.rooms["left"], 1)
@@ -355,7 +355,7 @@ def test_it_leaves_no_descriptor_behind(tmp_path: Path) -> None:
         """Of this process, to anything in the memory's directory; also what was unlinked."""
         return [at for link in Path("/proc/self/fd").iterdir() if (at := _target(link)).startswith(str(tmp_path))]
 
-    memory = GatheredMemory(SPECS, tmp_path, 400)
+    memory = MultiProducerMemory(SPECS, tmp_path, 400)
     (lane,) = memory.add_lanes(1)
     with writing(lane) as writer:
         put(writer.rooms["left"], 1)

@@ -14,7 +14,7 @@ from ludus.algorithms.run_clock import RunClock
 from ludus.core.statistics import summarize_results
 from ludus.core.types import Segments
 from ludus.models.policy import Policy
-from ludus.transport.base import Batches
+from ludus.transport.base import SegmentReader
 
 
 class Publisher(Protocol):
@@ -121,7 +121,7 @@ class Trainer:
     def __init__(
         self,
         algorithms: Mapping[str, Algorithm],
-        memory: Batches,
+        memory: SegmentReader,
         pool: Publisher,
         *,
         smoothing: int = 100,

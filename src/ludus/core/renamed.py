@@ -25,7 +25,9 @@ MODULES: Mapping[str, str] = {
 }
 """Old module → present module."""
 
-OBJECTS: Mapping[str, str] = {}
+OBJECTS: Mapping[str, str] = {
+    "ludus.transport.redis_stream:RedisExchange": "ludus.transport.redis_stream:RedisMessageStream",
+}
 """Old `module:Name` → present `module:Name`, where the name changed as well; the module is the present one."""
 
 

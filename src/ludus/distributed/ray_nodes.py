@@ -28,7 +28,7 @@ from ludus.distributed.node_agent import BUNDLE_BYTES, Bundle, Bytes, Make, Node
 from ludus.distributed.sampling_pool import NOTES, LocalNode, Node, Plan, WorkerReport
 from ludus.errors import LudusError, Unreachable, UsageError, WorkerFailed
 from ludus.ray_cluster.cluster import Cluster, Member
-from ludus.transport.ring_buffer import Bell
+from ludus.transport.ring_buffer import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class RayNodes:
         self._heard_at = self._attending_at = self.now()
         self._unanswered = self._own_cores = 0
         self._log_dir, self._mark = _marked(log_dir)
-        self._bell = Bell(bell)
+        self._bell = Wakeup(bell)
         self._bell_path = bell
         self._own: LocalNode | None = None
         self._threads = [

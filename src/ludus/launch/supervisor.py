@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from ludus.core import plugins
-from ludus.io.rotating_log import LogWriter, before
+from ludus.io.rotating_log import LogWriter, previous_path
 from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, is_restarted
 from ludus.launch.job_dir import PRIVATE, JobDirectory, Record, Watcher, host, machine
 from ludus.launch.job_dir import RUN as RUN_FILE
@@ -525,7 +525,7 @@ def _linked(inside: Path, log: Path) -> Path:
     """A log elsewhere, which can be found in the job's directory too, with the one before it."""
     log = log.absolute()
     log.parent.mkdir(parents=True, exist_ok=True)
-    for here, there in ((inside, log), (before(inside), before(log))):
+    for here, there in ((inside, log), (previous_path(inside), previous_path(log))):
         here.unlink(missing_ok=True)
         here.symlink_to(there)
     return log

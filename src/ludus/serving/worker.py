@@ -33,7 +33,7 @@ from ludus.sampling.segment_recorder import acting_policy_spec
 from ludus.serving import log_format, prometheus, release, routing_table
 from ludus.serving.access_log import AccessLog
 from ludus.serving.routing_table import Lineup
-from ludus.transport.replay_log import RecordedRoom
+from ludus.transport.replay_log import ReplayLogWriter
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Live:
         self.seats = {seat: Seat(self.deciding[name]) for seat, name in loaded.seats.items()}
         self.sessions: weakref.WeakSet[ServedActor] = weakref.WeakSet()
         self._recording = settings.recording
-        self.rooms: dict[str, RecordedRoom] = {}
+        self.rooms: dict[str, ReplayLogWriter] = {}
 
     def recorded_seats(self, temperature: float) -> dict[str, Seat]:
         """The same seats, for a session that is written down."""
@@ -105,7 +105,7 @@ class Live:
             if room is None:
                 longest = json.loads(self._loaded.descriptions[name])["network"]["max_seq_len"]
                 spec = acting_policy_spec(self._loaded.players[name], self._recording.steps, longest, name)
-                room = self.rooms[name] = RecordedRoom(spec, self._directory(), self._recording.limit_bytes)
+                room = self.rooms[name] = ReplayLogWriter(spec, self._directory(), self._recording.limit_bytes)
             seats[seat] = Seat(self.deciding[name], room.at(temperature), first_origin=int.from_bytes(os.urandom(6), "little"))
         return seats
 

@@ -21,7 +21,7 @@ STORES: Mapping[str, str] = {
 }
 MANIFEST = "manifest.json"
 Bytes = bytes | bytearray | memoryview
-Guard = Callable[[], None]
+WriteGuard = Callable[[], None]
 """Raises Fenced when whoever writes is no longer the one to write."""
 
 
@@ -41,7 +41,7 @@ class Store(Protocol):
         """Where it is, as people write it: a path, or `s3://bucket/prefix`. Without secrets."""
         ...
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         """Write a set of files that appears complete or not at all. Raises AlreadyExists, StoreFull.
 
         `guard` is called when all is written and nothing can be seen yet; if it raises, nothing ever is.

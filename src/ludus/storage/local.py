@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, is_unavailable
 from ludus.io.atomic_file import TEMPORARY, open_for_replace, sync_directory, sync_file, temporary_path
-from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
-from ludus.storage.safe_read import MOST_JSON_BYTES, read_regular_file
+from ludus.storage.base import MANIFEST, Bytes, WriteGuard, check_file, check_key, make_manifest, read_manifest
+from ludus.storage.safe_read import MAX_JSON_BYTES, read_regular_file
 
 _ONCE = ".once-"  # beside a value that may not be replaced: the directory that its writer won, with the value in it
 _VALUE = "value"
@@ -44,7 +44,7 @@ class LocalStore:
         with self._translated(target):
             self._make(target.parent)
             if overwrite:
-                _replace(target, data)
+                _replace_file(target, data)
             else:
                 _put_once(target, data)
 
@@ -56,39 +56,39 @@ class LocalStore:
                 try:
                     return _read_value(path)
                 except FileNotFoundError:
-                    if next(while_hidden) >= _TRIES or not _hides(path.parent):
+                    if next(while_hidden) >= _TRIES or not _has_hidden_file(path.parent):
                         raise
                 time.sleep(_PAUSE_S)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         target = self._path(key)
         manifest = make_manifest(files)
         with self._translated(target):
             if (target / MANIFEST).exists():  # a directory may be remembered that another machine has just deleted
                 raise AlreadyExists(f"{target} exists already.")
             self._make(target.parent)
-            with _directory_aside(target) as aside:
+            with _temporary_directory(target) as aside:
                 for name, data in {**files, MANIFEST: manifest}.items():
                     _write(aside / name, data)
                 sync_directory(aside)
                 if guard is not None:
                     guard()
-                _become(aside, target)
+                _rename_to(aside, target)
             sync_directory(target.parent)
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
         path = self._path(key)
         with self._translated(path):
-            manifest = _manifest(key, path)
-            return {name: _part(path, name, entry) for name, entry in manifest.items()}
+            manifest = _load_manifest(key, path)
+            return {name: _read_part(path, name, entry) for name, entry in manifest.items()}
 
     def get_file(self, key: str, name: str) -> bytes:
         path = self._path(key)
         with self._translated(path):
-            manifest = _manifest(key, path)
+            manifest = _load_manifest(key, path)
             if name not in manifest:
                 raise NotFound(f"{path} has no file {name}.")
-            return _part(path, name, manifest[name])
+            return _read_part(path, name, manifest[name])
 
     def list(self, prefix: str) -> list[str]:
         return [name for name in self._names(prefix) if not name.startswith(".")]
@@ -98,9 +98,11 @@ class LocalStore:
         with self._translated(path):
             self._check_there()
             if path.is_dir() and not path.is_symlink():
-                _remove(path)
+                _remove_directory(path)
                 return
-            _remove(_once(path))  # before the value: the other way round the next writer would find it, and bring the value back
+            _remove_directory(
+                _claim_path(path)
+            )  # before the value: the other way round the next writer would find it, and bring the value back
             path.unlink(missing_ok=True)
 
     def sweep(self, prefix: str) -> int:
@@ -146,7 +148,7 @@ class LocalStore:
             self._check_there()
             raise
         except OSError as error:
-            raise _as_ours(error, path) from error
+            raise _translate_error(error, path) from error
         else:
             self._seen = self._seen or self.root.exists()
 
@@ -154,7 +156,7 @@ class LocalStore:
 # -- writing ------------------------------------------------------------------------------------------------------------
 
 
-def _replace(target: Path, data: Bytes) -> None:
+def _replace_file(target: Path, data: Bytes) -> None:
     for tries_left in range(_TRIES, -1, -1):
         try:
             with open_for_replace(target, durable=True) as file:
@@ -170,24 +172,24 @@ def _put_once(target: Path, data: Bytes) -> None:
     """Whoever's directory gets the name beside the target has won; then the value is shown, by him or by the next to come."""
     if target.exists():
         raise AlreadyExists(f"{target} exists already.")
-    once = _once(target)
-    with _directory_aside(target) as aside:
+    once = _claim_path(target)
+    with _temporary_directory(target) as aside:
         _write(aside / _VALUE, data)
         sync_directory(aside)
         try:
-            _become(aside, once)
+            _rename_to(aside, once)
         except AlreadyExists:
             with contextlib.suppress(OSError):  # it may have died before it came to that
-                _show(once / _VALUE, target)
+                _publish(once / _VALUE, target)
             raise AlreadyExists(f"{target} exists already.") from None
     sync_directory(target.parent)
-    _show(once / _VALUE, target)
+    _publish(once / _VALUE, target)
     sync_directory(target.parent)
     if _read(target) != bytes(data):  # somebody put it there who did not mind what there is
         raise AlreadyExists(f"{target} exists already.")
 
 
-def _show(value: Path, target: Path) -> None:
+def _publish(value: Path, target: Path) -> None:
     """Let the value be seen at its place, whole at once, if there is nothing there."""
     try:
         os.link(value, target)
@@ -197,10 +199,10 @@ def _show(value: Path, target: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         if not target.exists():
-            _replace(target, _read(value))
+            _replace_file(target, _read(value))
 
 
-def _become(aside: Path, target: Path) -> None:
+def _rename_to(aside: Path, target: Path) -> None:
     """Give a directory its name, if nobody else's has it. Raises AlreadyExists."""
     try:
         os.rename(aside, target)
@@ -212,7 +214,7 @@ def _become(aside: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _directory_aside(target: Path) -> Iterator[Path]:
+def _temporary_directory(target: Path) -> Iterator[Path]:
     aside = temporary_path(target)
     try:
         aside.mkdir()
@@ -227,7 +229,7 @@ def _write(path: Path, data: Bytes) -> None:
         sync_file(file)
 
 
-def _remove(directory: Path) -> None:
+def _remove_directory(directory: Path) -> None:
     """Gone at once for readers, then removed."""
     aside = temporary_path(directory)
     try:
@@ -240,18 +242,18 @@ def _remove(directory: Path) -> None:
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
-def _manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
+def _load_manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
     if not path.is_dir():
         raise NotFound(f"There is no {path}.")
     try:
-        return read_manifest(key, _read(path / MANIFEST, limit=MOST_JSON_BYTES))
+        return read_manifest(key, _read(path / MANIFEST, limit=MAX_JSON_BYTES))
     except FileNotFoundError:
         if not path.is_dir():  # deleted since we looked
             raise
         raise Damaged(f"{path} has no {MANIFEST}: it is not a complete checkpoint or version.") from None
 
 
-def _part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
+def _read_part(path: Path, name: str, expected: tuple[int, int]) -> bytes:
     try:
         data = _read(path / name, size=expected[0])
     except FileNotFoundError as error:
@@ -265,10 +267,10 @@ def _read_value(path: Path) -> bytes:
     try:
         return _read(path)
     except FileNotFoundError:
-        return _read(_once(path) / _VALUE)  # its writer died, or is just about to show it
+        return _read(_claim_path(path) / _VALUE)  # its writer died, or is just about to show it
 
 
-def _hides(directory: Path) -> bool:
+def _has_hidden_file(directory: Path) -> bool:
     """Whether a file there is being replaced that somebody has open: a FUSE mount renames it first, and for a moment it is gone."""
     try:
         return any(entry.name.startswith(".fuse_hidden") for entry in directory.iterdir())
@@ -287,11 +289,11 @@ def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> b
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _once(target: Path) -> Path:
+def _claim_path(target: Path) -> Path:
     return target.parent / f"{_ONCE}{target.name}"
 
 
-def _as_ours(error: OSError, path: Path) -> StoreError:
+def _translate_error(error: OSError, path: Path) -> StoreError:
     if error.errno in _FULL:
         return StoreFull(f"No space left to write {path}.", "Free some room; everything written before is intact.")
     if error.errno in _REFUSED:

@@ -26,7 +26,7 @@ _PAGES = 100  # of up to 1000 uploads
 
 
 @dataclass(frozen=True)
-class Server:
+class S3Endpoint:
     endpoint: str | None
     bucket: str
     region: str | None
@@ -39,11 +39,11 @@ class Upload:
     id: str
 
 
-def unfinished(server: Server, who: Credentials, prefix: str) -> Iterator[Upload]:
+def list_uploads(server: S3Endpoint, who: Credentials, prefix: str) -> Iterator[Upload]:
     """All below the prefix. Raises StoreError, OSError."""
     marker: dict[str, str] = {}
     for _ in range(_PAGES):
-        page = _parse(_ask(server, who, "GET", "", {"uploads": "", "prefix": prefix, **marker}))
+        page = _parse(_request(server, who, "GET", "", {"uploads": "", "prefix": prefix, **marker}))
         for element in page.iter("Upload"):
             yield Upload(element.findtext("Key", ""), element.findtext("UploadId", ""))
         following = {
@@ -55,20 +55,20 @@ def unfinished(server: Server, who: Credentials, prefix: str) -> Iterator[Upload
         marker = following
 
 
-def abort(server: Server, who: Credentials, upload: Upload) -> None:
+def abort_upload(server: S3Endpoint, who: Credentials, upload: Upload) -> None:
     """Nothing happens when it is gone already. Raises StoreError, OSError."""
-    _ask(server, who, "DELETE", upload.key, {"uploadId": upload.id}, fine=(200, 204, 404))
+    _request(server, who, "DELETE", upload.key, {"uploadId": upload.id}, fine=(200, 204, 404))
 
 
-def _ask(
-    server: Server, who: Credentials, method: str, key: str, query: Mapping[str, str], *, fine: tuple[int, ...] = (200,)
+def _request(
+    server: S3Endpoint, who: Credentials, method: str, key: str, query: Mapping[str, str], *, fine: tuple[int, ...] = (200,)
 ) -> bytes:
     region = server.region or "us-east-1"
     base = urlsplit(server.endpoint or f"https://s3.{region}.amazonaws.com")
     path = quote(f"{base.path.rstrip('/')}/{server.bucket}" + (f"/{key}" if key else ""), safe="/-_.~")
     asked = "&".join(f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in sorted(query.items()))
     headers = sign(method, base.netloc, path, asked, who, region, datetime.now(UTC))
-    connection = _connection(base, server.timeout_s)
+    connection = _connect(base, server.timeout_s)
     try:
         connection.request(method, f"{path}?{asked}", headers=headers)
         answer = connection.getresponse()
@@ -82,7 +82,7 @@ def _ask(
     return body
 
 
-def _connection(base: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+def _connect(base: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
     if base.scheme != "https":
         return http.client.HTTPConnection(base.netloc, timeout=timeout_s)
     context = ssl.create_default_context()

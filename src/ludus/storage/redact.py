@@ -8,12 +8,12 @@ from collections.abc import Sequence
 _SECRET = re.compile(r"--[\w-]*(?:password|secret|token|access-key|credentials)")
 
 
-def redacted(text: str) -> str:
+def redact_passwords(text: str) -> str:
     """The same without passwords in addresses. One may contain anything: all up to the last @ goes."""
     return re.sub(r"(://[^/\s:@]*):\S*@", r"\1:***@", text)
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
+def redact_command(words: Sequence[str]) -> list[str]:
     """The words of a command as they may be kept: no passwords, in addresses or after an option that takes one."""
     kept: list[str] = []
     for at, word in enumerate(words):
@@ -23,5 +23,5 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif at and _SECRET.fullmatch(words[at - 1]):
             kept.append("***")
         else:
-            kept.append(redacted(word))
+            kept.append(redact_passwords(word))
     return kept

@@ -27,8 +27,8 @@ from ludus.core import plugins
 from ludus.core.backoff import Backoff
 from ludus.errors import AlreadyExists, Damaged, NotFound, StoreError, StoreFull, StoreUnavailable, UsageError
 from ludus.storage import multipart_cleanup, s3_credentials, s3_errors
-from ludus.storage.base import MANIFEST, Bytes, Guard, check_file, check_key, make_manifest, read_manifest
-from ludus.storage.s3_url import Address, usual_endpoint
+from ludus.storage.base import MANIFEST, Bytes, WriteGuard, check_file, check_key, make_manifest, read_manifest
+from ludus.storage.s3_url import S3Url, default_endpoint
 
 if TYPE_CHECKING:
     import obstore
@@ -61,7 +61,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long to wait and how often to try again; then it is StoreUnavailable."""
 
     request_s: float = 60.0
@@ -71,25 +71,25 @@ class Patience:
     """No more retries after this time from the first attempt."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Patience:
+    def of(cls, environment: Mapping[str, str]) -> RetryPolicy:
         usual = cls()
         return cls(
-            request_s=_number(environment, "LUDUS_S3_TIMEOUT_S", usual.request_s),
-            connect_s=_number(environment, "LUDUS_S3_CONNECT_TIMEOUT_S", usual.connect_s),
-            retries=int(_number(environment, "LUDUS_S3_RETRIES", usual.retries)),
-            total_s=_number(environment, "LUDUS_S3_RETRY_S", usual.total_s),
+            request_s=_read_number(environment, "LUDUS_S3_TIMEOUT_S", usual.request_s),
+            connect_s=_read_number(environment, "LUDUS_S3_CONNECT_TIMEOUT_S", usual.connect_s),
+            retries=int(_read_number(environment, "LUDUS_S3_RETRIES", usual.retries)),
+            total_s=_read_number(environment, "LUDUS_S3_RETRY_S", usual.total_s),
         )
 
 
 class S3Store:
     def __init__(self, url: str) -> None:
         """Nothing is asked over the network yet. Raises UsageError."""
-        self._address = Address.parse(url)
-        self._patience = Patience.of(os.environ)
-        self._credentials = s3_credentials.find(os.environ)
-        self._endpoint = self._address.endpoint or usual_endpoint(os.environ)
+        self._address = S3Url.parse(url)
+        self._patience = RetryPolicy.of(os.environ)
+        self._credentials = s3_credentials.find_credentials(os.environ)
+        self._endpoint = self._address.endpoint or default_endpoint(os.environ)
         self._region = self._find_region()
-        if self._credentials is None and self._endpoint and not s3_credentials.left_to_client(os.environ):
+        if self._credentials is None and self._endpoint and not s3_credentials.client_finds_credentials(os.environ):
             raise UsageError(f"There are no credentials for {self.url}.", s3_credentials.REMEDY)
         self._client = self._connect(self._patience.retries)
         self._single = self._connect(0)  # asks once: what must not happen late is repeated here, and checked again before
@@ -113,9 +113,9 @@ class S3Store:
 
     # -- bundles
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         target, folder = self._address.path(key), f".parts-{uuid.uuid4().hex}"
-        manifest = _with_folder(make_manifest(files), folder)
+        manifest = _add_folder(make_manifest(files), folder)
         if self._exists(f"{target}/{MANIFEST}"):  # spare the upload; whether it is so is decided at the end
             raise AlreadyExists(f"{self._shown(target)} exists already.")
         self._check_conditions(target)
@@ -127,10 +127,10 @@ class S3Store:
                 guard()
             begun = True
 
-        with _written_here(f"{target}/{folder}/"):
+        with _mark_written(f"{target}/{folder}/"):
             try:
                 items = [(f"{target}/{folder}/{name}", memoryview(data).cast("B")) for name, data in files.items()]
-                _side_by_side(lambda item: self._upload(*item), items)
+                _run_parallel(lambda item: self._upload(*item), items)
                 self._create(f"{target}/{MANIFEST}", memoryview(manifest), called=target, guard=last_check)
             except BaseException as error:
                 # Where the manifest may be there after all, or still on its way, its parts stay: if it is not, a sweep finds them.
@@ -144,7 +144,7 @@ class S3Store:
         check_key(key)
         return self._of_bundle(
             key,
-            lambda folder, manifest: dict(_side_by_side(lambda name: (name, self._file(key, folder, name, manifest)), manifest)),
+            lambda folder, manifest: dict(_run_parallel(lambda name: (name, self._file(key, folder, name, manifest)), manifest)),
         )
 
     def get_file(self, key: str, name: str) -> bytes:
@@ -163,7 +163,7 @@ class S3Store:
         while True:
             text = self._manifest(key)
             try:
-                return read(*_read_folder(key, text))
+                return read(*_parse_manifest(key, text))
             except Damaged:
                 if text == before:
                     raise
@@ -201,9 +201,9 @@ class S3Store:
         """Remove what crashed writers left directly below `prefix`. Only for the one owner of that prefix."""
         folder = self._address.path(prefix) if prefix else self._address.prefix
         keys = [f"{folder}/{name}" if folder else name for name in self._entries(folder)[1]]
-        found = zip(keys, _side_by_side(self._unfinished, keys), strict=True)
+        found = zip(keys, _run_parallel(self._unfinished, keys), strict=True)
         folders = [f"{key}/{name}" for key, names in found for name in names]
-        removed = _side_by_side(self._remove_below, folders)
+        removed = _run_parallel(self._remove_below, folders)
         # Some servers show a folder for a while after it became empty: that is nothing that was left.
         left = {name for name, objects in zip(folders, removed, strict=True) if objects}
         return len(left | self._abort_uploads(folder))
@@ -214,7 +214,7 @@ class S3Store:
         if not folders:
             return []
         try:
-            used = _read_folder(target, self._download(f"{target}/{MANIFEST}"))[0]
+            used = _parse_manifest(target, self._download(f"{target}/{MANIFEST}"))[0]
         except NotFound:
             used = ""
         except Damaged:
@@ -226,16 +226,16 @@ class S3Store:
         if self._credentials is None:
             log.info("Unfinished uploads to %s are not looked for: only the client knows the credentials.", self.url)
             return set()
-        server = multipart_cleanup.Server(self._endpoint, self._address.bucket, self._region, self._patience.request_s)
+        server = multipart_cleanup.S3Endpoint(self._endpoint, self._address.bucket, self._region, self._patience.request_s)
         aborted: set[str] = set()
         try:
-            for upload in multipart_cleanup.unfinished(server, self._renewed(), f"{folder}/" if folder else ""):
+            for upload in multipart_cleanup.list_uploads(server, self._renewed(), f"{folder}/" if folder else ""):
                 within = upload.key[len(folder) + 1 :] if folder else upload.key
                 name, _, rest = within.partition("/")
                 parts = rest.partition("/")[0]
                 if _is_written_here(upload.key) or (rest and not _FOLDER.fullmatch(parts)):
                     continue  # in use, or further down
-                multipart_cleanup.abort(server, self._renewed(), upload)
+                multipart_cleanup.abort_upload(server, self._renewed(), upload)
                 aborted.add("/".join(filter(None, (folder, name, parts))))
         except (OSError, StoreError) as error:  # a right that is missing, a server that cannot: no reason to stop a run
             log.warning("Unfinished uploads to %s were not removed: %s", self.url, error)
@@ -264,7 +264,7 @@ class S3Store:
                 if next(pages, None) is None:
                     return found.intersection(names)
         left = [name for name in names if name not in found]
-        below = _side_by_side(lambda name: any(self._entries(f"{folder}/{name}" if folder else name)), left)
+        below = _run_parallel(lambda name: any(self._entries(f"{folder}/{name}" if folder else name)), left)
         return found.intersection(names).union(name for name, shown in zip(left, below, strict=True) if shown)
 
     def _remove_below(self, folder: str) -> int:
@@ -280,7 +280,7 @@ class S3Store:
     # -- objects
 
     def _upload(self, path: str, view: memoryview) -> None:
-        with self._translated(path, "write"), _written_here(path):
+        with self._translated(path, "write"), _mark_written(path):
             obstore.put(
                 self._client,
                 path,
@@ -290,13 +290,13 @@ class S3Store:
                 max_concurrency=AT_ONCE,
             )
 
-    def _create(self, path: str, view: memoryview, *, called: str | None = None, guard: Guard | None = None) -> None:
+    def _create(self, path: str, view: memoryview, *, called: str | None = None, guard: WriteGuard | None = None) -> None:
         """Exactly one of many succeeds. Raises AlreadyExists. The guard is asked before every attempt.
 
         An answer may be lost on its way, so that the next attempt finds what the last one made: its name tells that it is ours.
         """
         name = uuid.uuid4().hex
-        for pause in _pauses(self._patience, self._patience.retries):
+        for pause in _retry_delays(self._patience, self._patience.retries):
             if guard is not None:
                 guard()
             try:
@@ -329,7 +329,7 @@ class S3Store:
 
     def _download(self, path: str) -> bytes:
         # The client itself tries again while nothing has come, and takes up again what breaks off; not for ever, nor with a new tag.
-        for pause in _pauses(self._patience, min(self._patience.retries, 3)):
+        for pause in _retry_delays(self._patience, min(self._patience.retries, 3)):
             try:
                 with self._translated(path, "read"):
                     return self._download_once(path)
@@ -351,7 +351,7 @@ class S3Store:
             return bytes(obstore.get(self._client, path, options={"range": wanted, "if_match": tag}).bytes())
 
         del result  # what it was about to send comes in parts instead
-        return b"".join(_side_by_side(part, range(0, size, PART_BYTES)))
+        return b"".join(_run_parallel(part, range(0, size, PART_BYTES)))
 
     def _check_conditions(self, wanted: str) -> None:
         """Some servers take no notice of If-None-Match, and let one writer destroy what another has claimed. Amazon's does."""
@@ -427,14 +427,14 @@ class S3Store:
         assert self._credentials is not None
         if self._credentials.file is not None:
             try:
-                self._credentials = s3_credentials.find(os.environ) or self._credentials
+                self._credentials = s3_credentials.find_credentials(os.environ) or self._credentials
             except UsageError as error:  # it is being replaced, perhaps; the old ones may do for a while
                 log.warning("Credentials were not renewed: %s", error)
         return self._credentials
 
     def _find_region(self) -> str | None:
         of_file = self._credentials.region if self._credentials else None
-        return self._address.region or of_file or s3_credentials.region(os.environ)
+        return self._address.region or of_file or s3_credentials.find_region(os.environ)
 
     def _shown(self, path: str) -> str:
         return f"s3://{self._address.bucket}/{path}"
@@ -451,11 +451,11 @@ class S3Store:
 # -- parts of bundles ---------------------------------------------------------------------------------------------------
 
 
-def _with_folder(manifest: bytes, folder: str) -> bytes:
+def _add_folder(manifest: bytes, folder: str) -> bytes:
     return json.dumps({**json.loads(manifest), "parts": folder}, indent=1).encode()
 
 
-def _read_folder(key: str, text: bytes) -> tuple[str, dict[str, tuple[int, int]]]:
+def _parse_manifest(key: str, text: bytes) -> tuple[str, dict[str, tuple[int, int]]]:
     """The folder of the parts, and what is in it. Raises Damaged."""
     manifest = read_manifest(key, text)
     folder = json.loads(text).get("parts")
@@ -465,7 +465,7 @@ def _read_folder(key: str, text: bytes) -> tuple[str, dict[str, tuple[int, int]]
 
 
 @contextlib.contextmanager
-def _written_here(path: str) -> Iterator[None]:
+def _mark_written(path: str) -> Iterator[None]:
     with _lock:
         _writing.append(path)
     try:
@@ -483,7 +483,7 @@ def _is_written_here(path: str) -> bool:
 # -- small things -------------------------------------------------------------------------------------------------------
 
 
-def _side_by_side(act: Callable[[S], T], items: Iterable[S]) -> list[T]:
+def _run_parallel(act: Callable[[S], T], items: Iterable[S]) -> list[T]:
     """In the order of the items; the first error ends it."""
     todo = list(items)
     if len(todo) < 2:
@@ -497,7 +497,7 @@ def _side_by_side(act: Callable[[S], T], items: Iterable[S]) -> list[T]:
             raise
 
 
-def _pauses(patience: Patience, retries: int) -> Iterator[float | None]:
+def _retry_delays(patience: RetryPolicy, retries: int) -> Iterator[float | None]:
     """How long to wait after each attempt when it fails; None after the last."""
     deadline = time.monotonic() + patience.total_s
     backoff = Backoff(_PAUSE_S, _LONGEST_PAUSE_S, jitter=(0.5, 1.0), generator=random)
@@ -515,7 +515,7 @@ def _read_authorities(file: str) -> bytes:
         raise UsageError(f"{file} (named by {multipart_cleanup.AUTHORITIES}) cannot be read: {error.strerror}.") from error
 
 
-def _number(environment: Mapping[str, str], name: str, usual: float) -> float:
+def _read_number(environment: Mapping[str, str], name: str, usual: float) -> float:
     text = environment.get(name, "")
     try:
         number = float(text) if text else usual

@@ -38,23 +38,23 @@ def translate(error: Exception, verb: Verb, what: str, server: str) -> LudusErro
         return AlreadyExists(f"{what} exists already.")
     doing = f"{'write' if verb == 'create' else verb} {what}"
     if status is None:
-        return _unanswered(text, doing, server)
-    return _answered(status, code, verb, doing, what, server)
+        return _connection_error(text, doing, server)
+    return _status_error(status, code, verb, doing, what, server)
 
 
-def _unanswered(text: str, doing: str, server: str) -> LudusError:
+def _connection_error(text: str, doing: str, server: str) -> LudusError:
     if "InvalidCertificate" in text:
         return StoreUnavailable(
             f"Cannot {doing} at {server}: its certificate is not one to be trusted.",
             f"Name a file with that of its authority in {multipart_cleanup.AUTHORITIES}.",
         )
     if "redirect without LOCATION" in text:
-        return _elsewhere(doing)
+        return _wrong_region(doing)
     why = _WHY[found[1]] if (found := _KIND.search(text)) else "the connection broke"
     return StoreUnavailable(f"Cannot {doing} at {server}: {why}.", "Is the server well, and the end point right?")
 
 
-def _answered(status: int, code: str, verb: Verb, doing: str, what: str, server: str) -> LudusError:
+def _status_error(status: int, code: str, verb: Verb, doing: str, what: str, server: str) -> LudusError:
     said = f"{status} {code}".strip()
     if code == "NoSuchBucket":
         return NotFound(f"Cannot {doing}: {server} has no such bucket.", "Make it, or correct the address.")
@@ -67,7 +67,7 @@ def _answered(status: int, code: str, verb: Verb, doing: str, what: str, server:
     if status in (401, 403):
         return StoreFull(f"Not allowed to {doing} ({said}).", _remedy(code))
     if 300 <= status < 400 or code in _REGION:
-        return _elsewhere(doing)
+        return _wrong_region(doing)
     if code == "NoSuchUpload":
         return StoreUnavailable(f"Cannot {doing}: somebody has aborted the upload.", "Try again, if it is still yours to write.")
     if status in _PASSING or (status >= 500 and status not in (501, 505)):
@@ -75,7 +75,7 @@ def _answered(status: int, code: str, verb: Verb, doing: str, what: str, server:
     return StoreError(f"Cannot {doing}: {server} answered {said}.", "" if code else "Is it the end point of an S3 server?")
 
 
-def _elsewhere(doing: str) -> UsageError:
+def _wrong_region(doing: str) -> UsageError:
     return UsageError(
         f"Cannot {doing}: it is in another region than the one asked for.", "Set AWS_REGION, or ?region= in the address."
     )

@@ -10,14 +10,14 @@ from typing import Any
 from ludus.errors import Damaged
 from ludus.io.regular_files import NotRegularFile, open_regular
 
-MOST_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 """Of a manifest or of the state of a checkpoint; the largest of real runs have some hundred kB."""
 
 _AT_A_TIME = 64 << 20
 _OLDER = "Use an older checkpoint."
 
 
-def largest_file() -> int:
+def max_file_bytes() -> int:
     """Bytes that a file may have which is read as a whole: half of the memory of this machine."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -31,7 +31,7 @@ def read_regular_file(path: Path, *, size: int | None = None, limit: int | None 
     A link at the end of the path is not followed; directories on the way may be links. Raises Damaged for anything else than such a
     file, OSError where it cannot be read.
     """
-    limit = largest_file() if limit is None else limit
+    limit = max_file_bytes() if limit is None else limit
     try:
         with open_regular(path) as file:
             return _read(file.fileno(), path, size, limit)
@@ -58,7 +58,7 @@ def _read(descriptor: int, path: Path, size: int | None, limit: int) -> bytes:
 
 def parse_json(data: bytes | str, what: str) -> Any:
     """The value of a JSON text. Raises Damaged for what is none, is too long, or is nested too deeply."""
-    if len(data) > MOST_JSON_BYTES:
+    if len(data) > MAX_JSON_BYTES:
         raise Damaged(f"{what} is damaged: it has {len(data):,} bytes.", _OLDER)
     try:
         return json.loads(data)

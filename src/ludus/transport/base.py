@@ -25,7 +25,7 @@ class MemoryStats:
     waiting: int = 0
 
 
-class Batches(Protocol):
+class SegmentReader(Protocol):
     """What a learner needs of a memory."""
 
     def take(self, timeout_s: float) -> Segments | None: ...
@@ -43,7 +43,7 @@ class SegmentWriter(Protocol):
     def abandon(self, segments: Segments) -> None: ...
 
 
-class Waiting(Batches, Protocol):
+class ReadableMemory(SegmentReader, Protocol):
     """The reading half of a memory."""
 
     def stats(self) -> MemoryStats: ...

@@ -17,9 +17,9 @@ from ludus.errors import UnknownName, UsageError
 EMBEDDED = "embedded"
 """No server: the memory of this process, or of the processes of this machine."""
 
-EXCHANGES: Mapping[str, str] = {
-    "redis": "ludus.transport.redis_stream:RedisExchange",
-    "rediss": "ludus.transport.redis_stream:RedisExchange",
+MESSAGE_STREAMS: Mapping[str, str] = {
+    "redis": "ludus.transport.redis_stream:RedisMessageStream",
+    "rediss": "ludus.transport.redis_stream:RedisMessageStream",
 }
 
 PASSWORD = "LUDUS_MEMORY_PASSWORD"  # noqa: S105 # the name of the variable
@@ -38,7 +38,7 @@ class Delivery:
     data: Buffer
 
 
-class Exchange(Protocol):
+class MessageStream(Protocol):
     """Safe for one thread at a time. Every wait has a deadline.
 
     All calls raise ExchangeUnavailable when the server cannot be reached for longer than the call may take (it is tried again, with
@@ -90,10 +90,10 @@ class Exchange(Protocol):
 def check_url(url: str) -> None:
     """Raises UnknownName, UsageError when no exchange can be meant. Nothing is imported or asked."""
     scheme, separator, rest = url.partition("://")
-    if separator and scheme not in EXCHANGES and ":" not in scheme:
-        raise UnknownName(f"Unknown memory {scheme!r}.", plugins.did_you_mean(scheme, EXCHANGES))
+    if separator and scheme not in MESSAGE_STREAMS and ":" not in scheme:
+        raise UnknownName(f"Unknown memory {scheme!r}.", plugins.did_you_mean(scheme, MESSAGE_STREAMS))
     if not (rest if separator else ":" in url):
-        ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in EXCHANGES)
+        ways = ", ".join(f"{scheme}://HOST:PORT" for scheme in MESSAGE_STREAMS)
         raise UsageError(f"{url!r} is not a memory that several machines can reach.", f"Use {ways}, or module:Class.")
 
 
@@ -122,13 +122,17 @@ def split_password(url: str) -> tuple[str, str | None]:
     return f"{scheme}:{urlunsplit(parts._replace(netloc=f'{name}@{place}' if name else place))}", unquote(parts.password)
 
 
-def open_exchange(url: str, channel: str, room: int) -> Exchange:
+def open_message_stream(url: str, channel: str, room: int) -> MessageStream:
     """The exchange at `scheme://…`, or of a user's class (`module:Class`, `module:Class://…`). Raises UnknownName, UsageError, ExchangeUnavailable.
 
     `channel`: the name of the run; channels of one server do not know of each other. `room`: messages that may wait in it.
     """
     check_url(url)
     scheme, separator, _ = url.partition("://")
-    make = plugins.resolve("memory", scheme, EXCHANGES) if separator else plugins.import_object(url, "memory", plugins.is_class)
-    opened: Exchange = make(url, channel, room)
+    make = (
+        plugins.resolve("memory", scheme, MESSAGE_STREAMS)
+        if separator
+        else plugins.import_object(url, "memory", plugins.is_class)
+    )
+    opened: MessageStream = make(url, channel, room)
     return opened

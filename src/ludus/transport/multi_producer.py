@@ -19,8 +19,8 @@ from pathlib import Path
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import Damaged, MemoryClosed, StoreFull, WorkerFailed
 from ludus.transport.base import MemoryStats
-from ludus.transport.ring_buffer import RECORDS, Bell, RingWriter, create_ring, record_bytes
-from ludus.transport.shared_memory import Layout, SharedReader
+from ludus.transport.ring_buffer import RECORDS, RingWriter, Wakeup, create_ring, record_bytes
+from ludus.transport.shared_memory import BlockLayout, SharedReader
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,10 @@ class LaneWriter:
 
     def __init__(self, lanes: Sequence[Lane], specs: Mapping[str, SegmentSpec]) -> None:
         """Raises WorkerFailed when every lane has a writer."""
-        self.lane, self._claimed = _free(lanes)
+        self.lane, self._claimed = _claim_lane(lanes)
         self.rooms = {
-            name: SessionRoom(Path(ring), Layout(specs[name], 1), Path(self.lane.bell)) for name, ring in self.lane.rings.items()
+            name: SessionWriter(Path(ring), BlockLayout(specs[name], 1), Path(self.lane.bell))
+            for name, ring in self.lane.rings.items()
         }
         notes = self._notes = next(iter(self.rooms.values())).notes
         counted, current = self.lane.counted, self.lane.current
@@ -80,7 +81,7 @@ class LaneWriter:
             self._claimed = -1
 
 
-def _free(lanes: Sequence[Lane]) -> tuple[Lane, int]:
+def _claim_lane(lanes: Sequence[Lane]) -> tuple[Lane, int]:
     import fcntl
 
     for lane in lanes:
@@ -94,10 +95,10 @@ def _free(lanes: Sequence[Lane]) -> tuple[Lane, int]:
     raise WorkerFailed(f"All {len(lanes)} ways to the learner are in use.", "Are there more workers than it was told of?")
 
 
-class SessionRoom:
+class SessionWriter:
     """The writing half for one model: any number of blocks are being filled at a time."""
 
-    def __init__(self, ring: Path, layout: Layout, bell: Path) -> None:
+    def __init__(self, ring: Path, layout: BlockLayout, bell: Path) -> None:
         self._ring, self._layout = RingWriter(ring, bell), layout
         self.notes = self._ring.notes
         self._free: list[tuple[Segments, bytearray]] = []
@@ -150,7 +151,7 @@ class SessionRoom:
         self._ring.close()
 
 
-class GatheredMemory:
+class MultiProducerMemory:
     """The learner's end, for one thread: takes what all writers commit, for the models of `specs`.
 
     Of each model at most `capacity` steps wait; what is older is dropped and counted, so that nothing stale is learned from.
@@ -165,10 +166,10 @@ class GatheredMemory:
         counted: Sequence[str] = (),
         current: Sequence[str] = (),
     ) -> None:
-        self._layouts = {name: Layout(spec, 1) for name, spec in specs.items()}
+        self._layouts = {name: BlockLayout(spec, 1) for name, spec in specs.items()}
         self._directory, self._capacity = directory, capacity
         self._names = tuple(counted), tuple(current)
-        self._bell = Bell.create(directory / "bell")
+        self._bell = Wakeup.create(directory / "bell")
         self._lanes: list[Lane] = []
         self._readers: dict[str, dict[int, SharedReader]] = {name: {} for name in specs}  # by model and lane
         self._ready: dict[str, deque[tuple[Segments, SharedReader]]] = {name: deque() for name in specs}
@@ -188,19 +189,19 @@ class GatheredMemory:
             rings = {name: str(self._directory / f"{number}.{name}" / "ring") for name in self._layouts}
             for name, ring in rings.items():
                 size = self._size(self._layouts[name], count * len(rings))
-                self._readers[name][number] = _made(Path(ring), size, self._layouts[name])
+                self._readers[name][number] = _create_reader(Path(ring), size, self._layouts[name])
             self._lanes.append(Lane(rings, str(lock), str(self._bell.path), *self._names))
         return list(self._lanes)
 
-    def _size(self, layout: Layout, rings: int) -> int:
+    def _size(self, layout: BlockLayout, rings: int) -> int:
         """Of a ring, in bytes: for all that may wait, if there is so much memory."""
         one = record_bytes(layout.nbytes)
         wanted = max(_EMPTIER * -(-self._capacity // layout.spec.steps) * one, _RING_BYTES)
         most = min(_MOST_BYTES, _ALL_BYTES // rings, shutil.disk_usage(self._directory).free // (2 * rings))
         return max(_FEW * one, min(wanted, most, RECORDS * one))
 
-    def of(self, model: str) -> ModelGathered:
-        return ModelGathered(self, model)
+    def of(self, model: str) -> ModelMemory:
+        return ModelMemory(self, model)
 
     # -- reading
 
@@ -276,7 +277,7 @@ class GatheredMemory:
         self._cut_off.append(int(notes[0]) if math.isfinite(notes[0]) else 0)
         try:
             shutil.rmtree(path.parent, ignore_errors=True)
-            fresh = self._readers[model][number] = _made(path, capacity, self._layouts[model])
+            fresh = self._readers[model][number] = _create_reader(path, capacity, self._layouts[model])
             for at, number_before in enumerate(notes):
                 fresh.ring.notes[at] = number_before if math.isfinite(number_before) else 0.0
         except StoreFull as full:
@@ -331,17 +332,17 @@ class GatheredMemory:
         self._bell.close()
 
 
-def _made(path: Path, capacity: int, layout: Layout) -> SharedReader:
+def _create_reader(path: Path, capacity: int, layout: BlockLayout) -> SharedReader:
     """A ring has several files: in a directory of its own, where nothing else is in the way of removing it."""
     path.parent.mkdir(mode=0o700)
     create_ring(path, capacity)
     return SharedReader(path, layout)
 
 
-class ModelGathered:
-    """One model's part of a GatheredMemory."""
+class ModelMemory:
+    """One model's part of a MultiProducerMemory."""
 
-    def __init__(self, memory: GatheredMemory, model: str) -> None:
+    def __init__(self, memory: MultiProducerMemory, model: str) -> None:
         self._memory, self._model = memory, model
 
     def take(self, timeout_s: float) -> Segments | None:

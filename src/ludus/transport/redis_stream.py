@@ -63,7 +63,7 @@ _RANKS = 1 << 53  # what Lua's numbers hold exactly
 Id = tuple[int, int]
 
 
-class _Lost(Exception):
+class _ConnectionLost(Exception):
     """The connection, or the patience. The text is for people and holds no secret."""
 
     def __init__(self, why: str, at_once: bool = False) -> None:
@@ -72,15 +72,15 @@ class _Lost(Exception):
         self.at_once = at_once
 
 
-class _Refusal(str):
+class _ErrorReply(str):
     """What a server answers instead of an answer."""
 
 
-class _Full(Exception):
+class _OutOfMemory(Exception):
     """The server has no memory left for what was asked of it."""
 
 
-class RedisExchange:
+class RedisMessageStream:
     """Connects when it is first used, and again whenever the connection was lost. One connection; one thread at a time.
 
     `room` is kept by every writer for itself, from the length that each answer brings: with N writers at most N - 1 messages more
@@ -91,7 +91,7 @@ class RedisExchange:
         """Raises UsageError, MissingExtra."""
         if not channel or room < 1:
             raise UsageError(f"An exchange needs a channel with a name and room for messages, not {channel!r} and {room}.")
-        self._link = _Link(url)
+        self._link = _RedisConnection(url)
         self._room = room
         self._stream = f"ludus:{{{channel}}}:messages".encode()  # braces: one slot of a cluster for all keys of a channel
         self._board = f"ludus:{{{channel}}}:board".encode()
@@ -105,7 +105,7 @@ class RedisExchange:
         self._add = (b"*5\r\n" + _bulk(b"XADD") + _bulk(self._stream) + _bulk(b"*") + _bulk(_FIELD), b"\r\n" + self._xlen())
 
     def _xlen(self) -> bytes:
-        return _packed(b"XLEN", self._stream)
+        return _encode_command(b"XLEN", self._stream)
 
     # -- writing
 
@@ -126,7 +126,7 @@ class RedisExchange:
                 if self._length is not None and self._length < self._room:
                     _, self._length = self._ask(request, 2, end)
                     return True
-            except _Full:
+            except _OutOfMemory:
                 self._warn_of_memory()
                 backoff = Backoff(_FULL_S[1], _FULL_S[1], generator=random)
             left = end - time.monotonic()
@@ -155,7 +155,7 @@ class RedisExchange:
                 continue
             if found or (not self._again and time.monotonic() >= end):
                 self._held.update(number for number, _ in found)
-                return [Delivery(_text(number), data) for number, data in found]
+                return [Delivery(_id_text(number), data) for number, data in found]
 
     def _pull_new(self, most: int, end: float) -> list[tuple[Id, Buffer]]:
         found = self._read(most, b">", end, min(end - time.monotonic(), _BLOCK_S))
@@ -163,12 +163,12 @@ class RedisExchange:
 
     def _pull_again(self, most: int, end: float) -> list[tuple[Id, Buffer]]:
         """Of those that are ours and were not delivered, the oldest. What others have reclaimed since is theirs."""
-        found = self._read(most, _bytes(_before(self._again[0])), end)
+        found = self._read(most, _id_bytes(_previous_id(self._again[0])), end)
         last, wanted = found[-1][0] if len(found) == most else self._again[-1], set(self._again)
         while self._again and self._again[0] <= last:
             self._again.popleft()
-        if gone := [_bytes(number) for number, data in found if data is None]:  # acknowledged by whoever had it before
-            self._ask([_packed(b"XACK", self._stream, _GROUP, *gone)], 1, end)
+        if gone := [_id_bytes(number) for number, data in found if data is None]:  # acknowledged by whoever had it before
+            self._ask([_encode_command(b"XACK", self._stream, _GROUP, *gone)], 1, end)
         return [(number, data) for number, data in found if data is not None and number in wanted]
 
     def _read(self, most: int, after: bytes, end: float, block_s: float = 0.0) -> list[tuple[Id, Buffer | None]]:
@@ -176,16 +176,18 @@ class RedisExchange:
         words = [b"XREADGROUP", b"GROUP", _GROUP, self._name, b"COUNT", b"%d" % most]
         if block_s > 0:
             words += [b"BLOCK", b"%d" % max(1, int(block_s * 1000))]
-        answer = self._in_group(_packed(*words, b"STREAMS", self._stream, after), end, repeat=False)
-        return [(_id(name), _data(fields)) for name, fields in answer[0][1]] if answer else []
+        answer = self._in_group(_encode_command(*words, b"STREAMS", self._stream, after), end, repeat=False)
+        return [(_parse_id(name), _message_of(fields)) for name, fields in answer[0][1]] if answer else []
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         end = time.monotonic() + _CALL_S
         for start in range(0, len(ids), _IDS):
-            numbers = [_id(name.encode()) for name in ids[start : start + _IDS]]
-            names = [_bytes(number) for number in numbers]
+            numbers = [_parse_id(name.encode()) for name in ids[start : start + _IDS]]
+            names = [_id_bytes(number) for number in numbers]
             # In this order: a server that dies in between leaves the name of a message that is gone, not a message that nobody has.
-            self._ask([_packed(b"XDEL", self._stream, *names) + _packed(b"XACK", self._stream, _GROUP, *names)], 2, end)
+            self._ask(
+                [_encode_command(b"XDEL", self._stream, *names) + _encode_command(b"XACK", self._stream, _GROUP, *names)], 2, end
+            )
             self._held.difference_update(numbers)
 
     def reclaim(self, idle_s: float) -> int:
@@ -193,9 +195,9 @@ class RedisExchange:
         cursor, claimed = b"0-0", list[Id]()
         while True:
             words = (self._stream, _GROUP, self._name, b"%d" % int(idle_s * 1000), cursor, b"COUNT", b"%d" % _IDS, b"JUSTID")
-            answer = self._in_group(_packed(b"XAUTOCLAIM", *words), end)
+            answer = self._in_group(_encode_command(b"XAUTOCLAIM", *words), end)
             cursor = answer[0]
-            claimed += [_id(name) for name in answer[1] if name]
+            claimed += [_parse_id(name) for name in answer[1] if name]
             if cursor == b"0-0":
                 break
         return self._deliver_again(claimed)
@@ -204,8 +206,10 @@ class RedisExchange:
         """After an answer was lost: everything that the group says is ours and that we never saw."""
         cursor, found = b"-", list[Id]()
         while True:
-            answer = self._in_group(_packed(b"XPENDING", self._stream, _GROUP, cursor, b"+", b"%d" % _IDS, self._name), end)
-            found += [_id(entry[0]) for entry in answer]
+            answer = self._in_group(
+                _encode_command(b"XPENDING", self._stream, _GROUP, cursor, b"+", b"%d" % _IDS, self._name), end
+            )
+            found += [_parse_id(entry[0]) for entry in answer]
             if len(answer) < _IDS:
                 break
             cursor = b"(" + answer[-1][0]
@@ -238,13 +242,13 @@ class RedisExchange:
         self._again.clear()
         try:
             self._make_group(end)
-        except _Full as error:
+        except _OutOfMemory as error:
             raise ExchangeUnavailable(f"{self._link.shown} has no memory left, not even for the name of a group.") from error
 
     def _make_group(self, end: float) -> None:
         """If there is none. Raises _Full."""
-        with contextlib.suppress(_Exists):
-            self._ask([_packed(b"XGROUP", b"CREATE", self._stream, _GROUP, b"0", b"MKSTREAM")], 1, end)
+        with contextlib.suppress(_GroupExists):
+            self._ask([_encode_command(b"XGROUP", b"CREATE", self._stream, _GROUP, b"0", b"MKSTREAM")], 1, end)
 
     def waiting(self) -> int:
         return int(self._ask([self._xlen()], 1, time.monotonic() + _CALL_S)[0])
@@ -255,33 +259,33 @@ class RedisExchange:
         if not -_RANKS < rank < _RANKS:
             raise UsageError(f"The rank {rank} of the notice {key!r} is too large.", "It must be below 2^53.")
         end = time.monotonic() + _CALL_S
-        request = _packed(b"EVAL", _POST, b"1", self._board, key.encode(), b"%d" % rank, bytes(value))
+        request = _encode_command(b"EVAL", _POST, b"1", self._board, key.encode(), b"%d" % rank, bytes(value))
         try:
             return bool(self._ask([request], 1, end)[0])
-        except _Full as error:
+        except _OutOfMemory as error:
             self._warn_of_memory()
             raise ExchangeUnavailable(f"{self._link.shown} has no memory left for the notice {key!r}.") from error
 
     def read(self, key: str) -> bytes | None:
-        (found,) = self._ask([_packed(b"HGET", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
-        return None if found is None else _unranked(found)
+        (found,) = self._ask([_encode_command(b"HGET", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
+        return None if found is None else _strip_rank(found)
 
     def posted(self, prefix: str) -> dict[str, bytes]:
-        (found,) = self._ask([_packed(b"HGETALL", self._board)], 1, time.monotonic() + _CALL_S)
+        (found,) = self._ask([_encode_command(b"HGETALL", self._board)], 1, time.monotonic() + _CALL_S)
         pairs = zip(found[::2], found[1::2], strict=True)
         return {
-            bytes(name).decode("utf-8", "replace"): _unranked(value)
+            bytes(name).decode("utf-8", "replace"): _strip_rank(value)
             for name, value in pairs
             if bytes(name).startswith(prefix.encode())
         }
 
     def erase(self, key: str) -> None:
-        self._ask([_packed(b"HDEL", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
+        self._ask([_encode_command(b"HDEL", self._board, key.encode())], 1, time.monotonic() + _CALL_S)
 
     # -- the end
 
     def drop(self) -> None:
-        self._ask([_packed(b"UNLINK", self._stream, self._board)], 1, time.monotonic() + _CALL_S)
+        self._ask([_encode_command(b"UNLINK", self._stream, self._board)], 1, time.monotonic() + _CALL_S)
         self._joined, self._length = False, None
         self._held.clear()
         self._again.clear()
@@ -290,8 +294,10 @@ class RedisExchange:
         """What was pulled and not acknowledged is for whoever reclaims it."""
         if self._joined and self._link.connected:
             try:
-                self._link.exchange([_packed(b"EVAL", _LEAVE, b"1", self._stream, _GROUP, self._name)], 1, time.monotonic())
-            except (_Lost, UsageError) as error:
+                self._link.exchange(
+                    [_encode_command(b"EVAL", _LEAVE, b"1", self._stream, _GROUP, self._name)], 1, time.monotonic()
+                )
+            except (_ConnectionLost, UsageError) as error:
                 log.debug("could not leave the group of readers: %s", error)
         self._link.close()
 
@@ -302,11 +308,11 @@ class RedisExchange:
         while True:
             try:
                 replies = self._link.exchange(request, answers, end)
-                wrong = next((reply for reply in replies if isinstance(reply, _Refusal)), None)
+                wrong = next((reply for reply in replies if isinstance(reply, _ErrorReply)), None)
                 if wrong is None:
                     return replies
                 self._judge(wrong)
-            except _Lost as error:
+            except _ConnectionLost as error:
                 self._length = None
                 self._look_at, self._unsure_until = 0.0, time.monotonic() + _UNSURE_S
                 if not error.at_once and not self._link.rest(end):
@@ -320,16 +326,16 @@ class RedisExchange:
         """Raises what follows from an error that the server answered with."""
         word, shown = refusal.split(" ", 1)[0], self._link.shown
         if "OOM command not allowed" in refusal:
-            raise _Full
+            raise _OutOfMemory
         if word in ("NOGROUP", "UNBLOCKED"):  # the latter: it was removed while we waited
             raise _NoGroup
         if word == "BUSYGROUP":
-            raise _Exists
+            raise _GroupExists
         if word in _LATER or any(f"-{later} " in refusal for later in _LATER):  # the latter: out of a script
             self._link.close()  # after a fail-over the name may lead to another server
-            raise _Lost(refusal)
+            raise _ConnectionLost(refusal)
         if word in ("NOAUTH", "WRONGPASS", "NOPERM"):
-            raise _refused(shown, refusal)
+            raise _access_denied(shown, refusal)
         if word == "MOVED":
             raise UsageError(
                 f"{shown} is a node of a Redis cluster that does not hold this channel.", f"Use {refusal.split()[-1]}."
@@ -347,11 +353,11 @@ class _NoGroup(Exception):
     pass
 
 
-class _Exists(Exception):
+class _GroupExists(Exception):
     pass
 
 
-def _refused(shown: str, refusal: str) -> UsageError:
+def _access_denied(shown: str, refusal: str) -> UsageError:
     error = UsageError(
         f"{shown} refuses the user or the password.", f"Name the user in the URL; the password is taken from {PASSWORD}."
     )
@@ -366,7 +372,7 @@ def _refused(shown: str, refusal: str) -> UsageError:
 # -- one connection -----------------------------------------------------------------------------------------------------
 
 
-class _Link:
+class _RedisConnection:
     """Requests and answers over one socket. redis-py connects (TLS, user, password, database); the rest is ours, so that no piece of a
     message is copied, and nothing lasts longer than its deadline."""
 
@@ -394,7 +400,7 @@ class _Link:
             raise UsageError(f"The options in the URL of {self.shown} are not those of redis-py: {error}.") from None
         self._errors = redis.exceptions
         self._socket: Any = None
-        self._answers: _Answers | None = None
+        self._answers: _ReplyParser | None = None
         self._backoff, self._not_before = Backoff(*_DOWN_S, generator=random), 0.0
         self._why = "it did not answer a moment ago"
 
@@ -421,8 +427,8 @@ class _Link:
         except (OSError, ValueError) as error:  # the latter: it does not speak as Redis does
             self.close()
             if isinstance(error, TimeoutError):
-                raise _Lost("it does not answer") from error
-            raise _Lost(_reason(error), at_once=worked) from error
+                raise _ConnectionLost("it does not answer") from error
+            raise _ConnectionLost(_reason(error), at_once=worked) from error
         except BaseException:  # a signal in the middle: what comes next on this connection would answer another question
             self.close()
             raise
@@ -442,19 +448,19 @@ class _Link:
 
     def _open(self) -> None:
         if time.monotonic() < self._not_before:
-            raise _Lost(self._why)
+            raise _ConnectionLost(self._why)
         try:
             self._connection.connect()
         except (self._errors.RedisError, OSError) as error:
             self._connection.disconnect()
             raise self._translated(error) from None
         self._socket = self._connection._sock
-        self._answers = _Answers(self._socket)
+        self._answers = _ReplyParser(self._socket)
 
     def _translated(self, error: Exception) -> Exception:
         """Why there is no connection."""
         if isinstance(error, (self._errors.AuthenticationError, self._errors.NoPermissionError)):
-            return _refused(self.shown, str(error))
+            return _access_denied(self.shown, str(error))
         cause = error.__cause__ or error.__context__ or error  # redis-py has one word for all of them
         if isinstance(cause, ssl.SSLCertVerificationError):
             return UsageError(f"{self.shown} shows a certificate that is not trusted.", "Add ?ssl_ca_certs=FILE to the URL.")
@@ -465,18 +471,18 @@ class _Link:
         if isinstance(error, self._errors.ResponseError) and not str(error).startswith(_LATER):
             return UsageError(f"{self.shown} refuses: {error}.")
         self._why = _reason(cause)
-        return _Lost(self._why)
+        return _ConnectionLost(self._why)
 
     def _send(self, request: Sequence[Buffer], end: float) -> None:
         sent, limit = 0, end + _TRANSFER_S
         if not isinstance(self._socket, ssl.SSLSocket):
-            self._socket.settimeout(_left(end))
+            self._socket.settimeout(_time_left(end))
             sent = self._socket.sendmsg(request)
         for piece in request:
             left = memoryview(piece).cast("B")
             sent, left = max(0, sent - len(left)), left[sent:]
             while left:
-                self._socket.settimeout(_left(end))
+                self._socket.settimeout(_time_left(end))
                 left = left[self._socket.send(left) :]
                 end = min(max(end, time.monotonic() + _PATIENCE_S), limit)
 
@@ -485,7 +491,7 @@ class _Link:
         self._socket = self._answers = None
 
 
-class _Answers:
+class _ReplyParser:
     """What a server answers (RESP 2), value by value. A message goes from the socket to where it stays: it is not copied on its way.
 
     Waits until the time that `until` sets; an answer that keeps coming gets more, up to _TRANSFER_S.
@@ -517,7 +523,7 @@ class _Answers:
         if kind == b"+":
             return rest
         if kind == b"-":
-            return _Refusal(rest.decode("utf-8", "replace"))
+            return _ErrorReply(rest.decode("utf-8", "replace"))
         raise ValueError(f"it answers {line[:40]!r}, which is not Redis")
 
     def _line(self) -> bytes:
@@ -564,7 +570,7 @@ class _Answers:
 
     def _receive(self, places: list[memoryview]) -> int:
         """Fill the places, one after the other, with what has come."""
-        self._socket.settimeout(_left(self._end))
+        self._socket.settimeout(_time_left(self._end))
         size: int = self._socket.recvmsg_into(places)[0] if self._scatters else self._socket.recv_into(places[0])
         if not size:
             raise ConnectionResetError("it closed the connection")
@@ -572,7 +578,7 @@ class _Answers:
         return size
 
 
-def _left(end: float) -> float:
+def _time_left(end: float) -> float:
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -591,33 +597,33 @@ def _bulk(word: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
-def _packed(*words: bytes) -> bytes:
+def _encode_command(*words: bytes) -> bytes:
     return b"*%d\r\n%b" % (len(words), b"".join(map(_bulk, words)))
 
 
-def _id(name: bytes) -> Id:
+def _parse_id(name: bytes) -> Id:
     milliseconds, _, number = name.partition(b"-")
     return int(milliseconds), int(number)
 
 
-def _text(number: Id) -> str:
+def _id_text(number: Id) -> str:
     return f"{number[0]}-{number[1]}"
 
 
-def _bytes(number: Id) -> bytes:
+def _id_bytes(number: Id) -> bytes:
     return b"%d-%d" % number
 
 
-def _before(number: Id) -> Id:
+def _previous_id(number: Id) -> Id:
     return (number[0], number[1] - 1) if number[1] else (number[0] - 1, (1 << 64) - 1)
 
 
-def _data(fields: list[bytes] | None) -> bytes | None:
+def _message_of(fields: list[bytes] | None) -> bytes | None:
     """Of an entry; None: it was deleted. What another program added has no field of ours: nothing that could be decoded."""
     if fields is None:
         return None
     return next((value for name, value in zip(fields[::2], fields[1::2], strict=False) if name == _FIELD), b"")
 
 
-def _unranked(value: Buffer) -> bytes:
+def _strip_rank(value: Buffer) -> bytes:
     return bytes(value).partition(b" ")[2]

@@ -59,10 +59,10 @@ def create_ring(path: Path, capacity: int) -> None:
     capacity = record_bytes(capacity)
     fixed = _FIXED.pack(_MAGIC, _VERSION, capacity, RECORDS)
     create_file(path, _DATA + capacity, fixed + struct.pack("<Q", zlib.crc32(fixed)))
-    Bell.create(_room(path)).close()
+    Wakeup.create(_room_path(path)).close()
 
 
-class Fence:
+class MemoryFence:
     """Calling it orders everything before it against everything after it, reads and writes, on every processor.
 
     Python has no atomics. A lock is what it has: taking one keeps what follows from moving up, releasing one keeps what came
@@ -81,7 +81,7 @@ class Fence:
             pass
 
 
-class Bell:
+class Wakeup:
     """Wakes one process that waits; any number may ring. Ringing costs a memory read while nobody listens.
 
     Whoever waits looks first for what he waits for, then calls `wait`: the flag that asks to be rung is set before he looks, by
@@ -90,14 +90,14 @@ class Bell:
 
     def __init__(self, path: Path) -> None:
         self.path = path = path.resolve()  # the flag lies beside the bell itself, not beside a link to it
-        self._fence = Fence()
+        self._fence = MemoryFence()
         try:
             # For reading and writing: opening never blocks, and the bell outlives whoever else has it open.
             self._fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise NotFound(f"There is no bell at {path}: {error.strerror}.", "Has its owner ended?") from error
         try:
-            self._map, self._cells = _mapped(_flag(path), 8)
+            self._map, self._cells = _map_file(_flag_path(path), 8)
         except BaseException:
             os.close(self._fifo)
             raise
@@ -105,8 +105,8 @@ class Bell:
         self._poll.register(self._fifo, select.POLLIN)
 
     @classmethod
-    def create(cls, path: Path) -> Bell:
-        create_file(_flag(path), ALIGN, struct.pack("<Q", 1))
+    def create(cls, path: Path) -> Wakeup:
+        create_file(_flag_path(path), ALIGN, struct.pack("<Q", 1))
         try:
             os.mkfifo(path, 0o600)
         except FileExistsError as error:
@@ -151,13 +151,13 @@ class Bell:
         self.close()
 
 
-class _Side:
+class _RingEnd:
     """What writer and reader have in common: the mapped file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fence = Fence()
-        self._map, self._cells = _mapped(path, _DATA)
+        self._fence = MemoryFence()
+        self._map, self._cells = _map_file(path, _DATA)
         self.capacity = self._checked(path)
         self._bytes = memoryview(self._map)
         self._data = self._bytes[_DATA : _DATA + self.capacity]
@@ -223,7 +223,7 @@ class _Side:
         self.close()
 
 
-class RingWriter(_Side):
+class RingWriter(_RingEnd):
     """The one writer of a ring, for one thread. A new one goes on after the last commit of the one before."""
 
     def __init__(self, path: Path, bell: Path | None = None) -> None:
@@ -231,9 +231,9 @@ class RingWriter(_Side):
         with contextlib.ExitStack() as undo:
             super().__init__(path)
             undo.callback(super().close)
-            self._room = undo.enter_context(Bell(_room(path)))
-            self._bell = undo.enter_context(Bell(bell)) if bell is not None else None
-            self._claimed = _claim(path)
+            self._room = undo.enter_context(Wakeup(_room_path(path)))
+            self._bell = undo.enter_context(Wakeup(bell)) if bell is not None else None
+            self._claimed = _lock_writer(path)
             undo.callback(os.close, self._claimed)
             self._count = self._cells[_COMMITTED]  # after the claim: the writer before has written its last
             self._head = 0
@@ -319,7 +319,7 @@ class RingWriter(_Side):
         os.close(self._claimed)
 
 
-class Record(NamedTuple):
+class RingRecord(NamedTuple):
     number: int
     """0, 1, 2, … since the ring was made."""
     start: int
@@ -327,7 +327,7 @@ class Record(NamedTuple):
     data: memoryview
 
 
-class RingReader(_Side):
+class RingReader(_RingEnd):
     """The one reader of a ring, for one thread. A new one begins with the oldest record that was not released: what its
     predecessor took and never released comes again."""
 
@@ -336,12 +336,12 @@ class RingReader(_Side):
         self._taken = self._cells[_RELEASED]
         self._early: set[int] = set()  # released, while older ones are still held
         try:
-            self._room = Bell(_room(path))
+            self._room = Wakeup(_room_path(path))
         except BaseException:
             super().close()
             raise
 
-    def take(self) -> Record | None:
+    def take(self) -> RingRecord | None:
         """The oldest record that was not taken; never waits. It stays as it is until it is released."""
         number = self._taken
         if self._cells[_COMMITTED] <= number:
@@ -349,9 +349,9 @@ class RingReader(_Side):
         self._fence()  # the count was read before the record
         start, size = self._entry(number)
         self._taken = number + 1
-        return Record(number, start, self._data[start : start + size])
+        return RingRecord(number, start, self._data[start : start + size])
 
-    def release(self, record: Record) -> None:
+    def release(self, record: RingRecord) -> None:
         """Done with it: its room is free once all older ones are released, too."""
         number, released = record.number, self._cells[_RELEASED]
         if not released <= number < self._taken or number in self._early:
@@ -419,7 +419,7 @@ def _allocate(file: int, size: int) -> None:
         os.pwrite(file, zeros[: size - at], at)
 
 
-def _mapped(path: Path, at_least: int) -> tuple[mmap.mmap, memoryview]:
+def _map_file(path: Path, at_least: int) -> tuple[mmap.mmap, memoryview]:
     """The whole file, and its first `at_least` bytes as cells of eight."""
     try:
         with open(path, "r+b") as file:
@@ -435,7 +435,7 @@ def _mapped(path: Path, at_least: int) -> tuple[mmap.mmap, memoryview]:
     return data, memoryview(data)[:at_least].cast("Q")
 
 
-def _claim(path: Path) -> int:
+def _lock_writer(path: Path) -> int:
     """A descriptor whose lock says that this process is the writer; it ends with the process, however that ends."""
     import fcntl
 
@@ -452,9 +452,9 @@ def _claim(path: Path) -> int:
             time.sleep(_PAUSE_S)
 
 
-def _room(path: Path) -> Path:
+def _room_path(path: Path) -> Path:
     return path.with_name(path.name + ".room")
 
 
-def _flag(path: Path) -> Path:
+def _flag_path(path: Path) -> Path:
     return path.with_name(path.name + ".flag")

@@ -17,7 +17,7 @@ from ludus.core import plugins
 from ludus.core.types import Segments
 from ludus.errors import Damaged, MissingExtra, UsageError
 from ludus.transport.message_stream import Buffer
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 Compression = Literal["none", "lz4", "zstd"]
 
@@ -31,7 +31,7 @@ _WHOLE = 1 << 62
 _MALFORMED = (msgpack.exceptions.UnpackException, ValueError, TypeError, RecursionError)
 
 
-class Rejected(Exception):
+class RejectedMessage(Exception):
     """A message that is not learned from. `kind` is one of a few, to be counted by."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -40,7 +40,7 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
-class Header:
+class SegmentHeader:
     worker: str
     life: str
     """A worker that was started again counts from 0 again: its numbers are those of another life."""
@@ -55,10 +55,10 @@ class Header:
     env_steps: int | None = None
 
 
-class Encoder:
+class SegmentEncoder:
     """Messages of one worker. With "none" nothing is copied: a message is its header and the block itself."""
 
-    def __init__(self, layout: Layout, worker: str, plan: str, compression: Compression = "none") -> None:
+    def __init__(self, layout: BlockLayout, worker: str, plan: str, compression: Compression = "none") -> None:
         """Raises UsageError, MissingExtra."""
         if not 0 < len(worker) <= _LONGEST_NAME or not len(plan) <= _LONGEST_NAME:
             raise UsageError(f"The name of the worker {worker!r} or of the plan {plan!r} is too long, or empty.")
@@ -86,34 +86,34 @@ class Encoder:
         return [head, self._compress(record)]
 
 
-class Decoder:
+class SegmentDecoder:
     """Blocks of one layout, out of messages of one plan."""
 
-    def __init__(self, layout: Layout, plan: str) -> None:
+    def __init__(self, layout: BlockLayout, plan: str) -> None:
         self._layout, self._plan = layout, plan
         self._unpack: dict[str, Callable[[memoryview, int], Buffer]] = {}
 
-    def decode(self, message: Buffer) -> tuple[Header, Segments]:
+    def decode(self, message: Buffer) -> tuple[SegmentHeader, Segments]:
         """The block is a view of the message if that was not packed. Raises Rejected."""
         view = memoryview(message).cast("B")
-        header, start = _header(view)
+        header, start = _parse_header(view)
         if header.plan != self._plan:
-            raise Rejected("another plan", f"{header.plan!r} from {header.worker!r}")
+            raise RejectedMessage("another plan", f"{header.plan!r} from {header.worker!r}")
         if header.layout != self._layout.checksum or header.size != self._layout.nbytes:
-            raise Rejected(
+            raise RejectedMessage(
                 "another shape", f"blocks of {header.size} bytes from {header.worker!r}, ours have {self._layout.nbytes}"
             )
         record = view[start:]
         if header.codec != "none":
             record = memoryview(self._unpacked(header.codec, record))
         if len(record) != self._layout.nbytes:
-            raise Rejected("truncated", f"{len(record)} of {self._layout.nbytes} bytes from {header.worker!r}")
+            raise RejectedMessage("truncated", f"{len(record)} of {self._layout.nbytes} bytes from {header.worker!r}")
         try:
             segments = self._layout.load(record)
         except Damaged as error:
-            raise Rejected("damaged", error.message) from error
+            raise RejectedMessage("damaged", error.message) from error
         if header.version != segments.version.max(initial=0) or (header.env_steps or 0) > segments.valid.size:
-            raise Rejected("a header that lies", f"about its version or its steps, from {header.worker!r}")
+            raise RejectedMessage("a header that lies", f"about its version or its steps, from {header.worker!r}")
         segments.env_steps = header.env_steps
         return header, segments
 
@@ -122,36 +122,36 @@ class Decoder:
             try:
                 self._unpack[codec] = _decompressor(codec)
             except MissingExtra as error:  # a worker's choice does not end the learner
-                raise Rejected(f"packed with {codec}, which is not installed here", error.hint) from error
+                raise RejectedMessage(f"packed with {codec}, which is not installed here", error.hint) from error
         return self._unpack[codec](data, self._layout.nbytes)
 
 
-def _header(view: memoryview) -> tuple[Header, int]:
+def _parse_header(view: memoryview) -> tuple[SegmentHeader, int]:
     """And where the block begins."""
     if bytes(view[: len(_MAGIC)]) != _MAGIC:
-        raise Rejected("not a message", f"it begins with {bytes(view[:8])!r}")
+        raise RejectedMessage("not a message", f"it begins with {bytes(view[:8])!r}")
     first = len(_MAGIC) + 2
     length = int.from_bytes(view[len(_MAGIC) : first], "little")
     if length > _MOST_HEADER or first + length > len(view):
-        raise Rejected("truncated", f"a header of {length} bytes in {len(view)}")
+        raise RejectedMessage("truncated", f"a header of {length} bytes in {len(view)}")
     try:
         fields: dict[str, Any] = dict(msgpack.unpackb(view[first : first + length]))
         version = fields.pop("v", None)
         if version != FORMAT:
-            raise Rejected("another format", f"{version!r}, not {FORMAT}: is it from another version of ludus?")
-        header = Header(**fields)
+            raise RejectedMessage("another format", f"{version!r}, not {FORMAT}: is it from another version of ludus?")
+        header = SegmentHeader(**fields)
     except _MALFORMED as error:
-        raise Rejected("malformed header", str(error)) from error
-    _check(header)
+        raise RejectedMessage("malformed header", str(error)) from error
+    _check_header(header)
     return header, first + length + -(first + length) % _ALIGN
 
 
-def _check(header: Header) -> None:
+def _check_header(header: SegmentHeader) -> None:
     names = all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in (header.worker, header.life, header.plan))
     counts = [header.seq, header.layout, header.version, header.size, 0 if header.env_steps is None else header.env_steps]
     whole = all(type(count) is int and 0 <= count < _WHOLE for count in counts)
     if not names or not header.worker or not whole or header.codec not in ("none", "lz4", "zstd"):
-        raise Rejected("malformed header", f"{header!r:.300}")
+        raise RejectedMessage("malformed header", f"{header!r:.300}")
 
 
 # -- packing ------------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _decompressor(codec: Compression) -> Callable[[memoryview, int], Buffer]:
             try:
                 unpacked: bytes = lz4.decompress(data, uncompressed_size=size)
             except (lz4.LZ4BlockError, ValueError, OverflowError) as error:
-                raise Rejected("not unpackable", str(error)) from error
+                raise RejectedMessage("not unpackable", str(error)) from error
             return unpacked
 
         return unpack_lz4
@@ -191,10 +191,10 @@ def _decompressor(codec: Compression) -> Callable[[memoryview, int], Buffer]:
         try:
             claimed = zstandard.frame_content_size(data)  # it allocates what the frame claims, whatever limit it is given
             if claimed != size:
-                raise Rejected("not unpackable", f"a frame of {claimed} bytes, not {size}")
+                raise RejectedMessage("not unpackable", f"a frame of {claimed} bytes, not {size}")
             unpacked: bytes = decompressor.decompress(data, max_output_size=size)
         except zstandard.ZstdError as error:
-            raise Rejected("not unpackable", str(error)) from error
+            raise RejectedMessage("not unpackable", str(error)) from error
         return unpacked
 
     return unpack_zstd

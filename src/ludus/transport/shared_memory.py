@@ -17,7 +17,7 @@ from ludus.core.tree import Array, Tree, leaves, map_tree
 from ludus.core.types import Segments, SegmentSpec
 from ludus.errors import Damaged, UsageError
 from ludus.transport.base import MemoryStats
-from ludus.transport.ring_buffer import ALIGN, Record, RingReader, RingWriter, record_bytes
+from ludus.transport.ring_buffer import ALIGN, RingReader, RingRecord, RingWriter, record_bytes
 
 _MAGIC = int.from_bytes(b"LUDBLOCK", "little")
 _HEAD = ALIGN  # four numbers: magic, checksum of the layout, finals, episodes
@@ -26,7 +26,7 @@ _NONE = {"episode_return": np.zeros(0, np.float32), "episode_length": np.zeros(0
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ArraySlot:
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -41,7 +41,7 @@ def _bytes_of(buffer: memoryview) -> Array:
     return np.frombuffer(buffer, np.uint8)
 
 
-class Layout:
+class BlockLayout:
     """Where the arrays of a block of `rows` segments lie in a record; the same on both sides, for it follows from the spec."""
 
     def __init__(self, spec: SegmentSpec, rows: int) -> None:
@@ -52,10 +52,10 @@ class Layout:
             arrays[name] = np.zeros(self._episodes, arrays[name].dtype)
         end = _HEAD
 
-        def place(array: Array) -> _Place:
+        def place(array: Array) -> _ArraySlot:
             nonlocal end
             start, end = end, end + record_bytes(array.nbytes)
-            return _Place(start, array.shape, array.dtype)
+            return _ArraySlot(start, array.shape, array.dtype)
 
         self._places: dict[str, Tree] = {name: map_tree(place, tree) for name, tree in arrays.items()}
         self._viewed = [(name, tree) for name, tree in self._places.items() if name not in _EPISODES]
@@ -69,7 +69,7 @@ class Layout:
         """Segments whose arrays are views of `buffer`: writing to them writes to it."""
         whole = _bytes_of(buffer)
         views: dict[str, Any] = {
-            name: tree.view(whole) if tree.__class__ is _Place else map_tree(lambda p: p.view(whole), tree)
+            name: tree.view(whole) if tree.__class__ is _ArraySlot else map_tree(lambda p: p.view(whole), tree)
             for name, tree in self._viewed
         }
         return Segments(spec=self.spec, model=self.spec.model, **views)
@@ -103,7 +103,7 @@ class Layout:
         return segments
 
 
-def ring_capacity(layout: Layout, blocks: int) -> int:
+def ring_capacity(layout: BlockLayout, blocks: int) -> int:
     """Of a ring with room for so many blocks."""
     return blocks * record_bytes(layout.nbytes)
 
@@ -111,7 +111,7 @@ def ring_capacity(layout: Layout, blocks: int) -> int:
 class SharedWriter:
     """The writing half: a SegmentWriter for the one thread that plays. Blocks are cached by where they lie in the ring."""
 
-    def __init__(self, ring: Path, layout: Layout, bell: Path | None = None) -> None:
+    def __init__(self, ring: Path, layout: BlockLayout, bell: Path | None = None) -> None:
         self.ring = RingWriter(ring, bell)
         self._layout = layout
         self._blocks: dict[int, tuple[Segments, memoryview]] = {}
@@ -180,11 +180,11 @@ class SharedWriter:
 class SharedReader:
     """The reading half, for one thread. A taken block is a view of the ring: it is good until it is released."""
 
-    def __init__(self, ring: Path, layout: Layout) -> None:
+    def __init__(self, ring: Path, layout: BlockLayout) -> None:
         self.ring = RingReader(ring)
         self._layout = layout
         self._blocks: dict[int, Segments] = {}
-        self._held: dict[int, tuple[Segments, Record]] = {}
+        self._held: dict[int, tuple[Segments, RingRecord]] = {}
 
     def take(self) -> Segments | None:
         """The oldest block that was not taken; never waits. Raises Damaged."""

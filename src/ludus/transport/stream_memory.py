@@ -20,9 +20,9 @@ from ludus.core.tree import Array
 from ludus.core.types import Segments
 from ludus.errors import Damaged, ExchangeUnavailable
 from ludus.transport.base import MemoryStats
-from ludus.transport.message_stream import Buffer, Delivery, Exchange
-from ludus.transport.segment_codec import Compression, Decoder, Encoder, Rejected
-from ludus.transport.shared_memory import Layout
+from ludus.transport.message_stream import Buffer, Delivery, MessageStream
+from ludus.transport.segment_codec import Compression, RejectedMessage, SegmentDecoder, SegmentEncoder
+from ludus.transport.shared_memory import BlockLayout
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _ORIGINS = 1 << 32  # rows of one worker
 _AHEAD_BYTES = 64 << 20  # are pulled at a time, at most
 
 
-class ExchangeWriter:
+class StreamWriter:
     """The writing half: a SegmentWriter for the one thread that plays, one block at a time.
 
     `commit` tries once to hand the block over. What cannot leave, because there is no room or no server, stays here as the one
@@ -44,8 +44,8 @@ class ExchangeWriter:
 
     def __init__(
         self,
-        exchange: Exchange,
-        layout: Layout,
+        exchange: MessageStream,
+        layout: BlockLayout,
         *,
         worker: str,
         plan: str,
@@ -53,8 +53,8 @@ class ExchangeWriter:
         when_full: Literal["wait", "drop"] = "wait",
     ) -> None:
         self._exchange, self._layout, self._when_full = exchange, layout, when_full
-        self._encoder = Encoder(layout, worker, plan, compression)
-        self._buffer = _aligned(layout.nbytes)
+        self._encoder = SegmentEncoder(layout, worker, plan, compression)
+        self._buffer = _allocate_aligned(layout.nbytes)
         self._block = layout.views(self._buffer)
         self._block.action_mask.fill(True)
         self._reserved = False
@@ -138,7 +138,7 @@ class ExchangeWriter:
 
 
 @dataclass(frozen=True, eq=False)
-class Received:
+class ReceivedSegments:
     segments: Segments
     worker: str
     seq: int
@@ -149,7 +149,7 @@ class Received:
 
 
 @dataclass
-class _Account:
+class _WorkerProgress:
     """What is known of the numbers of one worker."""
 
     high: int
@@ -165,7 +165,7 @@ class _Account:
     """Nothing was taken since the state was loaded but what was open then: the rest of that may still come."""
 
 
-class ExchangeReader:
+class StreamReader:
     """The reading half, for one thread. Blocks are views of the messages and cannot be written to.
 
     `inspect` says what is wrong with a block, or None. `prefetch`: so many messages are pulled at a time, or 64 MB of them. A new reader takes over at
@@ -174,8 +174,8 @@ class ExchangeReader:
 
     def __init__(
         self,
-        exchange: Exchange,
-        layout: Layout,
+        exchange: MessageStream,
+        layout: BlockLayout,
         *,
         plan: str,
         inspect: Callable[[Segments], str | None],
@@ -185,13 +185,13 @@ class ExchangeReader:
     ) -> None:
         self._exchange, self._inspect, self._clock = exchange, inspect, clock
         self._prefetch = max(1, min(prefetch, _AHEAD_BYTES // layout.nbytes))
-        self._decoder = Decoder(layout, plan)
+        self._decoder = SegmentDecoder(layout, plan)
         self._reclaim_idle_s = reclaim_idle_s
         self._reclaim_at = clock()
         self._arrived: deque[Delivery] = deque()
-        self._held: dict[int, tuple[Received, str]] = {}
+        self._held: dict[int, tuple[ReceivedSegments, str]] = {}
         self._done: list[str] = []
-        self._accounts: dict[tuple[str, str], _Account] = {}
+        self._accounts: dict[tuple[str, str], _WorkerProgress] = {}
         self._origins = 0
         self._warned: dict[str, float] = {}
         self._down_since: float | None = None
@@ -207,7 +207,7 @@ class ExchangeReader:
 
     # -- reading
 
-    def take(self) -> Received | None:
+    def take(self) -> ReceivedSegments | None:
         """The oldest that is at hand and good; never waits."""
         while self._arrived:
             delivery = self._arrived.popleft()
@@ -219,7 +219,7 @@ class ExchangeReader:
             self._settled(delivery.id)
         return None
 
-    def _opened(self, delivery: Delivery) -> Received | None:
+    def _opened(self, delivery: Delivery) -> ReceivedSegments | None:
         try:
             header, segments = self._decoder.decode(delivery.data)
             who = (header.worker, header.life)
@@ -228,16 +228,16 @@ class ExchangeReader:
                 self.duplicates += 1
                 return None
             if (wrong := self._inspect(segments)) is not None:
-                raise Rejected(wrong, f"from {header.worker!r}")
-        except Rejected as rejected:
+                raise RejectedMessage(wrong, f"from {header.worker!r}")
+        except RejectedMessage as rejected:
             self._reject(rejected)
             return None
         account = self._enter(who, header.seq)
         segments.origin = account.origin * _ORIGINS + segments.origin % _ORIGINS
-        return Received(segments, header.worker, header.seq, header.version, header.life)
+        return ReceivedSegments(segments, header.worker, header.seq, header.version, header.life)
 
-    def _enter(self, who: tuple[str, str], seq: int) -> _Account:
-        account = self._accounts.pop(who, None) or _Account(
+    def _enter(self, who: tuple[str, str], seq: int) -> _WorkerProgress:
+        account = self._accounts.pop(who, None) or _WorkerProgress(
             high=-1
         )  # a life begins at 0: what is missing was learned by one that died
         if seq in account.missing:
@@ -255,7 +255,7 @@ class ExchangeReader:
             del self._accounts[next(iter(self._accounts))]
         return account
 
-    def _pass_over(self, account: _Account, seq: int) -> None:
+    def _pass_over(self, account: _WorkerProgress, seq: int) -> None:
         """Count what never came, and remember it for a while: it may have been with a reader that died."""
         if account.resumed:
             account.resumed = False
@@ -266,7 +266,7 @@ class ExchangeReader:
             account.missing = set(sorted(account.missing)[-_OPEN:])
         account.high = seq
 
-    def _reject(self, rejected: Rejected) -> None:
+    def _reject(self, rejected: RejectedMessage) -> None:
         kind = rejected.kind if rejected.kind in self.rejected or len(self.rejected) < _KINDS else "other"
         self.rejected[kind] += 1
         now = self._clock()
@@ -276,7 +276,7 @@ class ExchangeReader:
 
     # -- giving back
 
-    def release(self, received: Received) -> None:
+    def release(self, received: ReceivedSegments) -> None:
         """Learned from, or stored: it does not come again."""
         held = self._held.pop(id(received), None)
         if held is None:
@@ -287,7 +287,7 @@ class ExchangeReader:
         self.released += 1
         self._settled(held[1])
 
-    def discard(self, received: Received, why: str) -> None:
+    def discard(self, received: ReceivedSegments, why: str) -> None:
         """Not learned from (too old, say), and not to come again."""
         self.release(received)
         self.discarded[why] += 1
@@ -370,7 +370,7 @@ class ExchangeReader:
         try:
             names = [(str(worker), str(life)) for worker, life in json.loads(np.asarray(state["workers"], np.uint8).tobytes())]
             high = np.asarray(state["high"], np.int64).tolist()
-            accounts = {name: _Account(mark, resumed=True) for name, mark in zip(names, high, strict=True)}
+            accounts = {name: _WorkerProgress(mark, resumed=True) for name, mark in zip(names, high, strict=True)}
             for at, seq in np.asarray(state["open"], np.int64).reshape(-1, 2).tolist():
                 accounts[names[at]].missing.add(seq)
             origins = int(np.asarray(state["origins"]).reshape(-1)[0])
@@ -390,7 +390,7 @@ class ExchangeReader:
         self._held.clear()
 
 
-def _aligned(size: int, align: int = 64) -> memoryview:
+def _allocate_aligned(size: int, align: int = 64) -> memoryview:
     raw = np.zeros(size + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw.data[start : start + size]

@@ -179,14 +179,14 @@ def clear(memory: _Memory, store: _Store, password_file: _PasswordFile = None) -
     from ludus.cli.training import train
     from ludus.distributed.redis.learner import channel_of
     from ludus.storage.base import open_store
-    from ludus.transport.message_stream import open_exchange
+    from ludus.transport.message_stream import open_message_stream
 
     memory = _without_password(memory, password_file, train.Voice(False, False))
     try:
         channel = channel_of(open_store(store))
     except NotFound:
         raise UsageError(f"{store} holds no run with a fleet.") from None
-    exchange = open_exchange(memory, channel, 1)
+    exchange = open_message_stream(memory, channel, 1)
     try:
         left = exchange.waiting()
         exchange.drop()

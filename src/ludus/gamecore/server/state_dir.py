@@ -273,7 +273,7 @@ def open_kept(directory: Path, result: object, what: str) -> tuple[BinaryIO, int
 def last_lines(path: Path, lines: int) -> list[str]:
     """Of a log with the one before it; at most MAX_LOG_BYTES of it."""
     data = b""
-    for place in (path, rotating_log.before(path)):
+    for place in (path, rotating_log.previous_path(path)):
         with contextlib.suppress(OSError), open_regular(place) as file:  # the game can put a link in its place
             room = MAX_LOG_BYTES - len(data)
             file.seek(max(0, file.seek(0, os.SEEK_END) - room))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from ludus.storage.redact import redacted
+from ludus.storage.redact import redact_passwords
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 """`failed`: a run as it was asked for will not work. `warning`: it may, but slowly, or not always. `skipped`: not looked at, or not needed."""
@@ -62,7 +62,7 @@ def without_secrets(finding: Finding, secrets: Sequence[str]) -> Finding:
 
 
 def _clean(text: str, secrets: Sequence[str]) -> str:
-    text = redacted(text)
+    text = redact_passwords(text)
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORT:
             text = text.replace(secret, MARK)

@@ -18,7 +18,7 @@ from ludus.launch.doctor.checks.directories import kind_of
 from ludus.launch.doctor.finding import Finding, failed, ok, warning
 from ludus.ray_cluster.cluster import environment
 from ludus.storage.base import open_store
-from ludus.transport.message_stream import PASSWORD, open_exchange, split_password
+from ludus.transport.message_stream import PASSWORD, open_message_stream, split_password
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def look_redis(url: str) -> Service:
     """By the exchange that a fleet uses, on a channel of its own, which is removed again."""
     shown, took = shown_address(url), dict[str, float]()
     try:
-        exchange = open_exchange(url, f"doctor-{uuid.uuid4().hex}", 4)
+        exchange = open_message_stream(url, f"doctor-{uuid.uuid4().hex}", 4)
         with contextlib.closing(exchange):
             try:
                 took["connect"] = _timed(lambda: exchange.read("hello"))[0]
