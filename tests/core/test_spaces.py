@@ -402,8 +402,8 @@ def test_a_short_list_alone_is_taken_as_anywhere_else(values: list[Any]) -> None
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([1e300, 0.0], r"observation holds 1e\+300, which is too large for float32"),
-        ([0.0, -1e300], r"observation holds -1e\+300, which is too large for float32"),
+        ([1e300, 0.0], r"observation contains 1e\+300, which is too large for float32"),
+        ([0.0, -1e300], r"observation contains -1e\+300, which is too large for float32"),
         (np.array([np.inf, 0.0]), "observation contains inf$"),
         (np.array([np.nan, 0.0], np.float32).tobytes(), "observation contains nan$"),
     ],

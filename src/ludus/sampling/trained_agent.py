@@ -110,7 +110,7 @@ class _BatchFit(spaces.SpaceParser):
     def __init__(self, space: gym.Space[Any], rows: int) -> None:
         super().__init__(space)
         self.spec = map_tree(lambda spec: replace(spec, shape=(rows, *spec.shape)), self.spec)
-        self._lone = self.spec if isinstance(self.spec, spaces.ArraySpec) else None
+        self._single = self.spec if isinstance(self.spec, spaces.ArraySpec) else None
         self._short = -1
 
 
