@@ -1,8 +1,8 @@
-"""A store in a directory, also one that several machines share.
+"""Store in a directory, which several machines may share.
 
-It relies on one thing alone: that a directory cannot be renamed onto one that has something in it. Locks are not shared by
-network file systems, and on some of them two machines can both create a file with O_EXCL, or both link to one name (measured
-on a FUSE mount of SeaweedFS: two winners in three races of four; of 40 races of renamed directories every one had one winner).
+Exclusive creation relies only on rename(2): a directory cannot be renamed to a non-empty one. Network file systems do not
+always support locks, and on some of them two machines can both create a file with O_EXCL or link it (measured on a FUSE mount
+of SeaweedFS: two winners in three of four races; renamed directories had one winner in each of 40 races).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ludus.io.atomic_file import TEMPORARY, open_for_replace, sync_directory, sy
 from ludus.storage.base import MANIFEST, Bytes, WriteGuard, check_file, check_key, make_manifest, read_manifest
 from ludus.storage.safe_read import MAX_JSON_BYTES, read_regular_file
 
-_ONCE = ".once-"  # beside a value that may not be replaced: the directory that its writer won, with the value in it
+_ONCE = ".once-"  # prefix of the directory that claims a key written with overwrite=False; it contains the value
 _VALUE = "value"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -41,7 +41,7 @@ class LocalStore:
 
     def put(self, key: str, data: Bytes, *, overwrite: bool = True) -> None:
         target = self._path(key)
-        with self._translated(target):
+        with self._translate_errors(target):
             self._make(target.parent)
             if overwrite:
                 _replace_file(target, data)
@@ -50,21 +50,21 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
-        with self._translated(path):
-            while_hidden = itertools.count()
+        with self._translate_errors(path):
+            attempts = itertools.count()
             while True:
                 try:
                     return _read_value(path)
                 except FileNotFoundError:
-                    if next(while_hidden) >= _TRIES or not _has_hidden_file(path.parent):
+                    if next(attempts) >= _TRIES or not _has_hidden_file(path.parent):
                         raise
                 time.sleep(_PAUSE_S)
 
     def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         target = self._path(key)
         manifest = make_manifest(files)
-        with self._translated(target):
-            if (target / MANIFEST).exists():  # a directory may be remembered that another machine has just deleted
+        with self._translate_errors(target):
+            if (target / MANIFEST).exists():  # not `target`: attribute caches may show a directory deleted elsewhere
                 raise AlreadyExists(f"{target} exists already.")
             self._make(target.parent)
             with _temporary_directory(target) as aside:
@@ -78,13 +78,13 @@ class LocalStore:
 
     def get_bundle(self, key: str) -> dict[str, bytes]:
         path = self._path(key)
-        with self._translated(path):
+        with self._translate_errors(path):
             manifest = _load_manifest(key, path)
             return {name: _read_part(path, name, entry) for name, entry in manifest.items()}
 
     def get_file(self, key: str, name: str) -> bytes:
         path = self._path(key)
-        with self._translated(path):
+        with self._translate_errors(path):
             manifest = _load_manifest(key, path)
             if name not in manifest:
                 raise NotFound(f"{path} has no file {name}.")
@@ -95,21 +95,18 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._translated(path):
+        with self._translate_errors(path):
             self._check_there()
             if path.is_dir() and not path.is_symlink():
                 _remove_directory(path)
                 return
-            _remove_directory(
-                _claim_path(path)
-            )  # before the value: the other way round the next writer would find it, and bring the value back
+            _remove_directory(_claim_path(path))  # first: otherwise the next writer would publish the value again
             path.unlink(missing_ok=True)
 
     def sweep(self, prefix: str) -> int:
-        """Remove what crashed writers left below `prefix`. Only for the one owner of that prefix."""
         path = self._path(prefix) if prefix else self.root
         left = [path / name for name in self._names(prefix) if name.startswith(TEMPORARY)]
-        with self._translated(path):
+        with self._translate_errors(path):
             for entry in left:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
             return sum(not entry.exists() for entry in left)
@@ -119,7 +116,7 @@ class LocalStore:
 
     def _names(self, prefix: str) -> Sequence[str]:
         path = self._path(prefix) if prefix else self.root
-        with self._translated(path):
+        with self._translate_errors(path):
             try:
                 return sorted(entry.name for entry in path.iterdir())
             except (FileNotFoundError, NotADirectoryError):
@@ -133,12 +130,12 @@ class LocalStore:
         self._seen = True
 
     def _check_there(self) -> None:
-        """A file system that is mounted no longer leaves an empty directory behind: not a place to go on in."""
+        """Raise StoreUnavailable if the root has disappeared: an unmounted file system leaves an empty mount point."""
         if self._seen and not self.root.exists():
             raise StoreUnavailable(f"{self.root} is gone.", "Check that the file system is mounted and it was not deleted.")
 
     @contextlib.contextmanager
-    def _translated(self, path: Path) -> Iterator[None]:
+    def _translate_errors(self, path: Path) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
@@ -162,14 +159,14 @@ def _replace_file(target: Path, data: Bytes) -> None:
             with open_for_replace(target, durable=True) as file:
                 file.write(data)
             return
-        except FileNotFoundError:  # another owner swept the temporary file, or the target is hidden (see `_hides`)
+        except FileNotFoundError:  # another owner swept the temporary file, or FUSE hides it (see `_has_hidden_file`)
             if not tries_left:
                 raise
         time.sleep(_PAUSE_S)
 
 
 def _put_once(target: Path, data: Bytes) -> None:
-    """Whoever's directory gets the name beside the target has won; then the value is shown, by him or by the next to come."""
+    """Create the target. The writer that renames its directory to the claim wins; it or a later writer publishes the value."""
     if target.exists():
         raise AlreadyExists(f"{target} exists already.")
     once = _claim_path(target)
@@ -179,18 +176,18 @@ def _put_once(target: Path, data: Bytes) -> None:
         try:
             _rename_to(aside, once)
         except AlreadyExists:
-            with contextlib.suppress(OSError):  # it may have died before it came to that
+            with contextlib.suppress(OSError):  # the winner may have died before it published the value
                 _publish(once / _VALUE, target)
             raise AlreadyExists(f"{target} exists already.") from None
     sync_directory(target.parent)
     _publish(once / _VALUE, target)
     sync_directory(target.parent)
-    if _read(target) != bytes(data):  # somebody put it there who did not mind what there is
+    if _read(target) != bytes(data):  # a concurrent put with overwrite=True
         raise AlreadyExists(f"{target} exists already.")
 
 
 def _publish(value: Path, target: Path) -> None:
-    """Let the value be seen at its place, whole at once, if there is nothing there."""
+    """Make the value visible at the target atomically, unless the target exists."""
     try:
         os.link(value, target)
     except FileExistsError:
@@ -203,11 +200,11 @@ def _publish(value: Path, target: Path) -> None:
 
 
 def _rename_to(aside: Path, target: Path) -> None:
-    """Give a directory its name, if nobody else's has it. Raises AlreadyExists."""
+    """Rename a directory to the target. Raises AlreadyExists."""
     try:
         os.rename(aside, target)
     except OSError as error:
-        # Which error it is depends on the file system: ENOTEMPTY, EEXIST; EPERM through sshfs.
+        # The error depends on the file system: ENOTEMPTY, EEXIST, or EPERM with sshfs.
         if aside.exists() and target.exists():
             raise AlreadyExists(f"{target} exists already.") from error
         raise
@@ -230,13 +227,13 @@ def _write(path: Path, data: Bytes) -> None:
 
 
 def _remove_directory(directory: Path) -> None:
-    """Gone at once for readers, then removed."""
+    """Rename a directory, so that it disappears atomically, then remove it."""
     aside = temporary_path(directory)
     try:
         os.rename(directory, aside)
     except FileNotFoundError:
         return
-    shutil.rmtree(aside, ignore_errors=True)  # what a reader still has open stays as `.nfs…`; the next sweep finds it
+    shutil.rmtree(aside, ignore_errors=True)  # files open in a reader stay as `.nfs…` until the next sweep
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
@@ -248,7 +245,7 @@ def _load_manifest(key: str, path: Path) -> dict[str, tuple[int, int]]:
     try:
         return read_manifest(key, _read(path / MANIFEST, limit=MAX_JSON_BYTES))
     except FileNotFoundError:
-        if not path.is_dir():  # deleted since we looked
+        if not path.is_dir():  # deleted meanwhile
             raise
         raise Damaged(f"{path} has no {MANIFEST}: it is not a complete checkpoint or version.") from None
 
@@ -267,11 +264,11 @@ def _read_value(path: Path) -> bytes:
     try:
         return _read(path)
     except FileNotFoundError:
-        return _read(_claim_path(path) / _VALUE)  # its writer died, or is just about to show it
+        return _read(_claim_path(path) / _VALUE)  # claimed, not published yet
 
 
 def _has_hidden_file(directory: Path) -> bool:
-    """Whether a file there is being replaced that somebody has open: a FUSE mount renames it first, and for a moment it is gone."""
+    """Whether an open file is being replaced: FUSE mounts rename it first, so that it is missing for a moment."""
     try:
         return any(entry.name.startswith(".fuse_hidden") for entry in directory.iterdir())
     except FileNotFoundError:
@@ -279,7 +276,7 @@ def _has_hidden_file(directory: Path) -> bool:
 
 
 def _read(path: Path, *, size: int | None = None, limit: int | None = None) -> bytes:
-    """Raises FileNotFoundError also for a file that another machine has removed while we held on to it; Damaged."""
+    """Raises Damaged, or FileNotFoundError, also for a file that another machine removed while it was open (ESTALE)."""
     for _ in range(_LOOKS):
         try:
             return read_regular_file(path, size=size, limit=limit)
@@ -295,7 +292,7 @@ def _claim_path(target: Path) -> Path:
 
 def _translate_error(error: OSError, path: Path) -> StoreError:
     if error.errno in _FULL:
-        return StoreFull(f"No space left to write {path}.", "Free some room; everything written before is intact.")
+        return StoreFull(f"No space left to write {path}.", "Free some space; everything written before is intact.")
     if error.errno in _REFUSED:
         return StoreFull(f"Not allowed to write {path} ({error.strerror}).", "Choose another --local-dir.")
     if is_unavailable(error):

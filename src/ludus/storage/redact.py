@@ -1,4 +1,4 @@
-"""What people typed, as it may be kept and shown: without the passwords in it. Pure."""
+"""Removal of passwords from URLs and command lines before they are stored or shown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _SECRET = re.compile(r"--[\w-]*(?:password|secret|token|access-key|credentials)"
 
 
 def redact_passwords(text: str) -> str:
-    """The same without passwords in addresses. One may contain anything: all up to the last @ goes."""
+    """Replace passwords in URLs by ***. A password may contain any character: everything up to the last @ is replaced."""
     return re.sub(r"(://[^/\s:@]*):\S*@", r"\1:***@", text)
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """The words of a command as they may be kept: no passwords, in addresses or after an option that takes one."""
+    """Replace passwords in URLs and values of options such as --password in the words of a command."""
     kept: list[str] = []
     for at, word in enumerate(words):
         option, equals, _ = word.partition("=")
