@@ -91,7 +91,7 @@ def test_files_are_found_beside_the_file_that_names_them(tmp_path: Path) -> None
         ("[coach]\nredis_url = redis://user:hush@host:no", "redis://"),
         ("[coach]\nredis_password_file = x", "redis_url"),
         ("[coach]\nredis_url = redis://:hush@host\nredis_password_file = /dev/null", "redis_password_file"),
-        ("[coach]\nredis_url = redis://me:12/hush@host", "redis_url: .*@ behind its host.*LUDUS_MEMORY_PASSWORD"),
+        ("[coach]\nredis_url = redis://me:12/hush@host", "redis_url: .*@ after its host.*LUDUS_MEMORY_PASSWORD"),
         ("[coach]\nredis_url = redis://me:[hush@host", "redis://"),
         ("[coach]\nredis_url = redis://host/0?password=hush", "redis_url: .*in its query.*LUDUS_MEMORY_PASSWORD"),
         ("[coach]\nredis_url = redis://host/0?db=1&username=me&password=hush", "in its query"),

@@ -50,7 +50,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that give up sooner than is good for real networks."""
     monkeypatch.setattr("ludus.transport.redis_stream._CALL_S", 0.1)
-    monkeypatch.setattr("ludus.transport.redis_stream._PATIENCE_S", 0.1)
+    monkeypatch.setattr("ludus.transport.redis_stream._REPLY_S", 0.1)
 
 
 class TestRedisExchange(ExchangeContract):
@@ -218,7 +218,7 @@ def test_no_call_outlasts_a_server_that_does_not_answer(server: RedisServer) -> 
 def test_what_a_paused_server_gave_to_a_connection_that_was_given_up_comes_again(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.transport.redis_stream._PATIENCE_S", 0.2)
+    monkeypatch.setattr("ludus.transport.redis_stream._REPLY_S", 0.2)
     with closing(opened(server.player_url)) as reader, closing(opened(server.player_url)) as writer:
         for number in range(3):
             writer.push(b"%d" % number, 0)
@@ -381,7 +381,7 @@ def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
             assert contents(pulled(reader, 1)) == [b"head" + large + b"tail"]
         untrusting = server.full_url.partition("?")[0]
         assert "not trusted" in refusal(untrusting).message
-        assert "is not there" in refusal(f"{untrusting}?ssl_ca_certs=/nowhere/ca.crt").message
+        assert "does not exist" in refusal(f"{untrusting}?ssl_ca_certs=/nowhere/ca.crt").message
 
 
 # -- full, and read-only ------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_server_without_memory_counts_as_full(server: RedisServer, caplog: pyt
 def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to it is lost, and then there is no memory for it any more."""
     with closing(opened(shared.full_url, uuid.uuid4().hex)) as exchange:
-        exchange_once, pushed = exchange._link.exchange, list[bool]()
+        exchange_once, pushed = exchange._connection.exchange, list[bool]()
 
         def answer(request: Any, answers: int, end: float) -> list[Any]:
             if answers != 2 or not pushed:
@@ -420,7 +420,7 @@ def test_a_message_that_may_be_there_is_not_called_refused(shared: RedisServer, 
                 raise _ConnectionLost("it closed the connection", at_once=True)
             return [_ErrorReply("OOM command not allowed when used memory > 'maxmemory'."), 1]
 
-        monkeypatch.setattr(exchange._link, "exchange", answer)
+        monkeypatch.setattr(exchange._connection, "exchange", answer)
         with pytest.raises(ExchangeUnavailable, match="no room now"):
             exchange.push(b"x", 0)
         assert exchange.waiting() == 1
@@ -441,7 +441,7 @@ def test_a_server_that_only_reads_for_now_is_waited_for(server: RedisServer) -> 
 
 
 def test_a_message_that_nobody_would_send_is_not_kept(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.transport.redis_stream._LARGEST", 10_000)
+    monkeypatch.setattr("ludus.transport.redis_stream._MAX_BULK", 10_000)
     channel = uuid.uuid4().hex
     with closing(opened(shared.full_url, channel)) as exchange:
         for size in (10, 10_001, 9_000, 100_000, 20):

@@ -277,8 +277,8 @@ TestRingMachine.settings = settings(max_examples=40, stateful_step_count=40, dea
 def test_a_bell_that_was_rung_is_heard_once(tmp_path: Path) -> None:
     with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
         assert not listener.wait(0.01)
-        ringer.ring()
-        ringer.ring()
+        ringer.notify()
+        ringer.notify()
         assert listener.wait(0)
         assert not listener.wait(0)
 
@@ -288,14 +288,14 @@ def test_a_bell_is_found_through_a_link(tmp_path: Path) -> None:
     with Wakeup.create(tmp_path / "bell") as listener:
         (tmp_path / "elsewhere" / "bell").symlink_to(tmp_path / "bell")
         with Wakeup(tmp_path / "elsewhere" / "bell") as ringer:
-            ringer.ring()
+            ringer.notify()
         assert listener.wait(0)
 
 
 def test_ringing_writes_nothing_while_nobody_listens(tmp_path: Path) -> None:
     with Wakeup.create(tmp_path / "bell") as listener, Wakeup(tmp_path / "bell") as ringer:
         for _ in range(100_000):  # more than a pipe holds: it would block, or fail
-            ringer.ring()
+            ringer.notify()
         assert os.read(listener.fileno(), 100) == b"!"
 
 
@@ -308,9 +308,9 @@ def test_a_ringer_that_was_killed_before_the_byte_is_heard_all_the_same(tmp_path
 
 
 def test_a_bell_that_is_not_there_says_so(tmp_path: Path, path: Path) -> None:
-    with pytest.raises(NotFound, match="no bell at"):
+    with pytest.raises(NotFound, match="no FIFO at"):
         Wakeup(tmp_path / "nothing")
-    with pytest.raises(NotFound, match="no bell at"):
+    with pytest.raises(NotFound, match="no FIFO at"):
         RingWriter(path, tmp_path / "nothing")
 
 
@@ -359,7 +359,7 @@ def test_a_ring_that_is_over_takes_nothing_more_and_gives_what_it_has(path: Path
         assert put(writer, bytes(CAPACITY))
         ending = threading.Timer(0.05, reader.finish)
         ending.start()
-        with pytest.raises(MemoryClosed, match="is over"):
+        with pytest.raises(MemoryClosed, match="has finished the ring"):
             writer.reserve(1, 30.0)
         ending.join()
         assert reader.over
@@ -416,7 +416,7 @@ def test_a_ring_belongs_to_its_user_alone_and_its_memory_is_taken_at_once(tmp_pa
 def test_no_room_for_a_ring_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     def create() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        with pytest.raises(StoreFull, match="Cannot take 104"):
+        with pytest.raises(StoreFull, match="Cannot allocate 104"):
             create_ring(tmp_path / "ring", 100 << 20)
         assert list(tmp_path.iterdir()) == []
 
@@ -431,8 +431,8 @@ def test_no_room_for_a_ring_is_an_error_and_leaves_nothing(tmp_path: Path) -> No
         (16, 1 << 20, "do not agree"),
         (24, 7, "do not agree"),
         (32, 0, "do not agree"),
-        (64, 10_000, "10000 records wait"),
-        (128, 5, "records wait"),
+        (64, 10_000, "10000 waiting records"),
+        (128, 5, "waiting records"),
     ],
 )
 def test_a_damaged_header_is_noticed(path: Path, at: int, value: int, message: str) -> None:

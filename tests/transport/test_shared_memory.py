@@ -226,7 +226,7 @@ def test_sides_that_disagree_about_the_shape_notice(tmp_path: Path) -> None:
     writer.commit(sign(reserved(writer), 1))
     with pytest.raises(Damaged, match="where a block has"):
         SharedReader(tmp_path / "ring", BlockLayout(SPEC, ROWS + 5)).take()
-    with pytest.raises(Damaged, match="not hold segments of this shape"):
+    with pytest.raises(Damaged, match="not contain segments of this layout"):
         SharedReader(tmp_path / "ring", BlockLayout(replace(SPEC, model="right"), ROWS)).take()
 
 

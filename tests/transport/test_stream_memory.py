@@ -425,7 +425,7 @@ def test_several_readers_share_and_take_over_from_one_that_died(rig: Rig) -> Non
                 one.release(each)
     assert signatures(mine) == [0, 1, 4, 5]
     one.settle()
-    one._exchange.reclaim(0)  # the other one died: what it had is old by now
+    one._stream.reclaim(0)  # the other one died: what it had is old by now
     late = taken(one, 4)
     assert sorted(signatures(late)) == [2, 3, 6, 7], "older numbers than the newest are no duplicates if they never came"
     assert (one.duplicates, one.lost) == (0, 0)
@@ -698,7 +698,7 @@ class _Storm:
                     held, state = [], reader.state()
                     reader.wait(0.1)
             self.lost += reader.lost
-            exchange._link.close()  # without a word
+            exchange._connection.close()  # without a word
 
 
 @pytest.mark.long

@@ -436,7 +436,7 @@ class RayNodes:
             self._settled.notify_all()
         log.info("%s has an agent, with %d cores", node.name, node.cores)
         self.ask(node)
-        self._bell.ring()
+        self._bell.notify()
 
     # -- calls
 
@@ -490,7 +490,7 @@ class RayNodes:
         if bundle.blocks or bundle.reports is not None:
             node.deliver(bundle, unpack(self._layout, len(bundle.blocks), data))
         if bundle.blocks:
-            self._bell.ring()
+            self._bell.notify()
         for worker, tail in bundle.tails:
             self._keep(node, worker, tail)
         self.ask(node)
@@ -543,7 +543,7 @@ class RayNodes:
             if not node.ready:
                 self._unusable[node.id] = f"{node.name}: {why}"
             self._settled.notify_all()
-        self._bell.ring()
+        self._bell.notify()
 
     def _fail(self, message: str, hint: str) -> None:
         if self._failure is None:
@@ -552,7 +552,7 @@ class RayNodes:
             with self._settled:
                 self._settled.notify_all()
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                self._bell.ring()
+                self._bell.notify()
 
     def _dismiss(self) -> None:
         """Agents end their workers, before they are ended themselves; those that cannot be reached end by themselves."""
