@@ -13,7 +13,7 @@ from safetensors import safe_open
 import ludus
 from ludus.algorithms.appo import APPO, APPOConfig
 from ludus.algorithms.impala import LossCoefficients
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from tests.algorithms.sampled import Sampled, disturbed, made
 from tests.algorithms.test_impala import assert_same, weights_after
@@ -192,7 +192,7 @@ def test_keys_have_the_names_that_rllib_users_know() -> None:
     given |= {"clip_param": 0.4, "use_kl_loss": True, "kl_coeff": 0.5, "kl_target": 0.02, "tau": 0.9, "grad_clip": 40.0}
     given |= {"target_network_update_freq": 4, "replay_proportion": 0.5, "replay_buffer_num_slots": 10, "lr": 5e-4}
     given |= {"entropy_coeff": 0.01, "vf_loss_coeff": 0.5}
-    config = algorithm_config(APPOConfig, given)
+    config = parse_algorithm_config(APPOConfig, given)
     assert isinstance(config, APPOConfig)
     assert (config.num_epochs, config.target_network_update_freq, config.sampling) == (2, 4, "async")
 

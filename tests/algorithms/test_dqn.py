@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludus.algorithms.dqn import DQN, DQNConfig, ReplayBatch
-from ludus.config.schema import algorithm_config, dumped
+from ludus.config.validation import dump_config, parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.envs.vector_env import make_environments
 from ludus.errors import ConfigError, TrainingDiverged
@@ -37,7 +37,7 @@ class Playing:
         self._environments = make_environments(env, rows)
         self._environments.reset(0)
         shared = {"learner_threads": 1, "num_envs_per_worker": rows, "rollout_fragment_length": steps, "training_intensity": 8}
-        config = algorithm_config(DQNConfig, shared | settings)
+        config = parse_algorithm_config(DQNConfig, shared | settings)
         assert isinstance(config, DQNConfig)
         spaces = (self._environments.observation_space, self._environments.action_space)
         network = NetworkConfig(
@@ -257,7 +257,7 @@ def epsilon_of(policy: Policy) -> float:
 
 def test_an_epsilon_above_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="a probability is at most 1"):
-        algorithm_config(DQNConfig, {"epsilon": [[0, 2.0], [10, 0.1]]})
+        parse_algorithm_config(DQNConfig, {"epsilon": [[0, 2.0], [10, 0.1]]})
 
 
 # -- the schedule of updates
@@ -297,10 +297,10 @@ def test_gradient_steps_are_as_many_as_the_intensity_says() -> None:
 )
 def test_an_intensity_that_is_not_given_is_rllibs(given: dict[str, Any], expected: float) -> None:
     """There: one minibatch for what all workers sample in one round."""
-    config = algorithm_config(DQNConfig, given)
+    config = parse_algorithm_config(DQNConfig, given)
     assert isinstance(config, DQNConfig)
     assert config.training_intensity == expected
-    again = algorithm_config(DQNConfig, {**dumped(config), "num_workers": 5})
+    again = parse_algorithm_config(DQNConfig, {**dump_config(config), "num_workers": 5})
     assert isinstance(again, DQNConfig)
     assert again.training_intensity == expected, "it is saved with the run"
 
@@ -309,7 +309,7 @@ def test_a_wrong_number_beside_no_intensity_is_the_only_thing_to_complain_about(
     for key in ("train_batch_size", "num_envs_per_worker"):
         for wrong in (0, -1, "many", None, float("inf")):
             with pytest.raises(ConfigError) as complaint:
-                algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
+                parse_algorithm_config(DQNConfig, {key: wrong, "training_intensity": None})
             assert key in complaint.value.message
             assert "training_intensity" not in complaint.value.message
 
@@ -347,7 +347,7 @@ def test_actions_that_are_not_discrete_are_refused(space: gym.Space[Any]) -> Non
 
 def test_a_recurrent_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="single steps"):
-        algorithm_config(DQNConfig, {"model": {"use_lstm": True}})
+        parse_algorithm_config(DQNConfig, {"model": {"use_lstm": True}})
     with pytest.raises(ConfigError, match="single steps"):
         Policy(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), NetworkConfig(core="gru"), kind=VALUES)
 

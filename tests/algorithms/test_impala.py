@@ -12,7 +12,7 @@ import ludus
 from ludus.algorithms.impala import IMPALA, IMPALAConfig, LossCoefficients
 from ludus.algorithms.trajectories import Trajectories
 from ludus.buffers.block_replay import BlockReplay
-from ludus.config.schema import algorithm_config
+from ludus.config.validation import parse_algorithm_config
 from ludus.core.types import Segments
 from ludus.errors import ConfigError, TrainingDiverged
 from tests.algorithms.sampled import Sampled, disturbed, made, padded
@@ -197,11 +197,11 @@ def test_a_replay_buffer_keeps_copies_within_its_bytes() -> None:
 
 
 def test_samplers_do_not_wait_unless_they_are_told_to() -> None:
-    config = algorithm_config(IMPALAConfig, {})
+    config = parse_algorithm_config(IMPALAConfig, {})
     assert config.sampling == "async"
-    assert algorithm_config(IMPALAConfig, {"sampling": "sync"}).sampling == "sync"
+    assert parse_algorithm_config(IMPALAConfig, {"sampling": "sync"}).sampling == "sync"
     with pytest.raises(ConfigError, match="vtrace_clip_rho_threshold"):
-        algorithm_config(IMPALAConfig, {"vtrace_clip_rho_treshold": 1.0})
+        parse_algorithm_config(IMPALAConfig, {"vtrace_clip_rho_treshold": 1.0})
 
 
 # -- learning -----------------------------------------------------------------------------------------------------------

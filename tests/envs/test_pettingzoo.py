@@ -184,7 +184,7 @@ def test_an_agent_may_appear_for_the_first_time_late() -> None:
     ("fault", "words"),
     [
         ("stranger", "'stranger' of simple appeared at step 3 but is not one of its possible_agents"),
-        ("nan", "step 3, agent 'b': the observation of b holds nan"),
+        ("nan", "step 3, agent 'b': the observation of b contains nan"),
         ("shape", r"agent 'b': the observation of b has shape \[3\]"),
         ("reward", "gave 'a' the reward inf at step 3"),
         ("raises", "raised RuntimeError in step"),

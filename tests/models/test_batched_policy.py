@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import spaces
-from ludus.core.spaces import Fit
+from ludus.core.spaces import SpaceParser
 from ludus.core.tree import Tree, leaves, map_tree
 from ludus.models.inference.batched_policy import BatchedPolicy, Decision
 from ludus.models.policy import Policy
@@ -33,9 +33,9 @@ ACTIONS: list[Space] = [
 
 
 def observations(policy: Policy, count: int) -> list[Tree]:
-    """As `Fit` hands them on."""
+    """As `SpaceParser` hands them on."""
     policy.observation_space.seed(0)
-    fit = Fit(policy.observation_space)
+    fit = SpaceParser(policy.observation_space)
     return [fit(policy.observation_space.sample()) for _ in range(count)]
 
 

@@ -220,7 +220,7 @@ def test_no_room_for_the_slots_is_an_error(tmp_path: Path) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        with pytest.raises(StoreFull, match="Cannot take"):
+        with pytest.raises(StoreFull, match="Cannot allocate"):
             SharedWeights(tmp_path, arrays_of(Large()))
         assert [p.name for p in tmp_path.iterdir()] == ["version"]
 

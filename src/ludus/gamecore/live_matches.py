@@ -439,7 +439,7 @@ class StepParser:
 
     def __init__(self, game: GameSpec) -> None:
         self.seats, self.joint, self.single = game.seats, game.joint_seats, game.seats == (ONLY_SEAT,)
-        self._fit = spaces.Fit(game.wire_space)
+        self._fit = spaces.SpaceParser(game.wire_space)
         self._paths = [(path.split(".") if path else [], _size(spec)) for path, spec in leaves(self._fit.spec)]
         self._branches = [(path.split(".") if path else [], keys) for path, keys in _branches(self._fit.spec)]
         self._action_space, self._masked = game.action_space, game.masked
