@@ -25,7 +25,7 @@ MODULES: Mapping[str, str] = {
 }
 """Old module → present module."""
 
-OBJECTS: Mapping[str, str] = {}
+OBJECTS: Mapping[str, str] = {"ludus.envs.toy_envs:WithoutVelocities": "ludus.envs.toy_envs:PositionsOnly"}
 """Old `module:Name` → present `module:Name`, where the name changed as well; the module is the present one."""
 
 
