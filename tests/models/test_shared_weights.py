@@ -82,7 +82,7 @@ def test_versions_only_grow(tmp_path: Path, publish: Publish) -> None:
     assert board.version == 3
 
 
-def test_a_board_that_is_gone_says_so(tmp_path: Path) -> None:
+def test_missing_shared_weights_are_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no weights"):
         SharedWeightsReader(tmp_path / "nowhere")
     board = SharedWeights(tmp_path)
