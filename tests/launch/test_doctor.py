@@ -1,4 +1,4 @@
-"""What the doctor makes of what was seen: judgements by tables, without looking at any machine."""
+"""The doctor's pure checks, by tables of inspected values."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ EIGHT = ResourceNeeds(workers=8, cores=8)
 GAMES = ResourceNeeds(workers=8, cores=8, game_threads=300, game_bytes=GB)
 
 
-def test_only_a_failure_makes_a_machine_ill() -> None:
+def test_only_failures_make_a_machine_unhealthy() -> None:
     assert is_healthy([ok("a", ""), warning("b", "", ""), skipped("c", "")])
     assert not is_healthy([ok("a", ""), failed("b", "", "")])
 
 
-def test_secrets_are_left_out_of_whatever_is_said() -> None:
+def test_secrets_are_redacted_from_findings() -> None:
     said = DoctorFinding("x", "failed", "redis://:hunter22@host said hunter22\nand %", "export P=hunter22; redis://u:other@h")
     shown = redact_secrets(said, ["hunter22", "", "a"])
     assert "hunter22" not in shown.found + shown.fix
@@ -67,14 +67,14 @@ def test_secrets_are_left_out_of_whatever_is_said() -> None:
     assert "a" in shown.found, "what is too short to be a secret stays"
 
 
-def test_secrets_are_found_where_they_are_kept() -> None:
+def test_secrets_are_found_in_variables_and_urls() -> None:
     environ = {"LUDUS_MEMORY_PASSWORD": "one", "AWS_SECRET_ACCESS_KEY": "two", "WANDB_API_KEY": "three", "HOME": "/root"}
     found = services.find_secrets(environ, "redis://user:fo%40ur@host:1/0", "s3://bucket")
     assert set(found) == {"one", "two", "three", "fo@ur", "fo%40ur"}
 
 
 @pytest.mark.parametrize(("count", "said"), [(512, "512 bytes"), (1536, "1.5 KB"), (3 * GB, "3.0 GB"), (200 * GB, "200 GB")])
-def test_bytes_are_said_as_people_say_them(count: int, said: str) -> None:
+def test_bytes_are_formatted_with_units(count: int, said: str) -> None:
     assert format_bytes(count) == said
 
 
@@ -82,7 +82,7 @@ def test_bytes_are_said_as_people_say_them(count: int, said: str) -> None:
 
 
 @given(st.integers(0, 500), st.integers(1, 256), st.booleans(), st.integers(0, 1000), st.integers(0, 4 * GB))
-def test_every_sum_that_is_said_is_the_one_that_counts(workers: int, cores: int, ray: bool, threads: int, memory: int) -> None:
+def test_explained_sums_equal_the_needs(workers: int, cores: int, ray: bool, threads: int, memory: int) -> None:
     needs = ResourceNeeds(workers, cores, ray, threads, memory - memory % (1 << 20))
     for said, number in (
         (needs.explain_threads(), needs.threads),
@@ -118,7 +118,7 @@ def test_cores(cores: CpuLimits, status: Status, said: str) -> None:
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_a_quota_is_no_trouble_where_threads_are_held_to_it() -> None:
+def test_a_cpu_quota_is_fine_if_omp_num_threads_respects_it() -> None:
     assert limits.check_cores(CpuLimits(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "4"}).status == "ok"
     assert limits.check_cores(CpuLimits(8, 8, 4.0), EIGHT, {"OMP_NUM_THREADS": "8"}).status == "warning"
 
@@ -139,7 +139,7 @@ def test_memory(memory: Memory | None, status: Status, said: str) -> None:
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_with_too_little_memory_the_number_of_workers_that_fit_is_said() -> None:
+def test_too_little_memory_suggests_fewer_workers() -> None:
     found = limits.check_memory(Memory(4 * GB, GB), EIGHT)
     assert "--num-workers 2" in found.fix
     fits = ResourceNeeds(2, 8).memory
@@ -175,13 +175,13 @@ def test_shared_memory(shared: SharedMemory | None, status: Status, said: str) -
         (None, "failed", "does not exist"),
     ],
 )
-def test_shared_memory_that_was_moved_is_not_replaced_by_another(shared: SharedMemory | None, status: Status, said: str) -> None:
+def test_the_directory_of_ludus_shm_has_no_fallback(shared: SharedMemory | None, status: Status, said: str) -> None:
     found = limits.check_moved_memory("/big", shared, replace(EIGHT, ray=True))
     assert (found.status, said in found.found) == (status, True), found
     assert status == "ok" or "LUDUS_SHM" in found.fix
 
 
-def test_the_store_of_ray_stays_where_it_was_when_rings_are_moved() -> None:
+def test_ludus_shm_does_not_move_rays_object_store() -> None:
     needs = replace(EIGHT, ray=True)
     assert limits.check_store(SharedMemory(GB, GB), needs).status == "ok"
     little = limits.check_store(SharedMemory(64 << 20, 64 << 20), needs)
@@ -226,7 +226,7 @@ def test_threads(needs: ResourceNeeds, bounds: tuple[ThreadLimit, ...], status: 
     assert (found.status, said in found.found, fix in found.fix) == (status, True, True), found
 
 
-def test_with_too_few_threads_the_number_of_workers_that_fit_is_said() -> None:
+def test_too_few_threads_suggest_fewer_workers() -> None:
     found = limits.check_threads(ThreadLimits((ThreadLimit("pids.max", 1000, 0, "raise it"),)), GAMES)
     assert "--num-workers 3" in found.fix
     assert replace(GAMES, workers=3).threads <= 1000 < replace(GAMES, workers=4).threads
@@ -237,7 +237,7 @@ def test_mappings(maps: int, status: Status) -> None:
     assert limits.check_maps(ThreadLimits((), maps), EIGHT).status == status
 
 
-def test_the_limits_of_all_groups_above_count_in_both_versions(tmp_path: Path) -> None:
+def test_limits_of_parent_cgroups_apply_in_both_versions(tmp_path: Path) -> None:
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "cgroup").write_text("4:memory:/outer/inner\n3:cpu,cpuacct:/\n2:pids:/gone\n0::/unified\n")
@@ -307,7 +307,7 @@ def test_versions_on_all_nodes(other: Mapping[str, str], check: str, status: Sta
         assert ": b" in found[f"{check} on all nodes"].found, "whose it is"
 
 
-def test_a_machine_that_only_starts_runs_needs_neither_pytorch_nor_ray() -> None:
+def test_a_submitting_machine_needs_neither_pytorch_nor_ray() -> None:
     bare = {"python": "3.11.7", "ludus": "0.1.0", "torch": "", "ray": "2.1.0"}
     found = {finding.check: finding for finding in versions.check_versions(bare, ray=True, launcher=True)}
     assert {check: finding.status for check, finding in found.items()} == {
@@ -320,7 +320,7 @@ def test_a_machine_that_only_starts_runs_needs_neither_pytorch_nor_ray() -> None
     assert found["ray"].found.startswith("2.1.0")
 
 
-def test_a_machine_that_only_starts_runs_is_held_to_its_ludus_alone() -> None:
+def test_a_submitting_machine_needs_the_same_ludus_only() -> None:
     have = {"python": "3.11.7", "ludus": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
     found = {finding.check: finding.status for finding in versions.check_agreement({"a": have, "here": {"ludus": "0.2.0"}})}
     assert found == {
@@ -353,12 +353,12 @@ GPU = gpus.Gpu("A100", 40_000, 100, "550.1")
         (gpus.GpuInventory(why="Driver/library version mismatch", tool=True), "2.13.0", {}, "failed", "mismatch"),
     ],
 )
-def test_accelerators(seen: gpus.GpuInventory, torch: str, environ: Mapping[str, str], status: Status, said: str) -> None:
+def test_gpus(seen: gpus.GpuInventory, torch: str, environ: Mapping[str, str], status: Status, said: str) -> None:
     found = gpus.check_gpus(seen, torch, environ)
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_what_the_driver_says_is_read_and_what_is_odd_is_left_out() -> None:
+def test_output_of_nvidia_smi_is_parsed_and_invalid_lines_are_skipped() -> None:
     text = "NVIDIA A100-SXM4-40GB, 40960, 512, 550.54.15\nTesla, [N/A], 0, 1\n\nrubbish\n"
     assert gpus.parse_csv(text) == (gpus.Gpu("NVIDIA A100-SXM4-40GB", 40960, 512, "550.54.15"),)
 
@@ -385,7 +385,7 @@ ROOM = DirectoryStatus("/d", "/d", 100 * GB, 10**6, "ext4")
         ("state", replace(ROOM, ours=False, asked="/d/x/y"), False, "ok", "/d/x/y"),
     ],
 )
-def test_places(what: str, place: DirectoryStatus, shared: bool, status: Status, said: str) -> None:
+def test_directories(what: str, place: DirectoryStatus, shared: bool, status: Status, said: str) -> None:
     found = directories.check_directory(what, place, shared=shared)
     assert (found.status, said in found.found) == (status, True), found
 
@@ -433,7 +433,7 @@ def test_ports(ports: PortStatus, status: Status, said: str) -> None:
         ([], "skipped", "not reported"),
     ],
 )
-def test_clocks_are_judged_by_the_quickest_answer_and_within_what_is_known(
+def test_clocks_are_compared_by_the_fastest_sample_within_its_accuracy(
     ticks: list[ClockSample], status: Status, said: str
 ) -> None:
     found = network.check_clock(ticks)
@@ -510,7 +510,7 @@ def test_tokens_on_all_nodes(told: Mapping[str, str], status: Status, said: str)
     assert (found.status, said in found.found) == (status, True), found
 
 
-def test_no_token_is_wrong_only_where_one_is_wanted() -> None:
+def test_a_missing_token_fails_only_if_one_is_required() -> None:
     assert [f.status for f in token_file.check_tokens([], {})] == ["skipped"]
     assert [f.status for f in token_file.check_tokens([], {"RAY_AUTH_MODE": "token"})] == ["failed"]
     assert [f.status for f in token_file.check_tokens([TokenFile("", "/t", "file", mode=0o644)], {"RAY_AUTH_MODE": "token"})] == [
@@ -540,7 +540,7 @@ def test_services() -> None:
         ("/a/b", "/a/b"),
     ],
 )
-def test_an_address_is_shown_without_what_may_be_secret(url: str, shown: str) -> None:
+def test_urls_are_shown_without_user_password_and_query(url: str, shown: str) -> None:
     assert services.redact_url(url) == shown
 
 
@@ -615,7 +615,7 @@ def test_graphics(seen: graphics.GraphicsSupport, needed: bool, statuses: tuple[
         (graphics.GraphicsSupport(NO_EGL, NO_OSMESA, silent="none"), "failed", "nothing can draw"),
     ],
 )
-def test_a_program_of_its_own_draws_on_a_screen(seen: graphics.GraphicsSupport, status: Status, said: str) -> None:
+def test_a_game_with_a_window_needs_a_screen(seen: graphics.GraphicsSupport, status: Status, said: str) -> None:
     found = graphics.check_graphics(seen, needed=True, window=True)[0]
     assert (found.status, said in found.found) == (status, True), found
     assert status == "ok" or found.fix
@@ -646,7 +646,7 @@ def test_a_program_of_its_own_draws_on_a_screen(seen: graphics.GraphicsSupport, 
         ),
     ],
 )
-def test_what_is_said_of_screens_is_what_was_chosen(
+def test_findings_about_screens_follow_ludus_screen(
     seen: graphics.GraphicsSupport, statuses: tuple[Status, ...], said: str
 ) -> None:
     found = graphics.check_graphics(seen, needed=False)
@@ -666,7 +666,7 @@ def test_what_is_said_of_screens_is_what_was_chosen(
         ("bogus", True, "'bogus'"),
     ],
 )
-def test_a_choice_by_which_no_environment_could_be_made_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
+def test_an_unusable_ludus_screen_is_a_failure(choice: str, xvfb: bool, said: str) -> None:
     found = graphics.check_choice({"LUDUS_SCREEN": choice}, xvfb=xvfb)
     assert [(finding.check, finding.status) for finding in found] == ([("LUDUS_SCREEN", "failed")] if said else [])
     assert all(said in finding.found and finding.fix for finding in found)
@@ -676,7 +676,7 @@ def test_other_systems_have_a_screen() -> None:
     assert [finding.status for finding in graphics.check_graphics(None, needed=True)] == ["skipped"]
 
 
-def test_environments_that_were_tried() -> None:
+def test_smoke_tests() -> None:
     tried = env_smoke_test.SmokeTest("Pong", 1.5, threads=12, memory=GB, processes=2)
     assert env_smoke_test.check_smoke_test(tried).status == "ok"
     assert "one takes 12 threads, 1.0 GB, 2 processes" in env_smoke_test.check_smoke_test(tried).found
@@ -713,13 +713,13 @@ QUIET = SystemState({}, {}, 4)
         (replace(QUIET, huge=512), "huge pages", "512"),
     ],
 )
-def test_troubles(scene: SystemState, check: str, said: str) -> None:
+def test_known_issues(scene: SystemState, check: str, said: str) -> None:
     (found,) = known_issues.check_system(scene)
     assert (found.check, said in found.found) == (check, True), found
     assert (found.status == "ok") == (check == "known troubles")
 
 
-def test_a_ray_that_is_named_and_away() -> None:
+def test_an_unreachable_ray_address_is_a_warning() -> None:
     environ = {"RAY_ADDRESS": "10.0.0.1:6379", "ip_head": "auto"}
     assert known_issues.ray_addresses(environ) == [("RAY_ADDRESS", "10.0.0.1:6379")]
     assert known_issues.check_ray_address("10.0.0.1:6379", "RAY_ADDRESS", answers=False).fix == "unset RAY_ADDRESS"
@@ -730,7 +730,7 @@ def test_a_ray_that_is_named_and_away() -> None:
 
 
 def elf(machine: int = 62, bits: int = 64) -> bytes:
-    """A header without tables."""
+    """Return an ELF header without tables."""
     if bits == 64:
         return b"\x7fELF\x02\x01\x01" + b"\0" * 9 + struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0, 0, 0, 0, 64, 56, 0, 0, 0, 0)
     return b"\x7fELF\x01\x01\x01" + b"\0" * 9 + struct.pack("<HHIIIIIHHHHHH", 2, machine, 1, 0, 0, 0, 0, 52, 32, 0, 0, 0, 0)
@@ -748,13 +748,13 @@ def elf(machine: int = 62, bits: int = 64) -> bytes:
         (b"", None),
     ],
 )
-def test_the_processor_of_a_program_is_read_from_its_header(data: bytes, machine: str | None) -> None:
+def test_the_machine_of_an_executable_is_read_from_its_header(data: bytes, machine: str | None) -> None:
     found = executable.read_elf(data)
     assert (found.machine if found else None) == machine
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_no_bytes_are_too_damaged_to_be_read(head: bytes, tail: bytes) -> None:
+def test_damaged_elf_files_are_parsed_without_errors(head: bytes, tail: bytes) -> None:
     for data in (
         head,
         elf()[:48] + head,
@@ -765,7 +765,7 @@ def test_no_bytes_are_too_damaged_to_be_read(head: bytes, tail: bytes) -> None:
 
 
 def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> bytes:
-    """A file with nothing but the tables that the loader reads."""
+    """Return an ELF file with only the tables that the loader reads."""
     strings, entries = b"\0", []
     for tag, text in [*((1, name) for name in needed), (15, rpath), (29, runpath)]:
         if text:
@@ -795,7 +795,7 @@ def linked(needed: tuple[str, ...] = (), rpath: str = "", runpath: str = "") -> 
 def test_libraries_are_searched_as_the_loader_does(
     tmp_path: Path, rpath: str, runpath: str, own: Mapping[str, str], missing: tuple[str, ...]
 ) -> None:
-    """An RPATH counts for all that is loaded below, a RUNPATH for its owner alone; one with a RUNPATH inherits none."""
+    """An RPATH applies to all libraries below its owner, a RUNPATH to its owner only, which then inherits no RPATH."""
     game, lib = tmp_path / "game", tmp_path / "lib"
     lib.mkdir()
     game.write_bytes(linked(("liba.so",), rpath, runpath))
@@ -839,7 +839,7 @@ GAME = Executable("/g", "elf", True, X86, X86.interpreter)
         (Executable("/g", "unknown", True), "warning", "unknown format", "right file"),
     ],
 )
-def test_programs(seen: Executable, status: Status, said: str, fix: str) -> None:
+def test_executables(seen: Executable, status: Status, said: str, fix: str) -> None:
     found = executable.check_executable(seen, "x86_64")
     assert (found.status, said in found.found, fix in found.fix) == (status, True, True), found
 
@@ -860,11 +860,11 @@ def test_programs(seen: Executable, status: Status, said: str, fix: str) -> None
         ("n/a", slurm.INFINITE),
     ],
 )
-def test_slurms_times(text: str, seconds: int) -> None:
+def test_slurm_times(text: str, seconds: int) -> None:
     assert slurm.time_limit_s(text) == seconds
 
 
-def test_the_accelerators_of_a_node_are_counted() -> None:
+def test_gpus_in_a_gres_string_are_counted() -> None:
     said = {
         "gpu:2": 2,
         "gpu": 1,
@@ -884,7 +884,7 @@ MIXED = slurm.parse_partitions(
 UP = SlurmState(controller="Slurmctld(primary) at vm is UP", partitions=(MAIN,))
 
 
-def test_what_sinfo_says_is_read() -> None:
+def test_output_of_sinfo_is_parsed() -> None:
     text = "main|up|2:00:00|1/2/0/3|36|4000|gpu:2\nbig|drain|infinite|0/0/1/1|128+|512000+|(null)\nsinfo: error: something\n"
     big = Partition("big", False, slurm.INFINITE, (NodeKind(1, 0, 128, more=True),))
     assert slurm.parse_partitions(text) == (MAIN, big)
@@ -933,7 +933,7 @@ def test_what_sinfo_says_is_read() -> None:
         (SlurmState(("sbatch", "sinfo")), SlurmRequest(), ("failed",), "not found: sbatch, sinfo"),
     ],
 )
-def test_queues(seen: SlurmState, wanted: SlurmRequest, statuses: tuple[Status, ...], said: str) -> None:
+def test_slurm_partitions(seen: SlurmState, wanted: SlurmRequest, statuses: tuple[Status, ...], said: str) -> None:
     found = slurm.check_slurm(seen, wanted)
     assert tuple(finding.status for finding in found) == statuses, found
     assert said in found[-1].found

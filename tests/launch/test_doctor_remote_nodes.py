@@ -1,4 +1,4 @@
-"""The doctor on other machines: a real sshd with several addresses, and a real Slurm; healthy, spoilt, and silent."""
+"""The doctor on other machines: a real sshd with several addresses, and a real Slurm; healthy, broken and silent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ANSWER_S = 60.0
 
 
 class Sshd:
-    """One server for several loopback addresses, each of which plays a machine."""
+    """One SSH server on several loopback addresses, each of which counts as a machine."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.port = directory, _free_port()
@@ -112,8 +112,8 @@ def of_node(found: list[DoctorFinding], node: str) -> dict[str, DoctorFinding]:
     return {finding.check: finding for finding in found if finding.node == node}
 
 
-def test_all_machines_are_asked_at_once_and_compared(sshd: Sshd, tmp_path: Path) -> None:
-    """One of them is not there: it is a line of its own, and the others are looked at all the same."""
+def test_all_machines_are_checked_in_parallel_and_compared(sshd: Sshd, tmp_path: Path) -> None:
+    """An unreachable machine is one finding, and the others are still checked."""
     target = sshd.target("127.0.0.1", "127.0.0.2", "127.0.0.3")
     request = DoctorRequest(workers=6, store=str(tmp_path / "store"), quick=True)
     found = DoctorRun(request, target, ANSWER_S).findings({})
@@ -135,8 +135,8 @@ def test_all_machines_are_asked_at_once_and_compared(sshd: Sshd, tmp_path: Path)
     assert not is_healthy(found)
 
 
-def test_a_list_of_machines_is_asked_for_one_token(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are this machine, and so is its token; what a machine says of it tells nobody what it is."""
+def test_machines_of_a_hostfile_must_have_the_same_token(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are this machine with one token; the fingerprint does not reveal it."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("feedfacecafebeef")
@@ -152,7 +152,7 @@ def test_a_list_of_machines_is_asked_for_one_token(sshd: Sshd, tmp_path: Path, m
     assert first.token != again.token
 
 
-def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) -> None:
+def test_failed_logins_and_missing_ludus_are_explained(sshd: Sshd) -> None:
     whole = sshd.settings("127.0.0.1")
     spoilt = {
         "key": replace(whole, identity=sshd.directory / "stranger"),
@@ -175,7 +175,7 @@ def test_a_machine_that_cannot_be_entered_or_has_no_ludus_says_so(sshd: Sshd) ->
     assert all(findings[0].fix for findings in found.values())
 
 
-def test_a_machine_that_is_silent_is_given_up_at_its_deadline_and_nothing_stays() -> None:
+def test_a_silent_machine_times_out_and_leaves_no_process() -> None:
     words = (sys.executable, "-c", "import time; print('Welcome!', flush=True); time.sleep(600)")
     silent = RemoteNode("mute", words, "ssh", lambda code, said: explain_failure(SshSettings((SshNode("mute"),)), 0, code, said))
     (answer,) = check_nodes([silent], DoctorRequest(quick=True), {}, 1.0)
@@ -185,7 +185,7 @@ def test_a_machine_that_is_silent_is_given_up_at_its_deadline_and_nothing_stays(
     assert not [pid for pid in children if "time.sleep(600)" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
-def test_secrets_go_over_the_input_and_never_into_words_or_answers(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_sent_over_stdin_and_never_shown(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LUDUS_MEMORY_PASSWORD", raising=False)
     settings = sshd.settings("127.0.0.1")
     request = DoctorRequest(memory="redis://player@127.0.0.1:1", quick=False, launcher=True)
@@ -198,7 +198,7 @@ def test_secrets_go_over_the_input_and_never_into_words_or_answers(sshd: Sshd, m
     assert "hunter22" not in json.dumps([finding.to_json() for finding in answer.findings])
 
 
-def test_a_clock_that_is_ahead_is_noticed(tmp_path: Path) -> None:
+def test_a_clock_that_is_ahead_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "ahead.py"
     script.write_text(
         "import time\nreal = time.time\ntime.time = lambda: real() + 30\nfrom ludus.launch.doctor.__main__ import main\nmain()\n"
@@ -241,7 +241,7 @@ def test_slurm_outside_and_inside_an_allocation(tmp_path: Path) -> None:
         assert rig.jobs() == []
 
 
-def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
+def test_the_salloc_command_has_no_secret_and_a_short_time_limit() -> None:
     target = ClusterConfig(on="slurm").merge(nodes=2, time="02:00:00", partition="main", account="games")
     asked = ["--on", "slurm", "--json", "--time", "02:00:00", "--memory", "redis://:hunter22@host:1"]
     words, environ = allocation_command(target, asked, {"A": "b"})
@@ -251,7 +251,7 @@ def test_the_words_of_an_allocation_hold_no_secret_and_ask_for_little() -> None:
     assert environ == {"A": "b", "LUDUS_MEMORY_PASSWORD": "hunter22", IN_ALLOCATION: "1"}
 
 
-def test_an_allocation_is_of_what_the_run_would_have_of_each_node() -> None:
+def test_the_allocation_requests_what_the_run_would_request() -> None:
     target = ClusterConfig(on="slurm").merge(nodes=2, cpus=8, gpus=1, memory="16G", exclusive=True)
     words, _ = allocation_command(target, [], {})
     assert {"--ntasks-per-node=1", "--cpus-per-task=8", "--gres=gpu:1", "--mem=16G", "--exclusive"} <= set(words)
@@ -259,7 +259,7 @@ def test_an_allocation_is_of_what_the_run_would_have_of_each_node() -> None:
     assert not any(word.startswith(("--cpus", "--gres", "--mem", "--exclusive")) for word in words)
 
 
-def test_a_password_is_taken_out_however_it_was_typed() -> None:
+def test_a_password_is_removed_from_any_form_of_the_option() -> None:
     for asked in (["--memory=redis://:hunter22@host:1"], ["--memory", "redis://:hunter22@host:1"]):
         words, environ = allocation_command(ClusterConfig(on="slurm"), asked, {})
         assert "hunter22" not in " ".join(words)
@@ -273,10 +273,8 @@ def test_a_password_is_taken_out_however_it_was_typed() -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_an_allocation_is_given_back_when_nobody_answers_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: bool
-) -> None:
-    """Killed at once, salloc could not do that; and it may wait for ever for what it runs, but for SIGHUP."""
+def test_an_allocation_is_released_after_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: bool) -> None:
+    """A killed salloc does not release its nodes; after SIGTERM it may wait for its command for ever, after SIGHUP it does not."""
     salloc, heard = tmp_path / "salloc", tmp_path / "heard"
     salloc.write_text(
         f"#!/bin/sh\ntrap 'echo TERM >> {heard}{'' if deaf else '; exit 1'}' TERM\n"

@@ -202,7 +202,7 @@ class RemoteAgent:
         job_dir.make_private(directory)
         try:
             job_id = self._start(directory, part, str(request["token"]), values)
-        except BaseException:
+        except BaseException:  # also an interrupt must not leave an incomplete part
             if first:
                 shutil.rmtree(directory, ignore_errors=True)
             raise

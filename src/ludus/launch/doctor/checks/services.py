@@ -52,17 +52,17 @@ def inspect_redis(url: str) -> ServiceProbe:
         exchange = open_message_stream(url, f"doctor-{uuid.uuid4().hex}", 4)
         with contextlib.closing(exchange):
             try:
-                durations["connect"] = _timed(lambda: exchange.read("hello"))[0]
-                durations["write"], pushed = _timed(lambda: exchange.push(_PAYLOAD, _REDIS_S))
+                durations["connect"] = _measure(lambda: exchange.read("hello"))[0]
+                durations["write"], pushed = _measure(lambda: exchange.push(_PAYLOAD, _REDIS_S))
                 if not pushed:
                     return ServiceProbe(
                         label, durations, "it rejects writes: its memory is full (maxmemory)", "Raise maxmemory, or empty it."
                     )
-                durations["read"], deliveries = _timed(lambda: exchange.pull(1, _REDIS_S))
+                durations["read"], deliveries = _measure(lambda: exchange.pull(1, _REDIS_S))
                 if [bytes(delivery.data) for delivery in deliveries] != [_PAYLOAD]:
                     return ServiceProbe(label, durations, "what was written did not come back", "Use Redis 6.2 or later.")
                 exchange.acknowledge([delivery.id for delivery in deliveries])
-                durations["round trip"] = min(_timed(lambda: exchange.read("hello"))[0] for _ in range(_ROUND_TRIPS))
+                durations["round trip"] = min(_measure(lambda: exchange.read("hello"))[0] for _ in range(_ROUND_TRIPS))
             finally:
                 with contextlib.suppress(LudusError):
                     exchange.drop()
@@ -94,13 +94,13 @@ def inspect_store(location: str) -> ServiceProbe:
         with environment({name: os.environ.get(name, value) for name, value in _S3_TIMEOUTS.items()}):
             store = open_store(location)
         try:
-            durations["write"], _ = _timed(lambda: store.put(f"{key}/value", _PAYLOAD))
-            durations["read"], read = _timed(lambda: store.get(f"{key}/value"))
+            durations["write"], _ = _measure(lambda: store.put(f"{key}/value", _PAYLOAD))
+            durations["read"], read = _measure(lambda: store.get(f"{key}/value"))
             if read != _PAYLOAD:
                 return ServiceProbe(
                     label, durations, "what was written did not come back", "The store is not reliable: use another one."
                 )
-            durations["create"], _ = _timed(lambda: store.put(f"{key}/once", b"1", overwrite=False))
+            durations["create"], _ = _measure(lambda: store.put(f"{key}/once", b"1", overwrite=False))
             try:
                 store.put(f"{key}/once", b"2", overwrite=False)
             except AlreadyExists:
@@ -108,7 +108,7 @@ def inspect_store(location: str) -> ServiceProbe:
             else:
                 why = "two writers can create the same file: two trainers could overwrite each other's run"
                 return ServiceProbe(label, durations, why, "Use a store with conditional writes: see docs/stores.md.")
-            durations["bundle"], _ = _timed(lambda: store.put_bundle(f"{key}/bundle", {"a": _PAYLOAD}))
+            durations["bundle"], _ = _measure(lambda: store.put_bundle(f"{key}/bundle", {"a": _PAYLOAD}))
             if store.get_bundle(f"{key}/bundle") != {"a": _PAYLOAD}:
                 return ServiceProbe(
                     label,
@@ -118,7 +118,7 @@ def inspect_store(location: str) -> ServiceProbe:
                 )
         finally:
             with contextlib.suppress(StoreError):
-                durations["delete"], _ = _timed(lambda: store.delete(key))
+                durations["delete"], _ = _measure(lambda: store.delete(key))
     except LudusError as error:
         return ServiceProbe(label, durations, error.message.rstrip("."), error.hint)
     finally:
@@ -190,7 +190,7 @@ def secret_variables(environ: Mapping[str, str]) -> Iterator[str]:
             yield name
 
 
-def _timed(action: Callable[[], T]) -> tuple[float, T]:
+def _measure(action: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
     result = action()
     return time.perf_counter() - start, result

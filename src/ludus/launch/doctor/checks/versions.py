@@ -41,7 +41,7 @@ def check_versions(
     python = versions["python"]
     found = [ok("python", f"{python} ({executable})")]
     if _numbers(python) < MIN_PYTHON:
-        found = [failed("python", f"{python} ({executable})", f"Ludus needs {_dotted(MIN_PYTHON)} or newer.")]
+        found = [failed("python", f"{python} ({executable})", f"Ludus needs {_join_numbers(MIN_PYTHON)} or newer.")]
     found.append(ok("ludus", versions["ludus"]))
     for package, least in MIN_VERSIONS.items():
         version = versions.get(package, "")
@@ -52,7 +52,7 @@ def check_versions(
         elif not version:
             found.append(failed(package, "not installed", _INSTALL[package]))
         elif _numbers(version) < least:
-            found.append(failed(package, f"{version} is too old", f"pip install -U '{package}>={_dotted(least)}'"))
+            found.append(failed(package, f"{version} is too old", f"pip install -U '{package}>={_join_numbers(least)}'"))
         else:
             found.append(ok(package, version))
     return found
@@ -77,12 +77,12 @@ def check_agreement(nodes: Mapping[str, Mapping[str, str]]) -> list[DoctorFindin
 
 
 def _comparable(package: str, version: str) -> str:
-    return _dotted(_numbers(version)) if package == "python" and version else version
+    return _join_numbers(_numbers(version)) if package == "python" and version else version
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
+def _join_numbers(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
