@@ -37,7 +37,7 @@ from ludus.launch.doctor.local_checks import CheckThread, DoctorRequest, run_loc
 from ludus.process import cgroups
 from ludus.storage.base import Bytes
 from ludus.storage.local import LocalStore
-from ludus.transport.message_stream import open_exchange
+from ludus.transport.message_stream import open_message_stream
 from tests.redis_server import RedisServer
 from tests.s3 import SECRET, Server
 from tests.tools import need
@@ -61,7 +61,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 def test_a_redis_check_leaves_no_keys(redis: RedisServer) -> None:
-    run = open_exchange(redis.full_url, "a-run", 10)
+    run = open_message_stream(redis.full_url, "a-run", 10)
     run.push(b"a message of a run", 5.0)
     client = redis.client()
     before = sorted(client.keys("*"))

@@ -170,7 +170,7 @@ def policy() -> Policy:
     return Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), CONFIG)
 
 
-def test_whoever_may_not_be_aimed_at_never_is(policy: Policy) -> None:
+def test_masked_entities_are_never_chosen(policy: Policy) -> None:
     seen = observations(4_000)
     noise = policy.distribution.noise((4_000,), torch.Generator().manual_seed(1))
     action, log_prob, _, _ = policy.step(seen, noise=noise)
@@ -244,7 +244,7 @@ def test_every_weight_is_learned(core: str | None) -> None:
         ({"autoregressive": (Branch(3, (2, 3), "things", "target"),)}, "'target'"),
     ],
 )
-def test_a_network_that_cannot_be_says_why(change: dict[str, Any], message: str) -> None:
+def test_an_impossible_network_is_rejected_with_the_reason(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Policy(SEEN, gym.spaces.MultiDiscrete(list(SIZES)), NetworkConfig(**{**vars(CONFIG), **change}))
 
@@ -267,7 +267,7 @@ def test_a_part_that_points_has_an_option_for_each_entity(options: int) -> None:
         ),
     ],
 )
-def test_what_actions_are_worth_has_neither_branches_nor_a_centralised_value(
+def test_q_networks_have_neither_branches_nor_a_centralised_critic(
     space: gym.Space[Any], change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -30,12 +30,12 @@ def test_a_grid_of_small_integers_is_divided_by_the_largest_that_was_seen() -> N
 
 
 @pytest.mark.parametrize("seen", [32, 255])
-def test_a_small_picture_is_told_by_its_values(seen: int) -> None:
+def test_a_small_image_is_recognised_by_its_values(seen: int) -> None:
     assert divisor(GRID, seen) == 255
 
 
 @pytest.mark.parametrize("shape", [(84, 84, 4), (4, 84, 84), (64, 64), (32, 40, 3)])
-def test_a_picture_is_told_by_its_size_and_no_environment_is_played(shape: tuple[int, ...]) -> None:
+def test_an_image_is_recognised_by_its_size_without_playing(shape: tuple[int, ...]) -> None:
     (scale,) = choose(spaces.Box(0, 255, shape, np.uint8), None, lambda: pytest.fail("nothing to look for"))
     assert scale.divisor == 255
     assert scale.obvious
@@ -46,7 +46,7 @@ def test_the_bounds_of_a_space_say_what_its_numbers_are() -> None:
     assert divisor(spaces.Box(0, 1, (84, 84, 4), np.uint8)) == 1
 
 
-def test_without_an_environment_to_play_the_notice_says_what_to_do() -> None:
+def test_without_an_environment_the_notice_names_the_remedy() -> None:
     (scale,) = choose(GRID, None, None)
     assert scale.divisor == 255
     assert "preprocess.scale" in str(scale)

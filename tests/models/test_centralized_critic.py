@@ -76,7 +76,7 @@ def test_shared_layers_learn_from_the_value_and_layers_of_its_own_keep_it_to_the
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_laid_out_and_acting_it_says_the_same(share: bool) -> None:
+def test_network_layout_and_frozen_form_give_the_same_outputs(share: bool) -> None:
     it, observation = policy(central_shares=share), seen()
     action, log_prob, value, _ = it.step(observation)
     to_network_layout = it.to_network_layout(observation)
@@ -99,7 +99,7 @@ def test_a_stored_one_from_before_they_could_be_shared_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("central", [True, False])
-def test_whoever_shows_the_whole_to_a_policy_is_told(central: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_sees_the_global_state_is_reported(central: bool, caplog: pytest.LogCaptureFixture) -> None:
     made = make_policy(SPACE, gym.spaces.Discrete(4), PPOConfig.model_validate({"model": {"centralized_value": central}}))
     assert made.config.central == central
     assert ("the policy sees both" in caplog.text) == (not central)

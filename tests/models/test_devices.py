@@ -12,7 +12,7 @@ from tests.algorithms.experience import policy_for
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without accelerators")
 
 
-def test_nothing_said_means_the_cpu() -> None:
+def test_the_default_device_is_the_cpu() -> None:
     assert learner_device("auto", 0) == CPU
     assert learner_device("cpu", 0) == CPU
     assert named_device("cpu", "inference_device") == CPU

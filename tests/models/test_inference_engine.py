@@ -226,7 +226,7 @@ def test_a_misfit_names_what_was_given_and_what_is_taken() -> None:
         Inference(Double(), ONE).call(np.zeros(4))
 
 
-def test_without_declared_inputs_those_of_one_shape_share_a_batch_and_a_bad_one_harms_nobody_else() -> None:
+def test_undeclared_inputs_of_one_shape_share_a_batch_and_a_bad_one_fails_alone() -> None:
     inference = Inference(nn.Linear(3, 2))
 
     async def play() -> list[Any]:

@@ -40,7 +40,7 @@ def doubling(max_batch_size: int = 256) -> tuple[MicroBatcher[int, int], Batches
 
 
 @on_loop
-async def test_what_is_asked_in_one_turn_is_one_batch_and_everybody_gets_his_own() -> None:
+async def test_requests_of_one_turn_are_one_batch_with_a_result_each() -> None:
     batcher, batches = doubling()
     assert await asyncio.gather(*(batcher.submit(row) for row in range(50))) == [2 * row for row in range(50)]
     assert batches == [list(range(50))]
@@ -118,7 +118,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_batch_unharmed() -> None:
 
 
 @on_loop
-async def test_an_error_reaches_every_caller_of_that_batch_and_nobody_else() -> None:
+async def test_an_error_reaches_every_caller_of_that_batch_only() -> None:
     def run(rows: list[int]) -> list[int]:
         if 13 in rows:
             raise ArithmeticError("the model failed")

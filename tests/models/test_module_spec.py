@@ -108,7 +108,7 @@ def test_a_class_inside_a_function_is_refused() -> None:
     assert "top level" in caught.value.hint
 
 
-def test_a_class_that_is_not_where_it_says_is_refused() -> None:
+def test_a_class_with_a_wrong_module_is_rejected() -> None:
     moved = type("Plain", (nn.Module,), {"__module__": __name__, "__qualname__": "Plain"})
     with pytest.raises(UsageError, match="another object"):
         module_spec.describe(moved())
@@ -136,7 +136,7 @@ def test_a_class_called_main_belongs_to_the_launching_script(tmp_path: Path) -> 
         module_spec.describe(cls, main_file="<stdin>")
 
 
-def test_a_script_that_launches_while_it_is_only_searched_for_a_class_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_launches_while_searched_for_a_class_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import ludus\nludus.init()\n")
     trust.add_project(tmp_path)

@@ -192,7 +192,7 @@ def test_every_weight_is_an_initialiser_and_can_be_exchanged(kind: str) -> None:
     assert np.abs(theirs.value - OnnxPolicy(model).act(seen).value).max() > 1e-3
 
 
-def test_a_file_names_its_inputs_and_outputs_and_says_what_it_is(kind: str) -> None:
+def test_an_exported_file_names_its_inputs_outputs_and_metadata(kind: str) -> None:
     policy, model = made(kind), traced(kind)
     graph = onnx.load_from_string(model).graph
     assert [item.name for item in graph.input] == list(onnx_export.policy_inputs(policy))

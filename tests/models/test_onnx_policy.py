@@ -132,7 +132,7 @@ def test_an_exported_policy_answers_sessions() -> None:
 
 
 @pytest.mark.parametrize("exported", [False, True])
-def test_a_release_has_made_its_first_decisions_before_anybody_plays(exported: bool, tmp_path: Path) -> None:
+def test_a_release_is_warmed_up_before_it_serves(exported: bool, tmp_path: Path) -> None:
     policy = made("mlp")
     part = ReleasedModel(json.dumps(policy.description()).encode(), serialization.encode_weights(policy.weights()), 7)
     artefacts = {"it": traced("mlp")} if exported else None

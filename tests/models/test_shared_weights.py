@@ -82,7 +82,7 @@ def test_versions_only_grow(tmp_path: Path, publish: Publish) -> None:
     assert board.version == 3
 
 
-def test_a_board_that_is_gone_says_so(tmp_path: Path) -> None:
+def test_missing_shared_weights_are_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no weights"):
         SharedWeightsReader(tmp_path / "nowhere")
     board = SharedWeights(tmp_path)
@@ -220,7 +220,7 @@ def test_no_room_for_the_slots_is_an_error(tmp_path: Path) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        with pytest.raises(StoreFull, match="Cannot take"):
+        with pytest.raises(StoreFull, match="Cannot allocate"):
             SharedWeights(tmp_path, arrays_of(Large()))
         assert [p.name for p in tmp_path.iterdir()] == ["version"]
 

@@ -64,7 +64,7 @@ def test_a_kept_version_is_a_policy_of_its_own(tmp_path: Path) -> None:
         assert (value == before[name]).all()
 
 
-def test_forgotten_versions_are_gone(tmp_path: Path) -> None:
+def test_deleted_versions_are_gone(tmp_path: Path) -> None:
     pool = opened(tmp_path)
     first = pool.keep("model")
     second = pool.publish("model")
@@ -85,7 +85,7 @@ def test_a_checkpoint_cannot_name_a_class_of_its_own(tmp_path: Path) -> None:
 # -- claims -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_says_who_made_it_and_from_where(tmp_path: Path) -> None:
+def test_a_claim_names_its_owner_and_origin(tmp_path: Path) -> None:
     assert newest_claim(LocalStore(tmp_path), "model") is None
     pool = LocalVersionStore(LocalStore(tmp_path), {"from": "000012"})
     pool.add("model", a_policy())
@@ -111,7 +111,7 @@ def test_claims_of_earlier_versions_count_and_say_nothing(tmp_path: Path, conten
         pool.check()
 
 
-def test_whoever_was_cut_off_stays_so_although_the_claims_are_gone(tmp_path: Path) -> None:
+def test_a_fenced_owner_stays_fenced_after_the_claims_are_deleted(tmp_path: Path) -> None:
     old = opened(tmp_path)
     opened(tmp_path)
     with pytest.raises(Fenced):
@@ -175,7 +175,7 @@ def claimed(path: Path, number: int) -> dict[str, Any]:
     return found
 
 
-def test_a_claim_says_from_where_only_after_that_was_found_to_be_still_so(tmp_path: Path) -> None:
+def test_a_claim_names_its_origin_only_after_verification(tmp_path: Path) -> None:
     opened(tmp_path)
     said = list[dict[str, Any]]()
     pool = LocalVersionStore(LocalStore(tmp_path), {"from": "000001"}, verify=lambda: said.append(claimed(tmp_path, 2)))
@@ -200,7 +200,7 @@ def test_and_never_if_it_is_not(tmp_path: Path) -> None:
     assert opened(tmp_path).incarnation("model") == 3
 
 
-def test_of_a_run_that_was_deleted_and_begun_anew_the_new_owner_is_the_only_one(tmp_path: Path) -> None:
+def test_a_deleted_and_restarted_run_has_one_owner(tmp_path: Path) -> None:
     old = opened(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     new = opened(tmp_path / "run")

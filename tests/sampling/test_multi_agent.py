@@ -174,7 +174,7 @@ def test_agents_that_act_at_once_are_learned_from_by_the_version_that_acted() ->
         assert 40 <= batch.steps < 40 + 4 * len(NAMES)
 
 
-def test_who_waits_for_a_turn_when_a_batch_is_complete_is_learned_from_one_version_later() -> None:
+def test_a_pending_turn_at_a_complete_batch_joins_the_next_batch() -> None:
     sampled = Sampled([ScriptTurns() for _ in range(4)]).run(6)
     late = 0
     versions = {"red": 0, "blue": 0}
@@ -240,7 +240,7 @@ def filled(sampler: MultiAgentSampler, batches: MatchBatches) -> Segments:
     return batch
 
 
-def test_steps_whose_outcome_nobody_knows_are_left_out() -> None:
+def test_steps_with_unknown_outcome_are_left_out() -> None:
     sampler, batches = simple("vanish")
     batch = filled(sampler, batches)
     assert batch.steps >= 40
@@ -264,7 +264,7 @@ def test_a_game_that_is_over_at_once_for_ever_is_a_fault() -> None:
         filled(sampler, batches)
 
 
-def test_a_game_that_falls_over_is_made_anew_only_if_that_is_wanted() -> None:
+def test_a_failed_match_is_recreated_only_if_configured() -> None:
     sampler, batches = simple("raises")
     with pytest.raises(EnvironmentFault, match="the game fell over"):
         filled(sampler, batches)
@@ -468,7 +468,7 @@ def test_a_batch_may_be_so_many_steps_of_the_environments() -> None:
     assert (numbers["env_steps"], numbers["agent_steps"]) == (80, 160)
 
 
-def test_steps_of_the_environments_are_told_once_however_many_models_learn_from_them() -> None:
+def test_environment_steps_are_counted_once_for_any_number_of_models() -> None:
     env = ScriptTurns()
     sources = {"red": Versions(made(0)), "blue": Versions(made(1))}
     memories = {name: LocalMemory(session_spec(s.policy, STEPS, name), 1, 500) for name, s in sources.items()}
@@ -493,7 +493,7 @@ def test_a_model_whose_agents_are_away_has_its_share_of_the_next_batch() -> None
     assert [(batch.model, batch.env_steps, batch.steps) for batch in taken] == [("m", 20, 40), ("m", 20, 40), ("l", 0, 15)]
 
 
-def test_an_episode_of_trained_agents_is_told_step_by_step() -> None:
+def test_an_episode_of_trained_agents_is_reported_step_by_step() -> None:
     match = match_of(Simple(render_mode="rgb_array"), "simple")
     agent = TrainedAgent(made(0, Simple().observation_space("a"), gym.spaces.Discrete(2)))
     frames: list[Any] = []

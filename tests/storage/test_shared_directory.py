@@ -19,7 +19,7 @@ import pytest
 from ludus.errors import AlreadyExists, Fenced, NotFound, StoreUnavailable
 from ludus.experiments.runs import checkpoint
 from ludus.models.weights.version_store import LocalVersionStore, newest_claim
-from ludus.storage.base import Bytes, Guard, Store
+from ludus.storage.base import Bytes, Store, WriteGuard
 from ludus.storage.local import LocalStore
 from ludus.testing.store_contract import FILES, StoreContract
 from tests.models.test_version_store import a_policy
@@ -65,7 +65,7 @@ class TwoMachines:
     def get(self, key: str) -> bytes:
         return self._reader.get(key)
 
-    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: Guard | None = None) -> None:
+    def put_bundle(self, key: str, files: Mapping[str, Bytes], *, guard: WriteGuard | None = None) -> None:
         self._either.put_bundle(key, files, guard=guard)
 
     def get_bundle(self, key: str) -> dict[str, bytes]:

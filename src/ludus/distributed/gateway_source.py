@@ -23,7 +23,7 @@ from ludus.models.weights.shared_weights import SharedWeights, stage
 from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Supervisor
 from ludus.sampling.segment_recorder import session_spec
-from ludus.transport.multi_producer import GatheredMemory
+from ludus.transport.multi_producer import MultiProducerMemory
 
 _TURN_S = 0.25
 _START_S = 60.0
@@ -39,7 +39,7 @@ class Boards:
         specs = {name: session_spec(policy, steps, name) for name, policy in policies.items()}
         segments = self._scratch.path / ".segments"  # no model has such a name
         segments.mkdir(mode=0o700)
-        self.memory = GatheredMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
+        self.memory = MultiProducerMemory(specs, segments, capacity, COUNTER_METRICS, GAUGE_METRICS)
         self.policies = dict(policies)
 
     def publish(self, name: str, version: int) -> None:

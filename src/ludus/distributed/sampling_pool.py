@@ -39,8 +39,8 @@ from ludus.process.temp_dirs import Scratch
 from ludus.process.workers.supervisor import Context, Process, Restart, Supervisor
 from ludus.sampling.sampler import Interruption, Sampler, VersionClock
 from ludus.sampling.self_play import with_past_opponents
-from ludus.transport.ring_buffer import Bell, create_ring
-from ludus.transport.shared_memory import Layout, SharedReader, SharedWriter, ring_capacity
+from ludus.transport.ring_buffer import Wakeup, create_ring
+from ludus.transport.shared_memory import BlockLayout, SharedReader, SharedWriter, ring_capacity
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class Plan:
     """What `env` means, if that is a function of the user's script."""
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.spec, self.num_envs)
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.spec, self.num_envs)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class LocalNode:
             self.bell = bell or self._scratch.path / BELL
             """Rung when a worker has made a block."""
             if bell is None:
-                Bell.create(self.bell).close()
+                Wakeup.create(self.bell).close()
             self._board = SharedWeights(self._scratch.path / BOARD)
         except BaseException:
             self.close()
@@ -400,7 +400,7 @@ class Sampling:
         self._scratch = Scratch(shared_memory())
         try:
             bell = self._scratch.path / BELL
-            self._bell = Bell.create(bell)
+            self._bell = Wakeup.create(bell)
             self._nodes = make_nodes(bell)
             self._look()
         except BaseException:

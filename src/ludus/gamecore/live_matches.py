@@ -116,7 +116,7 @@ class LiveMatch:
         """Pending ticks by the camps of their session."""
         self.updates: dict[int, SeatUpdate] = {}
         """Updates of the current round by row."""
-        self.missing = self._expected()
+        self.missing = self._count_expected()
         self.decisions = 0
         self.result: Mapping[str, Any] = {}
         self.lost = ""
@@ -125,7 +125,7 @@ class LiveMatch:
         """Time of the order, the last answer or the last request."""
         self.checked_at = now
 
-    def _expected(self) -> int:
+    def _count_expected(self) -> int:
         return sum(len(rows) for camp, rows in self.rows.items() if camp not in self.ended_camps)
 
     @property
@@ -152,7 +152,7 @@ class LiveMatch:
         """Begin a new round and return the pending ticks of the previous one."""
         self.left_rows = (self.left_rows - self.updates.keys()) | {row for row, one in self.updates.items() if one.over}
         parked, self.parked, self.updates = self.parked, {}, {}
-        self.missing, self.last_activity = self._expected(), now
+        self.missing, self.last_activity = self._count_expected(), now
         self.decisions += 1
         return parked
 
@@ -439,7 +439,7 @@ class StepParser:
 
     def __init__(self, game: GameSpec) -> None:
         self.seats, self.joint, self.single = game.seats, game.joint_seats, game.seats == (ONLY_SEAT,)
-        self._fit = spaces.Fit(game.wire_space)
+        self._fit = spaces.SpaceParser(game.wire_space)
         self._paths = [(path.split(".") if path else [], _size(spec)) for path, spec in leaves(self._fit.spec)]
         self._branches = [(path.split(".") if path else [], keys) for path, keys in _branches(self._fit.spec)]
         self._action_space, self._masked = game.action_space, game.masked

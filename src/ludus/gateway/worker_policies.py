@@ -48,7 +48,7 @@ class WorkerActorFactory:
         self._writer = LaneWriter(self.lanes, specs)
         first = os.getpid() * _ORIGINS
         for seat, model in self.seats.items():
-            self._seats[seat] = Seat(deciding[model], self._writer.rooms[model], first_origin=first)
+            self._seats[seat] = Seat(deciding[model], self._writer.writers[model], first_origin=first)
             first += _ORIGINS // len(self.seats)
 
     def __call__(self) -> BuiltinActor:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from ludus.core import plugins
-from ludus.io.rotating_log import LogWriter, before
+from ludus.io.rotating_log import LogWriter, previous_path
 from ludus.launch.job import OVER, JobState, ProcessState, ProcessStatus, Role, exit_code, should_restart
 from ludus.launch.job_dir import PRIVATE, JobDirectory, JobRecord, ProcessIdentity, hostname, machine_id
 from ludus.launch.job_dir import RUN as RUN_FILE
@@ -529,7 +529,7 @@ def _link_log(inside: Path, log: Path) -> Path:
     """Link a log elsewhere, and its rotated predecessor, into the job directory; return the log."""
     log = log.absolute()
     log.parent.mkdir(parents=True, exist_ok=True)
-    for here, there in ((inside, log), (before(inside), before(log))):
+    for here, there in ((inside, log), (previous_path(inside), previous_path(log))):
         here.unlink(missing_ok=True)
         here.symlink_to(there)
     return log

@@ -11,7 +11,7 @@ import torch
 from ludus.core import spaces
 from ludus.errors import Damaged
 from ludus.models.policy import Policy
-from ludus.storage.safe_read import largest_file
+from ludus.storage.safe_read import max_file_bytes
 
 _SMALL_BYTES = 1 << 30
 _MAX_LAYER_SIZES = 10_000
@@ -26,14 +26,14 @@ def check_network_size(description: Mapping[str, Any]) -> None:
     if len(numbers) > _MAX_LAYER_SIZES:
         raise Damaged(f"a network of {len(numbers):,} numbers")
     largest, second = sorted([*numbers, 1, 1])[-1:-3:-1]
-    if largest * _FLOAT_BYTES > largest_file() or numbers[-1] > _MAX_ACTIONS:
+    if largest * _FLOAT_BYTES > max_file_bytes() or numbers[-1] > _MAX_ACTIONS:
         raise Damaged(f"a network of a size of {largest:,}")
     if largest * second * len(numbers) * _FLOAT_BYTES <= _SMALL_BYTES:  # upper bound; exact counting is slower
         return
     with torch.device("meta"):  # shapes without memory
         policy = Policy.from_description(description)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in policy.state_dict().values())
-    if needed > largest_file():
+    if needed > max_file_bytes():
         raise Damaged(f"a network whose weights take {needed:,} bytes, which is more than half of this machine's memory")
 
 

@@ -38,7 +38,7 @@ from ludus.process.host import stop_on_signals
 from ludus.process.workers.supervisor import Process, Supervisor
 from ludus.remote.client import Client
 from ludus.storage.local import LocalStore
-from ludus.storage.redact import without_secrets
+from ludus.storage.redact import redact_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -373,7 +373,7 @@ def _write_meta(directory: Path) -> None:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "command": without_secrets(sys.argv),
+        "command": redact_command(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     with contextlib.suppress(AlreadyExists):

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ludus.config import schema as configs
+from ludus.config.schema import EXTERNAL
+from ludus.config.validation import parse_external_config
 from ludus.core import trust
 from ludus.core.plugins import did_you_mean
 from ludus.core.types import DEFAULT_MODEL
@@ -233,8 +234,8 @@ def _chosen(found: checkpoint.Checkpoint, model: str | None) -> str:
 def _seats(found: checkpoint.Checkpoint, chosen: str, *, asked: bool) -> Mapping[str, str]:
     """Seat → model, as its games were told in training. `asked`: somebody wants this model and no other."""
     config = found.state["config"]
-    if config["env"] == configs.EXTERNAL:
-        return seats_of(configs.external_config(config["config"]["env_config"])).seats
+    if config["env"] == EXTERNAL:
+        return seats_of(parse_external_config(config["config"]["env_config"])).seats
     mapping = agents_of(config["config"])
     if not mapping:
         return single_model_seats(config, chosen)

@@ -169,7 +169,7 @@ def training_of(words: Sequence[str]) -> Training:
 
 
 def _config(data: dict[str, Any]) -> dict[str, Any]:
-    from ludus.config.schema import canonical, read_experiment
+    from ludus.config.translation import canonical_config, translate_experiment
 
-    inner = read_experiment(data).data.get("config", {})
-    return canonical(inner) if isinstance(inner, dict) else {}
+    inner = translate_experiment(data).data.get("config", {})
+    return canonical_config(inner) if isinstance(inner, dict) else {}

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from ludus.buffers.bounded_queue import BoundedQueue
 from ludus.core import trust
-from ludus.core.metrics import JsonLines, Numbers, Sink, TensorBoard, read_jsonl
+from ludus.core.metrics import JsonLinesSink, Numbers, Sink, TensorBoardSink, read_jsonl
 from ludus.core.plugins import did_you_mean
 from ludus.distributed.gateway_workers import bind
 from ludus.distributed.hub.rpc import (
@@ -367,7 +367,7 @@ class Hub:
         before = read_jsonl(self.directory / "metrics.jsonl")
         self._iterations = int(before[-1]["iterations"]) if before else 0
         incarnation = int(before[-1].get("incarnation", 1)) + 1 if before else 1
-        self._sinks = [JsonLines(self.directory / "metrics.jsonl", incarnation), TensorBoard(self.directory)]
+        self._sinks = [JsonLinesSink(self.directory / "metrics.jsonl", incarnation), TensorBoardSink(self.directory)]
         self._reporter = self._loop.create_task(self._report_for_ever())
 
     def _run(self) -> None:

@@ -31,7 +31,7 @@ from ludus.experiments.runs.checkpoint import Checkpoint
 from ludus.experiments.runs.run_dir import Run
 from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
-from ludus.transport.base import Batches
+from ludus.transport.base import SegmentReader
 from ludus.transport.message_stream import EMBEDDED
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def make_pool(run: Run, policies: Mapping[str, Policy], prepared: PreparedRun, s
     return pool
 
 
-def whole_episodes(blocks: Batches, config: AlgorithmConfig) -> Batches:
+def whole_episodes(blocks: SegmentReader, config: AlgorithmConfig) -> SegmentReader:
     """The blocks, or complete episodes made of them, as `batch_mode` sets."""
     if config.batch_mode == "truncate_episodes":
         return blocks

@@ -39,7 +39,7 @@ from ludus.models.policy import Policy
 from ludus.models.weights.version_store import LocalVersionStore
 from ludus.sampling.sampler import segment_spec
 from ludus.transport.message_stream import MAX_MESSAGE
-from ludus.transport.shared_memory import Layout
+from ludus.transport.shared_memory import BlockLayout
 
 
 def assemble_fleet(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack) -> TrainingComponents:
@@ -77,7 +77,7 @@ def _make_fleet(
     resolved, before = prepared.resolved, prepared.before
     e, config = resolved.experiment, resolved.config
     in_turn = config.sampling != "async"
-    layout = Layout(segment_spec(policy, shape, config.steps), shape.num)
+    layout = BlockLayout(segment_spec(policy, shape, config.steps), shape.num)
     if layout.nbytes > MAX_MESSAGE:
         raise ConfigError(
             f"A segment of {shape.num} environments × {config.steps} steps has {layout.nbytes >> 20} MB, and a message may have "

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ludus.algorithms.run_clock import RunClock
 from ludus.algorithms.trainer import Publisher, Trainer
 from ludus.buffers.collate import CollatedBatches
-from ludus.config import schema as configs
 from ludus.config.schema import AlgorithmConfig, ExternalConfig
+from ludus.config.validation import parse_external_config
 from ludus.distributed.gateway_workers import bind, check_exposure
 from ludus.experiments.assembly import byte_scales
 from ludus.experiments.assembly.components import (
@@ -51,7 +51,7 @@ def assemble_http(prepared: PreparedRun, hooks: RunHooks, stack: ComponentStack)
     """Make the components of a run that learns from games that connect to it."""
     resolved, before = prepared.resolved, prepared.before
     config = resolved.config
-    external = configs.external_config(config.env_config)
+    external = parse_external_config(config.env_config)
     seats = seats_of(external)
     clock = RunClock(resolved.experiment.stop.time_s)
 

@@ -91,7 +91,7 @@ class Played:
     @property
     def interval(self) -> tuple[float, float]:
         """Bootstrapped 95 % interval of the mean."""
-        return statistics.interval(self.returns) if self.returns else (float("nan"), float("nan"))
+        return statistics.confidence_interval(self.returns) if self.returns else (float("nan"), float("nan"))
 
     def to_json(self) -> dict[str, Any]:
         numbers = np.asarray(self.returns) if self.returns else np.asarray([np.nan])

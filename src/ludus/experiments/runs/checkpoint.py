@@ -29,7 +29,7 @@ from ludus.models.networks import NetworkConfig
 from ludus.models.policy import PROBABILITIES, Policy, Weights
 from ludus.models.weights import serialization
 from ludus.models.weights.version_store import Claim, claims_after
-from ludus.storage.base import Guard, Store
+from ludus.storage.base import Store, WriteGuard
 from ludus.storage.safe_read import parse_json
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def write(
     state: Mapping[str, Any],
     *,
     incarnations: Mapping[str, int] | None = None,
-    guard: Guard | None = None,
+    guard: WriteGuard | None = None,
 ) -> str:
     """Store a checkpoint under its iteration number; returns its name. Never replaces one that exists.
 

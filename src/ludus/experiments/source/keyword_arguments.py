@@ -33,7 +33,11 @@ def training_data(
     ends = {**(stop or {}), **{key: beside.pop(key) for key in TOTALS if key in beside}}
     named = None if env is None else env_name(env)
     source = source_of(None if file is None else Path(file), preset, None if preset is None else named)
-    if source is None and named is None and not any(rllib_keys.present(rllib_keys.EXPERIMENT, key) == "env" for key in beside):
+    if (
+        source is None
+        and named is None
+        and not any(rllib_keys.canonical_name(rllib_keys.EXPERIMENT, key) == "env" for key in beside)
+    ):
         raise UsageError("Which environment?", 'ludus.train("CartPole-v1"), or a preset=… or file=… that names one.')
     found = experiments_from(source, experiment, name, {"env": named, "run": run, **beside}, ends, {}, config, [])
     if len(found) > 1:
@@ -48,4 +52,4 @@ def training_data(
 
 def _belongs_beside_config(key: str) -> bool:
     top = rllib_keys.EXPERIMENT
-    return rllib_keys.present(top, key) in ExperimentConfig.model_fields or key in rllib_keys.TRANSLATED[top]
+    return rllib_keys.canonical_name(top, key) in ExperimentConfig.model_fields or key in rllib_keys.TRANSLATED[top]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from ludus.storage.redact import redacted
+from ludus.storage.redact import redact_passwords
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 """`failed`: the requested run will not work. `warning`: it may be slow or unreliable. `skipped`: not checked, or not needed."""
@@ -62,7 +62,7 @@ def redact_secrets(finding: DoctorFinding, secrets: Sequence[str]) -> DoctorFind
 
 
 def _clean(text: str, secrets: Sequence[str]) -> str:
-    text = redacted(text)
+    text = redact_passwords(text)
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _MIN_SECRET_CHARS:
             text = text.replace(secret, MARK)

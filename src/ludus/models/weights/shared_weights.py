@@ -32,7 +32,7 @@ from ludus.errors import Damaged, NotFound, StoreError, StoreFull
 from ludus.io.atomic_file import path_for_replace
 from ludus.models.weights import module_spec as modules
 from ludus.models.weights import serialization
-from ludus.transport.ring_buffer import ALIGN, Fence, create_file, record_bytes
+from ludus.transport.ring_buffer import ALIGN, MemoryFence, create_file, record_bytes
 
 KEPT = 2
 SLOTS = 3
@@ -197,7 +197,7 @@ class _Slots:
         stride = record_bytes(self._nbytes)
         self._slot_bytes = [np.ndarray((self._nbytes,), np.uint8, self._map, start + slot * stride) for slot in range(SLOTS)]
         self._views = [self._cut(whole) for whole in self._slot_bytes]
-        self._fence = Fence()
+        self._fence = MemoryFence()
 
     def _cut(self, whole: Array) -> dict[str, Array]:
         return {name: np.ndarray(shape, dtype, whole.data, at) for name, dtype, shape, at in self._table}

@@ -18,7 +18,7 @@ from ludus.launch.doctor.checks.directories import filesystem_type
 from ludus.launch.doctor.finding import DoctorFinding, failed, ok, warning
 from ludus.ray_cluster.cluster import environment
 from ludus.storage.base import open_store
-from ludus.transport.message_stream import PASSWORD, open_exchange, split_password
+from ludus.transport.message_stream import PASSWORD, open_message_stream, split_password
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def inspect_redis(url: str) -> ServiceProbe:
     """Probe the message exchange of a fleet, on a unique channel that is deleted."""
     label, durations = redact_url(url), dict[str, float]()
     try:
-        exchange = open_exchange(url, f"doctor-{uuid.uuid4().hex}", 4)
+        exchange = open_message_stream(url, f"doctor-{uuid.uuid4().hex}", 4)
         with contextlib.closing(exchange):
             try:
                 durations["connect"] = _measure(lambda: exchange.read("hello"))[0]
