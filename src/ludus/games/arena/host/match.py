@@ -60,14 +60,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
-class Rule:
+class BotCamp:
     """A camp that is played by a script of ours."""
 
     script: str
 
 
 @dataclass(frozen=True)
-class Remote:
+class ActorCamp:
     """A camp that is played by an actor, which has `timeout_s` for each of its answers."""
 
     url: str
@@ -75,11 +75,11 @@ class Remote:
     token: str | None = field(default=None, repr=False)
 
 
-Player = Rule | Remote
+CampPlayer = BotCamp | ActorCamp
 
 
 @dataclass(frozen=True)
-class Options:
+class HostOptions:
     """What a caller may choose besides the match itself; `gamecore/server/games.yaml` declares the same."""
 
     rule: str = "medium"
@@ -121,27 +121,27 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatchPlan:
     runtime_id: str
     size: int
     lineup: Lineup | None
     """Heroes of either camp; None: the usual ones."""
-    camps: tuple[Player, Player]
+    camps: tuple[CampPlayer, CampPlayer]
     seed: int = 0
     max_ticks: int | None = None
     start_from: Path | None = None
     eval_mode: bool = False
-    options: Options = Options()
+    options: HostOptions = HostOptions()
 
     @property
     def mode(self) -> str:
         return f"{self.size}v{self.size}"
 
 
-def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str]) -> Plan:
+def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str]) -> MatchPlan:
     """From the JSON that a gamecore server writes. Raises ConfigError, which names the key and its value."""
     if not isinstance(config, Mapping):
-        _wrong("The config", config, "It is a JSON object.")
+        _reject("The config", config, "It is a JSON object.")
     for key in config:
         if key not in _KEYS:
             raise ConfigError(f"The key {key!r} of the config is unknown.", did_you_mean(str(key), _KEYS))
@@ -149,9 +149,9 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
     size, lineup = read_teams(config.get("mode"), config.get("heroes"))
     start_from = config.get("start_from")
     if start_from is not None and not isinstance(start_from, str):
-        _wrong("start_from", start_from, "It is the path of a saved state, or null.")
+        _reject("start_from", start_from, "It is the path of a saved state, or null.")
     max_ticks = config.get("max_frames")
-    return Plan(
+    return MatchPlan(
         runtime_id=_short_name("runtime_id", config.get("runtime_id", "arena")),
         size=size,
         lineup=lineup,
@@ -164,25 +164,25 @@ def read_plan(config: Any, tokens: Sequence[str | None], scripts: Sequence[str])
     )
 
 
-def read_further(given: Any, first: Plan, actor: Remote, scripts: Sequence[str]) -> Plan:
+def read_handed_match(given: Any, first: MatchPlan, actor: ActorCamp, scripts: Sequence[str]) -> MatchPlan:
     """A match that an actor hands over, and that no other actor plays. It may have a rule, a start and weights of its own; all other options are
     those of the `first` one. Raises ConfigError."""
     if not isinstance(given, Mapping):
-        _wrong("A further match", given, "It is an object.")
+        _reject("A further match", given, "It is an object.")
     for key in given:
         if key not in _FURTHER:
             raise ConfigError(f"The key {key!r} of a further match is unknown.", did_you_mean(str(key), _FURTHER))
     camps = given.get("camps")
     if not isinstance(camps, Sequence) or len(camps) != CAMPS or not all(camp is True or camp is None for camp in camps):
-        _wrong("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
+        _reject("camps", camps, "It is a list of two: true, the actor plays it, or null, the rule does.")
     usual, own = first.options, replace(read_options(given.get("options") or {}, scripts), together=first.options.together)
     shared = replace(usual, rule=own.rule, start=own.start, team_spirit=own.team_spirit, weights=own.weights)
     for name, value in vars(shared).items():
         if getattr(own, name) != value:
             raise ConfigError(f"{name} of a further match is {getattr(own, name)!r}.", f"In this process it is {value!r}.")
     size, lineup = read_teams(first.mode, given.get("heroes"))
-    players = [actor if camp else Rule(own.rule) for camp in camps]
-    return Plan(
+    players = [actor if camp else BotCamp(own.rule) for camp in camps]
+    return MatchPlan(
         runtime_id=_short_name("runtime_id", given.get("runtime_id")),
         size=size,
         lineup=lineup,
@@ -204,41 +204,41 @@ def read_teams(mode: Any, heroes: Any) -> tuple[int, Lineup | None]:
 
 def _lineup(heroes: Any) -> Lineup:
     if not isinstance(heroes, Sequence) or len(heroes) != CAMPS or not all(isinstance(camp, Sequence) for camp in heroes):
-        _wrong("heroes", heroes, "It is a list for each of the two camps: [[{hero_id: 190}, …], […]].")
+        _reject("heroes", heroes, "It is a list for each of the two camps: [[{hero_id: 190}, …], […]].")
     ids: list[list[Any]] = [[hero.get("hero_id") if isinstance(hero, Mapping) else hero for hero in camp] for camp in heroes]
     for camp, row in enumerate(ids):
         for i, hero in enumerate(row):
             if isinstance(hero, bool) or not isinstance(hero, (int, str)):
-                _wrong(f"heroes[{camp}][{i}].hero_id", hero, "It is the id of a hero, or its name.")
+                _reject(f"heroes[{camp}][{i}].hero_id", hero, "It is the id of a hero, or its name.")
     return tuple(ids[0]), tuple(ids[1])
 
 
-def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[Player, Player]:
+def _camps(given: Any, tokens: Sequence[str | None], rule: str) -> tuple[CampPlayer, CampPlayer]:
     given = given or []
     if not isinstance(given, Sequence) or len(given) > CAMPS:
-        _wrong("camps", given, "It is a list of at most two: null, or {url, timeout_s}.")
-    players: list[Player] = [Rule(rule), Rule(rule)]
+        _reject("camps", given, "It is a list of at most two: null, or {url, timeout_s}.")
+    players: list[CampPlayer] = [BotCamp(rule), BotCamp(rule)]
     for i, camp in enumerate(given):
         if camp is None:
             continue
         if not isinstance(camp, Mapping) or not isinstance(camp.get("url"), str):
-            _wrong(f"camps[{i}]", camp, "It is null (the rule plays), or {url: http://HOST:PORT, timeout_s: 30}.")
+            _reject(f"camps[{i}]", camp, "It is null (the rule plays), or {url: http://HOST:PORT, timeout_s: 30}.")
         timeout_s = _number(f"camps[{i}].timeout_s", camp.get("timeout_s", 30.0), 1e-3, MAX_TIMEOUT_S)
-        players[i] = Remote(camp["url"], timeout_s, tokens[i])
+        players[i] = ActorCamp(camp["url"], timeout_s, tokens[i])
     return players[0], players[1]
 
 
-def read_options(given: Any, scripts: Sequence[str]) -> Options:
+def read_options(given: Any, scripts: Sequence[str]) -> HostOptions:
     """Raises ConfigError."""
     if not isinstance(given, Mapping):
-        _wrong("options", given, "It is an object.")
-    known = (Options.__dataclass_fields__.keys() - {"weights"}) | {f"{_WEIGHT}{part}" for part in PARTS}
+        _reject("options", given, "It is an object.")
+    known = (HostOptions.__dataclass_fields__.keys() - {"weights"}) | {f"{_WEIGHT}{part}" for part in PARTS}
     for key in given:
         if key not in known:
             raise ConfigError(f"The option {key!r} is unknown.", did_you_mean(str(key), known))
-    default = Options()
+    default = HostOptions()
     weights = {part: given[f"{_WEIGHT}{part}"] for part in PARTS if f"{_WEIGHT}{part}" in given}
-    made = Options(
+    made = HostOptions(
         rule=_one_of("rule", given.get("rule", default.rule), scripts),
         pace=_number("pace", given.get("pace", default.pace), 0.0, MAX_PACE),
         on_illegal=_one_of("on_illegal", given.get("on_illegal", default.on_illegal), get_args(OnIllegal)),
@@ -261,7 +261,7 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
     if made.together and made.record:
         raise ConfigError(f"record is true and together is {made.together}.", "A process records one match: together: 0.")
     if made.format == "raw" and "sessions" not in given:  # a session of raw arrays has one seat
-        return Options(**{**vars(made), "sessions": "hero"})
+        return HostOptions(**{**vars(made), "sessions": "hero"})
     if made.format == "raw" and made.sessions != "hero":
         raise ConfigError(
             "format is 'raw' and sessions is 'camp'.", "Raw arrays are for one seat: sessions: hero, or format: msgpack."
@@ -271,35 +271,35 @@ def read_options(given: Any, scripts: Sequence[str]) -> Options:
 
 def _one_of(name: str, given: Any, known: Sequence[str]) -> Any:
     if not isinstance(given, str) or given not in known:
-        _wrong(name, given, f"It is one of {', '.join(known)}.")
+        _reject(name, given, f"It is one of {', '.join(known)}.")
     return given
 
 
 def _short_name(name: str, given: Any) -> str:
     if not isinstance(given, str) or _NAME.fullmatch(given) is None:  # files are called by it
-        _wrong(name, given, "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit.")
+        _reject(name, given, "Letters, digits, '-', '_' and '.', at most 128 of them, the first a letter or a digit.")
     return given
 
 
 def _whole(name: str, given: Any, low: int, high: int) -> int:
     if type(given) is not int or not low <= given <= high:
-        _wrong(name, given, f"It is a whole number from {low} to {high}.")
+        _reject(name, given, f"It is a whole number from {low} to {high}.")
     return given
 
 
 def _number(name: str, given: Any, low: float, high: float) -> float:
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not low <= given <= high:
-        _wrong(name, given, f"It is a number from {low:g} to {high:g}.")
+        _reject(name, given, f"It is a number from {low:g} to {high:g}.")
     return float(given)
 
 
 def _flag(name: str, given: Any) -> bool:
     if not isinstance(given, bool):
-        _wrong(name, given, "It is true or false.")
+        _reject(name, given, "It is true or false.")
     return given
 
 
-def _wrong(name: str, given: Any, hint: str) -> NoReturn:
+def _reject(name: str, given: Any, hint: str) -> NoReturn:
     raise ConfigError(f"{name} is {reprlib.repr(given)}.", hint)
 
 
@@ -307,7 +307,7 @@ def _wrong(name: str, given: Any, hint: str) -> NoReturn:
 
 
 @dataclass
-class Counts:
+class ReplyCounts:
     """Of what an actor was asked for one hero."""
 
     asked: int = 0
@@ -319,10 +319,10 @@ class Counts:
     """Decisions without an answer."""
 
 
-class Match:
+class HostedMatch:
     """One match while it is played: heroes by their place in [H], those of camp 0 first."""
 
-    def __init__(self, plan: Plan, scripts: Sequence[str]) -> None:
+    def __init__(self, plan: MatchPlan, scripts: Sequence[str]) -> None:
         self.plan = plan
         self._scripts = scripts
         self.rule = scripts.index(plan.options.rule)
@@ -334,8 +334,8 @@ class Match:
         """In this session: only then is there something to reward."""
         self.owed = np.zeros(self.heroes)
         """Rewards since the last step that was told."""
-        self.counts = [Counts() for _ in range(self.heroes)]
-        self.told: dict[int, str] = {}
+        self.counts = [ReplyCounts() for _ in range(self.heroes)]
+        self.refusals: dict[int, str] = {}
         """By hero: what its actor is yet to be told of its last action."""
         self.lost: dict[int, str] = {}
         """By camp: why its actor plays no more."""
@@ -347,13 +347,13 @@ class Match:
         self.decided = False
         """Nothing more could have come of it. Otherwise it was cut: by time, or from outside."""
         for camp, player in enumerate(plan.camps):
-            if isinstance(player, Rule):
-                self._by_rule(camp, player.script)
+            if isinstance(player, BotCamp):
+                self._assign_bot(camp, player.script)
 
     @property
     def names(self) -> list[str]:
         """Who plays the camps."""
-        return [player.script if isinstance(player, Rule) else player.url for player in self.plan.camps]
+        return [player.script if isinstance(player, BotCamp) else player.url for player in self.plan.camps]
 
     def camp_of(self, hero: int) -> int:
         return hero // self.plan.size
@@ -369,22 +369,22 @@ class Match:
         """Of the decision that was just played. A hero that lies dead is owed until it is asked again."""
         self.owed += rewards
 
-    def take(self, hero: int) -> float:
+    def take_reward(self, hero: int) -> float:
         """What this hero is owed, and is told now."""
         owed, self.owed[hero] = float(self.owed[hero]), 0.0
         return owed if self.acted[hero] else 0.0
 
-    def forget(self, heroes: Sequence[int]) -> None:
+    def reset_session(self, heroes: Sequence[int]) -> None:
         """Their session is another one now: nothing that came before belongs to it."""
         for hero in heroes:
             self.acted[hero], self.owed[hero] = False, 0.0
-            self.told.pop(hero, None)
+            self.refusals.pop(hero, None)
 
     def refuse(self, hero: int, why: str, *, garbled: bool) -> None:
         """What an actor said for this hero is no action, or not an allowed one."""
         self.counts[hero].garbled += garbled
         self.counts[hero].illegal += not garbled
-        self.told[hero] = why
+        self.refusals[hero] = why
         if self.plan.options.on_illegal == "forfeit":
             camp = self.camp_of(hero)
             self.end(f"camp {camp} forfeits: {self.seat_of(hero)} {why}", winner=1 - camp, completed=True, decided=True)
@@ -395,9 +395,9 @@ class Match:
         if self.plan.options.on_lost == "end":
             self.end(f"the actor of camp {camp} is gone: {why}")
         else:
-            self._by_rule(camp, self.plan.options.rule)
+            self._assign_bot(camp, self.plan.options.rule)
 
-    def judge(self, winner: int, tick: int, limit: int) -> None:
+    def end_by_rules(self, winner: int, tick: int, limit: int) -> None:
         """It is over by the rules. `winner`: the camp, or -1."""
         if winner >= 0:
             self.end(f"the base of camp {1 - winner} has fallen", winner=winner, completed=True, decided=True)
@@ -411,14 +411,14 @@ class Match:
         if not self.reason:
             self.reason, self.winner, self.completed, self.decided = reason, winner, completed, decided
 
-    def _by_rule(self, camp: int, script: str) -> None:
+    def _assign_bot(self, camp: int, script: str) -> None:
         self.script[self.heroes_of(camp)] = self._scripts.index(script)
 
 
 # -- as it went -------------------------------------------------------------------------------------------------------
 
 
-def outcome(match: Match, units: npt.NDArray[np.int32], tick: int, seconds: float, digest: str) -> dict[str, Any]:
+def match_result(match: HostedMatch, units: npt.NDArray[np.int32], tick: int, seconds: float, digest: str) -> dict[str, Any]:
     """The result of a match whose units [FIELDS, U] stand like this; ready for JSON."""
     size = match.plan.size
     return {
@@ -454,7 +454,7 @@ _STATISTICS: Final = {
 }
 
 
-def _hero(match: Match, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
+def _hero(match: HostedMatch, hero: int, units: npt.NDArray[np.int32]) -> dict[str, Any]:
     known = HEROES[int(units[HERO_ROW, hero])]
     shown: dict[str, Any] = {"camp": match.camp_of(hero), "hero_id": known.id, "name": known.name}
     return shown | {name: int(units[row, hero]) for name, row in _STATISTICS.items()} | vars(match.counts[hero])
