@@ -125,14 +125,14 @@ class GameSpec:
 def resolve_game(game: str, mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
     """Build the specification from env_config. Raises ConfigError."""
     if game == ARENA and "observation_space" not in keywords:
-        return _arena(mode, options, keywords)
-    return _declared(game, mode, options, dict(keywords))
+        return _arena_spec(mode, options, keywords)
+    return _declared_spec(game, mode, options, dict(keywords))
 
 
 # -- the Arena ------------------------------------------------------------------------------------------------------------
 
 
-def _arena(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
+def _arena_spec(mode: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> GameSpec:
     """`keywords`: of the Arena's environments."""
     from ludus.games.arena.engine.layout import RULES, TICKS_PER_SECOND
     from ludus.games.arena.env import seats
@@ -221,7 +221,7 @@ KEYS: Final = (
 )
 
 
-def _declared(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
+def _declared_spec(game: str, mode: Any, options: Mapping[str, Any], given: dict[str, Any]) -> GameSpec:
     for name in given:
         if name not in KEYS:
             raise ConfigError(f"env_config has {name!r}.", did_you_mean(name, KEYS))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ludus.core.plugins import did_you_mean
-from ludus.core.statistics import wilson
+from ludus.core.statistics import wilson_interval
 from ludus.errors import ConfigError
 from ludus.games.arena.bots.bots import BOTS
 from ludus.games.arena.engine.heroes import HEROES, IDS
@@ -63,7 +63,7 @@ class PairResult:
     @property
     def bounds(self) -> tuple[float, float]:
         """95 % interval of the rate."""
-        return wilson(self.won, self.games, _SURE)
+        return wilson_interval(self.won, self.games, _SURE)
 
     @property
     def median_s(self) -> float:
